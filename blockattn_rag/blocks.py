@@ -1,0 +1,239 @@
+"""Blocks, prompts made of blocks, and the markers that carry block boundaries through a string.
+
+A prompt is ``context blocks + final block``. Each context block attends to itself only; the
+final block attends to everything (Block-Attention, section 2.1). This module knows text alone:
+no tokenizer, no tensors.
+
+Marker grammar::
+
+    [[kvblock:H]]text[[/kvblock:H]]        H = first 32 hex digits of sha256(text)
+
+Frameworks flatten retrieved passages into one string; markers let the boundaries survive that.
+A marker is a promise that is checked: only where ``H`` is the digest of the text between the two
+markers is the text taken as a *verified* block. Everything else is ordinary text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+HANDLE_LENGTH = 32
+"""Hex digits of a handle: 128 bits of the sha256 of the block's text."""
+
+_OPEN = re.compile(r"\[\[kvblock:([0-9a-f]{32})\]\]")
+_MARKER = re.compile(r"\[\[(/?)kvblock:([0-9a-f]{32})\]\]")
+
+
+def handle_of(text: str) -> str:
+    """Content address of a block's canonical text: 32 hex digits."""
+    return _sha256(text)[:HANDLE_LENGTH]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTemplate:
+    """What a prompt format puts before and after a passage's text, its separator included.
+
+    It is tokenised together with the passage and so belongs to the block. Control tokens of the
+    model (``<|doc_start|>``) are recognised in the template, never in the passage's own text.
+    """
+
+    before: str = ""
+    after: str = ""
+
+
+PLAIN = BlockTemplate()
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A span of text whose tokens attend only to one another.
+
+    Args:
+        text: the canonical text; what the handle names.
+        template: what stands before and after the text when the block is encoded.
+        control: whether control tokens (``<|im_start|>``) inside ``text`` are parsed. True only for
+            text that comes from a prompt template, never for passages.
+    """
+
+    text: str
+    template: BlockTemplate = PLAIN
+    control: bool = False
+    handle: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise TypeError(f"a block's text must be a str, found {type(self.text).__name__}")
+        if not self.rendered:
+            raise ValueError("a block's text is empty; leave empty passages out of the prompt")
+        object.__setattr__(self, "handle", handle_of(self.text))
+
+    @property
+    def rendered(self) -> str:
+        """The text as the model sees it: template and text."""
+        return self.template.before + self.text + self.template.after
+
+    def digest(self, *, first: bool) -> str:
+        """sha256 of all that decides the block's token ids under a given tokenizer.
+
+        ``first``: the block opens the prompt, and so carries the BOS token if the model uses one.
+        """
+        parts = (self.template.before, self.text, self.template.after)
+        head = f"{'control' if self.control else 'text'}:{'first' if first else 'later'}"
+        return _sha256("\0".join([head, *(f"{len(part)}:{part}" for part in parts)]))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPrompt:
+    """A prompt as the engine takes it: context blocks, then the final block.
+
+    ``final`` holds all that comes after the last block: instructions, history, the question, and
+    the start of the answer. Control tokens in it are parsed.
+    """
+
+    context: tuple[Block, ...]
+    final: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "context", tuple(self.context))
+        for block in self.context:
+            if not isinstance(block, Block):
+                raise TypeError(f"context must hold Block objects, found {type(block).__name__}")
+        if not isinstance(self.final, str):
+            raise TypeError(f"final must be a str, found {type(self.final).__name__}")
+        if not self.context and not self.final:
+            raise ValueError("the prompt is empty: it has no context block and no final text")
+
+    @classmethod
+    def from_texts(cls, texts: Sequence[str | Block]) -> BlockPrompt:
+        """A prompt from a list whose last item is the final block.
+
+        Strings before the last are taken as passages: control tokens in them stay text. Empty
+        strings before the last are left out.
+        """
+        if isinstance(texts, str) or not texts:
+            raise ValueError(
+                "expected a non-empty list of texts whose last item is the final block, "
+                f"found {texts!r:.60}"
+            )
+        *context, final = texts
+        if isinstance(final, Block):
+            raise TypeError("the last item of a prompt is its final block and must be a str")
+        blocks = (text if isinstance(text, Block) else Block(text) for text in context if text)
+        return cls(tuple(blocks), final)
+
+    @property
+    def text(self) -> str:
+        """The prompt as one string, without markers."""
+        return "".join(block.rendered for block in self.context) + self.final
+
+
+class _Span(NamedTuple):
+    """A marked span: ``string[start:end]`` with its markers, and the text between them."""
+
+    start: int
+    end: int
+    text: str
+
+
+def wrap(text: str) -> str:
+    """The text between the markers of its own digest. Surrounding white space is removed."""
+    text = text.strip()
+    if not text:
+        return ""
+    handle = handle_of(text)
+    return f"[[kvblock:{handle}]]{text}[[/kvblock:{handle}]]"
+
+
+def segment(string: str, template: BlockTemplate = PLAIN) -> BlockPrompt:
+    """Parse a string with markers into blocks.
+
+    Marked spans become blocks with ``template``. Text before the first block becomes the first
+    block; text between two blocks becomes a block of its own unless it is white space, which the
+    template's own separator replaces; text after the last block is the final block. Marker
+    fragments that pair with nothing are removed.
+    """
+    context: list[Block] = []
+    position = 0
+    for span in _marked_spans(string):
+        gap = strip_markers(string[position : span.start])
+        if gap.strip() or (gap and position == 0):
+            context.append(Block(gap, control=True))
+        text = span.text.strip()
+        if text:
+            context.append(Block(text, template))
+        position = span.end
+    return BlockPrompt(tuple(context), strip_markers(string[position:]))
+
+
+def _marked_spans(string: str) -> Iterator[_Span]:
+    """Spans to take as blocks, left to right: verified ones, and pairs whose text was changed."""
+    position = 0
+    while opening := _OPEN.search(string, position):
+        span = _verified_span(string, opening) or _unverified_span(string, opening)
+        if span is None:
+            position = opening.end()
+            continue
+        yield span
+        position = span.end
+
+
+def _verified_span(string: str, opening: re.Match[str]) -> _Span | None:
+    """The span from ``opening`` to the close marker at which the digest of the text agrees.
+
+    The text may itself hold marker-like strings, so each close marker is tried; hashing goes on
+    from one to the next, which keeps hostile input linear in the length per opening.
+    """
+    handle, start = opening.group(1), opening.end()
+    close = f"[[/kvblock:{handle}]]"
+    state, hashed = hashlib.sha256(), start
+    at = string.find(close, start)
+    while at >= 0:
+        state.update(string[hashed:at].encode("utf-8", "surrogatepass"))
+        if state.copy().hexdigest().startswith(handle):
+            return _Span(opening.start(), at + len(close), string[start:at])
+        hashed = at
+        at = string.find(close, at + len(close))
+    return None
+
+
+def _unverified_span(string: str, opening: re.Match[str]) -> _Span | None:
+    """The span from ``opening`` to its own close marker, if no other marker stands between.
+
+    The text was changed on its way (escaped, edited). It is still one passage: it is computed as
+    a block of its own instead of being looked up.
+    """
+    following = _MARKER.search(string, opening.end())
+    if following is None or following.groups() != ("/", opening.group(1)):
+        return None
+    return _Span(opening.start(), following.end(), string[opening.end() : following.start()])
+
+
+def _fragment_pattern() -> re.Pattern[str]:
+    """Whole markers, and what a splitter leaves of a marker that it cut.
+
+    A cut marker's head ends, and its tail begins, where the splitter cut: at white space or at an
+    end of the string. Heads of at least four characters and tails of at least eight digits are
+    recognised; shorter ones cannot be told from ordinary text such as ``[[1 2] [3 4]]``.
+    """
+    head = r"\[\[(?:/k|kv|/?kvb|/?kvbl|/?kvblo|/?kvbloc|/?kvblock|/kv|/?kvblock:[0-9a-f]{0,32}\]?)"
+    tail = r"(?:\[?/?(?:(?:(?:(?:(?:k?v)?b)?l)?o)?c)?k:[0-9a-f]{32}|:?[0-9a-f]{8,32})\]\]"
+    return re.compile(rf"{_MARKER.pattern}|{head}(?=\s|\Z)|(?<!\S){tail}")
+
+
+_FRAGMENT = _fragment_pattern()
+
+
+def strip_markers(string: str) -> str:
+    """The string without markers and marker fragments, for showing and logging prompts."""
+    if "]]" not in string and "[[" not in string:
+        return string
+    return _FRAGMENT.sub("", string)
+
+
+def _sha256(text: str) -> str:
+    # surrogatepass: a str from outside may hold lone surrogates; the digest must still exist.
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,55 @@
+"""Every error the package raises on purpose.
+
+::
+
+    BlockAttnError
+    ├── UnsupportedModelError        the model's attention cannot be cut in blocks exactly
+    ├── SegmentationError            a text or prompt cannot be split in blocks
+    ├── ContextOverflowError         prompt + new tokens exceed what the model can hold
+    ├── MissError                    a block was not in the store and on_miss="error"
+    ├── DataError                    a training or evaluation record is malformed
+    └── StoreError                   an entry of the KV store cannot be used
+        ├── CorruptEntryError        damaged, truncated, or of another format version
+        └── FingerprintMismatchError written by another model, tokenizer or dtype
+
+A message says what was found, what was expected, and what to do. Bad arguments raise
+``ValueError`` or ``TypeError``.
+"""
+
+from __future__ import annotations
+
+
+class BlockAttnError(Exception):
+    """Base of all errors of this package."""
+
+
+class UnsupportedModelError(BlockAttnError):
+    """The model cannot be run in block mode without changing its answers."""
+
+
+class SegmentationError(BlockAttnError):
+    """A text or prompt cannot be split into blocks."""
+
+
+class ContextOverflowError(BlockAttnError):
+    """The prompt and the tokens to generate do not fit in the model's context window."""
+
+
+class MissError(BlockAttnError):
+    """A block's KV was not in the store although ``on_miss="error"`` was asked for."""
+
+
+class DataError(BlockAttnError):
+    """A record of training or evaluation data is malformed."""
+
+
+class StoreError(BlockAttnError):
+    """An entry of the KV store cannot be used."""
+
+
+class CorruptEntryError(StoreError):
+    """A stored entry is damaged, truncated, or of another format version."""
+
+
+class FingerprintMismatchError(StoreError):
+    """A stored entry was written by another model, tokenizer or dtype."""
