@@ -131,7 +131,7 @@ class BlockPrompt:
         return "".join(block.rendered for block in self.context) + self.final
 
 
-class _Span(NamedTuple):
+class MarkedSpan(NamedTuple):
     """A marked span: ``string[start:end]`` with its markers, and the text between them."""
 
     start: int
@@ -158,7 +158,7 @@ def segment(string: str, template: BlockTemplate = PLAIN) -> BlockPrompt:
     """
     context: list[Block] = []
     position = 0
-    for span in _marked_spans(string):
+    for span in marked_spans(string):
         gap = strip_markers(string[position : span.start])
         if gap.strip() or (gap and position == 0):
             context.append(Block(gap, control=True))
@@ -169,7 +169,7 @@ def segment(string: str, template: BlockTemplate = PLAIN) -> BlockPrompt:
     return BlockPrompt(tuple(context), strip_markers(string[position:]))
 
 
-def _marked_spans(string: str) -> Iterator[_Span]:
+def marked_spans(string: str) -> Iterator[MarkedSpan]:
     """Spans to take as blocks, left to right: verified ones, and pairs whose text was changed."""
     position = 0
     while opening := _OPEN.search(string, position):
@@ -181,7 +181,7 @@ def _marked_spans(string: str) -> Iterator[_Span]:
         position = span.end
 
 
-def _verified_span(string: str, opening: re.Match[str]) -> _Span | None:
+def _verified_span(string: str, opening: re.Match[str]) -> MarkedSpan | None:
     """The span from ``opening`` to the close marker at which the digest of the text agrees.
 
     The text may itself hold marker-like strings, so each close marker is tried; hashing goes on
@@ -194,13 +194,13 @@ def _verified_span(string: str, opening: re.Match[str]) -> _Span | None:
     while at >= 0:
         state.update(string[hashed:at].encode("utf-8", "surrogatepass"))
         if state.copy().hexdigest().startswith(handle):
-            return _Span(opening.start(), at + len(close), string[start:at])
+            return MarkedSpan(opening.start(), at + len(close), string[start:at])
         hashed = at
         at = string.find(close, at + len(close))
     return None
 
 
-def _unverified_span(string: str, opening: re.Match[str]) -> _Span | None:
+def _unverified_span(string: str, opening: re.Match[str]) -> MarkedSpan | None:
     """The span from ``opening`` to its own close marker, if no other marker stands between.
 
     The text was changed on its way (escaped, edited). It is still one passage: it is computed as
@@ -209,7 +209,7 @@ def _unverified_span(string: str, opening: re.Match[str]) -> _Span | None:
     following = _MARKER.search(string, opening.end())
     if following is None or following.groups() != ("/", opening.group(1)):
         return None
-    return _Span(opening.start(), following.end(), string[opening.end() : following.start()])
+    return MarkedSpan(opening.start(), following.end(), string[opening.end() : following.start()])
 
 
 def _fragment_pattern() -> re.Pattern[str]:
