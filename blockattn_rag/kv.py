@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 
-from blockattn_rag.rope import RotaryLayout, shift_positions
+from blockattn_rag.rope import RotaryLayout, rotate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,84 @@ class BlockKV:
         """Bytes of keys and values."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
+    def to(self, device: torch.device) -> BlockKV:
+        """This block on ``device``; itself if it is there."""
+        if self.keys[0].device == device:
+            return self
+        keys = tuple(t.to(device, non_blocking=True) for t in self.keys)
+        values = tuple(t.to(device, non_blocking=True) for t in self.values)
+        return replace(self, keys=keys, values=values)
+
 
 def store_key(fingerprint: str, digest: str) -> str:
     """Where a block's KV is stored: 64 hex digits of sha256(fingerprint, digest)."""
     return hashlib.sha256(f"{fingerprint}:{digest}".encode()).hexdigest()
+
+
+Positions = Literal["reordered", "composite"]
+"""``reordered``: a block's keys are re-encoded for where the block stands (both papers' method).
+``composite``: they keep positions 0..n-1 (both papers' ablation)."""
+
+
+class PlacedBlock(NamedTuple):
+    """A block and where it stands: its first token's index in the prompt, and its keys' shift."""
+
+    kv: BlockKV
+    start: int
+    shift: int
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Blocks in the order of the prompt, each with its place. Nothing is copied."""
+
+    blocks: tuple[PlacedBlock, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(block.kv.num_tokens for block in self.blocks)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for block in self.blocks for token in block.kv.token_ids.tolist()]
+
+
+def place(blocks: Sequence[BlockKV], positions: Positions = "reordered") -> Context:
+    """Give each block its position in this prompt (Block-Attention, section 2.3)."""
+    if positions not in get_args(Positions):
+        raise ValueError(f"positions must be one of {get_args(Positions)}, found {positions!r}")
+    placed, start = [], 0
+    for kv in blocks:
+        placed.append(PlacedBlock(kv, start, start if positions == "reordered" else 0))
+        start += kv.num_tokens
+    return Context(tuple(placed))
+
+
+def assemble(context: Context, layouts: Sequence[RotaryLayout]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The copy path: per layer, one key and one value tensor for the whole context.
+
+    Args:
+        context: at least one placed block.
+        layouts: one per layer.
+
+    Yields:
+        Keys re-encoded by each block's shift, and values, both ``[num_kv_heads, tokens, head_dim]``
+        in the blocks' dtype. The stored tensors are not written; a context of one unshifted block
+        yields the stored tensors themselves.
+    """
+    shifts = torch.cat([torch.full((b.kv.num_tokens,), b.shift) for b in context.blocks])
+    moves = bool((shifts != 0).any())
+    # Layers of one layout share the angles; there are one or two layouts in a model.
+    tables: dict[RotaryLayout, tuple[Tensor, Tensor]] = {}
+    for index, layout in enumerate(layouts):
+        keys = _joined([block.kv.keys[index] for block in context.blocks])
+        values = _joined([block.kv.values[index] for block in context.blocks])
+        if moves and layout.rotates:
+            if layout not in tables:
+                tables[layout] = layout.cos_sin(shifts, keys.device)
+            keys = rotate(keys, *tables[layout], layout)
+        yield keys, values
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=-2)

@@ -42,12 +42,17 @@ class RotaryLayout:
     def rotates(self) -> bool:
         return self.rotary_dim > 0
 
-    def cos_sin(self, offset: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin of ``offset * frequencies``, ``[rotary_dim / 2]``, float32.
+    def same_as(self, other: RotaryLayout) -> bool:
+        return self.pairing == other.pairing and torch.equal(self.frequencies, other.frequencies)
 
-        The angle is formed in float64: in float32 the product loses 2e-3 rad at offset 32768.
+    def cos_sin(self, offsets: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin of ``offset * frequencies``, float32.
+
+        ``[1, rotary_dim / 2]`` for one offset, ``[tokens, rotary_dim / 2]`` for one per token. The
+        angle is formed in float64: in float32 the product loses 2e-3 rad at offset 32768.
         """
-        angle = offset * self.frequencies.to("cpu", torch.float64)
+        column = torch.as_tensor(offsets, dtype=torch.float64, device="cpu").reshape(-1, 1)
+        angle = column * self.frequencies.to("cpu", torch.float64)
         return angle.cos().to(device, torch.float32), angle.sin().to(device, torch.float32)
 
 
@@ -68,9 +73,15 @@ def shift_positions(states: Tensor, offset: int, layout: RotaryLayout) -> Tensor
     """
     if offset == 0 or not layout.rotates:
         return states
-    cos, sin = layout.cos_sin(offset, states.device)
-    rotating = states[..., : layout.rotary_dim].float()
-    first, second = _split(rotating, layout.pairing)
+    return rotate(states, *layout.cos_sin(offset, states.device), layout)
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Tensor:
+    """Turn each pair of dimensions of ``[..., tokens, head_dim]`` by the angle of ``cos`` and ``sin``.
+
+    ``cos`` and ``sin`` are ``[1 or tokens, rotary_dim / 2]``, float32, as from ``cos_sin``.
+    """
+    first, second = _split(states[..., : layout.rotary_dim].float(), layout.pairing)
     turned = _join(first * cos - second * sin, second * cos + first * sin, layout.pairing)
     turned = turned.to(states.dtype)
     if layout.rotary_dim == states.shape[-1]:
@@ -127,9 +138,7 @@ def fit_layout(
     return min(fits, key=lambda fit: fit.error)
 
 
-def _misfit(
-    at_zero: Tensor, shifted: Sequence[tuple[int, Tensor]], layout: RotaryLayout
-) -> float:
+def _misfit(at_zero: Tensor, shifted: Sequence[tuple[int, Tensor]], layout: RotaryLayout) -> float:
     errors = [
         relative_error(shift_positions(at_zero.float(), offset, layout), keys.float())
         for offset, keys in shifted

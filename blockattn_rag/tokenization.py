@@ -71,9 +71,13 @@ class BlockTokenizer:
         template = block.template
         if block.control:
             ids = self._encode(block.rendered, control=True)
-        elif any(s in part for s in self._control_strings for part in (template.before, template.after)):
+        elif any(
+            s in part for s in self._control_strings for part in (template.before, template.after)
+        ):
             parts = ((template.before, True), (block.text, False), (template.after, True))
-            ids = [i for part, control in parts if part for i in self._encode(part, control=control)]
+            ids = [
+                i for part, control in parts if part for i in self._encode(part, control=control)
+            ]
         else:
             ids = self._encode(block.rendered, control=False)
         return self._with_prefix(ids) if first else ids

@@ -1,0 +1,75 @@
+"""Block-Attention for RAG on a local model.
+
+Passages are encoded once, at ingestion; their keys and values are stored and reused in every
+answer, at any position and in any order.
+
+    >>> from blockattn_rag import BlockAttentionEngine
+    >>> engine = BlockAttentionEngine.from_pretrained("bundled")   # doctest: +SKIP
+    >>> engine.encode(["Halden Tower is 214 metres tall."])        # doctest: +SKIP
+
+Importing the package loads neither torch nor a framework: names are resolved when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from blockattn_rag.blocks import (
+        Block,
+        BlockPrompt,
+        BlockTemplate,
+        handle_of,
+        segment,
+        strip_markers,
+        wrap,
+    )
+    from blockattn_rag.engine import BlockAttentionEngine
+    from blockattn_rag.errors import (
+        BlockAttnError,
+        ContextOverflowError,
+        CorruptEntryError,
+        DataError,
+        FingerprintMismatchError,
+        MissError,
+        SegmentationError,
+        StoreError,
+        UnsupportedModelError,
+    )
+    from blockattn_rag.fetch import EncodeStats
+    from blockattn_rag.generation import Generation, GenerationChunk, ReuseStats
+    from blockattn_rag.kv import BlockKV
+    from blockattn_rag.model import BlockModel
+    from blockattn_rag.prompts import Passage, PromptFormat
+    from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
+
+_HOMES = {
+    "blocks": "Block BlockPrompt BlockTemplate handle_of segment strip_markers wrap",
+    "engine": "BlockAttentionEngine",
+    "errors": (
+        "BlockAttnError ContextOverflowError CorruptEntryError DataError FingerprintMismatchError "
+        "MissError SegmentationError StoreError UnsupportedModelError"
+    ),
+    "fetch": "EncodeStats",
+    "generation": "Generation GenerationChunk ReuseStats",
+    "kv": "BlockKV",
+    "model": "BlockModel",
+    "prompts": "Passage PromptFormat",
+    "store": "DirectoryStore KVStore MemoryStore",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+__all__ = [*sorted(_HOME_OF), "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME_OF])

@@ -1,0 +1,397 @@
+"""BlockAttentionEngine: a model and a KV store. What every adapter and the command line call."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
+
+from blockattn_rag.blocks import Block, BlockPrompt
+from blockattn_rag.fetch import BlockFetcher, EncodeStats, OnMiss
+from blockattn_rag.generation import (
+    AnswerText,
+    Generation,
+    GenerationChunk,
+    Mode,
+    ReuseStats,
+    Sampling,
+)
+from blockattn_rag.kv import Context, Positions, place
+from blockattn_rag.model import BlockModel
+from blockattn_rag.store import KVStore, open_store
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger("blockattn_rag")
+
+Prompt = BlockPrompt | Sequence["str | Block"]
+
+_SAMPLING_FIELDS = {field.name for field in fields(Sampling)} - {"extra"}
+
+
+class _Request(NamedTuple):
+    """One question to the engine, checked."""
+
+    prompt: BlockPrompt
+    mode: Mode
+    positions: Positions
+    on_miss: OnMiss
+    sampling: Sampling
+    started: float
+
+
+class _Prepared(NamedTuple):
+    """A request ready for the model: token ids, placed blocks (block mode), figures so far."""
+
+    context_ids: list[int]
+    final_ids: list[int]
+    context: Context | None
+    stats: ReuseStats
+
+
+class BlockAttentionEngine:
+    """Answers prompts made of blocks, reusing every block's keys and values.
+
+    May be called from many threads; the model runs one request at a time.
+
+    Args:
+        model: the model.
+        store: where KV lives: a store, the path of a ``DirectoryStore``, or None for memory.
+        on_miss: ``"compute"`` encodes and stores a block that is not in the store; ``"error"``
+            raises ``MissError``, for benchmarks.
+        positions: ``"reordered"`` re-encodes positions; ``"composite"`` is the papers' ablation.
+    """
+
+    def __init__(
+        self,
+        model: BlockModel,
+        store: KVStore | str | Path | None = None,
+        *,
+        on_miss: OnMiss = "compute",
+        positions: Positions = "reordered",
+    ) -> None:
+        self.model = model
+        self.store = open_store(store)
+        self.on_miss = _one_of("on_miss", on_miss, OnMiss)
+        self.positions = _one_of("positions", positions, Positions)
+        self._lock = threading.Lock()
+        self._fetcher = BlockFetcher(model, self.store, self._lock)
+        self._warned = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path | PreTrainedModel,
+        *,
+        tokenizer: Any = None,
+        store: KVStore | str | Path | None = None,
+        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        on_miss: OnMiss = "compute",
+        positions: Positions = "reordered",
+        **model_kwargs: Any,
+    ) -> BlockAttentionEngine:
+        """Load a model (path, hub id, ``"bundled"``, or ready with its tokenizer), open a store."""
+        loaded = BlockModel.from_pretrained(
+            model, tokenizer=tokenizer, device=device, dtype=dtype, **model_kwargs
+        )
+        return cls(loaded, store, on_miss=on_miss, positions=positions)
+
+    # -- ingestion ---------------------------------------------------------------------------
+
+    def encode(self, texts: Sequence[str | Block], *, show_progress: bool = False) -> list[str]:
+        """Compute and store the KV of texts that are not stored yet; their handles, in order."""
+        if isinstance(texts, str):
+            raise TypeError("encode takes a list of texts, found one str; pass [text]")
+        blocks = [text if isinstance(text, Block) else Block(text) for text in texts]
+        self.precompute(blocks, show_progress=show_progress)
+        return [block.handle for block in blocks]
+
+    def precompute(
+        self,
+        blocks: Sequence[Block],
+        *,
+        show_progress: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+        batch_tokens: int | None = None,
+    ) -> EncodeStats:
+        """``encode`` with figures of what was done; see ``BlockFetcher.precompute``."""
+        return self._fetcher.precompute(
+            blocks, show_progress=show_progress, on_progress=on_progress, batch_tokens=batch_tokens
+        )
+
+    def contains(self, block: Block, *, first: bool = False) -> bool:
+        """Whether a block's KV is stored. ``first``: as the first block of a prompt."""
+        return self._fetcher.contains(block, first=first)
+
+    # -- answering ---------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        mode: Mode = "block",
+        positions: Positions | None = None,
+        on_miss: OnMiss | None = None,
+        max_new_tokens: int = 256,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+        **generate_kwargs: Any,
+    ) -> Generation:
+        """Answer a prompt.
+
+        Args:
+            prompt: a ``BlockPrompt``, or a list whose last item is the final block.
+            mode: ``"block"`` reuses blocks; ``"full"`` is ordinary attention over the same tokens.
+            positions, on_miss: override the engine's own.
+            max_new_tokens: at most this many, less if the context window ends before.
+            temperature: 0 or None is greedy; ``top_p`` and ``top_k`` apply above 0.
+            stop: strings that end the answer; they are not part of it.
+            seed: makes sampling repeatable.
+            generate_kwargs: anything transformers' ``generate`` takes.
+
+        Raises:
+            ContextOverflowError: the prompt does not fit in the model's context window.
+            MissError: a block is not stored and ``on_miss`` is ``"error"``.
+        """
+        sampling = Sampling(
+            max_new_tokens, temperature, top_p, top_k, tuple(_strings(stop)), seed, generate_kwargs
+        )
+        return self._answer(self._request(prompt, mode, positions, on_miss, sampling))
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[GenerationChunk]:
+        """Answer a prompt piece by piece; ``options`` are those of ``generate``.
+
+        The last chunk carries the whole ``Generation``. Leaving the iterator early ends the
+        generation and frees the model.
+        """
+        return self._stream(self._request_from(prompt, options))
+
+    def generate_batch(
+        self, prompts: Sequence[Prompt], *, batch_size: int = 16, **options: Any
+    ) -> list[Generation]:
+        """Answer several prompts, in order; ``options`` are those of ``generate``.
+
+        Up to ``batch_size`` prompts share each forward where that is exact; models with sliding
+        windows answer one by one. Times in the statistics are those of the whole batch.
+        """
+        requests = [self._request_from(prompt, options) for prompt in prompts]
+        if not self.model.can_batch or batch_size < 2 or options.get("num_beams", 1) > 1:
+            return [self._answer(request) for request in requests]
+        answers: list[Generation] = []
+        for at in range(0, len(requests), batch_size):
+            answers += self._answer_batch(requests[at : at + batch_size])
+        return answers
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _request_from(self, prompt: Prompt, options: dict[str, Any]) -> _Request:
+        """``generate``'s keyword arguments, sorted into what each part takes."""
+        rest = dict(options)
+        own = [rest.pop(name, default) for name, default in _OWN_OPTIONS.items()]
+        named = {name: rest.pop(name) for name in _SAMPLING_FIELDS & rest.keys()}
+        named["stop"] = tuple(_strings(named.get("stop", ())))
+        mode, positions, on_miss = own
+        return self._request(prompt, mode, positions, on_miss, Sampling(**named, extra=rest))
+
+    def _request(
+        self,
+        prompt: Prompt,
+        mode: Mode,
+        positions: Positions | None,
+        on_miss: OnMiss | None,
+        sampling: Sampling,
+    ) -> _Request:
+        request = _Request(
+            prompt if isinstance(prompt, BlockPrompt) else BlockPrompt.from_texts(prompt),
+            _one_of("mode", mode, Mode),
+            _one_of("positions", positions or self.positions, Positions),
+            _one_of("on_miss", on_miss or self.on_miss, OnMiss),
+            sampling,
+            time.perf_counter(),
+        )
+        if mode == "block" and request.prompt.context:
+            self._warn_if_untuned()
+        return request
+
+    def _warn_if_untuned(self) -> None:
+        if self._warned or self.model.is_block_tuned:
+            return
+        self._warned = True
+        logger.warning(
+            "%s is not known to be block-fine-tuned: in block mode its answers will be less "
+            "accurate than in full mode (the papers measured 48 against 68 points without "
+            "fine-tuning). Fine-tune it with `blockattn-rag train`, measure it with "
+            "`blockattn-rag eval`, or use mode='full'.",
+            self.model.name,
+        )
+
+    def _prepare(self, request: _Request) -> _Prepared:
+        """Tokenise the prompt (full mode), or fetch and place its blocks (block mode)."""
+        prompt, tokenizer = request.prompt, self.model.tokenizer
+        if request.mode == "full":
+            ids = tokenizer.prompt_ids(prompt)
+            context = [token for block in ids.context for token in block]
+            return _Prepared(
+                context, ids.final, None, ReuseStats("full", computed_tokens=len(ids.flat))
+            )
+        started = time.perf_counter()
+        blocks, hits, misses, missed_tokens = self._fetcher.fetch(prompt.context, request.on_miss)
+        final = tokenizer.final_ids(prompt.final, first=not blocks)
+        if not final:  # something must be predicted from: the last block is computed again
+            final = _last_block(blocks).token_ids.tolist()
+        placed = place(blocks, request.positions)
+        stats = ReuseStats(
+            "block",
+            hits=hits,
+            misses=misses,
+            reused_tokens=placed.num_tokens - missed_tokens,
+            computed_tokens=missed_tokens + len(final),
+            fetch_s=time.perf_counter() - started,
+        )
+        return _Prepared(placed.token_ids, final, placed, stats)
+
+    def _answer(
+        self,
+        request: _Request,
+        on_text: Callable[[str], object] = _ignore,
+        is_cancelled: Callable[[], bool] | None = None,
+    ) -> Generation:
+        prepared = self._prepare(request)
+        answer = AnswerText(self.model.tokenizer.tokenizer, request.sampling.stop)
+        clock = _Clock(request.started)
+
+        def on_token(token: int) -> None:
+            clock.note_token()
+            if text := answer.push(token):
+                on_text(text)
+
+        with self._lock:
+            clock.assembling = time.perf_counter()
+            cache = self.model.cache_for(prepared.context) if prepared.context else None
+            clock.prefilling = time.perf_counter()
+            ids = self.model.generate(
+                prepared.context_ids,
+                prepared.final_ids,
+                request.sampling,
+                cache=cache,
+                on_token=on_token,
+                is_cancelled=is_cancelled,
+            )
+        if clock.first_token is None:  # beam search hands out no token before its end
+            for token in ids:
+                on_token(token)
+        if rest := answer.finish():
+            on_text(rest)
+        return self._generation(answer, ids, clock.complete(prepared.stats, len(ids)))
+
+    def _answer_batch(self, requests: Sequence[_Request]) -> list[Generation]:
+        prepared = [self._prepare(request) for request in requests]
+        sampling, clock = requests[0].sampling, _Clock(requests[0].started)
+        with self._lock:
+            clock.assembling = clock.prefilling = time.perf_counter()
+            rows = self.model.generate_batch(
+                [(p.context_ids, p.final_ids) for p in prepared],
+                sampling,
+                None
+                if requests[0].mode == "full"
+                else [p.context or Context(()) for p in prepared],
+                on_step=clock.note_token,
+            )
+        answers = []
+        for ids, one in zip(rows, prepared, strict=True):
+            answer = AnswerText(self.model.tokenizer.tokenizer, sampling.stop)
+            for token in ids:
+                answer.push(token)
+            answer.finish()
+            answers.append(self._generation(answer, ids, clock.complete(one.stats, len(ids))))
+        return answers
+
+    def _generation(self, answer: AnswerText, ids: list[int], stats: ReuseStats) -> Generation:
+        stopped = answer.stopped or (bool(ids) and ids[-1] in self.model.end_token_ids)
+        return Generation(answer.text, ids, "stop" if stopped else "length", stats)
+
+    def _stream(self, request: _Request) -> Iterator[GenerationChunk]:
+        chunks: queue.SimpleQueue[GenerationChunk | BaseException] = queue.SimpleQueue()
+        left = threading.Event()
+
+        def work() -> None:
+            try:
+                answer = self._answer(
+                    request, lambda text: chunks.put(GenerationChunk(text)), left.is_set
+                )
+                chunks.put(GenerationChunk("", answer))
+            except BaseException as error:  # noqa: BLE001 -- raised again by the reader
+                chunks.put(error)
+
+        threading.Thread(target=work, name="blockattn-stream", daemon=True).start()
+        try:
+            while True:
+                chunk = chunks.get()
+                if isinstance(chunk, BaseException):
+                    raise chunk
+                yield chunk
+                if chunk.generation is not None:
+                    return
+        finally:
+            left.set()
+
+
+_OWN_OPTIONS: dict[str, Any] = {"mode": "block", "positions": None, "on_miss": None}
+
+
+class _Clock:
+    """When the steps of one request happened, in seconds of ``time.perf_counter``."""
+
+    def __init__(self, started: float) -> None:
+        self.started = self.assembling = self.prefilling = started
+        self.first_token: float | None = None
+
+    def note_token(self) -> None:
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
+
+    def complete(self, stats: ReuseStats, generated_tokens: int) -> ReuseStats:
+        now = time.perf_counter()
+        first = self.first_token or now
+        return replace(
+            stats,
+            generated_tokens=generated_tokens,
+            assemble_s=self.prefilling - self.assembling,
+            prefill_s=first - self.prefilling,
+            ttft_s=first - self.started,
+            total_s=now - self.started,
+        )
+
+
+def _ignore(text: str) -> None:
+    """For answers that nobody reads as they come."""
+
+
+_T = TypeVar("_T")
+
+
+def _last_block(blocks: list[_T]) -> _T:
+    if not blocks:
+        raise ValueError("the prompt holds no token")
+    return blocks.pop()
+
+
+def _strings(stop: Sequence[str]) -> Sequence[str]:
+    return [stop] if isinstance(stop, str) else stop or ()
+
+
+def _one_of(name: str, value: _T, literal: Any) -> _T:
+    if value not in get_args(literal):
+        raise ValueError(f"{name} must be one of {', '.join(get_args(literal))}; found {value!r}")
+    return value

@@ -1,0 +1,226 @@
+"""From placed blocks to tokens, by transformers' own cache and ``generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import DynamicLayer
+from transformers.generation.streamers import BaseStreamer
+
+from blockattn_rag.generation import Sampling
+from blockattn_rag.kv import Context, assemble
+from blockattn_rag.rope import RotaryLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def copied_cache(config: Any, context: Context, layouts: Sequence[RotaryLayout]) -> DynamicCache:
+    """The context's keys and values, re-encoded and concatenated, in a new cache (the copy path)."""
+    cache = DynamicCache(config=config)
+    with torch.inference_mode():
+        for index, (keys, values) in enumerate(assemble(context, layouts)):
+            _fill(cache, index, keys[None], values[None])
+    return cache
+
+
+def _fill(cache: DynamicCache, index: int, keys: Tensor, values: Tensor) -> None:
+    layer = cache.layers[index]
+    if type(layer) is DynamicLayer:
+        # What `update` does, less a copy of everything.
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+    else:
+        cache.update(keys, values, index)  # a sliding window keeps the end of it
+
+
+class _OnToken(BaseStreamer):  # type: ignore[misc]
+    """Hands each new token to a callback. ``generate`` puts the prompt first, which is skipped."""
+
+    def __init__(self, on_token: Callable[[int], None]) -> None:
+        self._on_token = on_token
+        self._prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        if self._prompt_seen:
+            self._on_token(int(value))
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+class _AfterEachStep(StoppingCriteria):  # type: ignore[misc]
+    """Asks after each step whether to end: the reader of a stream may have gone."""
+
+    def __init__(self, ends: Callable[[], bool]) -> None:
+        self._ends = ends
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        return torch.full((input_ids.shape[0],), self._ends(), device=input_ids.device)
+
+
+def _with_step(arguments: dict[str, Any], ends: Callable[[], bool]) -> dict[str, Any]:
+    criteria = [*arguments.get("stopping_criteria", []), _AfterEachStep(ends)]
+    return {**arguments, "stopping_criteria": StoppingCriteriaList(criteria)}
+
+
+def generate(
+    hf_model: PreTrainedModel,
+    tokenizer: Any,
+    ids: Sequence[int],
+    sampling: Sampling,
+    max_new_tokens: int,
+    cache: DynamicCache | None,
+    on_token: Callable[[int], None] | None,
+    is_cancelled: Callable[[], bool] | None,
+) -> list[int]:
+    """New tokens after ``ids``, of which ``cache`` already holds the first ones."""
+    input_ids = torch.tensor([list(ids)], device=hf_model.device)
+    arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
+    if is_cancelled is not None:
+        arguments = _with_step(arguments, is_cancelled)
+    # Beam search has no tokens to hand out before it ends.
+    if on_token is not None and arguments.get("num_beams", 1) == 1:
+        arguments["streamer"] = _OnToken(on_token)
+    output = _run(hf_model, sampling, input_ids, torch.ones_like(input_ids), cache, arguments)
+    return output[0, len(ids) :].tolist()
+
+
+def generate_batch(
+    hf_model: PreTrainedModel,
+    tokenizer: Any,
+    prompts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    sampling: Sampling,
+    max_new_tokens: int,
+    contexts: Sequence[Context] | None,
+    layouts: Sequence[RotaryLayout],
+    on_step: Callable[[], None] | None,
+) -> list[list[int]]:
+    """New tokens for several (context ids, final ids), padded on the left of each part.
+
+    Positions are counted over real tokens only, so padding changes nothing but the batch's shape.
+    """
+    pad = _pad_token_id(hf_model, tokenizer)
+    if contexts is None:
+        prompts = [((), [*context, *final]) for context, final in prompts]
+    context_ids, context_mask = _left_padded([c for c, _ in prompts], pad)
+    final_ids, final_mask = _left_padded([f for _, f in prompts], pad)
+    cache = None
+    if contexts is not None and context_ids.shape[1]:
+        cache = _padded_cache(hf_model.config, contexts, layouts, context_ids.shape[1])
+    input_ids = torch.cat([context_ids, final_ids], dim=1).to(hf_model.device)
+    mask = torch.cat([context_mask, final_mask], dim=1).to(hf_model.device)
+    arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
+    if on_step is not None:
+        arguments = _with_step(arguments, lambda: bool(on_step()))
+    output = _run(hf_model, sampling, input_ids, mask, cache, arguments)
+    ends = _end_ids(hf_model, tokenizer, arguments)
+    return [_until_end(row.tolist(), ends) for row in output[:, input_ids.shape[1] :]]
+
+
+def _left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    width = max(len(row) for row in rows)
+    ids = torch.full((len(rows), width), pad, dtype=torch.long)
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    for index, row in enumerate(rows):
+        if row:
+            ids[index, -len(row) :] = torch.tensor(list(row))
+            mask[index, -len(row) :] = 1
+    return ids, mask
+
+
+def _padded_cache(
+    config: Any, contexts: Sequence[Context], layouts: Sequence[RotaryLayout], width: int
+) -> DynamicCache:
+    """One cache row per context, each padded with zeros on the left to ``width`` tokens."""
+    cache = DynamicCache(config=config)
+    with torch.inference_mode():
+        filled = next(context for context in contexts if context.blocks)
+        model_keys = filled.blocks[0].kv
+        parts = [assemble(c, layouts) if c.blocks else None for c in contexts]
+        for index in range(len(layouts)):
+            like_key, like_value = model_keys.keys[index], model_keys.values[index]
+            keys = like_key.new_zeros(len(contexts), like_key.shape[0], width, like_key.shape[2])
+            values = like_value.new_zeros(
+                len(contexts), like_value.shape[0], width, like_value.shape[2]
+            )
+            for row, part in enumerate(parts):
+                if part is not None:
+                    key, value = next(part)
+                    keys[row, :, -key.shape[1] :] = key
+                    values[row, :, -value.shape[1] :] = value
+            _fill(cache, index, keys, values)
+    return cache
+
+
+def _run(
+    hf_model: PreTrainedModel,
+    sampling: Sampling,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    cache: DynamicCache | None,
+    arguments: dict[str, Any],
+) -> Tensor:
+    with torch.inference_mode(), torch.random.fork_rng(enabled=sampling.seed is not None):
+        if sampling.seed is not None:
+            torch.manual_seed(sampling.seed)
+        output = hf_model.generate(
+            input_ids, attention_mask=attention_mask, past_key_values=cache, **arguments
+        )
+    return output if isinstance(output, torch.Tensor) else output.sequences
+
+
+def _arguments(
+    hf_model: PreTrainedModel, tokenizer: Any, sampling: Sampling, max_new_tokens: int
+) -> dict[str, Any]:
+    """``Sampling`` in the words of transformers' ``generate``."""
+    samples = bool(sampling.temperature)
+    arguments: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": samples,
+        "use_cache": True,
+        "pad_token_id": _pad_token_id(hf_model, tokenizer),
+    }
+    if samples:
+        arguments["temperature"] = sampling.temperature
+    # Greedy choice takes none of these; a model's own generation config may hold some.
+    for name in ("top_p", "top_k"):
+        value = getattr(sampling, name)
+        if samples and value is not None:
+            arguments[name] = value
+    if not samples:
+        arguments |= {"temperature": None, "top_p": None, "top_k": None}
+    if sampling.stop:
+        arguments |= {"stop_strings": list(sampling.stop), "tokenizer": tokenizer}
+    if hf_model.generation_config.eos_token_id is None:
+        arguments["eos_token_id"] = tokenizer.eos_token_id
+    return arguments | sampling.extra
+
+
+def end_token_ids(hf_model: PreTrainedModel, tokenizer: Any) -> set[int]:
+    """Tokens that end an answer."""
+    return _end_ids(hf_model, tokenizer, {})
+
+
+def _end_ids(hf_model: PreTrainedModel, tokenizer: Any, arguments: dict[str, Any]) -> set[int]:
+    ends = arguments.get("eos_token_id", hf_model.generation_config.eos_token_id)
+    ends = tokenizer.eos_token_id if ends is None else ends
+    return set() if ends is None else set(ends) if isinstance(ends, (list, tuple)) else {ends}
+
+
+def _pad_token_id(hf_model: PreTrainedModel, tokenizer: Any) -> int:
+    if tokenizer.pad_token_id is not None:
+        return int(tokenizer.pad_token_id)
+    return min(end_token_ids(hf_model, tokenizer), default=0)
+
+
+def _until_end(ids: list[int], ends: set[int]) -> list[int]:
+    """A batch row up to its own end: rows that end early are padded."""
+    for at, token in enumerate(ids):
+        if token in ends:
+            return ids[: at + 1]
+    return ids

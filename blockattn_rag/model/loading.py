@@ -1,0 +1,92 @@
+"""Loading a model and its tokenizer: by path, by hub id, as ``"bundled"``, or a LoRA adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+BUNDLED = "bundled"
+
+
+def resolve_name(model: str | Path) -> str:
+    """The path behind ``"bundled"``, or the name as it stands."""
+    if str(model) != BUNDLED:
+        return str(model)
+    from blockattn_rag.demo import bundled_model_path
+
+    return str(bundled_model_path())
+
+
+def load_tokenizer(model: str | Path) -> Any:
+    """The tokenizer that belongs to a model name or path."""
+    return AutoTokenizer.from_pretrained(resolve_name(model))
+
+
+def load_config(model: str | Path) -> Any:
+    """The config of a model name or path, without its weights; of a LoRA adapter, its base's."""
+    name = resolve_name(model)
+    adapter = Path(name) / "adapter_config.json"
+    if adapter.is_file():
+        return load_config(json.loads(adapter.read_text("utf-8"))["base_model_name_or_path"])
+    return AutoConfig.from_pretrained(name)
+
+
+def load_model(
+    model: str | Path, *, device: str = "auto", dtype: str | torch.dtype = "auto", **kwargs: Any
+) -> PreTrainedModel:
+    """Load a causal language model for inference.
+
+    Args:
+        model: a path, a hub id, ``"bundled"``, or the path of a LoRA adapter (merged into its base).
+        device: ``"auto"`` takes CUDA, then Apple's MPS, then the CPU; else a torch device.
+        dtype: ``"auto"`` is the checkpoint's own on an accelerator; on the CPU, 16-bit types become
+            float32, which is faster there and exact.
+        kwargs: passed to ``from_pretrained`` (``device_map``, ``quantization_config``, ...).
+    """
+    name = resolve_name(model)
+    target = default_device() if device == "auto" else device
+    adapter = Path(name) / "adapter_config.json"
+    placed = "device_map" in kwargs
+    if adapter.is_file():
+        loaded = _load_adapter(name, dtype, kwargs)
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
+    if not placed:
+        loaded = loaded.to(target)
+    if dtype == "auto" and loaded.device.type == "cpu" and "quantization_config" not in kwargs:
+        loaded = loaded.float()
+    return loaded.eval()
+
+
+def default_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _load_adapter(name: str, dtype: str | torch.dtype, kwargs: dict[str, Any]) -> PreTrainedModel:
+    """Base model and adapter, merged: keys and values then depend on plain weights alone."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ImportError(
+            f"{name} is a LoRA adapter; loading it needs peft: pip install 'blockattn-rag[train]'"
+        ) from error
+    settings = json.loads((Path(name) / "adapter_config.json").read_text(encoding="utf-8"))
+    base_name = resolve_name(settings["base_model_name_or_path"])
+    base = AutoModelForCausalLM.from_pretrained(base_name, dtype=dtype, **kwargs)
+    merged = PeftModel.from_pretrained(base, name).merge_and_unload()
+    tuned = settings.get("block_attention") or _sidecar_marker(Path(name))
+    if tuned:
+        merged.config.block_attention = tuned
+    return merged
+
+
+def _sidecar_marker(folder: Path) -> Any:
+    """Our training's mark beside an adapter, whose own config knows no foreign keys."""
+    sidecar = folder / "block_attention.json"
+    return json.loads(sidecar.read_text(encoding="utf-8")) if sidecar.is_file() else None

@@ -1,0 +1,286 @@
+"""BlockModel: a transformers model that encodes blocks and generates from placed blocks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from blockattn_rag.errors import ContextOverflowError
+from blockattn_rag.generation import Sampling
+from blockattn_rag.kv import BlockKV, Context
+from blockattn_rag.model import decoding, loading
+from blockattn_rag.model.fingerprint import model_fingerprint
+from blockattn_rag.model.probe import AttentionProfile, profile_attention
+from blockattn_rag.tokenization import BlockTokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Published models that were block-fine-tuned before our training began to say so in the config.
+_KNOWN_BLOCK_TUNED = ("ldsjmdy/Tulu3-Block-FT", "hxia7/Llama-3.2-1B-Block-FT")
+
+# Tokens, padding included, of one encoding batch: enough to keep the matmuls large.
+_BATCH_TOKENS = {"cpu": 2048}
+_BATCH_TOKENS_ACCELERATOR = 16384
+
+
+class EncodeRequest(NamedTuple):
+    """Tokens of one block, and what its KV shall be known by."""
+
+    token_ids: list[int]
+    digest: str
+    handle: str
+
+
+class BlockModel:
+    """A causal language model of transformers, seen as a machine for blocks.
+
+    Not thread-safe: the engine lets one request in at a time.
+
+    Args:
+        hf_model: the model, on its device, in its dtype.
+        tokenizer: its transformers tokenizer.
+        name: what to call it in messages; default: where it was loaded from.
+
+    Raises:
+        UnsupportedModelError: blocks of this model cannot be moved exactly.
+    """
+
+    def __init__(self, hf_model: PreTrainedModel, tokenizer: Any, *, name: str = "") -> None:
+        self.hf_model = hf_model.eval()
+        self.tokenizer = BlockTokenizer(tokenizer)
+        self.name = name or str(
+            getattr(hf_model.config, "_name_or_path", "") or type(hf_model).__name__
+        )
+        self.profile: AttentionProfile = profile_attention(hf_model)
+        parameters = inspect.signature(hf_model.forward).parameters
+        self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path | PreTrainedModel,
+        *,
+        tokenizer: Any = None,
+        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        **kwargs: Any,
+    ) -> BlockModel:
+        """Load by path, hub id or ``"bundled"``; a ready model needs its ``tokenizer``.
+
+        ``device``, ``dtype`` and ``kwargs`` are those of ``loading.load_model``; a ready model is
+        taken as it is.
+        """
+        if isinstance(model, (str, Path)):
+            if tokenizer is None or isinstance(tokenizer, (str, Path)):
+                tokenizer = loading.load_tokenizer(tokenizer or model)
+            loaded = loading.load_model(model, device=device, dtype=dtype, **kwargs)
+            return cls(loaded, tokenizer, name=str(model))
+        if tokenizer is None:
+            raise ValueError("a ready model was given without its tokenizer; pass tokenizer=...")
+        if isinstance(tokenizer, (str, Path)):
+            tokenizer = loading.load_tokenizer(tokenizer)
+        return cls(model, tokenizer)
+
+    @property
+    def config(self) -> Any:
+        return self.hf_model.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.hf_model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hf_model.dtype
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        return self.profile.max_context_tokens
+
+    @property
+    def is_block_tuned(self) -> bool:
+        """Whether the model is known to have been fine-tuned with the block mask."""
+        return (
+            bool(getattr(self.config, "block_attention", None)) or self.name in _KNOWN_BLOCK_TUNED
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of what decides keys and values: 64 hex digits. Reads all weights once."""
+        return model_fingerprint(self.hf_model, self.tokenizer)
+
+    @cached_property
+    def bytes_per_token(self) -> int:
+        """Bytes of keys and values per token."""
+        return self._encode_batch([EncodeRequest([0], "", "")])[0].nbytes
+
+    def encode(
+        self, requests: Sequence[EncodeRequest], *, batch_tokens: int | None = None
+    ) -> Iterator[list[BlockKV]]:
+        """Compute blocks' keys and values at positions 0..n-1, each block alone.
+
+        Blocks are batched by length and padded on the right, which a causal mask makes harmless.
+
+        Args:
+            requests: blocks of at least one token.
+            batch_tokens: tokens of one batch, padding included.
+
+        Yields:
+            One batch's blocks at a time, longest first: not in the order of ``requests``.
+
+        Raises:
+            ContextOverflowError: a block alone is longer than the model's context window.
+        """
+        budget = batch_tokens or _BATCH_TOKENS.get(self.device.type, _BATCH_TOKENS_ACCELERATOR)
+        order = sorted(requests, key=lambda request: -len(request.token_ids))
+        if order and len(order[0].token_ids) > self.max_context_tokens:
+            raise ContextOverflowError(
+                f"a block has {len(order[0].token_ids)} tokens, but the model holds at most "
+                f"{self.max_context_tokens}; split the passage into smaller chunks"
+            )
+        while order:
+            rows = max(1, budget // len(order[0].token_ids))
+            batch, order = order[:rows], order[rows:]
+            yield self._encode_batch(batch)
+
+    @torch.inference_mode()
+    def _encode_batch(self, batch: Sequence[EncodeRequest]) -> list[BlockKV]:
+        width = max(len(request.token_ids) for request in batch)
+        ids = torch.zeros(len(batch), width, dtype=torch.long)
+        for row, request in enumerate(batch):
+            ids[row, : len(request.token_ids)] = torch.tensor(request.token_ids)
+        # Without the config the cache keeps all tokens of sliding-window layers too: the block
+        # may come to stand right before the final block, or anywhere else.
+        cache = DynamicCache()
+        self.hf_model(
+            input_ids=ids.to(self.device),
+            past_key_values=cache,
+            use_cache=True,
+            **self._last_logits_only,
+        )
+        return [self._cut_out(cache, row, request) for row, request in enumerate(batch)]
+
+    def _cut_out(self, cache: DynamicCache, row: int, request: EncodeRequest) -> BlockKV:
+        """One row's real tokens, copied: a view would keep the whole batch alive in the store."""
+        count = len(request.token_ids)
+        return BlockKV(
+            keys=tuple(layer.keys[row, :, :count].clone() for layer in cache.layers),
+            values=tuple(layer.values[row, :, :count].clone() for layer in cache.layers),
+            token_ids=torch.tensor(request.token_ids, dtype=torch.long),
+            fingerprint=self.fingerprint,
+            digest=request.digest,
+            handle=request.handle,
+        )
+
+    @cached_property
+    def end_token_ids(self) -> set[int]:
+        """Tokens that end an answer."""
+        return decoding.end_token_ids(self.hf_model, self.tokenizer.tokenizer)
+
+    def cache_for(self, context: Context) -> DynamicCache | None:
+        """A transformers cache that holds the context, ready for the final block."""
+        if not context.blocks:
+            return None
+        return decoding.copied_cache(self.hf_model.config, context, self.profile.layouts)
+
+    def generate(
+        self,
+        context_ids: Sequence[int],
+        final_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        cache: DynamicCache | None = None,
+        on_token: Callable[[int], None] | None = None,
+        is_cancelled: Callable[[], bool] | None = None,
+    ) -> list[int]:
+        """Generate with transformers' own ``generate``.
+
+        Args:
+            context_ids: tokens before the final block.
+            final_ids: tokens of the final block, at least one.
+            cache: KV of ``context_ids`` (block mode), or None to compute all (full mode).
+            on_token: called with each new token as it comes.
+            is_cancelled: asked after each token; True ends the generation.
+
+        Returns:
+            The new token ids, end-of-sequence token included.
+        """
+        ids = [*context_ids, *final_ids]
+        limit = self.room_for(len(ids), sampling)
+        return decoding.generate(
+            self.hf_model,
+            self.tokenizer.tokenizer,
+            ids,
+            sampling,
+            limit,
+            cache,
+            on_token,
+            is_cancelled,
+        )
+
+    def generate_batch(
+        self,
+        prompts: Sequence[tuple[Sequence[int], Sequence[int]]],
+        sampling: Sampling,
+        contexts: Sequence[Context] | None = None,
+        *,
+        on_step: Callable[[], None] | None = None,
+    ) -> list[list[int]]:
+        """Generate for several (context ids, final ids) in one batch; see ``generate``.
+
+        ``contexts`` holds the placed blocks of each prompt (block mode), or is None (full mode).
+        ``on_step`` is called after each step of the batch.
+        """
+        longest = max(len(context) + len(final) for context, final in prompts)
+        limit = self.room_for(longest, sampling)
+        return decoding.generate_batch(
+            self.hf_model,
+            self.tokenizer.tokenizer,
+            prompts,
+            sampling,
+            limit,
+            contexts,
+            self.profile.layouts,
+            on_step,
+        )
+
+    @property
+    def can_batch(self) -> bool:
+        """Whether prompts of unequal length can share a batch exactly.
+
+        Padding between context and final block widens the distance that a sliding window counts.
+        """
+        return all(window is None for window in self.profile.windows)
+
+    def room_for(self, prompt_tokens: int, sampling: Sampling) -> int:
+        """How many tokens may be generated after a prompt: as asked, or what the window leaves.
+
+        Raises:
+            ContextOverflowError: the prompt leaves no room for a single token.
+        """
+        room = self.max_context_tokens - prompt_tokens
+        if room < 1:
+            raise ContextOverflowError(
+                f"the prompt has {prompt_tokens} tokens, but the model holds at most "
+                f"{self.max_context_tokens}, the answer included; retrieve fewer or shorter passages"
+            )
+        return min(room, sampling.max_new_tokens)
+
+    def next_logits(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
+        """Logits of the token after ``ids`` ``[1, n]``, given the KV of what precedes: ``[vocab]``."""
+        with torch.inference_mode():
+            out = self.hf_model(
+                input_ids=ids.to(self.device),
+                past_key_values=cache,
+                use_cache=True,
+                **self._last_logits_only,
+            )
+        return out.logits[0, -1]

@@ -1,0 +1,203 @@
+"""What a model's attention is like, found by looking and measuring, and refused where unknown.
+
+A model can run in block mode exactly if a block's values do not depend on where the block stands
+and its keys depend on it by a rotation that is known. Both are measured once, at load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.rope import LayoutFit, RotaryLayout, fit_layout, relative_error
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PROBE_TOKENS = 8
+_PROBE_OFFSETS = (13, 1009)
+# Right layouts come out at rounding level (1e-6 in float32), wrong ones near 1. Low precision also
+# rounds cos and sin and adds up over layers, so its bound is wide and still tells them apart.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
+_UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProfile:
+    """What block mode needs to know of a model.
+
+    Args:
+        layouts: rotary layout per layer; layers that rotate alike share one object.
+        windows: sliding window per layer in tokens, None for full attention.
+        max_context_tokens: longest prompt plus answer for which positions are exact.
+        key_error, value_error: largest relative errors seen by the probe.
+    """
+
+    layouts: tuple[RotaryLayout, ...]
+    windows: tuple[int | None, ...]
+    max_context_tokens: int
+    key_error: float
+    value_error: float
+
+
+def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
+    """Measure a model, or refuse it.
+
+    Raises:
+        UnsupportedModelError: block mode would change this model's answers; the message says why.
+    """
+    windows = _layer_windows(hf_model)
+    limit = position_limit(hf_model.config)
+    fits, value_error = _measure(hf_model, len(windows), limit)
+    return AttentionProfile(
+        layouts=_shared(fits),
+        windows=windows,
+        max_context_tokens=limit,
+        key_error=max(fit.error for fit in fits),
+        value_error=value_error,
+    )
+
+
+def _layer_windows(hf_model: PreTrainedModel) -> tuple[int | None, ...]:
+    """Sliding window per layer, from the cache that transformers itself would use."""
+    config = hf_model.config
+    if config.is_encoder_decoder:
+        raise _refusal(
+            hf_model, "it is an encoder-decoder model; only decoders can be cut in blocks"
+        )
+    windows: list[int | None] = []
+    for index, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) is DynamicLayer:
+            windows.append(None)
+        elif type(layer) is DynamicSlidingWindowLayer and not _is_chunked(config, index):
+            windows.append(layer.sliding_window)
+        else:
+            raise _refusal(
+                hf_model,
+                f"layer {index} keeps its past in a {type(layer).__name__}; only full and "
+                "sliding-window attention have keys and values that can be moved. Recurrent, "
+                "linear, chunked and KV-sharing layers cannot",
+            )
+    if not windows:
+        raise _refusal(hf_model, "it has no attention layer with a KV cache")
+    return tuple(windows)
+
+
+def _is_chunked(config: Any, index: int) -> bool:
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None)
+    return bool(types) and "chunked" in types[index]
+
+
+def position_limit(config: Any) -> int:
+    """Longest context, in tokens, for which RoPE frequencies are constant; reads the config only."""
+    config = config.get_text_config(decoder=True)
+    limit = int(getattr(config, "max_position_embeddings", 0) or _UNLIMITED)
+    for rope in _rope_parameters(getattr(config, "rope_parameters", None)):
+        kind = rope.get("rope_type", "default")
+        if kind == "dynamic":
+            raise _refusal(
+                config,
+                "its RoPE is of type 'dynamic': the frequencies change with the length of the "
+                "prompt, so stored keys would be wrong in another prompt. Load the model with "
+                "rope_parameters of a fixed type (default, linear, llama3, yarn)",
+            )
+        if kind == "longrope":
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            # Past this length the frequencies switch; below it they are constant.
+            limit = min(limit, int(original or limit))
+    return limit
+
+
+def _rope_parameters(parameters: Any) -> Iterator[Mapping[str, Any]]:
+    """RoPE settings; some models have one per layer type."""
+    if not isinstance(parameters, Mapping):
+        return
+    if "rope_type" in parameters or "rope_theta" in parameters:
+        yield parameters
+    else:
+        yield from (p for p in parameters.values() if isinstance(p, Mapping))
+
+
+@torch.inference_mode()
+def _measure(
+    hf_model: PreTrainedModel, num_layers: int, limit: int
+) -> tuple[list[LayoutFit], float]:
+    """Fit every layer's keys, and check that values do not move, on a short random probe."""
+    offsets = [o for o in _PROBE_OFFSETS if o + _PROBE_TOKENS <= limit]
+    offsets = offsets or [max(1, limit - _PROBE_TOKENS)]
+    home = _probe(hf_model, 0)
+    if len(home) != num_layers:
+        raise _refusal(hf_model, f"{len(home)} of {num_layers} layers fill the KV cache")
+    away = [(offset, _probe(hf_model, offset)) for offset in offsets]
+    candidates = _frequencies(hf_model)
+    tolerance = _TOLERANCE.get(hf_model.dtype, 0.15)
+    fits, value_error = [], 0.0
+    for index, (keys, values) in enumerate(home):
+        moved = [relative_error(layers[index][1].float(), values.float()) for _, layers in away]
+        value_error = max(value_error, *moved)
+        fit = fit_layout(keys, [(o, layers[index][0]) for o, layers in away], candidates)
+        if not (fit.error <= tolerance and max(moved) <= tolerance):
+            raise _refusal(
+                hf_model,
+                f"in layer {index}, keys at another position differ by {fit.error:.2g} from every "
+                f"known rotation and values by {max(moved):.2g}, where at most {tolerance:g} is "
+                f"rounding. Its positions are not plain rotary ones ({len(candidates)} frequency "
+                "tables found)",
+            )
+        fits.append(fit)
+    return fits, value_error
+
+
+def _probe(hf_model: PreTrainedModel, offset: int) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values per layer of the same few tokens standing at ``offset``."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = hf_model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocabulary, (1, _PROBE_TOKENS), generator=generator).to(hf_model.device)
+    positions = torch.arange(offset, offset + _PROBE_TOKENS, device=hf_model.device)[None]
+    cache = DynamicCache()
+    try:
+        hf_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise _refusal(
+            hf_model, f"it cannot run {_PROBE_TOKENS} tokens at {offset}: {error}"
+        ) from error
+    return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+
+def _frequencies(hf_model: PreTrainedModel) -> list[Tensor]:
+    """The distinct RoPE frequency tables that the model holds."""
+    tables: list[Tensor] = []
+    for name, buffer in hf_model.named_buffers():
+        if not name.endswith("inv_freq") or buffer.dim() != 1:
+            continue
+        table = buffer.detach().float().cpu()
+        if not any(t.shape == table.shape and torch.equal(t, table) for t in tables):
+            tables.append(table)
+    return tables
+
+
+def _shared(fits: list[LayoutFit]) -> tuple[RotaryLayout, ...]:
+    """The layouts, one object for all layers that rotate alike."""
+    distinct: list[RotaryLayout] = []
+    shared = []
+    for fit in fits:
+        same = (d for d in distinct if d.same_as(fit.layout))
+        layout = next(same, fit.layout)
+        if layout is fit.layout:
+            distinct.append(layout)
+        shared.append(layout)
+    return tuple(shared)
+
+
+def _refusal(subject: object, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(subject).__name__} cannot be used with Block-Attention: {reason}."
+    )
