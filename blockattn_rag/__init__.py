@@ -46,6 +46,38 @@ if TYPE_CHECKING:
     from blockattn_rag.prompts import Passage, PromptFormat
     from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
 
+__all__ = [
+    "Block",
+    "BlockAttentionEngine",
+    "BlockAttnError",
+    "BlockKV",
+    "BlockModel",
+    "BlockPrompt",
+    "BlockTemplate",
+    "ContextOverflowError",
+    "CorruptEntryError",
+    "DataError",
+    "DirectoryStore",
+    "EncodeStats",
+    "FingerprintMismatchError",
+    "Generation",
+    "GenerationChunk",
+    "KVStore",
+    "MemoryStore",
+    "MissError",
+    "Passage",
+    "PromptFormat",
+    "ReuseStats",
+    "SegmentationError",
+    "StoreError",
+    "UnsupportedModelError",
+    "__version__",
+    "handle_of",
+    "segment",
+    "strip_markers",
+    "wrap",
+]
+
 _HOMES = {
     "blocks": "Block BlockPrompt BlockTemplate handle_of segment strip_markers wrap",
     "engine": "BlockAttentionEngine",
@@ -61,8 +93,6 @@ _HOMES = {
     "store": "DirectoryStore KVStore MemoryStore",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-
-__all__ = [*sorted(_HOME_OF), "__version__"]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

@@ -84,7 +84,7 @@ class Sampling:
             raise ValueError(f"max_new_tokens must be at least 1, found {self.max_new_tokens}")
         if self.temperature is not None and self.temperature < 0:
             raise ValueError(f"temperature must not be negative, found {self.temperature}")
-        if isinstance(self.stop, str) or not all(self.stop):
+        if not all(self.stop):
             raise ValueError(f"stop must be a list of non-empty strings, found {self.stop!r}")
 
 

@@ -50,7 +50,7 @@ class PromptFormat:
         return self.titled.format(title=passage.title, text=passage.text).strip()
 
     def prompt(self, question: str, passages: Sequence[Passage], tokenizer: Any) -> BlockPrompt:
-        """The prompt up to where the answer starts, in the chat template of ``tokenizer`` if any."""
+        """The prompt up to where the answer starts, in ``tokenizer``'s chat template if any."""
         marked = "".join(wrap(self.canonical_text(passage)) for passage in passages)
         user = self.before + marked + self.after.format(question=question)
         if not has_chat_template(tokenizer):

@@ -25,8 +25,8 @@ class RotaryLayout:
     """Which dimensions of a layer's keys rotate, in which pairs, at which frequencies.
 
     Args:
-        frequencies: ``[rotary_dim / 2]`` radians per position, float32. Empty for a layer whose keys
-            hold no position (NoPE). The first ``rotary_dim`` dimensions of a head rotate.
+        frequencies: ``[rotary_dim / 2]`` radians per position, float32. Empty for a layer whose
+            keys hold no position (NoPE). The first ``rotary_dim`` dimensions of a head rotate.
         pairing: ``"half"`` pairs dimension ``i`` with ``i + rotary_dim / 2`` (Llama, GPT-NeoX);
             ``"interleaved"`` pairs ``2i`` with ``2i + 1`` (GLM, Cohere).
     """
@@ -60,7 +60,7 @@ NO_ROTATION = RotaryLayout(torch.empty(0), "half")
 
 
 def shift_positions(states: Tensor, offset: int, layout: RotaryLayout) -> Tensor:
-    """Rotated keys (or queries) moved by ``offset`` positions, in a new tensor unless nothing moves.
+    """Rotated keys (or queries) moved by ``offset`` positions.
 
     Args:
         states: ``[..., tokens, head_dim]``, any float dtype, rotated for some positions ``p``.
@@ -77,7 +77,7 @@ def shift_positions(states: Tensor, offset: int, layout: RotaryLayout) -> Tensor
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Tensor:
-    """Turn each pair of dimensions of ``[..., tokens, head_dim]`` by the angle of ``cos`` and ``sin``.
+    """Turn the pairs of dimensions of ``[..., tokens, head_dim]`` by the angle of cos and sin.
 
     ``cos`` and ``sin`` are ``[1 or tokens, rotary_dim / 2]``, float32, as from ``cos_sin``.
     """

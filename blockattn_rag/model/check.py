@@ -11,6 +11,7 @@ from blockattn_rag.blocks import Block
 from blockattn_rag.generation import Sampling
 from blockattn_rag.kv import place
 from blockattn_rag.model.model import BlockModel, EncodeRequest
+from blockattn_rag.model.probe import vocabulary_size
 from blockattn_rag.reference import oracle_generate, oracle_logits
 from blockattn_rag.rope import relative_error
 
@@ -80,7 +81,7 @@ def _layout_row(model: BlockModel) -> CheckRow:
 def _random_blocks(model: BlockModel) -> list[list[int]]:
     """Context blocks, one of them of a single token, and a final block; random token ids."""
     generator = torch.Generator().manual_seed(1)
-    vocabulary = model.hf_model.get_input_embeddings().weight.shape[0]
+    vocabulary = vocabulary_size(model.hf_model)
     lengths = [*_BLOCK_TOKENS, _FINAL_TOKENS]
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def copied_cache(config: Any, context: Context, layouts: Sequence[RotaryLayout]) -> DynamicCache:
-    """The context's keys and values, re-encoded and concatenated, in a new cache (the copy path)."""
+    """The context's keys and values, re-encoded and joined, in a new cache (the copy path)."""
     cache = DynamicCache(config=config)
     with torch.inference_mode():
         for index, (keys, values) in enumerate(assemble(context, layouts)):
@@ -37,7 +37,7 @@ def _fill(cache: DynamicCache, index: int, keys: Tensor, values: Tensor) -> None
         cache.update(keys, values, index)  # a sliding window keeps the end of it
 
 
-class _OnToken(BaseStreamer):  # type: ignore[misc]
+class _OnToken(BaseStreamer):
     """Hands each new token to a callback. ``generate`` puts the prompt first, which is skipped."""
 
     def __init__(self, on_token: Callable[[int], None]) -> None:
@@ -53,7 +53,7 @@ class _OnToken(BaseStreamer):  # type: ignore[misc]
         pass
 
 
-class _AfterEachStep(StoppingCriteria):  # type: ignore[misc]
+class _AfterEachStep(StoppingCriteria):
     """Asks after each step whether to end: the reader of a stream may have gone."""
 
     def __init__(self, ends: Callable[[], bool]) -> None:
@@ -168,9 +168,8 @@ def _run(
     with torch.inference_mode(), torch.random.fork_rng(enabled=sampling.seed is not None):
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
-        output = hf_model.generate(
-            input_ids, attention_mask=attention_mask, past_key_values=cache, **arguments
-        )
+        run: Any = hf_model.generate
+        output = run(input_ids, attention_mask=attention_mask, past_key_values=cache, **arguments)
     return output if isinstance(output, torch.Tensor) else output.sequences
 
 

@@ -17,10 +17,14 @@ KV_VERSION = 1
 
 # Fields of a config that name, describe or steer generation, and so leave keys and values alone.
 _NEUTRAL_FIELDS = frozenset(
-    "_name_or_path architectures block_attention bos_token_id dtype eos_token_id pad_token_id "
-    "torch_dtype transformers_version use_cache output_attentions output_hidden_states return_dict "
-    "id2label label2id problem_type chunk_size_feed_forward is_encoder_decoder _attn_implementation "
-    "attention_dropout hidden_dropout initializer_range tie_word_embeddings".split()
+    {
+        *("_name_or_path", "architectures", "block_attention", "transformers_version"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range"),
+        *("dtype", "torch_dtype", "attention_dropout", "hidden_dropout", "resid_pdrop"),
+        *("output_attentions", "output_hidden_states", "return_dict", "problem_type"),
+        *("id2label", "label2id", "chunk_size_feed_forward", "_attn_implementation"),
+        "tie_word_embeddings",
+    }
 )
 
 
@@ -54,5 +58,5 @@ def weights_digest(hf_model: PreTrainedModel) -> str:
         seen.add(place)
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
         data = tensor.detach().to("cpu").contiguous().reshape(-1)
-        digest.update(memoryview(data.view(torch.uint8).numpy()) if data.numel() else b"")
+        digest.update(data.view(torch.uint8).numpy().data if data.numel() else b"")
     return digest.hexdigest()

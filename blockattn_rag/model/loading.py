@@ -51,6 +51,7 @@ def load_model(
     target = default_device() if device == "auto" else device
     adapter = Path(name) / "adapter_config.json"
     placed = "device_map" in kwargs
+    loaded: Any
     if adapter.is_file():
         loaded = _load_adapter(name, dtype, kwargs)
     else:

@@ -16,7 +16,7 @@ from blockattn_rag.generation import Sampling
 from blockattn_rag.kv import BlockKV, Context
 from blockattn_rag.model import decoding, loading
 from blockattn_rag.model.fingerprint import model_fingerprint
-from blockattn_rag.model.probe import AttentionProfile, profile_attention
+from blockattn_rag.model.probe import AttentionProfile, layer_states, profile_attention
 from blockattn_rag.tokenization import BlockTokenizer
 
 if TYPE_CHECKING:
@@ -171,9 +171,10 @@ class BlockModel:
     def _cut_out(self, cache: DynamicCache, row: int, request: EncodeRequest) -> BlockKV:
         """One row's real tokens, copied: a view would keep the whole batch alive in the store."""
         count = len(request.token_ids)
+        states = layer_states(cache)
         return BlockKV(
-            keys=tuple(layer.keys[row, :, :count].clone() for layer in cache.layers),
-            values=tuple(layer.values[row, :, :count].clone() for layer in cache.layers),
+            keys=tuple(keys[row, :, :count].clone() for keys, _ in states),
+            values=tuple(values[row, :, :count].clone() for _, values in states),
             token_ids=torch.tensor(request.token_ids, dtype=torch.long),
             fingerprint=self.fingerprint,
             digest=request.digest,
@@ -270,12 +271,13 @@ class BlockModel:
         if room < 1:
             raise ContextOverflowError(
                 f"the prompt has {prompt_tokens} tokens, but the model holds at most "
-                f"{self.max_context_tokens}, the answer included; retrieve fewer or shorter passages"
+                f"{self.max_context_tokens}, the answer included; retrieve fewer or shorter "
+                "passages"
             )
         return min(room, sampling.max_new_tokens)
 
     def next_logits(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
-        """Logits of the token after ``ids`` ``[1, n]``, given the KV of what precedes: ``[vocab]``."""
+        """Logits ``[vocab]`` of the token after ``ids`` ``[1, n]``, after what ``cache`` holds."""
         with torch.inference_mode():
             out = self.hf_model(
                 input_ids=ids.to(self.device),

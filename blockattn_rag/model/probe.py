@@ -55,6 +55,12 @@ def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
     windows = _layer_windows(hf_model)
     limit = position_limit(hf_model.config)
     fits, value_error = _measure(hf_model, len(windows), limit)
+    if not any(fit.layout.rotates for fit in fits):
+        raise _refusal(
+            hf_model,
+            "no layer rotates its keys, so positions come in another way (ALiBi). Such keys could "
+            "be moved, but this package does not re-make the biases of ALiBi for blocks",
+        )
     return AttentionProfile(
         layouts=_shared(fits),
         windows=windows,
@@ -90,12 +96,12 @@ def _layer_windows(hf_model: PreTrainedModel) -> tuple[int | None, ...]:
 
 
 def _is_chunked(config: Any, index: int) -> bool:
-    types = getattr(config.get_text_config(decoder=True), "layer_types", None)
-    return bool(types) and "chunked" in types[index]
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    return index < len(types) and "chunked" in types[index]
 
 
 def position_limit(config: Any) -> int:
-    """Longest context, in tokens, for which RoPE frequencies are constant; reads the config only."""
+    """Longest context, in tokens, for which RoPE frequencies are constant, from the config."""
     config = config.get_text_config(decoder=True)
     limit = int(getattr(config, "max_position_embeddings", 0) or _UNLIMITED)
     for rope in _rope_parameters(getattr(config, "rope_parameters", None)):
@@ -159,8 +165,9 @@ def _measure(
 def _probe(hf_model: PreTrainedModel, offset: int) -> list[tuple[Tensor, Tensor]]:
     """Keys and values per layer of the same few tokens standing at ``offset``."""
     generator = torch.Generator().manual_seed(0)
-    vocabulary = hf_model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(vocabulary, (1, _PROBE_TOKENS), generator=generator).to(hf_model.device)
+    ids = torch.randint(vocabulary_size(hf_model), (1, _PROBE_TOKENS), generator=generator).to(
+        hf_model.device
+    )
     positions = torch.arange(offset, offset + _PROBE_TOKENS, device=hf_model.device)[None]
     cache = DynamicCache()
     try:
@@ -169,7 +176,17 @@ def _probe(hf_model: PreTrainedModel, offset: int) -> list[tuple[Tensor, Tensor]
         raise _refusal(
             hf_model, f"it cannot run {_PROBE_TOKENS} tokens at {offset}: {error}"
         ) from error
-    return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+    return [(keys[0], values[0]) for keys, values in layer_states(cache)]
+
+
+def layer_states(cache: Any) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values per layer of a transformers cache, ``[batch, heads, tokens, head_dim]``."""
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def vocabulary_size(hf_model: PreTrainedModel) -> int:
+    embeddings: Any = hf_model.get_input_embeddings()
+    return int(embeddings.weight.shape[0])
 
 
 def _frequencies(hf_model: PreTrainedModel) -> list[Tensor]:
