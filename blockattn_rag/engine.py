@@ -378,6 +378,10 @@ def _ignore(text: str) -> None:
     """For answers that nobody reads as they come."""
 
 
+def _ignore(text: str) -> None:
+    """For answers that nobody reads as they come."""
+
+
 _T = TypeVar("_T")
 
 

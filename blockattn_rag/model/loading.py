@@ -41,7 +41,8 @@ def load_model(
     """Load a causal language model for inference.
 
     Args:
-        model: a path, a hub id, ``"bundled"``, or the path of a LoRA adapter (merged into its base).
+        model: a path, a hub id, ``"bundled"``, or the path of a LoRA adapter (which is merged
+            into its base).
         device: ``"auto"`` takes CUDA, then Apple's MPS, then the CPU; else a torch device.
         dtype: ``"auto"`` is the checkpoint's own on an accelerator; on the CPU, 16-bit types become
             float32, which is faster there and exact.

@@ -1,0 +1,77 @@
+"""Tiny random models and a tokenizer, made from configs: what tests run on."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+VOCABULARY = 264
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+}
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def tiny_tokenizer(*, bos: bool = True, chat: bool = True) -> PreTrainedTokenizerFast:
+    """One token per byte, and eight control tokens; BOS is added by default if ``bos``."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    control = ["<|begin|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    backend.add_special_tokens(
+        [AddedToken(t, special=True) for t in (*control, "<|doc_start|>", "<|doc_end|>")]
+    )
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<|begin|> $A", special_tokens=[("<|begin|>", 256)]
+        )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|begin|>" if bos else None,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+    )
+    if chat:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def tiny_model(family: str = "llama", *, seed: int = 0, **config: Any) -> PreTrainedModel:
+    """A random model of a family of transformers, float32, in evaluation mode.
+
+    Weights are spread so that attention is far from uniform and greedy choices are clear.
+    """
+    settings = {**_BASE, **config}
+    if family in ("falcon", "bloom", "mpt"):
+        settings.pop("head_dim")
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    return model.eval()
+
+
+@lru_cache(maxsize=1)
+def shared_tiny_llama() -> PreTrainedModel:
+    """One Llama for all tests that only read it."""
+    return tiny_model("llama")
