@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from blockattn_rag.kv import BlockKV
+from blockattn_rag.kv import BlockKV, store_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Figures of a store. ``evictions`` counts since the store object was made."""
+    """Figures of a store. ``evictions`` and ``refused`` count since the store object was made.
+
+    Args:
+        entries: blocks held.
+        total_bytes: what they take: keys and values in memory, whole files on disk.
+        evictions: entries dropped to make room.
+        refused: entries not kept because they alone are larger than the store.
+    """
 
     entries: int
     total_bytes: int
     evictions: int = 0
+    refused: int = 0
 
 
 @runtime_checkable
@@ -31,7 +44,12 @@ class KVStore(Protocol):
         ...
 
     def put(self, key: str, kv: BlockKV) -> None:
-        """Store an entry, whole or not at all; an older one under this key is replaced."""
+        """Store an entry, whole or not at all; an older one under this key is replaced.
+
+        Raises:
+            ValueError: ``key`` is not the ``store_key`` of ``kv``, or ``kv`` is no block's KV.
+            StoreError: it cannot be written; the message says where and why.
+        """
         ...
 
     def __contains__(self, key: object) -> bool: ...
@@ -43,3 +61,18 @@ class KVStore(Protocol):
     def keys(self) -> Iterator[str]: ...
 
     def stats(self) -> StoreStats: ...
+
+
+def is_key(key: object) -> bool:
+    """Whether ``key`` is spelled as a store key: 64 hex digits, lower case."""
+    return isinstance(key, str) and _KEY.fullmatch(key) is not None
+
+
+def check_key_of(key: str, kv: BlockKV) -> None:
+    """Refuse to store an entry where it could never be found, or would be taken for another."""
+    expected = store_key(kv.fingerprint, kv.digest)
+    if key != expected:
+        raise ValueError(
+            f"found the key {key!r}, expected {expected!r}: put a block under "
+            "store_key(kv.fingerprint, kv.digest)"
+        )

@@ -1,0 +1,76 @@
+"""Stores of block KV: in memory, and on disk. Names are imported when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from blockattn_rag.store.base import KVStore, StoreStats
+    from blockattn_rag.store.directory import DirectoryStore, EntryInfo
+    from blockattn_rag.store.maintenance import GcReport, VerifyReport, gc, verify
+    from blockattn_rag.store.memory import MemoryStore
+
+DEFAULT_MEMORY_BYTES = 1 << 30
+"""Size of the store that an engine makes when none is given: 1 GiB."""
+
+_HOMES = {
+    "KVStore": "base",
+    "StoreStats": "base",
+    "DirectoryStore": "directory",
+    "EntryInfo": "directory",
+    "GcReport": "maintenance",
+    "VerifyReport": "maintenance",
+    "gc": "maintenance",
+    "verify": "maintenance",
+    "MemoryStore": "memory",
+}
+
+__all__ = [
+    "DEFAULT_MEMORY_BYTES",
+    "DirectoryStore",
+    "EntryInfo",
+    "GcReport",
+    "KVStore",
+    "MemoryStore",
+    "StoreStats",
+    "VerifyReport",
+    "gc",
+    "open_store",
+    "verify",
+]
+
+
+def open_store(spec: KVStore | str | Path | None) -> KVStore:
+    """The store that ``spec`` means.
+
+    Args:
+        spec: a store, which is returned; a path, for a ``DirectoryStore`` there; None, for a new
+            ``MemoryStore`` of 1 GiB.
+
+    Raises:
+        StoreError: the path cannot be used as a store.
+        TypeError: ``spec`` is none of these.
+    """
+    from blockattn_rag.store.base import KVStore
+    from blockattn_rag.store.directory import DirectoryStore
+    from blockattn_rag.store.memory import MemoryStore
+
+    if spec is None:
+        return MemoryStore(DEFAULT_MEMORY_BYTES)
+    if isinstance(spec, (str, Path)):
+        return DirectoryStore(spec)
+    if isinstance(spec, KVStore):
+        return spec
+    raise TypeError(f"store must be a KVStore, a path or None, found {type(spec).__name__}")
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,97 @@
+"""A store in memory that forgets what was used least recently."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from blockattn_rag.store.base import StoreStats, check_key_of
+from blockattn_rag.store.format import check_storable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from blockattn_rag.kv import BlockKV
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryStore:
+    """``KVStore`` in memory, at most ``max_bytes`` of keys and values (``BlockKV.nbytes``).
+
+    A block larger than the whole store is not kept: a cache must not break an answer. It is
+    counted in ``stats().refused``, and the first one is logged as a warning.
+
+    Entries are held as they are given, not copied. A block that is a view of a larger tensor
+    keeps that tensor alive, uncounted.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        if max_bytes <= 0:
+            raise ValueError(f"max_bytes must be positive, found {max_bytes}")
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[str, BlockKV] = OrderedDict()
+        self._total_bytes = 0
+        self._evictions = 0
+        self._refused = 0
+
+    def __repr__(self) -> str:
+        return f"MemoryStore(max_bytes={self.max_bytes})"
+
+    def get(self, key: str) -> BlockKV | None:
+        with self._lock:
+            kv = self._entries.get(key)
+            if kv is not None:
+                self._entries.move_to_end(key)
+            return kv
+
+    def put(self, key: str, kv: BlockKV) -> None:
+        check_key_of(key, kv)
+        check_storable(kv)
+        nbytes = kv.nbytes
+        with self._lock:
+            self._remove(key)
+            if nbytes > self.max_bytes:
+                self._refuse(nbytes)
+                return
+            while self._total_bytes + nbytes > self.max_bytes:
+                self._remove(next(iter(self._entries)))
+                self._evictions += 1
+            self._entries[key] = kv
+            self._total_bytes += nbytes
+
+    def __contains__(self, key: object) -> bool:
+        with self._lock:
+            return key in self._entries
+
+    def delete(self, key: str) -> bool:
+        with self._lock:
+            return self._remove(key)
+
+    def keys(self) -> Iterator[str]:
+        """Least recently used first; as they were when the call was made."""
+        with self._lock:
+            return iter(list(self._entries))
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            return StoreStats(len(self._entries), self._total_bytes, self._evictions, self._refused)
+
+    def _remove(self, key: str) -> bool:
+        kv = self._entries.pop(key, None)
+        if kv is not None:
+            self._total_bytes -= kv.nbytes
+        return kv is not None
+
+    def _refuse(self, nbytes: int) -> None:
+        self._refused += 1
+        if self._refused == 1:
+            logger.warning(
+                "a block of %d bytes does not fit in %r and is not kept, so it is computed anew "
+                "each time; raise max_bytes. Further ones are only counted (stats().refused)",
+                nbytes,
+                self,
+            )

@@ -1,0 +1,100 @@
+"""Blocks' KV for the store tests: small, deterministic, of any shape and dtype."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import torch
+from hypothesis import strategies as st
+
+from blockattn_rag.kv import BlockKV, store_key
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (
+    *FLOATS,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.bool,
+)
+
+
+def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
+    """Random bytes seen as ``dtype``: NaNs and infinities too. bool gets 0 and 1 only."""
+    width = torch.empty((), dtype=dtype).element_size()
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, high, (*shape[:-1], shape[-1] * width), generator=generator)
+    return raw.to(torch.uint8).view(dtype)
+
+
+def make_kv(
+    name: str = "a passage",
+    *,
+    layers: int = 2,
+    heads: int = 2,
+    tokens: int = 3,
+    head_dim: int = 4,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    fingerprint: str = "f" * 64,
+    more_heads: int = 0,
+) -> BlockKV:
+    """KV named ``name``; with ``more_heads``, the last layer's shape differs from the others'."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+    shapes = [(heads + (more_heads if i == layers - 1 else 0), tokens) for i in range(layers)]
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return BlockKV(
+        keys=tuple(random_tensor((*s, head_dim), dtype, seed + i) for i, s in enumerate(shapes)),
+        values=tuple(
+            random_tensor((*s, value_dim or head_dim), dtype, seed + 100 + i)
+            for i, s in enumerate(shapes)
+        ),
+        token_ids=torch.arange(seed, seed + tokens),
+        fingerprint=fingerprint,
+        digest=digest,
+        handle=digest[:32],
+    )
+
+
+def key_of(kv: BlockKV) -> str:
+    return store_key(kv.fingerprint, kv.digest)
+
+
+def same(a: BlockKV, b: BlockKV) -> bool:
+    """Equal to the bit, NaNs included."""
+    tensors_a, tensors_b = (*a.keys, *a.values, a.token_ids), (*b.keys, *b.values, b.token_ids)
+    return (
+        (a.fingerprint, a.digest, a.handle) == (b.fingerprint, b.digest, b.handle)
+        and (a.num_layers, len(a.values)) == (b.num_layers, len(b.values))
+        and all(
+            x.dtype == y.dtype
+            and x.shape == y.shape
+            and torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+            for x, y in zip(tensors_a, tensors_b, strict=True)
+        )
+    )
+
+
+def kvs(dtypes: Sequence[torch.dtype] = DTYPES) -> st.SearchStrategy[BlockKV]:
+    sizes = st.integers(1, 4)
+    return st.builds(
+        make_kv,
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+        layers=sizes,
+        heads=sizes,
+        tokens=st.integers(1, 9),
+        head_dim=st.integers(1, 5),
+        value_dim=st.integers(1, 5),
+        dtype=st.sampled_from(dtypes),
+        fingerprint=st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+        more_heads=st.integers(0, 2),
+    )

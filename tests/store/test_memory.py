@@ -1,0 +1,163 @@
+"""MemoryStore: least recently used goes first, and every byte is accounted for."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockattn_rag.store import KVStore, MemoryStore, StoreStats
+from tests.store.kvs import key_of, make_kv
+
+KV = [make_kv(f"passage {i}", tokens=3) for i in range(6)]
+KEYS = [key_of(kv) for kv in KV]
+SIZE = KV[0].nbytes
+BIG = make_kv("big", tokens=30)
+
+
+def test_it_is_a_store() -> None:
+    assert isinstance(MemoryStore(1), KVStore)
+
+
+def test_what_is_put_is_what_is_got_and_not_a_copy() -> None:
+    store = MemoryStore(SIZE)
+    store.put(KEYS[0], KV[0])
+    assert store.get(KEYS[0]) is KV[0]
+    assert KEYS[0] in store
+    assert store.get(KEYS[1]) is None
+    assert KEYS[1] not in store
+    assert None not in store
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    store = MemoryStore(3 * SIZE)
+    for key, kv in zip(KEYS[:3], KV[:3], strict=True):
+        store.put(key, kv)
+    store.get(KEYS[0])
+    assert list(store.keys()) == [KEYS[1], KEYS[2], KEYS[0]]
+    store.put(KEYS[3], KV[3])
+    assert list(store.keys()) == [KEYS[2], KEYS[0], KEYS[3]]
+    assert store.stats() == StoreStats(entries=3, total_bytes=3 * SIZE, evictions=1)
+
+
+def test_looking_whether_a_block_is_there_does_not_count_as_use() -> None:
+    store = MemoryStore(2 * SIZE)
+    store.put(KEYS[0], KV[0])
+    store.put(KEYS[1], KV[1])
+    assert KEYS[0] in store
+    store.put(KEYS[2], KV[2])
+    assert list(store.keys()) == [KEYS[1], KEYS[2]]
+
+
+def test_one_large_block_takes_the_place_of_several() -> None:
+    store = MemoryStore(BIG.nbytes)
+    for key, kv in zip(KEYS, KV, strict=True):
+        store.put(key, kv)
+    store.put(key_of(BIG), BIG)
+    assert store.stats() == StoreStats(1, BIG.nbytes, evictions=len(KV))
+
+
+def test_putting_again_replaces_and_evicts_nothing() -> None:
+    store = MemoryStore(SIZE)
+    for _ in range(2):
+        store.put(KEYS[0], KV[0])
+    assert store.stats() == StoreStats(1, SIZE)
+
+
+def test_deleting_frees_the_bytes() -> None:
+    store = MemoryStore(SIZE)
+    store.put(KEYS[0], KV[0])
+    assert store.delete(KEYS[0])
+    assert not store.delete(KEYS[0])
+    assert store.stats() == StoreStats(0, 0)
+
+
+def test_a_block_larger_than_the_store_is_not_kept_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = MemoryStore(SIZE)
+    store.put(KEYS[0], KV[0])
+    with caplog.at_level(logging.WARNING):
+        store.put(key_of(BIG), BIG)
+        store.put(key_of(BIG), BIG)
+    assert store.get(key_of(BIG)) is None
+    assert store.stats() == StoreStats(1, SIZE, refused=2)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "raise max_bytes" in caplog.text
+
+
+def test_a_store_of_no_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be positive, found 0"):
+        MemoryStore(0)
+
+
+def test_a_block_under_anothers_key_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected .*store_key"):
+        MemoryStore(SIZE).put(KEYS[1], KV[0])
+
+
+def test_what_is_no_blocks_kv_is_refused() -> None:
+    empty = make_kv(layers=0)
+    with pytest.raises(ValueError, match="at least one"):
+        MemoryStore(SIZE).put(key_of(empty), empty)
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.tuples(st.sampled_from(["get", "put", "delete"]), st.integers(0, 5)), max_size=40),
+)
+@settings(deadline=None)
+def test_it_behaves_as_a_list_in_order_of_use(room: int, steps: list[tuple[str, int]]) -> None:
+    store, expected, evictions = MemoryStore(room * SIZE), list[int](), 0
+    for step, i in steps:
+        known = i in expected
+        if step == "get":
+            assert (store.get(KEYS[i]) is KV[i]) == known
+        elif step == "delete":
+            assert store.delete(KEYS[i]) == known
+        else:
+            store.put(KEYS[i], KV[i])
+        if known:
+            expected.remove(i)
+        if step == "put" or (step == "get" and known):
+            expected.append(i)
+        if len(expected) > room:
+            expected.pop(0)
+            evictions += 1
+        assert list(store.keys()) == [KEYS[i] for i in expected]
+    assert store.stats() == StoreStats(len(expected), len(expected) * SIZE, evictions)
+
+
+def test_many_threads_leave_the_books_in_order() -> None:
+    store = MemoryStore(3 * SIZE)
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        choose = random.Random(seed)
+        try:
+            for _ in range(500):
+                i = choose.randrange(len(KV))
+                choose.choice(
+                    [
+                        lambda i=i: store.put(KEYS[i], KV[i]),
+                        lambda i=i: store.get(KEYS[i]),
+                        lambda i=i: store.delete(KEYS[i]),
+                        lambda: list(store.keys()),
+                    ]
+                )()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    stats = store.stats()
+    assert stats.total_bytes == SIZE * stats.entries == SIZE * len(list(store.keys()))
+    assert stats.total_bytes <= store.max_bytes
