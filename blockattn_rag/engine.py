@@ -56,6 +56,10 @@ class _Prepared(NamedTuple):
     stats: ReuseStats
 
 
+def _ignore(text: str) -> None:
+    """For answers that nobody reads as they come."""
+
+
 class BlockAttentionEngine:
     """Answers prompts made of blocks, reusing every block's keys and values.
 
@@ -372,14 +376,6 @@ class _Clock:
             ttft_s=first - self.started,
             total_s=now - self.started,
         )
-
-
-def _ignore(text: str) -> None:
-    """For answers that nobody reads as they come."""
-
-
-def _ignore(text: str) -> None:
-    """For answers that nobody reads as they come."""
 
 
 _T = TypeVar("_T")

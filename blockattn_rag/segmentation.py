@@ -7,7 +7,6 @@ few-shot examples, appendix A for the state of a game. Text alone: no tensors he
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from blockattn_rag.blocks import Block, BlockPrompt, BlockTemplate
@@ -58,7 +57,7 @@ def conversation_turns(messages: Sequence[Mapping[str, str]], tokenizer: Any) ->
     for i, message in enumerate(messages):
         gap = gaps[i + 1]
         last = i == len(messages) - 1
-        after = gap if last else commonprefix([gap, _closing(tokenizer, marked[: i + 1])])
+        after = gap if last else _common(gap, _closing(tokenizer, marked[: i + 1]))
         turns.append(Turn(before, message["content"].strip(), after))
         before = gap[len(after) :]
     return turns
@@ -97,3 +96,9 @@ def _closing(tokenizer: Any, marked: list[dict[str, str]]) -> str:
     except TemplateError:  # many refuse a lone system message; the next turn then opens earlier
         return ""
     return text.partition(marked[-1]["content"])[2]
+
+
+def _common(one: str, other: str) -> str:
+    """The longest string that both begin with."""
+    pairs = zip(one, other, strict=False)
+    return one[: next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]

@@ -43,7 +43,8 @@ def tiny_tokenizer(*, bos: bool = True, chat: bool = True) -> PreTrainedTokenize
         backend.post_processor = processors.TemplateProcessing(
             single="<|begin|> $A", special_tokens=[("<|begin|>", 256)]
         )
-    tokenizer = PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerFast = make(
         tokenizer_object=backend,
         bos_token="<|begin|>" if bos else None,
         eos_token="<|end|>",
@@ -63,12 +64,14 @@ def tiny_model(family: str = "llama", *, seed: int = 0, **config: Any) -> PreTra
     if family in ("falcon", "bloom", "mpt"):
         settings.pop("head_dim")
     torch.manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+    auto: Any = AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_config(AutoConfig.for_model(family, **settings))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4)
-    return model.eval()
+    model.train(False)
+    return model
 
 
 @lru_cache(maxsize=1)
