@@ -1,0 +1,88 @@
+"""Block-Attention in LlamaIndex: a local LLM, an ingestion step, a postprocessor.
+
+Names are imported when they are first used::
+
+    from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor
+
+    llm = BlockAttentionLLM(model_name="bundled", kv_store="kv")
+    engine = index.as_query_engine(llm=llm, node_postprocessors=[BlockKVPostprocessor()])
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from blockattn_rag.llama_index.chroma import add_nodes, live_handles
+    from blockattn_rag.llama_index.citation import BlockCitationQueryEngine
+    from blockattn_rag.llama_index.embedding import HashingEmbedding
+    from blockattn_rag.llama_index.events import BlockReuseEvent
+    from blockattn_rag.llama_index.llm import BlockAttentionLLM
+    from blockattn_rag.llama_index.nodes import HANDLE_KEY, BlockNode, as_block_node, canonical_text
+    from blockattn_rag.llama_index.postprocessor import BlockKVPostprocessor
+    from blockattn_rag.llama_index.prompt_helper import BlockPromptHelper
+    from blockattn_rag.llama_index.synthesis import (
+        block_query_engine,
+        block_response_synthesizer,
+        configure,
+    )
+    from blockattn_rag.llama_index.transform import BlockKVTransform
+
+_HOMES = {
+    "HANDLE_KEY": "nodes",
+    "BlockAttentionLLM": "llm",
+    "BlockCitationQueryEngine": "citation",
+    "BlockKVPostprocessor": "postprocessor",
+    "BlockKVTransform": "transform",
+    "BlockNode": "nodes",
+    "BlockPromptHelper": "prompt_helper",
+    "BlockReuseEvent": "events",
+    "HashingEmbedding": "embedding",
+    "add_nodes": "chroma",
+    "as_block_node": "nodes",
+    "block_query_engine": "synthesis",
+    "block_response_synthesizer": "synthesis",
+    "canonical_text": "nodes",
+    "configure": "synthesis",
+    "live_handles": "chroma",
+}
+_EXTRA_PACKAGES = ("llama_index", "chromadb", "sklearn")
+
+__all__ = [
+    "HANDLE_KEY",
+    "BlockAttentionLLM",
+    "BlockCitationQueryEngine",
+    "BlockKVPostprocessor",
+    "BlockKVTransform",
+    "BlockNode",
+    "BlockPromptHelper",
+    "BlockReuseEvent",
+    "HashingEmbedding",
+    "add_nodes",
+    "as_block_node",
+    "block_query_engine",
+    "block_response_synthesizer",
+    "canonical_text",
+    "configure",
+    "live_handles",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _EXTRA_PACKAGES:
+            raise
+        raise ImportError(
+            f"blockattn_rag.llama_index.{name} needs {error.name}, which is not installed: "
+            'pip install "blockattn-rag[llama-index]"'
+        ) from error
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

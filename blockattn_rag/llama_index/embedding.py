@@ -1,0 +1,67 @@
+"""An embedding that needs no download: hashed words, for demos and tests."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
+from llama_index.core.bridge.pydantic import Field
+from sklearn.feature_extraction.text import HashingVectorizer
+
+
+@cache
+def _vectorizers(dimensions: int) -> tuple[HashingVectorizer, HashingVectorizer]:
+    """Words, and pieces of words for what is spelled or inflected otherwise."""
+    words = HashingVectorizer(n_features=dimensions, stop_words="english", norm="l2")
+    pieces = HashingVectorizer(
+        n_features=dimensions, analyzer="char_wb", ngram_range=(4, 5), norm="l2"
+    )
+    return words, pieces
+
+
+class HashingEmbedding(BaseEmbedding):
+    """Counts of hashed words and word pieces, as unit vectors. Deterministic, offline, instant.
+
+    Finds passages that share words with the question, and nothing more; for real use take an
+    embedding model.
+
+    Args:
+        dimensions: length of the vectors.
+    """
+
+    dimensions: int = Field(default=2048, description="Length of the vectors.", gt=0)
+
+    def __init__(self, dimensions: int = 2048, **kwargs: Any) -> None:
+        super().__init__(**{"model_name": "hashing", "dimensions": dimensions, **kwargs})
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "HashingEmbedding"
+
+    def _embed(self, texts: list[str]) -> list[Embedding]:
+        words, pieces = (
+            vectorizer.transform(texts) for vectorizer in _vectorizers(self.dimensions)
+        )
+        vectors = (words + 0.5 * pieces).toarray()
+        # A text without a single letter has no direction; all such texts share one.
+        vectors[~vectors.any(axis=1), 0] = 1.0
+        unit: list[Embedding] = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).tolist()
+        return unit
+
+    def _get_text_embedding(self, text: str) -> Embedding:
+        return self._embed([text])[0]
+
+    def _get_text_embeddings(self, texts: list[str]) -> list[Embedding]:
+        return self._embed(texts)
+
+    def _get_query_embedding(self, query: str) -> Embedding:
+        return self._get_text_embedding(query)
+
+    async def _aget_text_embedding(self, text: str) -> Embedding:
+        return await asyncio.to_thread(self._get_text_embedding, text)
+
+    async def _aget_query_embedding(self, query: str) -> Embedding:
+        return await asyncio.to_thread(self._get_query_embedding, query)

@@ -1,0 +1,303 @@
+"""BlockAttentionLLM: a local model for LlamaIndex that reuses the keys and values of passages."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import aclosing, closing
+from pathlib import Path
+from typing import Any
+
+from llama_index.core.base.llms.generic_utils import (
+    messages_to_prompt as generic_messages_to_prompt,
+)
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+    MessageRole,
+)
+from llama_index.core.bridge.pydantic import Field
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.custom import CustomLLM
+from llama_index.core.llms.llm import default_completion_to_prompt
+from llama_index_instrumentation import get_dispatcher
+
+from blockattn_rag.blocks import BlockPrompt, BlockTemplate, segment, strip_markers
+from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.fetch import OnMiss
+from blockattn_rag.generation import Generation, GenerationChunk, Mode
+from blockattn_rag.kv import Positions
+from blockattn_rag.llama_index.chat import as_template_messages, chat_response
+from blockattn_rag.llama_index.events import BlockReuseEvent, usage_of
+from blockattn_rag.llama_index.source import EngineComponent, EngineSource
+from blockattn_rag.llama_index.streams import iterate_in_thread
+from blockattn_rag.prompts import BLANK_LINE, has_chat_template, render_chat
+from blockattn_rag.store import KVStore
+
+dispatcher = get_dispatcher(__name__)
+
+
+class BlockAttentionLLM(EngineComponent, CustomLLM):
+    """A local transformers model that answers from cached passages.
+
+    Takes the place of ``HuggingFaceLLM`` and shares its argument names. Passages that arrive
+    between block markers (see ``BlockKVPostprocessor``) are looked up in the KV store by the
+    digest of their text, and computed if they are not there; everything else in the prompt is
+    ordinary text. Nothing is loaded before it is needed.
+
+    Args:
+        model_name: path, hub id, or ``"bundled"``.
+        model: a loaded transformers model, with its ``tokenizer``; instead of ``model_name``.
+        tokenizer, tokenizer_name: a transformers tokenizer, or where to load it; default: the
+            model's.
+        engine: a ready engine, shared with others; instead of all that says how to load one.
+        kv_store: directory of the KV store, or a store object; default: 1 GiB of memory.
+        mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
+        on_miss: ``"compute"`` what is not stored, or ``"error"``.
+        positions: ``"reordered"``, or ``"composite"``, the papers' ablation.
+        block_template: what stands around each passage; must be that of ``BlockKVTransform``.
+        context_window: tokens that the frameworks may fill; default: all that the model holds.
+        max_new_tokens: longest answer.
+        generate_kwargs: defaults of every call, such as ``temperature`` or ``stop``.
+        model_kwargs: for loading the model, such as ``dtype``.
+        device_map: a torch device, or ``"auto"``.
+        is_chat_model: default: whether the tokenizer has a chat template.
+        system_prompt: goes before every prompt of the frameworks, as with any LlamaIndex LLM.
+        messages_to_prompt: default: the tokenizer's chat template.
+        completion_to_prompt: applied to unformatted completions; default for chat models: one
+            user message, else the text as it stands.
+
+    Per call, ``complete`` and ``chat`` take ``max_new_tokens``, ``temperature``, ``top_p``,
+    ``top_k``, ``stop``, ``seed``, ``mode``, ``positions``, ``on_miss`` and whatever transformers'
+    ``generate`` takes; anything else raises. ``raw["usage"]`` has the tokens and what was reused.
+
+    Raises:
+        ContextOverflowError: (from a call) the prompt does not fit the model; LlamaIndex packs
+            passages by ``context_window`` (see ``configure``), so retrieve fewer otherwise.
+    """
+
+    mode: Mode = Field(description="'block' reuses passages, 'full' is ordinary attention.")
+    on_miss: OnMiss = Field(description="'compute' or 'error' when a block is not stored.")
+    positions: Positions = Field(description="'reordered' or 'composite' positions of blocks.")
+    block_template: BlockTemplate = Field(description="What stands around each passage.")
+    context_window: int | None = Field(description="Tokens to fill; None for the model's limit.")
+    max_new_tokens: int = Field(description="Longest answer, in tokens.", gt=0)
+    generate_kwargs: dict[str, Any] = Field(description="Defaults of every call.")
+    is_chat_model: bool | None = Field(description="None: whether there is a chat template.")
+
+    def __init__(
+        self,
+        model_name: str | None = None,
+        *,
+        model: Any = None,
+        tokenizer: Any = None,
+        tokenizer_name: str | None = None,
+        engine: BlockAttentionEngine | None = None,
+        kv_store: KVStore | str | Path | None = None,
+        mode: Mode = "block",
+        on_miss: OnMiss = "compute",
+        positions: Positions = "reordered",
+        block_template: BlockTemplate = BLANK_LINE,
+        context_window: int | None = None,
+        max_new_tokens: int = 256,
+        generate_kwargs: dict[str, Any] | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+        device_map: str = "auto",
+        is_chat_model: bool | None = None,
+        **llm_fields: Any,
+    ) -> None:
+        unknown = llm_fields.keys() - CustomLLM.model_fields.keys()
+        if unknown:
+            raise TypeError(f"BlockAttentionLLM has no argument {', '.join(sorted(unknown))}")
+        source = EngineSource(
+            engine=engine,
+            model=model if model is not None else model_name,
+            tokenizer=tokenizer if tokenizer is not None else tokenizer_name,
+            kv_store=kv_store,
+            device_map=device_map,
+            model_kwargs=model_kwargs,
+        )
+        fields = {
+            **source.fields(),
+            "mode": mode,
+            "on_miss": on_miss,
+            "positions": positions,
+            "block_template": block_template,
+            "context_window": context_window,
+            "max_new_tokens": max_new_tokens,
+            "generate_kwargs": generate_kwargs or {},
+            "is_chat_model": is_chat_model,
+        }
+        super().__init__(**fields, **llm_fields)
+        self._source = source
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "BlockAttentionLLM"
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """What frameworks pack prompts by. Reads the tokenizer and config at most, no weights."""
+        return LLMMetadata(
+            context_window=self.context_window or self._source.max_context_tokens,
+            num_output=self.max_new_tokens,
+            is_chat_model=self._takes_chat(),
+            model_name=self.model_name or "unknown",
+        )
+
+    def to_payload(self) -> dict[str, Any]:
+        """What events say of this LLM: fields alone, so that it costs nothing in an event loop."""
+        names = ("model_name", "mode", "positions", "context_window", "max_new_tokens")
+        return {"class_name": self.class_name(), **{name: getattr(self, name) for name in names}}
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text without its markers and without BOS: for counting tokens."""
+        return self._source.tokenizer.final_ids(strip_markers(text), first=False)
+
+    # -- prompts -----------------------------------------------------------------------------
+
+    def to_prompt(self, prompt: str | Sequence[ChatMessage], formatted: bool = True) -> BlockPrompt:
+        """The blocks that a prompt string, or chat messages, become.
+
+        ``formatted``: the string is the model's own prompt, chat template included.
+        """
+        if not isinstance(prompt, str):
+            string = self._chat_string(prompt)
+        elif formatted:
+            string = prompt
+        elif self.completion_to_prompt not in (None, default_completion_to_prompt):
+            string = self.completion_to_prompt(prompt)
+        elif self._takes_chat():
+            message = ChatMessage(role=MessageRole.USER, content=prompt)
+            string = self._chat_string(self._extend_messages([message]))
+        else:
+            string = self._extend_prompt(prompt)
+        return segment(string, self.block_template)
+
+    def _takes_chat(self) -> bool:
+        if self.is_chat_model is not None:
+            return self.is_chat_model
+        return has_chat_template(self._source.tokenizer.tokenizer)
+
+    def _chat_string(self, messages: Sequence[ChatMessage]) -> str:
+        if self.messages_to_prompt not in (None, generic_messages_to_prompt):
+            return self.messages_to_prompt(messages)
+        tokenizer = self._source.tokenizer.tokenizer
+        if has_chat_template(tokenizer):
+            return render_chat(tokenizer, as_template_messages(messages))
+        return generic_messages_to_prompt(messages)
+
+    def _options(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Options of one call for the engine: what the call says, else the fields."""
+        options = {
+            "mode": self.mode,
+            "on_miss": self.on_miss,
+            "positions": self.positions,
+            "max_new_tokens": self.max_new_tokens,
+            **self.generate_kwargs,
+            **call,
+        }
+        stop = options.pop("stop", None) or ()
+        return {**options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
+
+    # -- answers -----------------------------------------------------------------------------
+
+    def _answer(
+        self, prompt: str | Sequence[ChatMessage], formatted: bool, call: dict[str, Any]
+    ) -> CompletionResponse:
+        blocks = self.to_prompt(prompt, formatted)
+        return self._finished(self.engine.generate(blocks, **self._options(call)))
+
+    def _finished(self, generation: Generation, delta: str | None = None) -> CompletionResponse:
+        dispatcher.event(BlockReuseEvent.of(generation))
+        raw = {"usage": usage_of(generation), "finish_reason": generation.finish_reason}
+        return CompletionResponse(text=generation.text, delta=delta, raw=raw)
+
+    def _chunks(
+        self, prompt: str | Sequence[ChatMessage], formatted: bool, call: dict[str, Any]
+    ) -> Generator[GenerationChunk, None, None]:
+        blocks = self.to_prompt(prompt, formatted)
+        yield from self.engine.stream(blocks, **self._options(call))
+
+    def _step(self, text: str, chunk: GenerationChunk) -> CompletionResponse:
+        """One step of a stream; ``text`` is what came before it."""
+        if chunk.generation is not None:
+            return self._finished(chunk.generation, chunk.text)
+        return CompletionResponse(text=text + chunk.text, delta=chunk.text)
+
+    def _stream(self, *request: Any) -> CompletionResponseGen:
+        text = ""
+        with closing(self._chunks(*request)) as chunks:
+            for chunk in chunks:
+                step = self._step(text, chunk)
+                text = step.text
+                yield step
+
+    async def _astream(self, *request: Any) -> CompletionResponseAsyncGen:
+        text = ""
+        async with aclosing(iterate_in_thread(lambda: self._chunks(*request))) as chunks:
+            async for chunk in chunks:
+                step = self._step(text, chunk)
+                text = step.text
+                yield step
+
+    async def _aanswer(self, *request: Any) -> CompletionResponse:
+        # By way of a stream, since that can be left: a cancelled call must free the model.
+        async with aclosing(self._astream(*request)) as steps:
+            async for step in steps:
+                last = step
+        return CompletionResponse(text=last.text, raw=last.raw)
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        return self._answer(prompt, formatted, kwargs)
+
+    @llm_completion_callback()
+    def stream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseGen:
+        return self._stream(prompt, formatted, kwargs)
+
+    @llm_completion_callback()
+    async def acomplete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponse:
+        return await self._aanswer(prompt, formatted, kwargs)
+
+    @llm_completion_callback()
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseAsyncGen:
+        return self._astream(prompt, formatted, kwargs)
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        return chat_response(self._answer(messages, True, kwargs))
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        def steps() -> ChatResponseGen:
+            with closing(self._stream(messages, True, kwargs)) as completions:
+                yield from (chat_response(step) for step in completions)
+
+        return steps()
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        return chat_response(await self._aanswer(messages, True, kwargs))
+
+    @llm_chat_callback()
+    async def astream_chat(
+        self, messages: Sequence[ChatMessage], **kwargs: Any
+    ) -> ChatResponseAsyncGen:
+        async def steps() -> ChatResponseAsyncGen:
+            async with aclosing(self._astream(messages, True, kwargs)) as completions:
+                async for step in completions:
+                    yield chat_response(step)
+
+        return steps()

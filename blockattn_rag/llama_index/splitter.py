@@ -1,0 +1,114 @@
+"""A text splitter that never cuts a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.node_parser import TokenTextSplitter
+
+from blockattn_rag.blocks import BlockTemplate, marked_spans, strip_markers, wrap
+from blockattn_rag.prompts import BLANK_LINE
+
+
+class _Piece(NamedTuple):
+    """Text that stays in one piece, and its tokens in the prompt, markers not counted."""
+
+    text: str
+    tokens: int
+
+
+class BlockTextSplitter(TokenTextSplitter):
+    """Packs marked text into chunks of whole blocks; text without markers is split as usual.
+
+    Chunks of blocks do not overlap. Text just before a block, such as a source's number, stays
+    with it. A block that is larger than a chunk is cut into blocks that fit.
+
+    Args:
+        tokenizer: token ids of a text, by the model's tokenizer for exact sizes.
+        block_template: what the LLM puts around each passage; it counts too.
+    """
+
+    _block_template: BlockTemplate = PrivateAttr()
+
+    def __init__(
+        self,
+        chunk_size: int,
+        chunk_overlap: int = 0,
+        tokenizer: Callable[[str], list[Any]] | None = None,
+        separator: str = " ",
+        block_template: BlockTemplate = BLANK_LINE,
+    ) -> None:
+        super().__init__(
+            chunk_size=chunk_size,
+            chunk_overlap=chunk_overlap,
+            tokenizer=tokenizer,
+            separator=separator,
+        )
+        self._block_template = block_template
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "BlockTextSplitter"
+
+    def _split_text(self, text: str, chunk_size: int) -> list[str]:
+        if next(marked_spans(text), None) is None:
+            return super()._split_text(strip_markers(text), chunk_size)
+        chunks: list[str] = []
+        current, size = "", 0
+        for piece in self._pieces(text, chunk_size):
+            if current.strip() and size + piece.tokens > chunk_size:
+                chunks.append(current.strip())
+                current, size = "", 0
+            current += piece.text
+            size += piece.tokens
+        return [*chunks, current.strip()] if current.strip() else chunks
+
+    def _pieces(self, text: str, chunk_size: int) -> Iterator[_Piece]:
+        position = 0
+        for span in marked_spans(text):
+            # The last paragraph before a block belongs to it; what precedes may be cut.
+            head, paragraph, label = _rpartition(text[position : span.start])
+            yield from self._plain(head + paragraph, chunk_size)
+            position = span.end
+            block = wrap(span.text)
+            tokens = self._block_tokens(span.text)
+            if tokens > chunk_size:
+                yield from self._plain(label, chunk_size)
+                yield from self._cut(span.text, chunk_size)
+                continue
+            with_label = tokens + self._count(label)
+            if with_label > chunk_size:
+                yield from self._plain(label, chunk_size)
+                yield _Piece(block, tokens)
+            else:
+                yield _Piece(label + block, with_label)
+        yield from self._plain(text[position:], chunk_size)
+
+    def _plain(self, text: str, chunk_size: int) -> Iterator[_Piece]:
+        if text.isspace():
+            yield _Piece(text, 0)  # the blocks' template takes its place
+        elif text := strip_markers(text):
+            for part in self._split(text, chunk_size):
+                yield _Piece(part, self._count(part))
+
+    def _cut(self, text: str, chunk_size: int) -> Iterator[_Piece]:
+        """Blocks that fit, from one that does not."""
+        room = max(1, chunk_size - self._block_tokens("") - 1)
+        cutter = TokenTextSplitter(room, 0, self._tokenizer, separator=self.separator)
+        for part in cutter.split_text(text):
+            if part := part.strip():
+                yield _Piece(wrap(part) + "\n\n", self._block_tokens(part))
+
+    def _block_tokens(self, text: str) -> int:
+        return self._count(self._block_template.before + text + self._block_template.after)
+
+    def _count(self, text: str) -> int:
+        return len(self._tokenizer(text)) if text else 0
+
+
+def _rpartition(text: str) -> tuple[str, str, str]:
+    """Split before the last paragraph: ``head``, the blank line, ``paragraph``."""
+    head, blank, last = text.rpartition("\n\n")
+    return head, blank, last

@@ -1,0 +1,133 @@
+"""The ingestion step that computes and stores the keys and values of every passage."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.schema import BaseNode, TransformComponent
+
+from blockattn_rag.blocks import Block, BlockTemplate
+from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.fetch import EncodeStats
+from blockattn_rag.llama_index.llm import BlockAttentionLLM
+from blockattn_rag.llama_index.nodes import canonical_text, stamp
+from blockattn_rag.llama_index.source import EngineComponent, EngineSource
+from blockattn_rag.prompts import BLANK_LINE
+from blockattn_rag.store import KVStore
+
+
+class BlockKVTransform(EngineComponent, TransformComponent):
+    """Encodes nodes as blocks, stores their keys and values, and stamps their handles.
+
+    Put it after every step that changes text or metadata; the embedding model may come before or
+    after. A node's block is its text as the LLM would see it. What is stored already is skipped,
+    and every batch is stored as it is done: a run that was interrupted goes on where it stopped.
+    Returned nodes are copies with ``metadata["kv_handle"]``, hidden from the LLM's and the
+    embedder's view; nodes without text pass through.
+
+    The first ingestion with a pipeline cache reads the model's weights once for its fingerprint,
+    which makes cached results of another model, store or template invalid.
+
+    Args:
+        model_name, model, tokenizer, tokenizer_name, engine, kv_store, model_kwargs, device_map: as
+            for ``BlockAttentionLLM``.
+        llm: takes model, store and template from this LLM; instead of the above.
+        block_template: what stands around each passage; must be that of the LLM.
+        show_progress: show a progress bar.
+
+    Example::
+
+        IngestionPipeline(transformations=[splitter, BlockKVTransform(llm=llm), embed_model])
+    """
+
+    block_template: BlockTemplate = Field(description="What stands around each passage.")
+    show_progress: bool = Field(default=False, description="Show a progress bar.")
+
+    _stats: EncodeStats | None = PrivateAttr(default=None)
+
+    def __init__(
+        self,
+        model_name: str | None = None,
+        *,
+        llm: BlockAttentionLLM | None = None,
+        model: Any = None,
+        tokenizer: Any = None,
+        tokenizer_name: str | None = None,
+        engine: BlockAttentionEngine | None = None,
+        kv_store: KVStore | str | Path | None = None,
+        block_template: BlockTemplate | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+        device_map: str = "auto",
+        show_progress: bool = False,
+    ) -> None:
+        if llm is not None:
+            given = (model_name, model, tokenizer, tokenizer_name, engine, kv_store, model_kwargs)
+            if any(value is not None for value in given):
+                raise ValueError("give either llm=, or the model and store, not both")
+            source = llm.source
+            block_template = block_template or llm.block_template
+        else:
+            source = EngineSource(
+                engine=engine,
+                model=model if model is not None else model_name,
+                tokenizer=tokenizer if tokenizer is not None else tokenizer_name,
+                kv_store=kv_store,
+                device_map=device_map,
+                model_kwargs=model_kwargs,
+            )
+        fields = {
+            **source.fields(),
+            "block_template": block_template or BLANK_LINE,
+            "show_progress": show_progress,
+        }
+        super().__init__(**fields)
+        self._source = source
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "BlockKVTransform"
+
+    @property
+    def stats(self) -> EncodeStats | None:
+        """What the last call computed and reused; None before the first."""
+        return self._stats
+
+    def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
+        texts = [canonical_text(node) for node in nodes]
+        blocks = [Block(text, self.block_template) for text in texts if text]
+        self._stats = self.engine.precompute(blocks, show_progress=self.show_progress)
+        return [
+            stamp(node, text) if text else node for node, text in zip(nodes, texts, strict=True)
+        ]
+
+    async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
+        return await asyncio.to_thread(self, nodes, **kwargs)
+
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """The fields, and what else makes a cached ingestion valid: ``IngestionCache`` reads it."""
+        store = self.engine.store
+        return {
+            **super().to_dict(**kwargs),
+            "fingerprint": self.engine.model.fingerprint,
+            # A store in memory lives as long as its object.
+            "store": self.kv_store or f"{type(store).__name__} {id(store)}",
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> BlockKVTransform:
+        fields = {k: v for k, v in data.items() if k not in ("fingerprint", "store")}
+        transform: BlockKVTransform = super().from_dict(fields, **kwargs)
+        return transform
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.kv_store is None:
+            raise pickle.PicklingError(
+                "this BlockKVTransform stores in memory, where another process could not leave "
+                "anything; give kv_store= a directory, or run the pipeline without num_workers"
+            )
+        return super().__getstate__()
