@@ -1,0 +1,1 @@
+"""Block fine-tuning: data, masks, and training of a model that answers in block and full mode."""

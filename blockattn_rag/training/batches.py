@@ -1,0 +1,170 @@
+"""From encoded samples to batches: both modes of a sample, padding or packing, order by length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from blockattn_rag.training.data import IGNORED
+from blockattn_rag.training.masks import Positions, TokenLayout, row_layout
+
+Mode = Literal["block", "full"]
+
+
+class Item(NamedTuple):
+    """One sample in one mode; lists of Python integers as in ``EncodedSample``."""
+
+    input_ids: list[int]
+    labels: list[int]
+    block_lengths: list[int]
+    context_weight: float
+
+
+class ModeDataset(Dataset[Item]):
+    """Every sample once in each mode.
+
+    Args:
+        samples: a ``datasets.Dataset`` (or list of dicts) with the columns of ``EncodedSample``.
+        modes: the modes, ``("block", "full")`` for the papers' recipe. A sample in full mode is a
+            sample of one block, the final one.
+        context_weight: weight in the loss of tokens that are not in an answer.
+    """
+
+    def __init__(self, samples: Any, modes: Sequence[Mode], *, context_weight: float = 0.0) -> None:
+        self.samples = samples
+        self.modes = tuple(modes)
+        self.context_weight = context_weight
+
+    def __len__(self) -> int:
+        return len(self.samples) * len(self.modes)
+
+    def __getitem__(self, index: int) -> Item:
+        sample = self.samples[index // len(self.modes)]
+        ids, lengths = sample["input_ids"], sample["block_lengths"]
+        if self.modes[index % len(self.modes)] == "full":
+            lengths = [len(ids)]
+        return Item(ids, sample["labels"], lengths, self.context_weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Collator:
+    """Makes a batch of tensors ``[rows, tokens]``.
+
+    Keys: ``input_ids``, ``labels`` (``-100`` for padding), ``weights`` (float32, each token's
+    weight in the loss), and ``sample``, ``block``, ``position_ids`` of a ``TokenLayout``.
+
+    Args:
+        pad_token_id: what fills up rows.
+        positions: see ``masks.sample_positions``.
+        packing: put several samples into a row where they fit in the longest one's length, instead
+            of one sample a row. The gradient is the same.
+    """
+
+    pad_token_id: int
+    positions: Positions = "reordered"
+    packing: bool = False
+
+    def __call__(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        length = max(len(item.input_ids) for item in items)
+        rows = pack(items, length) if self.packing else [[item] for item in items]
+        layouts = [
+            row_layout([item.block_lengths for item in row], length, self.positions) for row in rows
+        ]
+        sample, block, position = (torch.stack(part) for part in zip(*layouts, strict=True))
+        return {
+            "input_ids": _filled([[i for item in row for i in item.input_ids] for row in rows],
+                                 length, self.pad_token_id),
+            "labels": _filled([[i for item in row for i in _targets(item)] for row in rows],
+                              length, IGNORED),
+            "weights": _filled([[w for item in row for w in _weights(item)] for row in rows],
+                               length, 0.0),
+            "sample": sample,
+            "block": block,
+            "position_ids": position,
+        }  # fmt: skip
+
+
+def layout_of(batch: dict[str, Tensor]) -> TokenLayout:
+    """The layout that the collator put in a batch."""
+    return TokenLayout(batch["sample"], batch["block"], batch["position_ids"])
+
+
+def pack(items: Sequence[Item], length: int) -> list[list[Item]]:
+    """Rows of at most ``length`` tokens: each item, longest first, into the first row with room."""
+    rows: list[list[Item]] = []
+    room: list[int] = []
+    for item in sorted(items, key=lambda item: -len(item.input_ids)):
+        size = len(item.input_ids)
+        row = next((i for i, free in enumerate(room) if free >= size), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(length)
+        rows[row].append(item)
+        room[row] -= size
+    return rows
+
+
+def _targets(item: Item) -> list[int]:
+    return item.input_ids if item.context_weight else item.labels
+
+
+def _weights(item: Item) -> list[float]:
+    """1 for answers, the context weight for the rest, 0 for the first token of every block.
+
+    The first token of a block is predicted from the end of another one, which does not see it.
+    """
+    weights = [1.0 if label != IGNORED else item.context_weight for label in item.labels]
+    start = 0
+    for length in item.block_lengths:
+        weights[start] = 0.0
+        start += length
+    return weights
+
+
+def _filled(rows: Sequence[Sequence[Any]], length: int, filler: float) -> Tensor:
+    return torch.tensor([[*row, *[filler] * (length - len(row))] for row in rows])
+
+
+class LengthGroupedSampler(Sampler[int]):
+    """Batches of samples of about one length, in random order; the same for the same epoch.
+
+    Args:
+        lengths: tokens of each sample.
+        batch_size: samples of one optimizer step, over all devices.
+        seed: of the shuffling, together with the epoch.
+    """
+
+    _POOL = 50
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
+        self.lengths = lengths
+        self.batch_size = batch_size
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the trainer at the start of each epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        size, pool = self.batch_size, self.batch_size * self._POOL
+        groups: list[list[int]] = []
+        for start in range(0, len(order), pool):
+            near = sorted(order[start : start + pool], key=lambda i: -self.lengths[i])
+            groups += (near[i : i + size] for i in range(0, len(near), size))
+        # Only the last group may be short, or the groups after it would straddle batches.
+        full = len(groups) - (len(groups[-1]) < size)
+        for i in torch.randperm(full, generator=generator).tolist():
+            yield from groups[i]
+        for group in groups[full:]:
+            yield from group

@@ -1,0 +1,143 @@
+"""Settings of a fine-tuning run; the defaults are the papers'."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from blockattn_rag.training.batches import Mode
+from blockattn_rag.training.data import OnError
+from blockattn_rag.training.masks import Positions
+
+Attention = Literal["auto", "eager", "sdpa", "flex_attention"]
+
+# Changing these does not change what is learned, so an interrupted run may go on with others.
+# Data files are compared by content.
+_INCIDENTAL = (
+    *("output", "train_data", "eval_data", "resume", "overwrite", "progress"),
+    *("logging_steps", "save_steps", "eval_steps", "keep_checkpoints"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters instead of all weights (needs peft).
+
+    Args:
+        rank, alpha, dropout: of the adapters.
+        target_modules: names of the layers, or ``"all-linear"``.
+    """
+
+    rank: int = 16
+    alpha: int = 32
+    dropout: float = 0.0
+    target_modules: str | tuple[str, ...] = "all-linear"
+
+
+@dataclass(frozen=True, slots=True)
+class FinetuneConfig:
+    """One block fine-tuning run (Block-Attention, arXiv 2409.15355, section 2.4).
+
+    Args:
+        model: path or hub id of the model to tune; ``"bundled"`` works too.
+        output: folder of the result; must not exist. It appears only when complete. Checkpoints
+            lie beside it in ``<output>.work``.
+        train_data, eval_data: JSON-lines files, see :mod:`blockattn_rag.training.data`.
+        modes: ``("block", "full")`` trains every sample in both, as the paper does;
+            ``("full",)`` is the baseline.
+        positions: ``"composite"`` leaves position re-encoding out (ablation).
+        prompt_format: of records with passages: ``"chat"``, ``"block-attention"``, ``"turborag"``.
+        on_error: ``"raise"`` stops at a bad line, ``"skip"`` trains on the rest and lists them.
+        max_tokens: longest sample; None for the model's own limit.
+        context_loss_weight: weight of all other tokens beside 1 for answers; 0 learns answers
+            only, 1 learns all alike.
+        epochs, max_steps: how long; ``max_steps`` wins if given.
+        learning_rate, batch_size, warmup_steps: the papers'. ``batch_size`` counts samples in one
+            mode, over all devices, per optimizer step.
+        per_device_batch_size: samples of one forward pass on one device.
+        packing: see ``batches.Collator``; best with ``attention="flex_attention"``.
+        group_by_length: batches of samples of about one length.
+        attention: ``"auto"`` is FlexAttention on CUDA, SDPA on other accelerators, and eager on
+            the CPU.
+        dtype: of the weights that are trained; ``bf16`` computes in bfloat16 by autocast.
+        eval_steps: evaluate that often, and at the start and end; 0 for start and end alone.
+        resume: go on from the last complete checkpoint of an interrupted run.
+        overwrite: replace ``output`` and throw an interrupted run away.
+    """
+
+    model: str
+    output: str | Path
+    train_data: Sequence[str | Path]
+    eval_data: Sequence[str | Path] = ()
+    modes: tuple[Mode, ...] = ("block", "full")
+    positions: Positions = "reordered"
+    prompt_format: str = "chat"
+    on_error: OnError = "raise"
+    max_tokens: int | None = None
+    context_loss_weight: float = 0.0
+    epochs: float = 1.0
+    max_steps: int | None = None
+    learning_rate: float = 2e-5
+    lr_scheduler: str = "linear"
+    batch_size: int = 64
+    per_device_batch_size: int = 1
+    warmup_steps: int = 20
+    weight_decay: float = 0.0
+    adam_beta2: float = 0.999
+    max_grad_norm: float = 1.0
+    lora: LoraConfig | None = None
+    packing: bool = False
+    group_by_length: bool = True
+    attention: Attention = "auto"
+    dtype: str = "float32"
+    bf16: bool = False
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    eval_steps: int = 0
+    logging_steps: int = 10
+    save_steps: int = 200
+    keep_checkpoints: bool = False
+    resume: bool = False
+    overwrite: bool = False
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.train_data or isinstance(self.train_data, (str, Path)):
+            raise ValueError(f"train_data must be a list of files, found {self.train_data!r}")
+        if not self.modes or not set(self.modes) <= set(get_args(Mode)):
+            raise ValueError(f"modes must be of {get_args(Mode)}, found {self.modes!r}")
+        if self.positions not in get_args(Positions):
+            raise ValueError(
+                f"positions must be of {get_args(Positions)}, found {self.positions!r}"
+            )
+        if self.attention not in get_args(Attention):
+            raise ValueError(
+                f"attention must be of {get_args(Attention)}, found {self.attention!r}"
+            )
+        if self.on_error not in get_args(OnError):
+            raise ValueError(f"on_error must be of {get_args(OnError)}, found {self.on_error!r}")
+        if not 0 <= self.context_loss_weight <= 1:
+            raise ValueError(
+                f"context_loss_weight must be in 0..1, found {self.context_loss_weight}"
+            )
+        if self.resume and self.overwrite:
+            raise ValueError("resume and overwrite exclude each other")
+
+    @property
+    def work(self) -> Path:
+        """Where checkpoints and encoded data lie while the run lasts."""
+        output = Path(self.output)
+        return output.with_name(output.name + ".work")
+
+    @property
+    def marker(self) -> dict[str, Any]:
+        """What is written into the model's config: how it was block fine-tuned."""
+        return {"version": 1, "modes": list(self.modes), "positions": self.positions}
+
+    def decisive(self) -> dict[str, Any]:
+        """The settings that decide the result."""
+        settings = dataclasses.asdict(self)
+        return {k: v for k, v in settings.items() if k not in _INCIDENTAL}

@@ -1,0 +1,301 @@
+"""Training data: JSON lines of three kinds become token ids, block by block.
+
+One JSON object a line; the kinds may be mixed in one file::
+
+    {"messages": [{"role": "user", "content": …}, …, {"role": "assistant", "content": …}]}
+    {"blocks": [TEXT | {"text", "before", "after", "control"}, …], "prompt": …, "response": …}
+    {"blocks": […], "turns": [{"prompt": …, "response": …}, …]}
+    {"question": …, "passages": [{"title": …, "text": …}, …], "answer": …}
+    {"passages": […], "turns": [{"question": …, "answer": …}, …]}
+
+*Messages*: each turn is a block, the last two (a question and the assistant's answer) are the
+final block. *Blocks*: taken literally, no chat template; ``before`` and ``after`` are the block's
+template and ``control`` says whether control tokens in ``text`` are parsed (see ``blocks.Block``).
+*Passages*: written by a prompt format of :mod:`blockattn_rag.prompts`. With *turns*, everything
+after the first question is in the final block and every answer is learned.
+
+Token ids come from the same :class:`~blockattn_rag.tokenization.BlockTokenizer` as the engine's.
+A response is tokenised alone, since in answering, generation starts after the final block's text;
+what closes an answer (end of turn, or EOS) is learned after each one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from blockattn_rag.blocks import Block, BlockPrompt, BlockTemplate
+from blockattn_rag.errors import DataError, SegmentationError
+from blockattn_rag.prompts import Passage, PromptFormat, answer_end, follow_up, prompt_format
+from blockattn_rag.segmentation import conversation
+from blockattn_rag.tokenization import BlockTokenizer
+
+logger = logging.getLogger("blockattn_rag")
+
+IGNORED = -100
+"""Label of a token that is not learned."""
+
+OnError = Literal["raise", "skip"]
+_Record = Mapping[str, Any]
+
+
+class Sample(NamedTuple):
+    """A prompt, its answer, and the (text up to an answer, answer) after it in the final block."""
+
+    prompt: BlockPrompt
+    answer: str
+    further: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSample:
+    """Token ids of a sample.
+
+    Args:
+        input_ids: all tokens, in order.
+        labels: as ``input_ids`` where a token is to be learned, else ``-100``. Not shifted.
+        block_lengths: tokens of each block; the last is the final block with its answers.
+    """
+
+    input_ids: list[int]
+    labels: list[int]
+    block_lengths: list[int]
+
+
+@dataclass(slots=True)
+class DataReport:
+    """What was read: samples, tokens, and the lines left out with the reason for each."""
+
+    samples: int = 0
+    tokens: int = 0
+    skipped: list[str] = field(default_factory=list)
+
+
+class SampleEncoder:
+    """Turns records into token ids for one tokenizer and one prompt format.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        prompt: prompt format of records with passages: its name, or the format.
+        max_tokens: the longest sample allowed; None for no limit.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, prompt: str | PromptFormat = "chat", max_tokens: int | None = None
+    ) -> None:
+        self.hf_tokenizer = tokenizer
+        self.tokenizer = BlockTokenizer(tokenizer)
+        self.format = prompt_format(prompt)
+        self.max_tokens = max_tokens
+        self._end_text = answer_end(tokenizer)
+        self._end = self.tokenizer.final_ids(self._end_text, first=False)
+
+    def encode_record(self, record: object) -> EncodedSample:
+        """Token ids of one record.
+
+        Raises:
+            DataError: the record is malformed, holds an empty block, or is too long.
+        """
+        sample = self.parse(record)
+        encoded = self.encode(sample)
+        count = len(encoded.input_ids)
+        if self.max_tokens is not None and count > self.max_tokens:
+            raise DataError(
+                f"found a sample of {count} tokens, expected at most {self.max_tokens}; "
+                "shorten it, raise max_tokens, or skip bad lines"
+            )
+        return encoded
+
+    def parse(self, record: object) -> Sample:
+        """The sample that a record of any kind stands for."""
+        fields = _object(record, "a record")
+        if "messages" in fields:
+            return self._parse_messages(fields)
+        if "blocks" in fields:
+            return _parse_blocks(fields)
+        if "passages" in fields:
+            return self._parse_passages(fields)
+        raise DataError(
+            f"found keys {_listed(fields)}, expected 'messages', or 'blocks', 'prompt' and "
+            "'response', or 'question', 'passages' and 'answer'"
+        )
+
+    def encode(self, sample: Sample) -> EncodedSample:
+        """Token ids as the engine makes them: per block; answers follow the final block."""
+        context, final = self.tokenizer.prompt_ids(sample.prompt)
+        labels = [IGNORED] * len(final)
+        for text, answer in [("", sample.answer), *sample.further]:
+            between = self.tokenizer.final_ids(text, first=False)
+            learned = [*self.tokenizer.block_ids(Block(answer), first=False), *self._end]
+            final = [*final, *between, *learned]
+            labels += [IGNORED] * len(between) + learned
+        context_ids = [i for ids in context for i in ids]
+        return EncodedSample(
+            input_ids=context_ids + final,
+            labels=[IGNORED] * len(context_ids) + labels,
+            block_lengths=[*(len(ids) for ids in context), len(final)],
+        )
+
+    def _parse_messages(self, fields: _Record) -> Sample:
+        messages = []
+        for i, item in enumerate(_list(fields, "messages")):
+            message = _object(item, f"messages[{i}]")
+            where = f"messages[{i}]."
+            messages.append({k: _text(message, k, where) for k in ("role", "content")})
+        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+            raise DataError("found no response: the last of two or more messages must have "
+                            "the role 'assistant'")  # fmt: skip
+        try:
+            prompt = conversation(messages[:-1], self.hf_tokenizer)
+        except SegmentationError as error:
+            raise DataError(str(error)) from error
+        return Sample(prompt, messages[-1]["content"])
+
+    def _parse_passages(self, fields: _Record) -> Sample:
+        passages = []
+        for i, item in enumerate(_list(fields, "passages", may_be_empty=True)):
+            passage = _object(item, f"passages[{i}]")
+            title = passage.get("title", "")
+            if not isinstance(title, str):
+                raise DataError(f"found passages[{i}].title of {_kind(title)}, expected a string")
+            passages.append(Passage(title, _text(passage, "text", f"passages[{i}].")))
+        (question, answer), *later = _turns(fields, "question", "answer")
+        prompt = self.format.prompt(question, passages, self.hf_tokenizer)
+        return Sample(prompt, answer, tuple((self._follow_up(q), a) for q, a in later))
+
+    def _follow_up(self, question: str) -> str:
+        # The end of the answer before is learned, and so it is already there.
+        return follow_up(question, self.hf_tokenizer).removeprefix(self._end_text)
+
+
+def read_samples(
+    files: Iterable[str | Path],
+    encoder: SampleEncoder,
+    *,
+    on_error: OnError = "raise",
+    report: DataReport | None = None,
+) -> Iterator[EncodedSample]:
+    """Stream the samples of JSON-lines files (``.gz`` too), line by line. Blank lines do not count.
+
+    Args:
+        on_error: ``"raise"`` stops at the first bad line; ``"skip"`` leaves bad lines out, lists
+            them in ``report`` and logs how many at the end.
+        report: filled while reading.
+
+    Raises:
+        DataError: with file, line number, what was found and what was expected.
+    """
+    report = DataReport() if report is None else report
+    for path in map(Path, files):
+        for number, line in _lines(path):
+            try:
+                sample = encoder.encode_record(_decode(line))
+            except DataError as error:
+                message = f"{path}, line {number}: {error}"
+                if on_error == "raise":
+                    raise DataError(message) from error
+                report.skipped.append(message)
+                continue
+            report.samples += 1
+            report.tokens += len(sample.input_ids)
+            yield sample
+    if report.skipped:
+        logger.warning("left out %d bad lines, first: %s", len(report.skipped), report.skipped[0])
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines as bytes: broken UTF-8 then spoils one line and not the file."""
+    if not path.is_file():
+        raise DataError(f"found no file {path}; expected a file of JSON lines")
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, line
+
+
+def _decode(line: bytes) -> object:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"found bytes that are not UTF-8 (byte {error.start}); save the file as "
+                        "UTF-8") from error  # fmt: skip
+    except json.JSONDecodeError as error:
+        raise DataError(f"found no valid JSON ({error}), expected one object a line") from error
+
+
+def _parse_blocks(fields: _Record) -> Sample:
+    blocks = tuple(
+        _block(item, i) for i, item in enumerate(_list(fields, "blocks", may_be_empty=True))
+    )
+    (prompt, answer), *later = _turns(fields, "prompt", "response")
+    return Sample(BlockPrompt(blocks, prompt), answer, tuple(later))
+
+
+def _block(item: object, index: int) -> Block:
+    """A block from its text, or from an object with text, template and control."""
+    where = f"blocks[{index}]"
+    if isinstance(item, str):
+        item = {"text": item}
+    fields = _object(item, where)
+    if unknown := fields.keys() - {"text", "before", "after", "control"}:
+        raise DataError(f"found {where} with keys {_listed(unknown)}, expected 'text', and "
+                        "if wanted 'before', 'after', 'control'")  # fmt: skip
+    before, after, control = (
+        fields.get(k, d) for k, d in (("before", ""), ("after", ""), ("control", False))
+    )
+    if not (isinstance(before, str) and isinstance(after, str) and isinstance(control, bool)):
+        raise DataError(
+            f"expected strings for 'before' and 'after' of {where} and true or false for 'control'"
+        )
+    return Block(_text(fields, "text", f"{where}."), BlockTemplate(before, after), control)
+
+
+def _turns(fields: _Record, asked: str, answered: str) -> list[tuple[str, str]]:
+    """(question, answer) of one turn given in the record itself, or of each of its ``turns``."""
+    if "turns" not in fields:
+        return [(_text(fields, asked), _text(fields, answered))]
+    turns = []
+    for i, item in enumerate(_list(fields, "turns")):
+        turn, where = _object(item, f"turns[{i}]"), f"turns[{i}]."
+        turns.append((_text(turn, asked, where), _text(turn, answered, where)))
+    return turns
+
+
+def _text(fields: _Record, key: str, where: str = "") -> str:
+    if key not in fields:
+        raise DataError(f"found no '{where}{key}' among the keys {_listed(fields)}")
+    value = fields[key]
+    if not isinstance(value, str):
+        raise DataError(f"found '{where}{key}' of {_kind(value)}, expected a string")
+    if not value.strip():
+        raise DataError(f"found an empty '{where}{key}', expected text")
+    return value
+
+
+def _list(fields: _Record, key: str, *, may_be_empty: bool = False) -> Sequence[object]:
+    value = fields[key]
+    if not isinstance(value, list):
+        raise DataError(f"found '{key}' of {_kind(value)}, expected a list")
+    if not value and not may_be_empty:
+        raise DataError(f"found an empty list '{key}'")
+    return value
+
+
+def _object(value: object, name: str) -> _Record:
+    if not isinstance(value, dict):
+        raise DataError(f"found {name} of {_kind(value)}, expected an object")
+    return value
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+    return "null" if value is None else names.get(type(value), "a number")
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(repr(k) for k in sorted(keys)) or "none"

@@ -1,0 +1,361 @@
+"""Block fine-tuning of a model on JSON lines: one call, one result folder.
+
+The result is an ordinary transformers model (or peft adapter) that answers in block and full mode.
+Several GPUs: start the same script by ``accelerate launch``; FSDP and DeepSpeed come from its
+configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+
+from blockattn_rag.errors import DataError
+from blockattn_rag.model.loading import load_tokenizer, resolve_name
+from blockattn_rag.model.probe import profile_attention
+from blockattn_rag.training.batches import Collator, ModeDataset
+from blockattn_rag.training.card import write_card, write_plot
+from blockattn_rag.training.config import FinetuneConfig
+from blockattn_rag.training.data import DataReport, SampleEncoder, read_samples
+from blockattn_rag.training.masks import ModelMasks
+from blockattn_rag.training.trainer import BlockTrainer
+
+logger = logging.getLogger("blockattn_rag")
+
+
+@dataclass(frozen=True, slots=True)
+class FinetuneReport:
+    """What a run did.
+
+    Args:
+        output: the finished folder.
+        steps: optimizer steps; ``seconds``: wall time of this process's part of the training.
+        loss: training loss over the last logged steps.
+        train, evaluation: what was read, and which lines were left out.
+        history: dicts with ``step`` and ``loss`` (training) or ``eval_block_loss``,
+            ``eval_full_loss``, in order.
+    """
+
+    output: Path
+    steps: int
+    seconds: float
+    loss: float
+    train: DataReport
+    evaluation: DataReport
+    history: list[dict[str, float]] = field(default_factory=list)
+
+
+def finetune(config: FinetuneConfig) -> FinetuneReport:
+    """Fine-tune a model as ``config`` says and write it to ``config.output``.
+
+    Raises:
+        FileExistsError: ``output`` exists, or an interrupted run does, and neither ``resume`` nor
+            ``overwrite`` was asked for.
+        DataError: a bad line, with file and number.
+        UnsupportedModelError: the model cannot be run in block mode exactly.
+        ValueError: settings that do not fit together, or with the interrupted run.
+    """
+    arguments = _arguments(config)
+    with arguments.main_process_first(local=False):
+        if arguments.process_index == 0:
+            _prepare_folders(config)
+    tokenizer = load_tokenizer(config.model)
+    model = _load(config)
+    encoder = SampleEncoder(
+        tokenizer, prompt=config.prompt_format, max_tokens=_max_tokens(config, model)
+    )
+    with arguments.main_process_first(local=False):
+        train, train_report = _encoded(config.train_data, "train", encoder, config, arguments)
+        held, eval_report = _encoded(config.eval_data, "eval", encoder, config, arguments)
+    trainer = _trainer(config, arguments, model, tokenizer, train, held)
+    checkpoint = _last_checkpoint(config.work / "checkpoints") if config.resume else None
+    started = time.monotonic()
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if trainer.eval_sets and not _evaluated_last(trainer.state):
+        trainer.evaluate()
+    report = FinetuneReport(
+        output=Path(config.output),
+        steps=trainer.state.global_step,
+        seconds=time.monotonic() - started,
+        loss=next(e["loss"] for e in reversed(trainer.state.log_history) if "loss" in e),
+        train=train_report,
+        evaluation=eval_report,
+        history=_history(trainer.state.log_history),
+    )
+    _publish(config, trainer, tokenizer, report)
+    return report
+
+
+# ---------------------------------------------------------------------------------------------
+# Model
+
+
+def _load(config: FinetuneConfig) -> Any:
+    """The model to train: checked, with its mark, and with adapters if asked for."""
+    on_gpu = torch.cuda.is_available()
+    automatic = "flex_attention" if on_gpu else "eager"
+    chosen = automatic if config.attention == "auto" else config.attention
+    name = resolve_name(config.model)
+    if (Path(name) / "adapter_config.json").is_file():
+        raise ValueError(f"{name} is a LoRA adapter; merge it into its base before training on")
+    model = AutoModelForCausalLM.from_pretrained(
+        name, dtype=config.dtype, attn_implementation=chosen
+    )
+    profile_attention(model)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if "block" in config.modes:
+        model.config.block_attention = config.marker
+    elif hasattr(model.config, "block_attention"):
+        del model.config.block_attention  # full mode alone may have undone it
+    return _with_adapters(model, config) if config.lora else model
+
+
+def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("LoRA needs peft: pip install 'blockattn-rag[train]'") from error
+    assert config.lora is not None
+    targets = config.lora.target_modules
+    settings = peft.LoraConfig(
+        r=config.lora.rank,
+        lora_alpha=config.lora.alpha,
+        lora_dropout=config.lora.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(config.model),
+    )
+    torch.manual_seed(config.seed)
+    return peft.get_peft_model(model, settings)
+
+
+def _max_tokens(config: FinetuneConfig, model: Any) -> int | None:
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if config.max_tokens is None:
+        return limit
+    if limit is not None and config.max_tokens > limit:
+        raise ValueError(f"max_tokens is {config.max_tokens}, but the model holds {limit} tokens")
+    return config.max_tokens
+
+
+# ---------------------------------------------------------------------------------------------
+# Data
+
+
+def _encoded(
+    files: Sequence[str | Path],
+    name: str,
+    encoder: SampleEncoder,
+    config: FinetuneConfig,
+    arguments: TrainingArguments,
+) -> tuple[Any, DataReport]:
+    """The files' samples as a memory-mapped ``datasets.Dataset``; written by one process."""
+    from datasets import Dataset
+    from datasets.arrow_writer import ArrowWriter
+
+    path, report = config.work / f"{name}.arrow", DataReport()
+    listing = path.with_suffix(".json")
+    if not files:
+        return [], report
+    if arguments.process_index == 0:
+        with ArrowWriter(path=str(path)) as writer:
+            for sample in read_samples(files, encoder, on_error=config.on_error, report=report):
+                writer.write(dataclasses.asdict(sample))
+            if not report.samples:
+                raise DataError(f"found no usable sample in {', '.join(map(str, files))}")
+            writer.finalize()
+        listing.write_text(json.dumps(dataclasses.asdict(report)), encoding="utf-8")
+    return Dataset.from_file(str(path)), DataReport(**json.loads(listing.read_text("utf-8")))
+
+
+# ---------------------------------------------------------------------------------------------
+# Training
+
+
+def _arguments(config: FinetuneConfig) -> TrainingArguments:
+    """The trainer's settings; ``batch_size`` is reached by accumulation."""
+    arguments = TrainingArguments(
+        output_dir=str(config.work / "checkpoints"),
+        per_device_train_batch_size=config.per_device_batch_size,
+        per_device_eval_batch_size=config.per_device_batch_size,
+        num_train_epochs=config.epochs,
+        max_steps=config.max_steps or -1,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=config.lr_scheduler,
+        warmup_steps=config.warmup_steps,
+        weight_decay=config.weight_decay,
+        adam_beta2=config.adam_beta2,
+        max_grad_norm=config.max_grad_norm,
+        bf16=config.bf16,
+        eval_strategy="steps" if config.eval_data and config.eval_steps else "no",
+        eval_steps=config.eval_steps or None,
+        eval_on_start=bool(config.eval_data),
+        logging_steps=config.logging_steps,
+        logging_nan_inf_filter=False,
+        save_steps=config.save_steps,
+        save_total_limit=2,
+        seed=config.seed,
+        disable_tqdm=not config.progress,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        report_to=[],
+        use_cpu=not torch.cuda.is_available() and not torch.backends.mps.is_available(),
+    )
+    shared = config.per_device_batch_size * arguments.world_size
+    if config.batch_size % shared:
+        raise ValueError(
+            f"batch_size is {config.batch_size}, expected a multiple of {shared} (per-device batch "
+            "size x number of devices)"
+        )
+    arguments.gradient_accumulation_steps = config.batch_size // shared
+    return arguments
+
+
+def _evaluated_last(state: Any) -> bool:
+    last = [e["step"] for e in state.log_history if any(k.startswith("eval_") for k in e)][-1:]
+    return last == [state.global_step]
+
+
+class _LogLastStep(TrainerCallback):
+    """The Trainer logs every n-th step; the last one is wanted too."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+
+
+def _trainer(
+    config: FinetuneConfig,
+    arguments: TrainingArguments,
+    model: Any,
+    tokenizer: Any,
+    train: Any,
+    held: Any,
+) -> BlockTrainer:
+    implementation = model.config._attn_implementation
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    dataset = ModeDataset(train, config.modes, context_weight=config.context_loss_weight)
+    lengths = [sum(blocks) for blocks in train["block_lengths"] for _ in config.modes]
+    return BlockTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=dataset,
+        data_collator=Collator(pad or 0, config.positions, config.packing),
+        callbacks=[_LogLastStep()],
+        masks=ModelMasks(model.config, implementation),
+        lengths=lengths if config.group_by_length else None,
+        eval_sets={m: ModeDataset(held, [m]) for m in config.modes} if len(held) else {},
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Folders: the result appears whole or not at all
+
+
+def _prepare_folders(config: FinetuneConfig) -> None:
+    """Make the work folder, or find in it the run to go on with."""
+    output, work, run = Path(config.output), config.work, config.work / "run.json"
+    if config.overwrite:
+        shutil.rmtree(work, ignore_errors=True)
+    elif output.exists():
+        raise FileExistsError(f"{output} exists; choose another output or pass overwrite=True")
+    settings = json.loads(
+        json.dumps({**config.decisive(), "data": _data_digests(config)}, default=str)
+    )
+    if run.is_file():
+        if not config.resume:
+            raise FileExistsError(
+                f"{work} holds an interrupted run; pass resume=True to go on with it or "
+                "overwrite=True to throw it away"
+            )
+        before = json.loads(run.read_text(encoding="utf-8"))
+        if changed := sorted(k for k in settings if settings[k] != before.get(k)):
+            raise ValueError(
+                f"the interrupted run in {work} had other settings for {', '.join(changed)}; give "
+                "the same ones, or pass overwrite=True to start again"
+            )
+    work.mkdir(parents=True, exist_ok=True)
+    run.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+
+def _data_digests(config: FinetuneConfig) -> list[str]:
+    """sha256 of each training file."""
+    digests = []
+    for path in config.train_data:
+        if not Path(path).is_file():
+            raise DataError(f"found no file {path}; expected a file of JSON lines")
+        with Path(path).open("rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return digests
+
+
+def _last_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint; half-written ones are removed.
+
+    The Trainer writes ``trainer_state.json`` last, so a checkpoint with a readable one is whole.
+    """
+    found = sorted(folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rpartition("-")[2]))
+    for path in found:
+        try:
+            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError):
+            shutil.rmtree(path)
+            continue
+        return path
+    logger.warning("no complete checkpoint in %s: starting from the first step", folder)
+    return None
+
+
+def _history(log: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The log without the Trainer's summaries; one entry a step and kind, the latest."""
+    kept: dict[tuple[float, bool], dict[str, float]] = {}
+    for entry in log:
+        losses = {k: v for k, v in entry.items() if k == "loss" or k.startswith("eval_")}
+        if losses:
+            kept[entry["step"], "loss" in entry] = {"step": entry["step"], **losses}
+    return list(kept.values())
+
+
+def _publish(
+    config: FinetuneConfig, trainer: BlockTrainer, tokenizer: Any, report: FinetuneReport
+) -> None:
+    """Write model, tokenizer, log, plot and card beside the output, then rename."""
+    staging = config.work / "result"
+    if trainer.is_world_process_zero():
+        shutil.rmtree(staging, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+    model: Any = trainer.model
+    model.config.use_cache = True
+    trainer.save_model(str(staging))
+    trainer.accelerator.wait_for_everyone()
+    if not trainer.is_world_process_zero():
+        return
+    (staging / "training_args.bin").unlink(missing_ok=True)  # a pickle, of no use to readers
+    tokenizer.save_pretrained(staging)
+    if config.lora and "block" in config.modes:
+        _write_json(staging / "block_attention.json", config.marker)
+    _write_json(staging / "training_log.json", report.history)
+    write_plot(report.history, staging / "training_curves.png")
+    write_card(config, report, staging / "README.md")
+    output = Path(config.output)
+    if config.overwrite:
+        shutil.rmtree(output, ignore_errors=True)
+    staging.rename(output)
+    if not config.keep_checkpoints:
+        shutil.rmtree(config.work)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
