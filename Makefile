@@ -1,0 +1,48 @@
+# Each target makes the environment that it needs, if that is missing.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# Nothing here may reach a model hub; two workers of one thread each suit a small machine.
+OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 ANONYMIZED_TELEMETRY=False
+WORKERS ?= 2
+
+.PHONY: demo test lint format docs clean
+
+demo: $(VENV)/.demo  ## ingest the bundled encyclopedia and answer questions about it
+	$(OFFLINE) $(BIN)/blockattn-rag demo
+
+test: $(VENV)/.test lint  ## ruff, mypy, pytest
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.docs  ## build the documentation into site/
+	$(OFFLINE) $(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) torch
+	$(INSTALL) -e ".[llama-index]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(INSTALL) -e ".[test]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	$(INSTALL) -e ".[docs]"
+	touch $@
