@@ -1,0 +1,105 @@
+"""Files to LlamaIndex documents, ready for block attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llama_index.core.schema import Document
+
+SOURCE_KEY = "source"
+"""Metadata key: where a document came from. Shown with answers, never to the model."""
+
+_SNIFFED_BYTES = 8192
+
+
+@dataclass(slots=True)
+class Loaded:
+    """Documents, and the files of a folder that were left out, with the reason."""
+
+    documents: list[Document] = field(default_factory=list)
+    skipped: list[tuple[Path, str]] = field(default_factory=list)
+
+
+class UnreadableFileError(ValueError):
+    """A file yields no text."""
+
+
+def load_documents(paths: Sequence[Path], *, exclude: Path | None = None) -> Loaded:
+    """Read files, and every visible file below folders, by LlamaIndex's readers.
+
+    Args:
+        paths: files and folders. A file named here must be readable; an unreadable one found in a
+            folder is left out and reported.
+        exclude: a folder to pass over, such as the database itself.
+
+    Raises:
+        FileNotFoundError: a path does not exist.
+        UnreadableFileError: a named file has no text or cannot be read, or nothing was found.
+    """
+    loaded = Loaded()
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"no such file or folder: {path}")
+        for file in _files(path.resolve(), exclude and exclude.resolve()):
+            _add(loaded, file, required=path.is_file())
+    if not loaded.documents:
+        raise UnreadableFileError(f"no readable document in {', '.join(map(str, paths))}")
+    return loaded
+
+
+def _add(loaded: Loaded, file: Path, *, required: bool) -> None:
+    try:
+        loaded.documents += _read(file)
+    except UnreadableFileError as error:
+        if required:
+            raise
+        loaded.skipped.append((file, str(error)))
+
+
+def _files(path: Path, exclude: Path | None) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    for file in sorted(path.rglob("*")):
+        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+        if file.is_file() and not hidden and not (exclude and file.is_relative_to(exclude)):
+            yield file
+
+
+def _read(file: Path) -> list[Document]:
+    """The documents of one file: one, or one for each page of a PDF."""
+    from llama_index.core import SimpleDirectoryReader
+
+    if file.suffix.lower() not in SimpleDirectoryReader.supported_suffix_fn():
+        with file.open("rb") as raw:
+            if b"\0" in raw.read(_SNIFFED_BYTES):
+                raise UnreadableFileError(f"{file}: a binary file that no reader knows")
+    try:
+        reader = SimpleDirectoryReader(input_files=[file], filename_as_id=True, raise_on_error=True)
+        found = reader.load_data()
+    except Exception as error:
+        # Readers are plugins for dozens of formats and raise whatever theirs raise.
+        cause = error.__cause__ or error
+        raise UnreadableFileError(f"{file}: cannot be read ({cause})") from error
+    documents = [document for document in found if document.text.strip()]
+    if not documents:
+        raise UnreadableFileError(f"{file}: holds no text")
+    for document in documents:
+        set_source(document, str(file))
+    return documents
+
+
+def set_source(document: Document, source: str) -> None:
+    """Note where a document came from, hidden from model and embedder.
+
+    The absolute path that SimpleDirectoryReader adds is hidden too: were it part of the text, the
+    KV of a passage would depend on where its file lies.
+    """
+    document.metadata[SOURCE_KEY] = source
+    hidden = (SOURCE_KEY, "file_path")
+    for keys in (document.excluded_llm_metadata_keys, document.excluded_embed_metadata_keys):
+        keys.extend(key for key in hidden if key not in keys)

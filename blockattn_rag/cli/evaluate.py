@@ -1,0 +1,101 @@
+"""``blockattn-rag eval``: what each attention mode costs in accuracy."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from blockattn_rag.cli.output import (
+    JsonOption,
+    ModelArgument,
+    duration,
+    emit,
+    percent,
+    progress,
+    table,
+    working,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from blockattn_rag.evaluation import Interval, ModeResult
+
+
+def evaluate(
+    model: Annotated[str, typer.Option(help=ModelArgument)],
+    data: Annotated[Path, typer.Option(help="Questions with passages: .jsonl or .jsonl.gz.")],
+    modes: Annotated[
+        str, typer.Option(help="Of full, block, block-composite, closed-book; commas between.")
+    ] = "full,block",
+    prompt_format: Annotated[
+        str, typer.Option(help="chat (the model's own template), block-attention or turborag.")
+    ] = "chat",
+    num_passages: Annotated[
+        int | None, typer.Option(min=1, help="Passages a question, the gold ones among them.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 48,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Questions answered at once; 1 to measure times.")
+    ] = 8,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Keep every answer in this JSONL file; a stopped run goes on from it."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Answer questions over their passages in each mode and score the answers."""
+    with working(as_json), contextlib.ExitStack() as bars:
+        from blockattn_rag.engine import BlockAttentionEngine
+        from blockattn_rag.evaluation import evaluate as run
+        from blockattn_rag.evaluation import read_samples
+
+        samples = read_samples(data, limit=limit)
+        engine = BlockAttentionEngine.from_pretrained(model, device=device, dtype=dtype)
+        tick = bars.enter_context(progress("answering"))
+        names = [name.strip() for name in modes.split(",")]
+        report = run(
+            engine,
+            samples,
+            names,
+            prompt=prompt_format,
+            num_passages=num_passages,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            records_path=output,
+            settings={"model": model, "data": data.name},
+            on_progress=lambda mode, done, total: tick(
+                names.index(mode) * total + done, len(names) * total
+            ),
+        )
+    tables = [_table(f"{model} on {data.name}", report.results)]
+    tables += [_table(f"of these: {kind}", rows) for kind, rows in report.by_kind.items()]
+    emit(as_json, report.to_dict(), *tables)
+
+
+def _table(title: str, results: list[ModeResult]) -> Table:
+    columns = ("mode", "accuracy", "95 %", "exact", "F1", "vs full", "same as full",
+               "first token", "reused")  # fmt: skip
+    return table(f"{title}, {results[0].samples} questions", columns, map(_row, results))
+
+
+def _row(result: ModeResult) -> tuple[str, ...]:
+    prompt_tokens = result.reused_tokens + result.computed_tokens
+    difference: Interval | None = result.difference
+    return (
+        result.mode,
+        percent(result.accuracy.mean),
+        f"{percent(result.accuracy.low)}-{percent(result.accuracy.high)}",
+        percent(result.exact_match.mean),
+        percent(result.f1.mean),
+        "-" if difference is None else f"{difference.mean * 100:+.1f}",
+        percent(result.agreement),
+        duration(result.ttft_s),
+        percent(result.reused_tokens / prompt_tokens if prompt_tokens else None),
+    )

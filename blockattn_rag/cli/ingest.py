@@ -1,0 +1,94 @@
+"""``blockattn-rag ingest``: files into Chroma, their keys and values into the store."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blockattn_rag.cli.database import HASHING, Database, Manifest
+from blockattn_rag.cli.documents import load_documents
+from blockattn_rag.cli.output import JsonOption, ModelArgument, duration, emit, note, size, working
+from blockattn_rag.cli.rag import ingest_documents
+
+
+def ingest(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", help="Files and folders to read.")
+    ],
+    db: Annotated[Path, typer.Option(help="Database folder; made if it does not exist.")],
+    model: Annotated[
+        str | None, typer.Option(help=ModelArgument + " Default: the database's.")
+    ] = None,
+    chunk_size: Annotated[
+        int | None,
+        typer.Option(min=16, help="Longest passage in tokens. Default: the database's, or 512."),
+    ] = None,
+    collection: Annotated[
+        str | None, typer.Option(help="Chroma collection. Default: the database's, or passages.")
+    ] = None,
+    embedding: Annotated[
+        str | None,
+        typer.Option(
+            help=f"[bold]{HASHING}[/bold] (words, offline) or a HuggingFace embedding's name. "
+            f"Default: the database's, or {HASHING}."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Read files, encode their passages, and make them searchable.
+
+    Run it again after files changed or after an interruption: what is stored is not computed again.
+    """
+    with working(as_json):
+        wanted = _manifest(db, model, chunk_size, collection, embedding)
+        loaded = load_documents(paths, exclude=db)
+        for _, reason in loaded.skipped:
+            note(f"left out: {reason}")
+        database = Database.create(db, wanted, device=device, dtype=dtype)
+        report = ingest_documents(database, loaded.documents)
+    data = {
+        **asdict(report),
+        "db": str(db),
+        "model": database.manifest.model,
+        "fingerprint": database.manifest.fingerprint,
+        "embedding": database.manifest.embedding,
+        "collection": database.manifest.collection,
+        "skipped": [{"file": str(file), "reason": reason} for file, reason in loaded.skipped],
+    }
+    emit(
+        as_json,
+        data,
+        f"{report.documents} documents, {report.passages} passages: {report.added} added to "
+        f"Chroma, {report.removed} outdated ones removed, {len(loaded.skipped)} files left out",
+        f"{report.computed} blocks computed, {report.reused} reused: {report.computed_tokens} "
+        f"tokens in {duration(report.encode_s)} ({report.tokens_per_s:.0f} tokens/s), "
+        f"{size(report.stored_bytes)} of keys and values stored",
+        f'Ask: blockattn-rag ask "..." --db {db}',
+    )
+
+
+def _manifest(
+    db: Path,
+    model: str | None,
+    chunk_size: int | None,
+    collection: str | None,
+    embedding: str | None,
+) -> Manifest:
+    """What the options ask for, the rest as the database has it, or the defaults."""
+    old = Manifest.read(db)
+    if old is None and model is None:
+        raise typer.BadParameter("a new database needs a model", param_hint="--model")
+    base = old or Manifest(model=model or "", fingerprint="")
+    return Manifest(
+        model=model or base.model,
+        fingerprint=base.fingerprint,
+        embedding=embedding or base.embedding,
+        collection=collection or base.collection,
+        chunk_size=chunk_size or base.chunk_size,
+        template=base.template,
+    )

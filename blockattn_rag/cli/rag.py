@@ -1,0 +1,261 @@
+"""The flow of ``ingest``, ``ask`` and ``demo``: LlamaIndex over Chroma, with block attention."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from blockattn_rag.cli.documents import SOURCE_KEY
+
+if TYPE_CHECKING:
+    from chromadb.api.models.Collection import Collection
+    from llama_index.core.schema import BaseNode, Document, NodeWithScore
+
+    from blockattn_rag.cli.database import Database
+
+_ADD_BATCH = 512
+"""Passages embedded at once: bounds what an interruption loses."""
+
+_SOURCES_PER_QUERY = 100
+
+
+@dataclass(frozen=True, slots=True)
+class IngestReport:
+    """What an ingestion did. ``computed`` and ``reused`` count distinct blocks."""
+
+    documents: int
+    passages: int
+    added: int
+    removed: int
+    computed: int
+    reused: int
+    computed_tokens: int
+    tokens_per_s: float
+    stored_bytes: int
+    encode_s: float
+    total_s: float
+
+
+def ingest_documents(
+    database: Database, documents: Sequence[Document], *, show_progress: bool = True
+) -> IngestReport:
+    """Split documents, encode the passages, and add what is new to Chroma. Idempotent.
+
+    Keys and values are stored first, passages added to Chroma after: whatever interrupts this,
+    running it again completes it. Passages that a source no longer yields are removed.
+
+    Args:
+        database: where to.
+        documents: each with its origin in ``metadata["source"]``.
+        show_progress: a progress bar on stderr while blocks are encoded.
+    """
+    from llama_index.core.ingestion import IngestionPipeline
+    from llama_index.core.node_parser import SentenceSplitter
+
+    from blockattn_rag.fetch import EncodeStats
+    from blockattn_rag.llama_index import BlockKVTransform
+
+    started = time.perf_counter()
+    tokenizer, size = database.engine.model.tokenizer, database.manifest.chunk_size
+    splitter = SentenceSplitter(
+        chunk_size=size,
+        chunk_overlap=size // 8,
+        tokenizer=lambda text: tokenizer.final_ids(text, first=False),
+        include_prev_next_rel=False,
+    )
+    encoder = BlockKVTransform(
+        engine=database.engine, block_template=database.template, show_progress=show_progress
+    )
+    split = IngestionPipeline(transformations=[splitter], disable_cache=True)
+    passages = with_stable_ids(split.run(documents=list(documents)))
+    encode = IngestionPipeline(transformations=[encoder], disable_cache=True)
+    passages = list(encode.run(nodes=passages))
+    stats = encoder.stats or EncodeStats()
+    added, removed = _synchronise(database, passages)
+    return IngestReport(
+        documents=len(documents),
+        passages=len(passages),
+        added=added,
+        removed=removed,
+        computed=stats.computed,
+        reused=stats.reused,
+        computed_tokens=stats.computed_tokens,
+        tokens_per_s=stats.computed_tokens / stats.seconds if stats.computed else 0.0,
+        stored_bytes=stats.stored_bytes,
+        encode_s=stats.seconds,
+        total_s=time.perf_counter() - started,
+    )
+
+
+def with_stable_ids(nodes: Sequence[BaseNode]) -> list[BaseNode]:
+    """The nodes, each with an id that its source and its text decide.
+
+    Chroma ignores a passage whose id it has, so the id must change with the text.
+    """
+    from blockattn_rag.llama_index import canonical_text
+
+    seen: Counter[str] = Counter()
+    for node in nodes:
+        source = str(node.metadata[SOURCE_KEY])
+        text = canonical_text(node)
+        name = hashlib.sha256(
+            f"{len(source)}:{source}{text}".encode("utf-8", "surrogatepass")
+        ).hexdigest()
+        node.node_id = f"{name[:32]}-{seen[name]}"
+        seen[name] += 1
+    return list(nodes)
+
+
+def _synchronise(database: Database, passages: Sequence[BaseNode]) -> tuple[int, int]:
+    """Make Chroma hold exactly these passages of their sources; (added, removed)."""
+    from llama_index.vector_stores.chroma import ChromaVectorStore
+
+    from blockattn_rag.llama_index import add_nodes
+
+    collection, embedding = database.collection, database.embedding
+    sources = sorted({str(node.metadata[SOURCE_KEY]) for node in passages})
+    existing = set(_ids_of(collection, sources))
+    new = [node for node in passages if node.node_id not in existing]
+    vectors = ChromaVectorStore(chroma_collection=collection)
+    for start in range(0, len(new), _ADD_BATCH):
+        add_nodes(vectors, embedding(new[start : start + _ADD_BATCH]), database.client)
+    stale = sorted(existing - {node.node_id for node in passages})
+    for start in range(0, len(stale), _ADD_BATCH):
+        collection.delete(ids=stale[start : start + _ADD_BATCH])
+    return len(new), len(stale)
+
+
+def _ids_of(collection: Collection, sources: Sequence[str]) -> Iterator[str]:
+    for start in range(0, len(sources), _SOURCES_PER_QUERY):
+        where: Any = {SOURCE_KEY: {"$in": list(sources[start : start + _SOURCES_PER_QUERY])}}
+        yield from collection.get(where=where, include=[])["ids"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A passage that an answer was given from."""
+
+    source: str
+    title: str
+    text: str
+    score: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer with its sources and what it reused; times in seconds.
+
+    ``ttft_s`` runs from the call of the language model to its first token; where the passages
+    needed several calls, the earlier ones count whole.
+    """
+
+    question: str
+    answer: str
+    mode: str
+    sources: tuple[Source, ...]
+    hits: int
+    misses: int
+    reused_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    ttft_s: float
+    total_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Assistant:
+    """Answers questions from a database by a LlamaIndex query engine.
+
+    Args:
+        database: an open database.
+        top_k: passages to retrieve.
+        max_new_tokens: longest answer.
+    """
+
+    def __init__(self, database: Database, *, top_k: int = 5, max_new_tokens: int = 256) -> None:
+        from llama_index.core import VectorStoreIndex
+        from llama_index.vector_stores.chroma import ChromaVectorStore
+
+        self._database = database
+        self._top_k = top_k
+        self._max_new_tokens = max_new_tokens
+        self._index = VectorStoreIndex.from_vector_store(
+            ChromaVectorStore(chroma_collection=database.collection),
+            embed_model=database.embedding,
+        )
+
+    def ask(
+        self, question: str, *, mode: str = "block", on_text: Callable[[str], None] | None = None
+    ) -> Answer:
+        """Answer a question; ``on_text`` gets the answer piece by piece."""
+        from blockattn_rag.llama_index import BlockAttentionLLM, block_query_engine
+
+        options: dict[str, Any] = {"mode": mode, "max_new_tokens": self._max_new_tokens}
+        llm = BlockAttentionLLM(
+            engine=self._database.engine, block_template=self._database.template, **options
+        )
+        engine = block_query_engine(self._index, llm, streaming=True, similarity_top_k=self._top_k)
+        with _reuse_events() as events:
+            response: Any = engine.query(question)
+            pieces = []
+            for piece in response.response_gen:
+                pieces.append(piece)
+                if on_text:
+                    on_text(piece)
+        sources = tuple(_source(node) for node in response.source_nodes)
+        return _answer(question, "".join(pieces).strip(), mode, sources, events)
+
+
+def _answer(
+    question: str, text: str, mode: str, sources: tuple[Source, ...], events: Sequence[Any]
+) -> Answer:
+    names = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_tokens", "total_s")
+    sums = {name: sum(getattr(event, name) for event in events) for name in names}
+    earlier = sum(event.total_s for event in events[:-1])
+    ttft_s = earlier + events[-1].ttft_s if events else 0.0
+    return Answer(question, text, mode, sources, ttft_s=ttft_s, **sums)
+
+
+def _source(found: NodeWithScore) -> Source:
+    node = found.node
+    return Source(
+        source=str(node.metadata.get(SOURCE_KEY, "")),
+        title=str(node.metadata.get("title", "")),
+        text=node.get_content(),
+        score=found.score,
+    )
+
+
+@contextlib.contextmanager
+def _reuse_events() -> Iterator[list[Any]]:
+    """Collects what the language model reports of each call."""
+    from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+    from llama_index.core.instrumentation.events import BaseEvent
+    from llama_index_instrumentation import get_dispatcher
+
+    from blockattn_rag.llama_index import BlockReuseEvent
+
+    events: list[Any] = []
+
+    class Collector(BaseEventHandler):
+        @classmethod
+        def class_name(cls) -> str:
+            return "ReuseCollector"
+
+        def handle(self, event: BaseEvent, **kwargs: Any) -> None:
+            if isinstance(event, BlockReuseEvent):
+                events.append(event)
+
+    root, collector = get_dispatcher(), Collector()
+    root.add_event_handler(collector)
+    try:
+        yield events
+    finally:
+        root.event_handlers.remove(collector)

@@ -1,0 +1,194 @@
+"""``blockattn-rag store``: what a KV store on disk holds, whether it is sound, what can go."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from blockattn_rag.cli.database import MANIFEST, chroma_client, require_manifest
+from blockattn_rag.cli.output import JsonOption, emit, note, progress, size, table, working
+
+if TYPE_CHECKING:
+    from chromadb.api import ClientAPI
+
+    from blockattn_rag.store import DirectoryStore
+
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+app = typer.Typer(no_args_is_help=True, help="Inspect and clean a KV store.")
+StoreArgument = Annotated[
+    Path, typer.Argument(help="A KV store's folder, or a database folder made by `ingest`.")
+]
+
+
+@app.command()
+def stats(store: StoreArgument, as_json: JsonOption = False) -> None:
+    """How many entries there are, for which models, and how large."""
+    with working(as_json):
+        opened = _open(store)
+        models: dict[str, dict[str, int]] = {}
+        for key in opened.keys():  # noqa: SIM118 - a store is no dict
+            info = opened.describe(key)
+            if info is None:
+                continue
+            model = models.setdefault(info.fingerprint, {"entries": 0, "tokens": 0, "bytes": 0})
+            model["entries"] += 1
+            model["tokens"] += info.num_tokens
+            model["bytes"] += info.nbytes
+    total = {name: sum(m[name] for m in models.values()) for name in ("entries", "tokens", "bytes")}
+    data = {"store": str(store), **total, "models": models}
+    rows = [
+        (fingerprint[:12], m["entries"], m["tokens"], size(m["bytes"]))
+        for fingerprint, m in models.items()
+    ]
+    rows.append(("all", total["entries"], total["tokens"], size(total["bytes"])))
+    emit(as_json, data, table(str(store), ("model", "entries", "tokens", "size"), rows))
+
+
+@app.command()
+def verify(
+    store: StoreArgument,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Delete damaged entries; they are computed anew.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Read and check every entry; exit status 1 if any is damaged and was not deleted."""
+    with working(as_json), progress("verifying") as tick:
+        from blockattn_rag.store import verify as verify_store
+
+        report = verify_store(_open(store), tick, delete_damaged=delete)
+    data = {
+        "store": str(store),
+        "ok": report.ok,
+        "bytes": report.total_bytes,
+        "damaged": report.damaged,
+        "deleted": report.deleted,
+        "leftovers": [str(path) for path in report.leftovers],
+    }
+    lines = [f"{key}: {reason}" for key, reason in report.damaged.items()]
+    summary = (
+        f"{report.ok} entries sound ({size(report.total_bytes)}), {len(report.damaged)} damaged, "
+        f"{report.deleted} deleted, {len(report.leftovers)} temporary files"
+    )
+    emit(as_json, data, *lines, summary)
+    if len(report.damaged) > report.deleted:
+        raise typer.Exit(1)
+
+
+@app.command()
+def gc(
+    store: StoreArgument,
+    db: Annotated[
+        list[Path] | None, typer.Option(help="A further database folder whose passages are kept.")
+    ] = None,
+    chroma_path: Annotated[
+        list[Path] | None, typer.Option(help="Folder of an embedded Chroma, its passages are kept.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Host of a Chroma server.")] = None,
+    port: Annotated[int, typer.Option(help="Port of the Chroma server.")] = 8000,
+    collection: Annotated[
+        list[str] | None,
+        typer.Option(help="Look at these collections only; default: all that are there."),
+    ] = None,
+    grace: Annotated[
+        str, typer.Option(help="Keep entries younger than this: 90s, 30m, 24h, 7d.")
+    ] = "1h",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing, only tell.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Go on although no passage is in use: delete all.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete entries that no passage in Chroma refers to (mark and sweep).
+
+    A database folder's own collection always counts. Entries that hold no passage, such as the
+    instructions before them, go too once they are older than the grace period: they cost one
+    computation.
+    """
+    grace_s = _seconds(grace)
+    with working(as_json):
+        from blockattn_rag.llama_index import live_handles
+        from blockattn_rag.store import gc as collect
+
+        opened = _open(store)
+        folders = [*([store] if (store / MANIFEST).is_file() else []), *(db or [])]
+        clients = [chroma_client(_chroma_of(folder)) for folder in folders]
+        clients += [chroma_client(path) for path in chroma_path or []]
+        if host:
+            clients.append(_server(host, port))
+        live: set[str] = set()
+        names: list[str] = []
+        for client in clients:
+            for name in _collections(client, collection or []):
+                names.append(name)
+                collection_ = client.get_collection(name, embedding_function=None)
+                live |= live_handles([collection_])
+        missing = sorted(set(collection or []) - set(names))
+        if missing:
+            raise ValueError(f"no such collection: {', '.join(missing)}")
+        if not live and not force:
+            raise ValueError(
+                f"no handle found in {len(names)} collection(s) of {len(clients)} Chroma "
+                "database(s), so that every entry would be deleted; name the Chroma databases "
+                "that use this store (--db, --chroma-path, --host), or pass --force"
+            )
+        report = collect(opened, live, grace_s=grace_s, dry_run=dry_run)
+    for error in report.errors:
+        note(f"note: {error}")
+    data = {
+        **asdict(report),
+        "store": str(store),
+        "collections": names,
+        "live_handles": len(live),
+        "leftovers": [str(path) for path in report.leftovers],
+    }
+    verb = "would delete" if dry_run else "deleted"
+    summary = (
+        f"{verb} {len(report.deleted)} entries and {len(report.leftovers)} temporary files "
+        f"({size(report.freed_bytes)}); kept {report.kept} in use and {report.kept_young} young "
+        f"ones; {len(live)} handles in {len(names)} collection(s)"
+    )
+    emit(as_json, data, summary)
+    if report.errors:
+        raise typer.Exit(1)
+
+
+def _open(path: Path) -> DirectoryStore:
+    """The store in a folder that exists, or in a database folder."""
+    folder = path / "kv" if (path / MANIFEST).is_file() else path
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no such KV store: {folder}")
+    from blockattn_rag.store import DirectoryStore
+
+    return DirectoryStore(folder, create=False)
+
+
+def _chroma_of(folder: Path) -> Path:
+    require_manifest(folder)
+    return folder / "chroma"
+
+
+def _server(host: str, port: int) -> ClientAPI:
+    import chromadb
+    from chromadb.config import Settings
+
+    return chromadb.HttpClient(host, port, settings=Settings(anonymized_telemetry=False))
+
+
+def _collections(client: ClientAPI, wanted: list[str]) -> list[str]:
+    found = [collection.name for collection in client.list_collections()]
+    return [name for name in found if not wanted or name in wanted]
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
+    if match is None:
+        raise typer.BadParameter(
+            f"expected a time such as 90s, 30m, 24h or 7d, found {text!r}", param_hint="--grace"
+        )
+    return float(match[1]) * _UNITS[match[2]]

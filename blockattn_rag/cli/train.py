@@ -1,0 +1,138 @@
+"""``blockattn-rag train``: block fine-tuning of any supported model."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from blockattn_rag.cli.output import JsonOption, ModelArgument, duration, emit, note, working
+
+if TYPE_CHECKING:
+    from blockattn_rag.training.finetune import FinetuneReport
+
+
+class OnError(str, Enum):
+    """What a bad line of data does."""
+
+    stop = "raise"
+    skip = "skip"
+
+
+_TASK, _SPEED = "What is learned", "Memory and speed"
+
+
+def train(
+    model: Annotated[str, typer.Option(help=ModelArgument)],
+    data: Annotated[list[Path], typer.Option(help="Training data, JSON lines; may be repeated.")],
+    output: Annotated[Path, typer.Option(help="Folder of the result; appears when complete.")],
+    eval_data: Annotated[
+        list[Path] | None, typer.Option(help="Data to evaluate on; may be repeated.")
+    ] = None,
+    modes: Annotated[
+        str, typer.Option(help="block,full (the papers'), block or full.", rich_help_panel=_TASK)
+    ] = "block,full",
+    positions: Annotated[
+        str, typer.Option(help="reordered, or composite (ablation).", rich_help_panel=_TASK)
+    ] = "reordered",
+    prompt_format: Annotated[
+        str, typer.Option(help="chat, block-attention or turborag.", rich_help_panel=_TASK)
+    ] = "chat",
+    context_loss_weight: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Loss weight of all but the answers.", rich_help_panel=_TASK
+        ),
+    ] = 0.0,
+    epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 1.0,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Instead of epochs.")] = None,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-5,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of an optimizer step.")] = 64,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps of rising learning rate.")] = 20,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest sample.")] = None,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="Train low-rank adapters instead of all weights.")
+    ] = False,
+    lora_rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16,
+    per_device_batch_size: Annotated[
+        int, typer.Option(min=1, help="Samples of one forward pass.", rich_help_panel=_SPEED)
+    ] = 1,
+    packing: Annotated[
+        bool, typer.Option("--packing", help="Several samples a row.", rich_help_panel=_SPEED)
+    ] = False,
+    attention: Annotated[
+        str, typer.Option(help="auto, eager, sdpa, flex_attention.", rich_help_panel=_SPEED)
+    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of the weights.", rich_help_panel=_SPEED)] = "float32",
+    bf16: Annotated[
+        bool, typer.Option("--bf16", help="Compute in bfloat16.", rich_help_panel=_SPEED)
+    ] = False,
+    gradient_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--gradient-checkpointing", help="Trade time for memory.", rich_help_panel=_SPEED
+        ),
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of all that is random.")] = 0,
+    eval_steps: Annotated[
+        int, typer.Option(min=0, help="Evaluate that often; 0: at start and end.")
+    ] = 0,
+    save_steps: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 200,
+    on_error: Annotated[OnError, typer.Option(help="Stop at a bad line, or leave it out.")] = (
+        OnError.stop
+    ),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted run.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier result.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Fine-tune a model so that it answers in block mode as well as in full mode.
+
+    Data: JSON lines with "messages"; with "prompt", "blocks", "response"; or with "question",
+    "passages", "answer". The defaults are the papers'. For several GPUs: `accelerate launch -m
+    blockattn_rag train ...`.
+    """
+    # The options are named as the settings are.
+    options: dict[str, Any] = dict(locals())
+    as_json = options.pop("as_json")
+    with working(as_json):
+        from blockattn_rag.training.config import FinetuneConfig, LoraConfig
+        from blockattn_rag.training.finetune import finetune
+
+        rank, wanted = options.pop("lora_rank"), options.pop("lora")
+        config = FinetuneConfig(
+            train_data=options.pop("data"),
+            eval_data=options.pop("eval_data") or (),
+            modes=tuple(options.pop("modes").split(",")),
+            on_error=options.pop("on_error").value,
+            lora=LoraConfig(rank=rank, alpha=2 * rank) if wanted else None,
+            **options,
+        )
+        report = finetune(config)
+    _show(report, as_json)
+
+
+def _show(report: FinetuneReport, as_json: bool) -> None:
+    skipped = [*report.train.skipped, *report.evaluation.skipped]
+    for reason in skipped:
+        note(f"left out: {reason}")
+    data = {
+        "output": str(report.output),
+        "steps": report.steps,
+        "seconds": report.seconds,
+        "loss": report.loss,
+        "skipped": skipped,
+        "history": report.history,
+    }
+    emit(
+        as_json,
+        data,
+        f"{report.steps} steps in {duration(report.seconds)}, loss {report.loss:.4f}",
+        f"The model is in {report.output}. Measure it: blockattn-rag eval --model {report.output} "
+        "--data FILE",
+    )

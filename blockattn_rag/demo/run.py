@@ -1,0 +1,163 @@
+"""The demo: the bundled encyclopedia in Chroma, questions through a LlamaIndex query engine."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blockattn_rag.demo.corpus import Turn, bundled_corpus, bundled_questions, is_correct
+
+if TYPE_CHECKING:
+    from llama_index.core.schema import Document
+
+    from blockattn_rag.cli.rag import Answer, Assistant, IngestReport
+
+HOME_VARIABLE = "BLOCKATTN_RAG_HOME"
+SOURCE = "bundled encyclopedia"
+TOP_K = 5
+MAX_NEW_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DemoQuestion:
+    """A question, what came out, and what it cost. ``hits`` and ``misses`` count blocks of the
+    block-mode answer; times to first token are seconds."""
+
+    question: str
+    answer: str
+    expected: str
+    correct: bool
+    sources: tuple[str, ...]
+    hits: int
+    misses: int
+    reused_tokens: int
+    computed_tokens: int
+    ttft_block_s: float
+    ttft_full_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DemoReport:
+    """The whole demo. ``mode`` is the one whose answers are shown and judged."""
+
+    db: str
+    model: str
+    mode: str
+    ingest: IngestReport
+    questions: tuple[DemoQuestion, ...]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Totals, and medians of the times."""
+        block = statistics.median(q.ttft_block_s for q in self.questions)
+        full = statistics.median(q.ttft_full_s for q in self.questions)
+        return {
+            "right": sum(q.correct for q in self.questions),
+            "of": len(self.questions),
+            "hits": sum(q.hits for q in self.questions),
+            "misses": sum(q.misses for q in self.questions),
+            "reused_tokens": sum(q.reused_tokens for q in self.questions),
+            "computed_tokens": sum(q.computed_tokens for q in self.questions),
+            "ttft_block_median_s": block,
+            "ttft_full_median_s": full,
+            "speedup": full / block if block else 0.0,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        return {**asdict(self), "summary": self.summary}
+
+
+def default_folder() -> Path:
+    """Where the demo keeps its database: ``$BLOCKATTN_RAG_HOME/demo``, or below the user's cache
+    folder (``$XDG_CACHE_HOME``, else ``~/.cache``)."""
+    if home := os.environ.get(HOME_VARIABLE):
+        return Path(home) / "demo"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "blockattn_rag" / "demo"
+
+
+def documents() -> list[Document]:
+    """The encyclopedia as LlamaIndex documents; the model sees title and text."""
+    from llama_index.core.schema import Document
+
+    from blockattn_rag.cli.documents import set_source
+
+    found = []
+    for number, passage in enumerate(bundled_corpus()):
+        # The number keeps two editions on one subject apart.
+        document = Document(
+            text=passage.text, metadata={"title": passage.title}, id_=f"bundled-{number}"
+        )
+        set_source(document, SOURCE)
+        found.append(document)
+    return found
+
+
+def run_demo(
+    folder: Path | None = None,
+    *,
+    model: str = "bundled",
+    mode: str = "block",
+    on_ingested: Callable[[IngestReport], None] | None = None,
+    on_question: Callable[[DemoQuestion], None] | None = None,
+) -> DemoReport:
+    """Ingest the encyclopedia and answer the bundled questions.
+
+    What a previous run left in the folder is reused. Every question is answered in both modes, so
+    that times can be compared; the answer of ``mode`` is the one that is judged.
+
+    Args:
+        folder: the database's; :func:`default_folder` if None.
+        model: name or path of another model to show.
+        mode: ``"block"`` or ``"full"``.
+        on_ingested: called when the encyclopedia is ready.
+        on_question: called after each question.
+    """
+    from blockattn_rag.cli.database import Database, Manifest
+    from blockattn_rag.cli.rag import Assistant, ingest_documents
+
+    folder = folder or default_folder()
+    database = Database.create(folder, Manifest(model=model, fingerprint=""))
+    report = ingest_documents(database, documents())
+    if on_ingested:
+        on_ingested(report)
+    assistant = Assistant(database, top_k=TOP_K, max_new_tokens=MAX_NEW_TOKENS)
+    turns = bundled_questions()
+    _warm_up(assistant, turns[0].question)
+    questions = []
+    for turn in turns:
+        questions.append(_ask(assistant, turn, mode))
+        if on_question:
+            on_question(questions[-1])
+    return DemoReport(str(folder), model, mode, report, tuple(questions))
+
+
+def _warm_up(assistant: Assistant, question: str) -> None:
+    """The first forward passes of a process are slower; they must not be the first figures."""
+    for mode in ("block", "full"):
+        assistant.ask(question, mode=mode)
+
+
+def _ask(assistant: Assistant, turn: Turn, mode: str) -> DemoQuestion:
+    answers: dict[str, Answer] = {
+        m: assistant.ask(turn.question, mode=m) for m in ("block", "full")
+    }
+    block, shown = answers["block"], answers[mode]
+    return DemoQuestion(
+        question=turn.question,
+        answer=shown.answer,
+        expected=turn.expected,
+        correct=is_correct(turn, shown.answer),
+        sources=tuple(source.title for source in shown.sources),
+        hits=block.hits,
+        misses=block.misses,
+        reused_tokens=block.reused_tokens,
+        computed_tokens=block.computed_tokens,
+        ttft_block_s=block.ttft_s,
+        ttft_full_s=answers["full"].ttft_s,
+    )

@@ -1,0 +1,31 @@
+"""Measuring accuracy and efficiency: what each attention mode costs and saves."""
+
+from blockattn_rag.evaluation.datasets import EvaluationPassage, EvaluationSample, read_samples
+from blockattn_rag.evaluation.metrics import (
+    Interval,
+    bootstrap_mean,
+    contains_answer,
+    exact_match,
+    f1_score,
+    normalize_answer,
+)
+from blockattn_rag.evaluation.records import EvaluationRecord, RecordFile
+from blockattn_rag.evaluation.run import MODES, EvaluationReport, ModeResult, evaluate
+
+__all__ = [
+    "MODES",
+    "EvaluationPassage",
+    "EvaluationRecord",
+    "EvaluationReport",
+    "EvaluationSample",
+    "Interval",
+    "ModeResult",
+    "RecordFile",
+    "bootstrap_mean",
+    "contains_answer",
+    "evaluate",
+    "exact_match",
+    "f1_score",
+    "normalize_answer",
+    "read_samples",
+]

@@ -1,0 +1,89 @@
+"""Accuracy of short answers, as the papers on retrieval-augmented generation measure it."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case, no ASCII punctuation, no English articles, single spaces.
+
+    The normalisation of the SQuAD and NQ-Open evaluation scripts (Rajpurkar et al. 2016). A text
+    that consists of articles and punctuation alone ("A") keeps them: it would match everything.
+    """
+    lowered = " ".join(text.lower().split())
+    return " ".join(_ARTICLES.sub(" ", lowered.translate(_PUNCTUATION)).split()) or lowered
+
+
+def contains_answer(output: str, answers: Sequence[str]) -> float:
+    """1.0 if any gold answer occurs in the output, both normalised, else 0.0.
+
+    The accuracy of Block-Attention (Ma et al. 2025, section 3.1) and of Liu et al. 2023, whose
+    ``best_subspan_em`` this is. It is a test on characters: "7" occurs in "1970".
+    """
+    found = normalize_answer(output)
+    return float(any(normalize_answer(answer) in found for answer in answers))
+
+
+def exact_match(output: str, answers: Sequence[str]) -> float:
+    """1.0 if the output equals any gold answer, both normalised, else 0.0."""
+    found = normalize_answer(output)
+    return float(any(normalize_answer(answer) == found for answer in answers))
+
+
+def f1_score(output: str, answers: Sequence[str]) -> float:
+    """The best harmonic mean of word precision and recall over the gold answers, in 0..1."""
+    return max((_f1(normalize_answer(output), normalize_answer(a)) for a in answers), default=0.0)
+
+
+def _f1(output: str, answer: str) -> float:
+    found, expected = output.split(), answer.split()
+    common = sum((Counter(found) & Counter(expected)).values())
+    return 2 * common / (len(found) + len(expected)) if common else 0.0
+
+
+METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
+    "accuracy": contains_answer,
+    "exact_match": exact_match,
+    "f1": f1_score,
+}
+
+
+class Interval(NamedTuple):
+    """A mean with its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def bootstrap_mean(
+    values: Sequence[float], *, level: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> Interval:
+    """Mean of the values with a percentile bootstrap interval (Efron 1979), deterministic.
+
+    Args:
+        values: one score for each sample; must not be empty.
+        level: probability that the interval is meant to cover, in (0, 1).
+        resamples: how often the values are drawn anew, with replacement.
+        seed: of the random draws.
+    """
+    if not values:
+        raise ValueError("expected at least one value to average, found none")
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, found {level}")
+    scores = np.asarray(values, dtype=np.float64)
+    rng = np.random.default_rng(seed)
+    # One resample at a time: an index matrix of resamples x samples could fill the memory.
+    means = [scores[rng.integers(0, scores.size, scores.size)].mean() for _ in range(resamples)]
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(scores.mean()), float(low), float(high))

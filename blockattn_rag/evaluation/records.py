@@ -1,0 +1,99 @@
+"""Per-question records of an evaluation, kept in a file so that a stopped run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from blockattn_rag.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRecord:
+    """One question answered in one mode. Scores lie in 0..1; times are seconds."""
+
+    id: str
+    mode: str
+    kind: str
+    question: str
+    answers: tuple[str, ...]
+    output: str
+    accuracy: float
+    exact_match: float
+    f1: float
+    hits: int
+    misses: int
+    reused_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    ttft_s: float
+
+
+class RecordFile:
+    """A JSONL file: the run's settings on the first line, then one record a line.
+
+    A last line that was cut off by a crash is dropped when the file is opened again.
+
+    Args:
+        path: the file; made with its folders if it does not exist.
+        settings: what the records depend on (model, data, prompt format, ...).
+
+    Raises:
+        DataError: the file was written under other settings, or is no record file.
+    """
+
+    def __init__(self, path: str | Path, settings: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self.records: dict[tuple[str, str], EvaluationRecord] = {}
+        header = {"settings": dict(settings)}
+        lines = self._whole_lines()
+        if not lines:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(_dump(header), encoding="utf-8")
+            return
+        found = self._parse(1, lines[0])
+        if found != json.loads(_dump(header)):
+            raise DataError(
+                f"{self.path} holds records made with other settings. Found: {_dump(found).strip()}"
+                f" expected: {_dump(header).strip()} Name another file or delete this one."
+            )
+        for number, line in enumerate(lines[1:], 2):
+            record = self._record(number, line)
+            self.records[record.id, record.mode] = record
+
+    def append(self, records: Iterable[EvaluationRecord]) -> None:
+        """Add records, on disk before this returns."""
+        new = list(records)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(_dump(asdict(record)) for record in new)
+        self.records.update({(record.id, record.mode): record for record in new})
+
+    def _whole_lines(self) -> list[bytes]:
+        if not self.path.exists():
+            return []
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            with self.path.open("r+b") as file:
+                file.truncate(len(whole))
+        return whole.splitlines()
+
+    def _parse(self, number: int, line: bytes) -> Any:
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{self.path}, line {number}: not a record file ({error})") from error
+
+    def _record(self, number: int, line: bytes) -> EvaluationRecord:
+        fields = self._parse(number, line)
+        try:
+            return EvaluationRecord(**{**fields, "answers": tuple(fields["answers"])})
+        except (TypeError, KeyError) as error:
+            raise DataError(f"{self.path}, line {number}: not a record ({error})") from error
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"

@@ -1,0 +1,238 @@
+"""Accuracy by attention mode: the same questions in full mode, in block mode, and without passages.
+
+The table that comes out has the rows of table 1 of Block-Attention (Ma et al. 2025): full
+attention, block attention, block attention without position re-encoding, no passage at all.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blockattn_rag.blocks import PLAIN, BlockPrompt
+from blockattn_rag.evaluation.datasets import EvaluationSample
+from blockattn_rag.evaluation.metrics import METRICS, Interval, bootstrap_mean, normalize_answer
+from blockattn_rag.evaluation.records import EvaluationRecord, RecordFile
+from blockattn_rag.prompts import Passage, PromptFormat, prompt_format
+
+if TYPE_CHECKING:
+    from blockattn_rag.engine import BlockAttentionEngine
+    from blockattn_rag.generation import Generation
+
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "full": {"mode": "full"},
+    "block": {"mode": "block", "positions": "reordered"},
+    "block-composite": {"mode": "block", "positions": "composite"},
+    "closed-book": {"mode": "full"},
+}
+"""How the engine is called in each mode. Closed-book prompts hold no passage."""
+
+# Liu et al. 2023, closed-book prompt.
+CLOSED_BOOK = PromptFormat("closed-book", "", "", "{text}", PLAIN, "Question: {question}\nAnswer: ")
+
+
+@dataclass(frozen=True, slots=True)
+class ModeResult:
+    """Figures of one mode. Scores lie in 0..1 with 95 % bootstrap intervals; times are seconds.
+
+    ``difference`` (accuracy minus that of full mode, paired by question) and ``agreement`` (share
+    of questions with the same normalised output as in full mode) are None where full mode was not
+    run. ``ttft_s`` is the median time to the first token of a question's batch.
+    """
+
+    mode: str
+    samples: int
+    accuracy: Interval
+    exact_match: Interval
+    f1: Interval
+    difference: Interval | None
+    agreement: float | None
+    ttft_s: float
+    hits: int
+    misses: int
+    reused_tokens: int
+    computed_tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types; intervals as ``{"mean", "low", "high"}``."""
+        fields = ((name, getattr(self, name)) for name in self.__slots__)
+        return {k: v._asdict() if isinstance(v, Interval) else v for k, v in fields}
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationReport:
+    """What an evaluation found: its settings, the figures by mode, and every record."""
+
+    settings: Mapping[str, Any]
+    records: Sequence[EvaluationRecord]
+
+    @property
+    def results(self) -> list[ModeResult]:
+        """One row for each mode, in the order of the run."""
+        return _results(self.records)
+
+    @property
+    def by_kind(self) -> dict[str, list[ModeResult]]:
+        """The same for each kind of question, where the data tells kinds apart."""
+        kinds = sorted({record.kind for record in self.records} - {""})
+        return {kind: _results([r for r in self.records if r.kind == kind]) for kind in kinds}
+
+    def __getitem__(self, mode: str) -> ModeResult:
+        return next(result for result in self.results if result.mode == mode)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Settings and figures as plain JSON types, without the records."""
+        return {
+            "settings": dict(self.settings),
+            "rows": [result.to_dict() for result in self.results],
+            "by_kind": {k: [r.to_dict() for r in rows] for k, rows in self.by_kind.items()},
+        }
+
+
+def evaluate(
+    engine: BlockAttentionEngine,
+    samples: Sequence[EvaluationSample],
+    modes: Sequence[str] = ("full", "block"),
+    *,
+    prompt: str | PromptFormat = "chat",
+    num_passages: int | None = None,
+    max_new_tokens: int = 48,
+    batch_size: int = 8,
+    stop: Sequence[str] = (),
+    records_path: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> EvaluationReport:
+    """Answer every sample greedily in every mode and score the answers.
+
+    Passages are encoded before block mode answers, so that its times are those of reuse.
+
+    Args:
+        engine: the model and its KV store.
+        samples: see :func:`blockattn_rag.evaluation.datasets.read_samples`.
+        modes: of :data:`MODES`.
+        prompt: a prompt format or its name.
+        num_passages: keep this many passages of each sample (gold ones first); all if None.
+        batch_size: questions answered at once. Times are per batch: use 1 to measure them.
+        stop: texts that end an answer.
+        records_path: keep one JSON line for each answer there, and skip what it holds already.
+        settings: what else to note in the report and in the records file, such as the data's name.
+        on_progress: called with mode, answered and total questions after each batch.
+
+    Raises:
+        ValueError: an unknown mode or prompt format, or nothing to do.
+        DataError: ``records_path`` holds records of another evaluation.
+    """
+    _check_arguments(samples, modes, batch_size)
+    form = prompt_format(prompt)
+    noted = {
+        **(settings or {}),
+        "fingerprint": engine.model.fingerprint,
+        "prompt_format": form.name,
+        "num_passages": num_passages,
+        "max_new_tokens": max_new_tokens,
+        "stop": list(stop),
+        "batch_size": batch_size,
+    }
+    file = RecordFile(records_path, noted) if records_path is not None else None
+    done = dict(file.records) if file else {}
+    shown = [s.with_passages(num_passages) if num_passages else s for s in samples]
+    for mode in modes:
+        pending = [sample for sample in shown if (sample.id, mode) not in done]
+        finished = len(shown) - len(pending)
+        for batch in _batches(pending, batch_size):
+            prompts = [make_prompt(engine, form, sample, mode) for sample in batch]
+            if MODES[mode]["mode"] == "block":
+                engine.encode([block for p in prompts for block in p.context])
+            answers = engine.generate_batch(
+                prompts, **MODES[mode], max_new_tokens=max_new_tokens, stop=stop
+            )
+            new = [_record(s, mode, a) for s, a in zip(batch, answers, strict=True)]
+            done.update({(record.id, mode): record for record in new})
+            if file:
+                file.append(new)
+            finished += len(batch)
+            if on_progress:
+                on_progress(mode, finished, len(shown))
+    return EvaluationReport(noted, [done[sample.id, mode] for mode in modes for sample in shown])
+
+
+def make_prompt(
+    engine: BlockAttentionEngine, form: PromptFormat, sample: EvaluationSample, mode: str
+) -> BlockPrompt:
+    """The prompt of a sample in a mode; closed-book prompts hold no passage."""
+    tokenizer = engine.model.tokenizer.tokenizer
+    if mode == "closed-book":
+        return CLOSED_BOOK.prompt(sample.question, (), tokenizer)
+    passages = [Passage(p.title, p.text) for p in sample.passages]
+    return form.prompt(sample.question, passages, tokenizer)
+
+
+def _check_arguments(
+    samples: Sequence[EvaluationSample], modes: Sequence[str], batch_size: int
+) -> None:
+    unknown = [mode for mode in modes if mode not in MODES]
+    if unknown or not modes or len(set(modes)) < len(modes):
+        raise ValueError(f"modes must be distinct and of {', '.join(MODES)}; found {list(modes)}")
+    if not samples:
+        raise ValueError("expected at least one sample to evaluate, found none")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, found {batch_size}")
+
+
+def _batches(
+    samples: Sequence[EvaluationSample], size: int
+) -> Iterator[Sequence[EvaluationSample]]:
+    for start in range(0, len(samples), size):
+        yield samples[start : start + size]
+
+
+def _record(sample: EvaluationSample, mode: str, answer: Generation) -> EvaluationRecord:
+    stats = answer.stats
+    return EvaluationRecord(
+        id=sample.id,
+        mode=mode,
+        kind=sample.kind,
+        question=sample.question,
+        answers=sample.answers,
+        output=answer.text,
+        hits=stats.hits,
+        misses=stats.misses,
+        reused_tokens=stats.reused_tokens,
+        computed_tokens=stats.computed_tokens,
+        generated_tokens=stats.generated_tokens,
+        ttft_s=stats.ttft_s,
+        **{name: metric(answer.text, sample.answers) for name, metric in METRICS.items()},
+    )
+
+
+def _results(records: Sequence[EvaluationRecord]) -> list[ModeResult]:
+    by_mode: dict[str, list[EvaluationRecord]] = {}
+    for record in records:
+        by_mode.setdefault(record.mode, []).append(record)
+    full = {record.id: record for record in by_mode.get("full", ())}
+    return [_result(mode, rows, full) for mode, rows in by_mode.items()]
+
+
+def _result(
+    mode: str, rows: Sequence[EvaluationRecord], full: Mapping[str, EvaluationRecord]
+) -> ModeResult:
+    pairs = [(row, full[row.id]) for row in rows if row.id in full]
+    same = [normalize_answer(row.output) == normalize_answer(f.output) for row, f in pairs]
+    return ModeResult(
+        mode=mode,
+        samples=len(rows),
+        accuracy=bootstrap_mean([row.accuracy for row in rows]),
+        exact_match=bootstrap_mean([row.exact_match for row in rows]),
+        f1=bootstrap_mean([row.f1 for row in rows]),
+        difference=bootstrap_mean([r.accuracy - f.accuracy for r, f in pairs]) if pairs else None,
+        agreement=statistics.fmean(same) if pairs else None,
+        ttft_s=statistics.median(row.ttft_s for row in rows),
+        hits=sum(row.hits for row in rows),
+        misses=sum(row.misses for row in rows),
+        reused_tokens=sum(row.reused_tokens for row in rows),
+        computed_tokens=sum(row.computed_tokens for row in rows),
+    )

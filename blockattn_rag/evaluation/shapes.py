@@ -1,0 +1,135 @@
+"""Models for benchmarks: Llama shapes with random weights, and a tokenizer that counts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from blockattn_rag.blocks import Block, BlockPrompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    # Small enough for tests.
+    "tiny": {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 64,
+        "vocab_size": 512,
+    },
+    "135m": {  # SmolLM2-135M
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+    },
+    "1b": {  # Llama-3.2-1B
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+    },
+    "8b": {  # Llama-3-8B
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    },
+}
+"""Values for ``LlamaConfig``, by name."""
+
+
+def random_llama(
+    shape: str, *, max_tokens: int, device: str = "auto", dtype: str = "float32", seed: int = 0
+) -> PreTrainedModel:
+    """A Llama of that shape with random weights: as fast as a trained one, and as large.
+
+    Args:
+        shape: a key of :data:`SHAPES`.
+        max_tokens: the context window it shall have.
+        device: ``"auto"`` takes an accelerator if there is one, else a torch device.
+        dtype: name of a torch floating type.
+        seed: of the weights.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from blockattn_rag.model.loading import default_device
+
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise ValueError(f"dtype must name a floating type such as float32, found {dtype!r}")
+    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=max_tokens)
+    # No pre-filled answer ends early, and none is padded.
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    with torch.random.fork_rng(), torch.device(default_device() if device == "auto" else device):
+        torch.manual_seed(seed)
+        factory: Any = AutoModelForCausalLM
+        model: PreTrainedModel = factory.from_config(config, dtype=kind).eval()
+    return model
+
+
+def counting_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer for which each word ``t0``, ``t1``, ... is the token of that number."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{i}": i for i in range(vocab_size)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    factory: Any = PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerFast = factory(tokenizer_object=backend, pad_token="t0")
+    return tokenizer
+
+
+def random_text(num_tokens: int, vocab_size: int, rng: random.Random) -> str:
+    """A text of exactly that many tokens of the counting tokenizer, t0 (padding) left out."""
+    return " ".join(f"t{rng.randrange(1, vocab_size)}" for _ in range(num_tokens))
+
+
+def random_prompt(
+    context_tokens: int, block_tokens: int, question_tokens: int, vocab_size: int, seed: int = 0
+) -> BlockPrompt:
+    """A prompt of exactly these many tokens; the last block may be shorter than the others."""
+    rng = random.Random(f"{seed}/{context_tokens}/{block_tokens}")
+    starts = range(0, context_tokens, block_tokens)
+    sizes = [min(block_tokens, context_tokens - start) for start in starts]
+    blocks = tuple(Block(random_text(size, vocab_size, rng)) for size in sizes)
+    return BlockPrompt(blocks, random_text(question_tokens, vocab_size, rng))
+
+
+def prefill_flops(config: Any, new_tokens: int, cached_tokens: int = 0) -> float:
+    """Floating-point operations of a causal prefill that yields one token's logits.
+
+    Counts the matrix products of linear layers, attention and the output layer, two operations per
+    multiply-add; each token attends to the cached tokens and to the new ones up to itself.
+
+    Args:
+        config: of a Llama-like transformers model (gated feed-forward layers).
+        new_tokens: tokens computed now.
+        cached_tokens: tokens whose keys and values are there already.
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    attention = 2 * hidden * head_dim * (heads + kv_heads)  # q and output, k and v
+    weights = attention + 3 * hidden * config.intermediate_size
+    pairs = new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2
+    layer = 2 * new_tokens * weights + 4 * heads * head_dim * pairs
+    return float(config.num_hidden_layers * layer + 2 * hidden * config.vocab_size)
