@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import torch as safetensors_torch
@@ -26,7 +28,7 @@ def to_bytes(kv: BlockKV) -> bytes:
     return b"".join(encode(kv))
 
 
-def from_bytes(content: bytes) -> BlockKV:
+def from_bytes(content: bytes | bytearray) -> BlockKV:
     raw = torch.tensor(list(content), dtype=torch.uint8)
     return decode(raw)
 
@@ -168,7 +170,7 @@ def forged(change: dict[str, Any]) -> bytes:
     head = json.dumps(fields, separators=(",", ":")).encode()
     forgery = bytearray(len(head).to_bytes(8, "little") + head + content[end:])
     forgery[entry._CHECKSUM] = b"0" * 32
-    forgery[entry._CHECKSUM] = entry.xxhash.xxh3_128_hexdigest(bytes(forgery)).encode()
+    forgery[entry._CHECKSUM] = xxhash.xxh3_128_hexdigest(bytes(forgery)).encode()
     return bytes(forgery)
 
 
@@ -196,10 +198,8 @@ def test_a_header_that_lies_about_its_data_is_refused(spec: object) -> None:
 def test_reading_a_damaged_header_never_fails_in_another_way(junk: bytes, at: int) -> None:
     content = bytearray(to_bytes(golden_kv()))
     content[at : at + len(junk)] = junk
-    try:
+    with contextlib.suppress(FormatError):
         read_header(io.BytesIO(content), len(content))
-    except FormatError:
-        pass
 
 
 def test_a_deeply_nested_header_is_refused() -> None:

@@ -1,0 +1,85 @@
+"""Writers that are killed, and writers that write the same keys: no name ever lies."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blockattn_rag.store import DirectoryStore, gc, verify
+from tests.store.kvs import key_of, same
+from tests.store.writers import (
+    PROCESSES,
+    STEPS,
+    die_at,
+    passage,
+    write_times,
+    write_until_killed,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_writer_killed_at_random_moments_leaves_no_damaged_entry(tmp_path: Path) -> None:
+    store, choose = DirectoryStore(tmp_path), random.Random(0)
+    for _ in range(20):
+        tell, started = PROCESSES.Pipe()
+        writer = PROCESSES.Process(target=write_until_killed, args=(tmp_path, started))
+        writer.start()
+        assert tell.poll(60), "the writer did not start"
+        time.sleep(choose.uniform(0, 0.05))
+        writer.kill()
+        writer.join()
+        assert writer.exitcode == -signal.SIGKILL
+        report = verify(store)
+        assert not report.damaged
+        assert report.ok > 0
+    for number in range(10):  # ingesting again completes
+        kv = passage(number)
+        store.put(key_of(kv), kv)
+    assert verify(store).ok == 10
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_writer_killed_at_any_step_leaves_the_old_entry_or_the_new_one(
+    tmp_path: Path, step: str
+) -> None:
+    store, old, new = DirectoryStore(tmp_path), passage(0, 1), passage(0, 2)
+    store.put(key_of(old), old)
+    writer = PROCESSES.Process(target=die_at, args=(step, tmp_path, new))
+    writer.start()
+    writer.join()
+    assert writer.exitcode == -signal.SIGKILL
+    found = store.get(key_of(old))
+    assert found is not None
+    assert same(found, new if step == "renamed" else old)
+    report = verify(store)
+    assert (report.ok, len(report.leftovers)) == (1, 0 if step == "renamed" else 1)
+    assert gc(store, {old.handle}, grace_s=0).leftovers == report.leftovers
+    assert not list(store.leftovers())
+
+
+def test_two_processes_write_the_same_keys_while_a_third_reads(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    writers = [
+        PROCESSES.Process(target=write_times, args=(tmp_path, filled_with, 30))
+        for filled_with in (1, 2)
+    ]
+    for writer in writers:
+        writer.start()
+    keys = [key_of(passage(number)) for number in range(5)]
+    reads = 0
+    while any(writer.is_alive() for writer in writers) or not reads:
+        for key in keys:
+            if (kv := store.get(key)) is not None:
+                reads += 1
+                assert (
+                    len({float(x) for t in (*kv.keys, *kv.values) for x in (t.min(), t.max())}) == 1
+                )
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    report = verify(store)
+    assert (report.ok, report.damaged, report.leftovers) == (5, {}, ())

@@ -1,0 +1,359 @@
+"""DirectoryStore: what is stored comes back mapped, and damage of every kind is told."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import resource
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
+from blockattn_rag.kv import BlockKV
+from blockattn_rag.store import DirectoryStore, KVStore, StoreStats
+from tests.store.kvs import key_of, kvs, make_kv, same
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore(tmp_path / "kv")
+
+
+def stored(store: DirectoryStore, kv: BlockKV | None = None) -> tuple[str, Path]:
+    """Put one block; its key and its file."""
+    kv = kv or make_kv()
+    store.put(key_of(kv), kv)
+    return key_of(kv), store.entry_path(key_of(kv))
+
+
+def got(store: DirectoryStore, key: str) -> BlockKV:
+    kv = store.get(key)
+    assert kv is not None
+    return kv
+
+
+def files(store: DirectoryStore) -> list[str]:
+    return sorted(str(p.relative_to(store.path)) for p in store.path.rglob("*") if p.is_file())
+
+
+# What is stored
+
+
+@given(st.lists(kvs(), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=40)
+def test_what_is_put_is_what_another_process_would_get(blocks: list[BlockKV]) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        store = DirectoryStore(path, fsync=False)
+        expected = {key_of(kv): kv for kv in blocks}
+        for key, kv in expected.items():
+            store.put(key, kv)
+        again = DirectoryStore(path)
+        assert sorted(again.keys()) == sorted(expected)
+        assert all(same(got(again, key), kv) for key, kv in expected.items())
+
+
+def test_it_is_a_store(store: DirectoryStore) -> None:
+    assert isinstance(store, KVStore)
+
+
+def test_what_is_not_there_is_none(store: DirectoryStore) -> None:
+    key = key_of(make_kv())
+    assert store.get(key) is None
+    assert store.describe(key) is None
+    assert key not in store
+    assert None not in store
+    assert not store.delete(key)
+    assert store.stats() == StoreStats(0, 0)
+
+
+def test_files_are_sharded_by_the_first_two_digits_of_the_key(store: DirectoryStore) -> None:
+    key, path = stored(store)
+    assert files(store) == ["format.json", f"objects/{key[:2]}/{key}.safetensors"]
+    assert key in store
+    assert store.stats() == StoreStats(1, path.stat().st_size)
+
+
+def test_putting_again_replaces(store: DirectoryStore) -> None:
+    key, _ = stored(store, make_kv(tokens=3))
+    stored(store, make_kv(tokens=9))
+    assert got(store, key).num_tokens == 9
+    assert store.stats().entries == 1
+
+
+def test_a_deleted_entry_is_gone_and_its_readers_keep_it(store: DirectoryStore) -> None:
+    key, _ = stored(store)
+    held = got(store, key)
+    assert store.delete(key)
+    assert store.get(key) is None
+    assert same(held, make_kv())
+
+
+def test_tensors_stay_valid_when_the_entry_is_replaced(store: DirectoryStore) -> None:
+    key, _ = stored(store)
+    held = got(store, key)
+    other = make_kv(dtype=torch.float16)
+    store.put(key, other)
+    assert same(held, make_kv())
+    assert same(got(store, key), other)
+
+
+def test_writing_to_a_tensor_does_not_reach_the_file(store: DirectoryStore) -> None:
+    key, _ = stored(store)
+    got(store, key).keys[0].fill_(0)
+    assert same(got(store, key), make_kv())
+
+
+def test_tensors_are_views_of_the_file_and_keys_are_aligned(store: DirectoryStore) -> None:
+    key, _ = stored(store)
+    kv = got(store, key)
+    storages = {t.untyped_storage().data_ptr() for t in (*kv.keys, *kv.values, kv.token_ids)}
+    assert len(storages) == 1
+    assert kv.keys[0].data_ptr() % 64 == 0
+
+
+def test_held_blocks_hold_no_file_descriptors(store: DirectoryStore) -> None:
+    key, _ = stored(store)
+    before = len(os.listdir("/dev/fd"))
+    held = [got(store, key) for _ in range(50)]
+    assert len(os.listdir("/dev/fd")) == before
+    assert same(held[49], make_kv())
+
+
+def test_an_entry_describes_itself(store: DirectoryStore) -> None:
+    key, path = stored(store)
+    os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 100))
+    kv, info = make_kv(), store.describe(key)
+    assert info is not None
+    assert (info.key, info.handle, info.digest) == (key, kv.handle, kv.digest)
+    assert (info.fingerprint, info.num_tokens) == (kv.fingerprint, kv.num_tokens)
+    assert info.nbytes == path.stat().st_size
+    assert 100 <= info.age_s < 160
+
+
+def test_a_store_can_be_pickled(store: DirectoryStore) -> None:
+    key, _ = stored(store)
+    assert same(got(pickle.loads(pickle.dumps(store)), key), make_kv())
+
+
+def test_wrong_keys_and_blocks_are_refused(store: DirectoryStore) -> None:
+    kv = make_kv()
+    with pytest.raises(ValueError, match="64 hex digits"):
+        store.get("../../etc/passwd")
+    assert "../../etc/passwd" not in store
+    with pytest.raises(ValueError, match=r"expected .*store_key"):
+        store.put("0" * 64, kv)
+    empty = make_kv(layers=0)
+    with pytest.raises(ValueError, match="at least one"):
+        store.put(key_of(empty), empty)
+    assert files(store) == ["format.json"]
+
+
+def test_threads_read_and_write_the_same_entry(store: DirectoryStore) -> None:
+    key, _ = stored(store)
+
+    def work(_: int) -> bool:
+        store.put(key, make_kv())
+        return same(got(store, key), make_kv())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(80)))
+    assert len(files(store)) == 2
+
+
+# Damage
+
+
+def damaged(store: DirectoryStore, key: str) -> str:
+    """The message about this entry, which names its file; putting it anew mends it."""
+    with pytest.raises(CorruptEntryError) as caught:
+        store.get(key)
+    assert str(store.entry_path(key)) in str(caught.value)
+    store.put(key, make_kv())
+    assert same(got(store, key), make_kv())
+    return str(caught.value)
+
+
+def test_every_flipped_byte_of_a_file_is_detected(store: DirectoryStore) -> None:
+    key, path = stored(store)
+    content = path.read_bytes()
+    for position in range(len(content)):
+        flipped = content[position] ^ 0xFF
+        path.write_bytes(content[:position] + bytes([flipped]) + content[position + 1 :])
+        with pytest.raises(CorruptEntryError):
+            store.get(key)
+
+
+def test_a_flipped_bit_is_detected_in_every_region_of_a_large_entry(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path, fsync=False)
+    key, path = stored(store, make_kv(layers=8, heads=3, tokens=64, head_dim=32))
+    size = path.stat().st_size
+    assert size > 300_000
+    for position in (0, 7, 8, 40, 85, 200, 600, *range(700, size, size // 50), size - 1):
+        with path.open("r+b") as file:
+            byte = os.pread(file.fileno(), 1, position)
+            os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), position)
+            with pytest.raises(CorruptEntryError):
+                store.get(key)
+            os.pwrite(file.fileno(), byte, position)
+    assert store.get(key) is not None
+
+
+def test_every_truncated_file_is_detected(store: DirectoryStore) -> None:
+    key, path = stored(store)
+    for length in reversed(range(path.stat().st_size)):
+        os.truncate(path, length)
+        with pytest.raises(CorruptEntryError):
+            store.get(key)
+
+
+def test_a_damaged_entry_is_named_with_the_reason_and_mended_by_put(store: DirectoryStore) -> None:
+    key, path = stored(store)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "is damaged: the checksum of its" in damaged(store, key)
+    path.write_bytes(b"")
+    assert "ends within its header" in damaged(store, key)
+    path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"9"'))
+    assert "format version '9'; this package reads '1'" in damaged(store, key)
+
+
+def test_describing_a_damaged_header_names_the_file(store: DirectoryStore) -> None:
+    key, path = stored(store)
+    content = path.read_bytes()
+    for damage in (b"", content[:50], b"\xff" * 8 + content[8:]):
+        path.write_bytes(damage)
+        with pytest.raises(CorruptEntryError, match=str(path)):
+            store.describe(key)
+
+
+@pytest.mark.parametrize("other", [make_kv("other text"), make_kv(fingerprint="other model")])
+def test_a_file_under_another_name_is_detected(store: DirectoryStore, other: BlockKV) -> None:
+    key, path = stored(store)
+    _, other_path = stored(store, other)
+    shutil.copy(other_path, path)
+    for look in (store.get, store.describe):
+        with pytest.raises(FingerprintMismatchError, match=f"{path} holds the entry of another"):
+            look(key)
+
+
+def test_an_entry_that_cannot_be_read_is_told(store: DirectoryStore) -> None:
+    key, path = stored(store)
+    path.unlink()
+    path.mkdir()
+    for look in (store.get, store.describe):
+        with pytest.raises(StoreError, match=f"cannot read {path}"):
+            look(key)
+    with pytest.raises(StoreError, match=f"cannot delete {path}"):
+        store.delete(key)
+
+
+# The directory
+
+
+def test_a_new_store_makes_its_directory_and_its_mark(tmp_path: Path) -> None:
+    DirectoryStore(tmp_path / "a" / "b")
+    mark = json.loads((tmp_path / "a" / "b" / "format.json").read_text())
+    assert mark == {"format": "blockattn_rag.kv", "version": 1}
+
+
+def test_a_store_that_must_exist_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="there is no store at"):
+        DirectoryStore(tmp_path / "kv", create=False)
+    assert not (tmp_path / "kv").exists()
+
+
+def test_a_directory_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(StoreError, match=r"is not a store.*'thesis\.txt'.*empty or new directory"):
+        DirectoryStore(tmp_path)
+    assert os.listdir(tmp_path) == ["thesis.txt"]
+
+
+def test_a_directory_that_another_process_is_making_a_store_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / ".format.json.0123456789abcdef.tmp").touch()
+    DirectoryStore(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mark", "message"),
+    [
+        ('{"format": "blockattn_rag.kv", "version": 2}', "found .*2.*, expected .*1.*ingest anew"),
+        ("[]", r"found \[\], expected"),
+        ("{", "not readable JSON"),
+        ("\xff", "not readable JSON"),
+    ],
+)
+def test_a_store_of_another_version_is_refused(tmp_path: Path, mark: str, message: str) -> None:
+    (tmp_path / "format.json").write_bytes(mark.encode("latin-1"))
+    with pytest.raises(StoreError, match=message):
+        DirectoryStore(tmp_path)
+
+
+def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kv").touch()
+    with pytest.raises(StoreError, match="cannot open a store at"):
+        DirectoryStore(tmp_path / "kv")
+
+
+# The disk refuses
+
+
+def test_a_write_that_the_disk_cuts_short_leaves_nothing(store: DirectoryStore) -> None:
+    kv = make_kv(tokens=4000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kv.nbytes // 2, limits[1]))
+    try:
+        with pytest.raises(StoreError, match=f"cannot write {store.entry_path(key_of(kv))}"):
+            store.put(key_of(kv), kv)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert files(store) == ["format.json"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_older_entry_and_nothing_else(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    key, _ = stored(store)
+    before = files(store)
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(StoreError, match="No space left"):
+        store.put(key, make_kv(tokens=5))
+    monkeypatch.undo()
+    assert files(store) == before
+    assert same(got(store, key), make_kv())
+
+
+def test_a_folder_that_cannot_be_written_is_named(store: DirectoryStore) -> None:
+    (store.path / "objects").touch()
+    kv = make_kv()
+    with pytest.raises(StoreError, match=f"cannot write {store.entry_path(key_of(kv))}: "):
+        store.put(key_of(kv), kv)
+
+
+def test_each_write_reaches_the_disk_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+
+    def record(descriptor: int) -> None:
+        synced.append("folder" if os.path.isdir(f"/dev/fd/{descriptor}") else "file")
+
+    store, lazy = DirectoryStore(tmp_path / "a"), DirectoryStore(tmp_path / "b", fsync=False)
+    stored(store)
+    monkeypatch.setattr(os, "fsync", record)
+    stored(store)
+    assert synced == ["file", "folder"]
+    stored(lazy)
+    assert len(synced) == 2

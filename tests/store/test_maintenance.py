@@ -1,0 +1,168 @@
+"""verify finds what is damaged; gc deletes what nothing refers to, and nothing that is young."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.errors import StoreError
+from blockattn_rag.store import DirectoryStore, gc, verify
+from tests.store.kvs import key_of, make_kv
+
+DAY_S = 86400.0
+KV = [make_kv(f"passage {i}") for i in range(4)]
+KEYS = [key_of(kv) for kv in KV]
+HANDLES = [kv.handle for kv in KV]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    """Four entries, written a day ago."""
+    store = DirectoryStore(tmp_path)
+    for key, kv in zip(KEYS, KV, strict=True):
+        store.put(key, kv)
+        make_old(store.entry_path(key))
+    return store
+
+
+def make_old(path: Path) -> None:
+    os.utime(path, (path.stat().st_atime, path.stat().st_mtime - DAY_S))
+
+
+def damage(store: DirectoryStore, key: str) -> None:
+    path = store.entry_path(key)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+def leftover(folder: Path, name: str = "x") -> Path:
+    """What a killed writer leaves, a day ago."""
+    path = folder / f".{name}.0123456789abcdef.tmp"
+    path.write_bytes(b"half")
+    make_old(path)
+    return path
+
+
+def test_verify_finds_a_sound_store_sound(store: DirectoryStore) -> None:
+    seen: list[tuple[int, int]] = []
+    report = verify(store, lambda done, total: seen.append((done, total)))
+    assert (report.ok, report.damaged, report.deleted, report.leftovers) == (4, {}, 0, ())
+    assert report.total_bytes == store.stats().total_bytes
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_verify_names_damaged_and_foreign_entries_and_leftovers(store: DirectoryStore) -> None:
+    damage(store, KEYS[0])
+    os.replace(store.entry_path(KEYS[1]), store.entry_path(KEYS[2]))
+    path = leftover(store.entry_path(KEYS[3]).parent)
+    report = verify(store)
+    assert report.ok == 1
+    assert set(report.damaged) == {KEYS[0], KEYS[2]}
+    assert "checksum" in report.damaged[KEYS[0]]
+    assert "another text or model" in report.damaged[KEYS[2]]
+    assert report.leftovers == (path,)
+    assert store.stats().entries == 3
+
+
+def test_verify_deletes_what_is_damaged_if_asked(store: DirectoryStore) -> None:
+    damage(store, KEYS[0])
+    assert verify(store, delete_damaged=True).deleted == 1
+    assert verify(store).ok == 3
+    assert KEYS[0] not in store
+
+
+def test_gc_keeps_what_is_referred_to_and_deletes_the_rest(store: DirectoryStore) -> None:
+    sizes = [store.entry_path(key).stat().st_size for key in KEYS]
+    report = gc(store, set(HANDLES[:3]))
+    assert (report.kept, report.kept_young, report.deleted) == (3, 0, (KEYS[3],))
+    assert report.freed_bytes == sizes[3]
+    assert report.errors == ()
+    assert sorted(store.keys()) == sorted(KEYS[:3])
+
+
+def test_gc_leaves_young_entries_alone(store: DirectoryStore) -> None:
+    store.put(KEYS[3], KV[3])
+    report = gc(store, set())
+    assert (report.kept, report.kept_young, len(report.deleted)) == (0, 1, 3)
+    assert list(store.keys()) == [KEYS[3]]
+    assert gc(store, set(), grace_s=0).deleted == (KEYS[3],)
+
+
+def test_a_dry_run_tells_the_same_and_deletes_nothing(store: DirectoryStore) -> None:
+    path = leftover(store.path)
+    told = gc(store, set(HANDLES[:1]), dry_run=True)
+    assert len(list(store.keys())) == 4
+    assert path.exists()
+    assert told.dry_run
+    done = gc(store, set(HANDLES[:1]))
+    assert (done.deleted, done.freed_bytes) == (told.deleted, told.freed_bytes)
+    assert done.leftovers == told.leftovers == (path,)
+    assert not path.exists()
+
+
+def test_with_a_fingerprint_other_models_entries_go_too(store: DirectoryStore) -> None:
+    other = make_kv("passage 0", fingerprint="other model")
+    store.put(key_of(other), other)
+    assert gc(store, set(HANDLES), grace_s=0).deleted == ()
+    report = gc(store, set(HANDLES), grace_s=0, fingerprint=KV[0].fingerprint)
+    assert report.deleted == (key_of(other),)
+
+
+def test_gc_removes_old_leftovers_and_leaves_new_ones(store: DirectoryStore) -> None:
+    shard = store.entry_path(KEYS[0]).parent
+    old, new = leftover(shard, "old"), leftover(shard, "new")
+    os.utime(new)
+    report = gc(store, set(HANDLES))
+    assert report.leftovers == (old,)
+    assert report.freed_bytes == len(b"half")
+    assert list(store.leftovers()) == [new]
+
+
+def test_gc_reports_what_it_cannot_read_and_goes_on(store: DirectoryStore) -> None:
+    store.entry_path(KEYS[0]).write_bytes(b"")
+    report = gc(store, set())
+    assert len(report.errors) == 1
+    assert str(store.entry_path(KEYS[0])) in report.errors[0]
+    assert len(report.deleted) == 3
+
+
+def test_gc_reports_what_it_cannot_delete_and_goes_on(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = leftover(store.path)
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if KEYS[0] in path.name or path == old:
+            raise PermissionError(13, "Permission denied")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    report = gc(store, set())
+    assert sorted(report.deleted) == sorted(KEYS[1:])
+    assert report.leftovers == ()
+    assert [error.split(":")[0] for error in report.errors] == [
+        f"cannot delete {store.entry_path(KEYS[0])}",
+        f"cannot delete {old}",
+    ]
+
+
+def test_an_entry_that_vanishes_meanwhile_is_neither_deleted_nor_an_error(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete = DirectoryStore.delete
+
+    def vanish(self: DirectoryStore, key: str) -> bool:
+        delete(self, key)
+        return delete(self, key)
+
+    monkeypatch.setattr(DirectoryStore, "delete", vanish)
+    report = gc(store, set())
+    assert (report.deleted, report.errors) == ((), ())
+
+
+def test_a_store_that_cannot_be_listed_is_an_error(store: DirectoryStore) -> None:
+    (store.path / "objects" / "00").touch()
+    with pytest.raises(StoreError, match="cannot list"):
+        verify(store)
