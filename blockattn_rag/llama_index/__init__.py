@@ -13,13 +13,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from blockattn_rag.handles import HANDLE_KEY, live_handles
+
 if TYPE_CHECKING:
-    from blockattn_rag.llama_index.chroma import add_nodes, live_handles
+    from blockattn_rag.llama_index.chroma import add_nodes
     from blockattn_rag.llama_index.citation import BlockCitationQueryEngine
     from blockattn_rag.llama_index.embedding import HashingEmbedding
     from blockattn_rag.llama_index.events import BlockReuseEvent
     from blockattn_rag.llama_index.llm import BlockAttentionLLM
-    from blockattn_rag.llama_index.nodes import HANDLE_KEY, BlockNode, as_block_node, canonical_text
+    from blockattn_rag.llama_index.nodes import BlockNode, as_block_node, canonical_text
     from blockattn_rag.llama_index.postprocessor import BlockKVPostprocessor
     from blockattn_rag.llama_index.prompt_helper import BlockPromptHelper
     from blockattn_rag.llama_index.synthesis import (
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from blockattn_rag.llama_index.transform import BlockKVTransform
 
 _HOMES = {
-    "HANDLE_KEY": "nodes",
     "BlockAttentionLLM": "llm",
     "BlockCitationQueryEngine": "citation",
     "BlockKVPostprocessor": "postprocessor",
@@ -45,7 +46,6 @@ _HOMES = {
     "block_response_synthesizer": "synthesis",
     "canonical_text": "nodes",
     "configure": "synthesis",
-    "live_handles": "chroma",
 }
 _EXTRA_PACKAGES = ("llama_index", "chromadb", "sklearn")
 

@@ -1,16 +1,12 @@
-"""What Chroma asks for at ingestion, and which handles its collections still refer to."""
+"""What Chroma asks for at ingestion."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from llama_index.core.schema import BaseNode
 from llama_index.vector_stores.chroma import ChromaVectorStore
-
-from blockattn_rag.llama_index.nodes import HANDLE_KEY
-
-_PAGE = 1000
 
 
 def add_nodes(vector_store: ChromaVectorStore, nodes: Sequence[BaseNode], client: Any) -> list[str]:
@@ -27,14 +23,3 @@ def add_nodes(vector_store: ChromaVectorStore, nodes: Sequence[BaseNode], client
     size = client.get_max_batch_size()
     batches = (list(nodes[at : at + size]) for at in range(0, len(nodes), size))
     return [node_id for batch in batches for node_id in vector_store.add(batch)]
-
-
-def live_handles(collections: Iterable[Any]) -> set[str]:
-    """Handles of all passages in these Chroma collections: what ``store gc`` must keep."""
-    handles: set[str] = set()
-    for collection in collections:
-        for offset in range(0, collection.count(), _PAGE):
-            page = collection.get(limit=_PAGE, offset=offset, include=["metadatas"])
-            found = ((metadata or {}).get(HANDLE_KEY) for metadata in page["metadatas"])
-            handles.update(handle for handle in found if handle)
-    return handles

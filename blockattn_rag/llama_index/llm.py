@@ -35,9 +35,9 @@ from blockattn_rag.kv import Positions
 from blockattn_rag.llama_index.chat import as_template_messages, chat_response
 from blockattn_rag.llama_index.events import BlockReuseEvent, usage_of
 from blockattn_rag.llama_index.source import EngineComponent, EngineSource
-from blockattn_rag.llama_index.streams import iterate_in_thread
 from blockattn_rag.prompts import BLANK_LINE, has_chat_template, render_chat
 from blockattn_rag.store import KVStore
+from blockattn_rag.streams import iterate_in_thread
 
 dispatcher = get_dispatcher(__name__)
 

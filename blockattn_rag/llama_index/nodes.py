@@ -16,9 +16,7 @@ from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, MetadataMode
 
 from blockattn_rag.blocks import handle_of, wrap
-
-HANDLE_KEY = "kv_handle"
-"""Metadata key of a passage's handle, hidden from the LLM's and the embedder's view."""
+from blockattn_rag.handles import HANDLE_KEY
 
 
 class BlockNode(BaseNode):

@@ -1,130 +1,17 @@
-"""Where the adapters get their engine: given ready, or loaded once when it is first needed."""
+"""What the components that need an engine have in common: fields that say how to load it."""
 
 from __future__ import annotations
 
-import copy
 import pickle
-import threading
-from pathlib import Path
 from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import BaseComponent
 
 from blockattn_rag.engine import BlockAttentionEngine
-from blockattn_rag.model.loading import load_config, load_tokenizer
-from blockattn_rag.model.probe import position_limit
-from blockattn_rag.store import KVStore
-from blockattn_rag.tokenization import BlockTokenizer
+from blockattn_rag.source import EngineSource
 
-
-class EngineSource:
-    """An engine, or how to load one. Copies of a component share it, and so one set of weights.
-
-    Args:
-        engine: a ready engine; instead of all else.
-        model: name or path of a model, or a loaded transformers model.
-        tokenizer: a transformers tokenizer, or its name or path; None takes the model's.
-        kv_store: a store or its directory; None keeps keys and values in memory.
-        device_map: a torch device, or ``"auto"``.
-        model_kwargs: further arguments for loading the model.
-    """
-
-    def __init__(
-        self,
-        *,
-        engine: BlockAttentionEngine | None,
-        model: Any,
-        tokenizer: Any,
-        kv_store: KVStore | str | Path | None,
-        device_map: str,
-        model_kwargs: dict[str, Any] | None,
-    ) -> None:
-        if (engine is None) == (model is None):
-            raise ValueError(
-                "expected one source of the model, either model_name= (or model= with tokenizer=) "
-                f"or engine=; found {'none' if model is None else 'both'}"
-            )
-        self._engine = engine
-        self._model = str(model) if isinstance(model, Path) else model
-        self._tokenizer = tokenizer
-        self._kv_store = engine.store if engine is not None else kv_store
-        self._device_map = device_map
-        self._model_kwargs = dict(model_kwargs or {})
-        if "torch_dtype" in self._model_kwargs:  # its name in transformers 4
-            self._model_kwargs["dtype"] = self._model_kwargs.pop("torch_dtype")
-        self._block_tokenizer: BlockTokenizer | None = None
-        self._lock = threading.RLock()
-
-    @property
-    def live_parts(self) -> list[str]:
-        """What was given as an object in memory, which no name can bring back."""
-        store = self._kv_store
-        live = {
-            "engine": self._engine is not None and self._model is None,
-            "model": self._model is not None and not isinstance(self._model, str),
-            "tokenizer": not isinstance(self._tokenizer, (str, Path, type(None))),
-            "kv_store": store is not None and _location(store) is None,
-        }
-        return [name for name, is_live in live.items() if is_live]
-
-    def fields(self) -> dict[str, Any]:
-        """What ``EngineComponent`` shows of this source, and loads it again from."""
-        name = self._model if isinstance(self._model, str) else None
-        if self._engine is not None and name is None:
-            name = self._engine.model.name
-        return {
-            "model_name": name,
-            "tokenizer_name": (
-                str(self._tokenizer) if isinstance(self._tokenizer, (str, Path)) else None
-            ),
-            "kv_store": None if self._kv_store is None else _location(self._kv_store),
-            "device_map": self._device_map,
-            "model_kwargs": self._model_kwargs,
-        }
-
-    @property
-    def engine(self) -> BlockAttentionEngine:
-        """The engine; loads the weights on first use."""
-        with self._lock:
-            if self._engine is None:
-                self._engine = BlockAttentionEngine.from_pretrained(
-                    self._model,
-                    tokenizer=self._tokenizer,
-                    store=self._kv_store,
-                    device=self._device_map,
-                    **self._model_kwargs,
-                )
-            return self._engine
-
-    @property
-    def tokenizer(self) -> BlockTokenizer:
-        """The model's tokenizer, without loading weights."""
-        with self._lock:
-            if self._engine is not None:
-                return self._engine.model.tokenizer
-            if self._block_tokenizer is None:
-                given = self._tokenizer or self._model
-                # A copy, since the engine will guard its own tokenizer with its own lock.
-                by_name = isinstance(given, (str, Path))
-                tokenizer = load_tokenizer(given) if by_name else copy.deepcopy(given)
-                self._block_tokenizer = BlockTokenizer(tokenizer)
-            return self._block_tokenizer
-
-    @property
-    def max_context_tokens(self) -> int:
-        """Tokens that the model can hold, without loading weights."""
-        with self._lock:
-            if self._engine is not None:
-                return self._engine.model.max_context_tokens
-            model = self._model
-            return position_limit(load_config(model) if isinstance(model, str) else model.config)
-
-
-def _location(store: KVStore | str | Path) -> str | None:
-    """The directory of a store; None for one in memory."""
-    path = store if isinstance(store, (str, Path)) else getattr(store, "path", None)
-    return None if path is None else str(path)
+__all__ = ["EngineComponent", "EngineSource"]
 
 
 class EngineComponent(BaseComponent):
