@@ -112,7 +112,7 @@ def gc(
     """
     grace_s = _seconds(grace)
     with working(as_json):
-        from blockattn_rag.llama_index import live_handles
+        from blockattn_rag.handles import live_handles
         from blockattn_rag.store import gc as collect
 
         opened = _open(store)
