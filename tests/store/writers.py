@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
+import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 from unittest import mock
 
 import torch
 
-from blockattn_rag.store import DirectoryStore, directory
+from blockattn_rag.store import DirectoryStore, directory, verify
 from blockattn_rag.store.format import encode
 from tests.store.kvs import key_of, make_kv
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from multiprocessing.connection import Connection
     from pathlib import Path
 
     from blockattn_rag.kv import BlockKV
@@ -38,16 +39,29 @@ def passage(number: int, filled_with: int | None = None) -> BlockKV:
     )
 
 
-def write_until_killed(path: Path, started: Connection) -> None:
-    """Put ten passages over and over; tells when the first is stored."""
+def kill_writers(path: Path, times: int) -> None:
+    """Fork a writer and kill it at a random moment, ``times`` times; no entry is ever damaged."""
     torch.set_num_threads(1)
-    store = DirectoryStore(path)
+    store, choose = DirectoryStore(path), random.Random(0)
     kvs = [passage(number) for number in range(10)]
-    store.put(key_of(kvs[0]), kvs[0])
-    started.send(None)
-    while True:
-        for kv in kvs:
-            store.put(key_of(kv), kv)
+    for _ in range(times):
+        writer = os.fork()
+        if writer == 0:
+            _write_until_killed(store, kvs)
+        time.sleep(choose.uniform(0, 0.05))
+        os.kill(writer, signal.SIGKILL)
+        _, status = os.waitpid(writer, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+        assert not verify(store).damaged
+
+
+def _write_until_killed(store: DirectoryStore, kvs: list[BlockKV]) -> NoReturn:
+    try:
+        while True:
+            for kv in kvs:
+                store.put(key_of(kv), kv)
+    finally:
+        os._exit(1)  # an error here must not run the parent's code
 
 
 def write_times(path: Path, filled_with: int, times: int) -> None:
