@@ -3,10 +3,9 @@
     python benchmarks/real_passages.py --corpus corpus.jsonl.gz --questions nq_rag.jsonl.gz
 
 The corpus has one ``{"title", "text"}`` a line; the questions follow the evaluation schema. The
-weights
-are random: speed and bytes are those of a trained model of this shape, answers are not. It prints
-one JSON object: tokens per second and bytes of the first ingestion, what the second one computed, and the
-median time to first token in block and in full mode over the questions, taken in turns.
+weights are random: speed and bytes are those of a trained model of this shape, answers are not. It
+prints one JSON object: tokens per second and bytes of the first ingestion, what the second one
+computed, and the median time to first token in block and in full mode, taken in turns.
 """
 
 from __future__ import annotations

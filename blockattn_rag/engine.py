@@ -21,7 +21,7 @@ from blockattn_rag.generation import (
     ReuseStats,
     Sampling,
 )
-from blockattn_rag.kv import Context, Positions, place
+from blockattn_rag.kv import Assembly, Context, Positions, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import KVStore, open_store
 
@@ -43,6 +43,7 @@ class _Request(NamedTuple):
     mode: Mode
     positions: Positions
     on_miss: OnMiss
+    assembly: Assembly
     sampling: Sampling
     started: float
 
@@ -71,6 +72,8 @@ class BlockAttentionEngine:
         on_miss: ``"compute"`` encodes and stores a block that is not in the store; ``"error"``
             raises ``MissError``, for benchmarks.
         positions: ``"reordered"`` re-encodes positions; ``"composite"`` is the papers' ablation.
+        assembly: ``"relay"`` attends to blocks where they lie, ``"copy"`` joins them in new
+            tensors; ``"auto"`` takes relay where the model allows it.
     """
 
     def __init__(
@@ -80,11 +83,13 @@ class BlockAttentionEngine:
         *,
         on_miss: OnMiss = "compute",
         positions: Positions = "reordered",
+        assembly: Assembly = "auto",
     ) -> None:
         self.model = model
         self.store = open_store(store)
         self.on_miss = _one_of("on_miss", on_miss, OnMiss)
         self.positions = _one_of("positions", positions, Positions)
+        self.assembly = _one_of("assembly", assembly, Assembly)
         self._lock = threading.Lock()
         self._fetcher = BlockFetcher(model, self.store, self._lock)
         self._warned = False
@@ -100,13 +105,14 @@ class BlockAttentionEngine:
         dtype: str | torch.dtype = "auto",
         on_miss: OnMiss = "compute",
         positions: Positions = "reordered",
+        assembly: Assembly = "auto",
         **model_kwargs: Any,
     ) -> BlockAttentionEngine:
         """Load a model (path, hub id, ``"bundled"``, or ready with its tokenizer), open a store."""
         loaded = BlockModel.from_pretrained(
             model, tokenizer=tokenizer, device=device, dtype=dtype, **model_kwargs
         )
-        return cls(loaded, store, on_miss=on_miss, positions=positions)
+        return cls(loaded, store, on_miss=on_miss, positions=positions, assembly=assembly)
 
     # -- ingestion ---------------------------------------------------------------------------
 
@@ -144,6 +150,7 @@ class BlockAttentionEngine:
         mode: Mode = "block",
         positions: Positions | None = None,
         on_miss: OnMiss | None = None,
+        assembly: Assembly | None = None,
         max_new_tokens: int = 256,
         temperature: float | None = None,
         top_p: float | None = None,
@@ -157,7 +164,7 @@ class BlockAttentionEngine:
         Args:
             prompt: a ``BlockPrompt``, or a list whose last item is the final block.
             mode: ``"block"`` reuses blocks; ``"full"`` is ordinary attention over the same tokens.
-            positions, on_miss: override the engine's own.
+            positions, on_miss, assembly: override the engine's own.
             max_new_tokens: at most this many, less if the context window ends before.
             temperature: 0 or None is greedy; ``top_p`` and ``top_k`` apply above 0.
             stop: strings that end the answer; they are not part of it.
@@ -171,7 +178,8 @@ class BlockAttentionEngine:
         sampling = Sampling(
             max_new_tokens, temperature, top_p, top_k, tuple(_strings(stop)), seed, generate_kwargs
         )
-        return self._answer(self._request(prompt, mode, positions, on_miss, sampling))
+        own = {"positions": positions, "on_miss": on_miss, "assembly": assembly}
+        return self._answer(self._request(prompt, mode, own, sampling))
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[GenerationChunk]:
         """Answer a prompt piece by piece; ``options`` are those of ``generate``.
@@ -202,25 +210,22 @@ class BlockAttentionEngine:
     def _request_from(self, prompt: Prompt, options: dict[str, Any]) -> _Request:
         """``generate``'s keyword arguments, sorted into what each part takes."""
         rest = dict(options)
-        own = [rest.pop(name, default) for name, default in _OWN_OPTIONS.items()]
+        mode = rest.pop("mode", "block")
+        own = {name: rest.pop(name, None) for name in ("positions", "on_miss", "assembly")}
         named = {name: rest.pop(name) for name in _SAMPLING_FIELDS & rest.keys()}
         named["stop"] = tuple(_strings(named.get("stop", ())))
-        mode, positions, on_miss = own
-        return self._request(prompt, mode, positions, on_miss, Sampling(**named, extra=rest))
+        return self._request(prompt, mode, own, Sampling(**named, extra=rest))
 
     def _request(
-        self,
-        prompt: Prompt,
-        mode: Mode,
-        positions: Positions | None,
-        on_miss: OnMiss | None,
-        sampling: Sampling,
+        self, prompt: Prompt, mode: Mode, own: dict[str, Any], sampling: Sampling
     ) -> _Request:
+        """Check a request; ``own`` holds what overrides the engine's settings, or None."""
         request = _Request(
             prompt if isinstance(prompt, BlockPrompt) else BlockPrompt.from_texts(prompt),
             _one_of("mode", mode, Mode),
-            _one_of("positions", positions or self.positions, Positions),
-            _one_of("on_miss", on_miss or self.on_miss, OnMiss),
+            _one_of("positions", own["positions"] or self.positions, Positions),
+            _one_of("on_miss", own["on_miss"] or self.on_miss, OnMiss),
+            _one_of("assembly", own["assembly"] or self.assembly, Assembly),
             sampling,
             time.perf_counter(),
         )
@@ -282,7 +287,7 @@ class BlockAttentionEngine:
 
         with self._lock:
             clock.assembling = time.perf_counter()
-            cache = self.model.cache_for(prepared.context) if prepared.context else None
+            cache = self._cache([prepared], request.assembly)
             clock.prefilling = time.perf_counter()
             ids = self.model.generate(
                 prepared.context_ids,
@@ -303,13 +308,13 @@ class BlockAttentionEngine:
         prepared = [self._prepare(request) for request in requests]
         sampling, clock = requests[0].sampling, _Clock(requests[0].started)
         with self._lock:
-            clock.assembling = clock.prefilling = time.perf_counter()
+            clock.assembling = time.perf_counter()
+            cache = self._cache(prepared, requests[0].assembly)
+            clock.prefilling = time.perf_counter()
             rows = self.model.generate_batch(
                 [(p.context_ids, p.final_ids) for p in prepared],
                 sampling,
-                None
-                if requests[0].mode == "full"
-                else [p.context or Context(()) for p in prepared],
+                cache=cache,
                 on_step=clock.note_token,
             )
         answers = []
@@ -320,6 +325,15 @@ class BlockAttentionEngine:
             answer.finish()
             answers.append(self._generation(answer, ids, clock.complete(one.stats, len(ids))))
         return answers
+
+    def _cache(self, prepared: Sequence[_Prepared], assembly: Assembly) -> Any:
+        """The prompts' contexts as a cache for the model; None in full mode."""
+        contexts = [p.context or Context(()) for p in prepared]
+        if not any(context.blocks for context in contexts):
+            return None
+        longest = max(len(p.final_ids) for p in prepared)
+        chosen = self.model.choose_assembly(assembly, longest)
+        return self.model.cache_for(*contexts, assembly=chosen)
 
     def _generation(self, answer: AnswerText, ids: list[int], stats: ReuseStats) -> Generation:
         stopped = answer.stopped or (bool(ids) and ids[-1] in self.model.end_token_ids)
@@ -349,9 +363,6 @@ class BlockAttentionEngine:
                     return
         finally:
             left.set()
-
-
-_OWN_OPTIONS: dict[str, Any] = {"mode": "block", "positions": None, "on_miss": None}
 
 
 class _Clock:

@@ -68,6 +68,11 @@ Positions = Literal["reordered", "composite"]
 ``composite``: they keep positions 0..n-1 (both papers' ablation)."""
 
 
+Assembly = Literal["auto", "relay", "copy"]
+"""``relay``: blocks are attended to where they lie. ``copy``: their keys are re-encoded and joined
+into new tensors. ``auto``: relay where it is exact, else copy."""
+
+
 class PlacedBlock(NamedTuple):
     """A block and where it stands: its first token's index in the prompt, and its keys' shift."""
 

@@ -12,19 +12,41 @@ from transformers.generation.streamers import BaseStreamer
 
 from blockattn_rag.generation import Sampling
 from blockattn_rag.kv import Context, assemble
+from blockattn_rag.model.relay import active
 from blockattn_rag.rope import RotaryLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def copied_cache(config: Any, context: Context, layouts: Sequence[RotaryLayout]) -> DynamicCache:
-    """The context's keys and values, re-encoded and joined, in a new cache (the copy path)."""
+def copied_cache(
+    config: Any, contexts: Sequence[Context], layouts: Sequence[RotaryLayout], width: int
+) -> DynamicCache:
+    """The contexts' keys and values, re-encoded and joined, in a new cache (the copy path).
+
+    One row a context, padded with zeros on the left to ``width`` tokens.
+    """
     cache = DynamicCache(config=config)
     with torch.inference_mode():
-        for index, (keys, values) in enumerate(assemble(context, layouts)):
-            _fill(cache, index, keys[None], values[None])
+        rows = [assemble(context, layouts) if context.blocks else None for context in contexts]
+        for index in range(len(layouts)):
+            states = [next(row) if row else None for row in rows]
+            keys = _padded_rows([state and state[0] for state in states], width)
+            values = _padded_rows([state and state[1] for state in states], width)
+            _fill(cache, index, keys, values)
     return cache
+
+
+def _padded_rows(rows: Sequence[Tensor | None], width: int) -> Tensor:
+    """``[heads, tokens, size]`` tensors as one ``[rows, heads, width, size]``; None: padding."""
+    some = next(row for row in rows if row is not None)
+    if len(rows) == 1 and some.shape[1] == width:
+        return some[None]
+    padded = some.new_zeros(len(rows), some.shape[0], width, some.shape[2])
+    for target, row in zip(padded, rows, strict=True):
+        if row is not None:
+            target[:, width - row.shape[1] :] = row
+    return padded
 
 
 def _fill(cache: DynamicCache, index: int, keys: Tensor, values: Tensor) -> None:
@@ -96,22 +118,20 @@ def generate_batch(
     prompts: Sequence[tuple[Sequence[int], Sequence[int]]],
     sampling: Sampling,
     max_new_tokens: int,
-    contexts: Sequence[Context] | None,
-    layouts: Sequence[RotaryLayout],
+    cache: DynamicCache | None,
     on_step: Callable[[], None] | None,
 ) -> list[list[int]]:
     """New tokens for several (context ids, final ids), padded on the left of each part.
 
+    ``cache`` holds the contexts, one a row; None computes them as well.
+
     Positions are counted over real tokens only, so padding changes nothing but the batch's shape.
     """
     pad = _pad_token_id(hf_model, tokenizer)
-    if contexts is None:
+    if cache is None:
         prompts = [((), [*context, *final]) for context, final in prompts]
     context_ids, context_mask = _left_padded([c for c, _ in prompts], pad)
     final_ids, final_mask = _left_padded([f for _, f in prompts], pad)
-    cache = None
-    if contexts is not None and context_ids.shape[1]:
-        cache = _padded_cache(hf_model.config, contexts, layouts, context_ids.shape[1])
     input_ids = torch.cat([context_ids, final_ids], dim=1).to(hf_model.device)
     mask = torch.cat([context_mask, final_mask], dim=1).to(hf_model.device)
     arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
@@ -133,30 +153,6 @@ def _left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tenso
     return ids, mask
 
 
-def _padded_cache(
-    config: Any, contexts: Sequence[Context], layouts: Sequence[RotaryLayout], width: int
-) -> DynamicCache:
-    """One cache row per context, each padded with zeros on the left to ``width`` tokens."""
-    cache = DynamicCache(config=config)
-    with torch.inference_mode():
-        filled = next(context for context in contexts if context.blocks)
-        model_keys = filled.blocks[0].kv
-        parts = [assemble(c, layouts) if c.blocks else None for c in contexts]
-        for index in range(len(layouts)):
-            like_key, like_value = model_keys.keys[index], model_keys.values[index]
-            keys = like_key.new_zeros(len(contexts), like_key.shape[0], width, like_key.shape[2])
-            values = like_value.new_zeros(
-                len(contexts), like_value.shape[0], width, like_value.shape[2]
-            )
-            for row, part in enumerate(parts):
-                if part is not None:
-                    key, value = next(part)
-                    keys[row, :, -key.shape[1] :] = key
-                    values[row, :, -value.shape[1] :] = value
-            _fill(cache, index, keys, values)
-    return cache
-
-
 def _run(
     hf_model: PreTrainedModel,
     sampling: Sampling,
@@ -165,7 +161,11 @@ def _run(
     cache: DynamicCache | None,
     arguments: dict[str, Any],
 ) -> Tensor:
-    with torch.inference_mode(), torch.random.fork_rng(enabled=sampling.seed is not None):
+    beams = arguments.get("num_beams", 1)
+    if cache is not None and beams > 1:
+        cache.batch_repeat_interleave(beams)
+    fork = torch.random.fork_rng(enabled=sampling.seed is not None)
+    with torch.inference_mode(), fork, active(cache):
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
         run: Any = hf_model.generate

@@ -6,17 +6,18 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from blockattn_rag.errors import ContextOverflowError
+from blockattn_rag.errors import ContextOverflowError, UnsupportedModelError
 from blockattn_rag.generation import Sampling
-from blockattn_rag.kv import BlockKV, Context
-from blockattn_rag.model import decoding, loading
+from blockattn_rag.kv import Assembly, BlockKV, Context
+from blockattn_rag.model import decoding, loading, relay
 from blockattn_rag.model.fingerprint import model_fingerprint
 from blockattn_rag.model.probe import AttentionProfile, layer_states, profile_attention
+from blockattn_rag.model.requests import EncodeRequest
 from blockattn_rag.tokenization import BlockTokenizer
 
 if TYPE_CHECKING:
@@ -29,13 +30,8 @@ _KNOWN_BLOCK_TUNED = ("ldsjmdy/Tulu3-Block-FT", "hxia7/Llama-3.2-1B-Block-FT")
 _BATCH_TOKENS = {"cpu": 2048}
 _BATCH_TOKENS_ACCELERATOR = 16384
 
-
-class EncodeRequest(NamedTuple):
-    """Tokens of one block, and what its KV shall be known by."""
-
-    token_ids: list[int]
-    digest: str
-    handle: str
+# Past this many query tokens, rotating them for every block costs more than moving the keys once.
+_RELAY_MAX_FINAL_TOKENS = 1024
 
 
 class BlockModel:
@@ -186,11 +182,42 @@ class BlockModel:
         """Tokens that end an answer."""
         return decoding.end_token_ids(self.hf_model, self.tokenizer.tokenizer)
 
-    def cache_for(self, context: Context) -> DynamicCache | None:
-        """A transformers cache that holds the context, ready for the final block."""
-        if not context.blocks:
+    @cached_property
+    def supports_relay(self) -> bool:
+        """Whether relay attention gives this model's own logits: measured, on a short probe."""
+        return relay.is_exact(self)
+
+    def choose_assembly(self, assembly: Assembly, final_tokens: int) -> Literal["relay", "copy"]:
+        """What ``assembly`` means for this model and a final block of that many tokens.
+
+        Raises:
+            UnsupportedModelError: relay was asked for and this model cannot do it.
+        """
+        if assembly == "relay" and not self.supports_relay:
+            raise UnsupportedModelError(
+                f"{self.name} cannot use assembly='relay': sliding windows, soft caps, attention "
+                "sinks and attention outside transformers' interface need assembly='copy' or 'auto'"
+            )
+        if assembly == "auto":
+            relays = self.supports_relay and final_tokens <= _RELAY_MAX_FINAL_TOKENS
+            return "relay" if relays else "copy"
+        return assembly
+
+    def cache_for(
+        self, *contexts: Context, assembly: Literal["relay", "copy"] = "copy"
+    ) -> DynamicCache | None:
+        """A transformers cache that holds the contexts, one a row, ready for the final blocks.
+
+        Shorter contexts are padded on the left (copy path only; relay has nothing to pad). None if
+        no context holds a token.
+        """
+        width = max(context.num_tokens for context in contexts)
+        if not width:
             return None
-        return decoding.copied_cache(self.hf_model.config, context, self.profile.layouts)
+        layouts = self.profile.layouts
+        if assembly == "relay":
+            return relay.relay_cache(contexts, layouts, width, self.device)
+        return decoding.copied_cache(self.hf_model.config, contexts, layouts, width)
 
     def generate(
         self,
@@ -231,14 +258,13 @@ class BlockModel:
         self,
         prompts: Sequence[tuple[Sequence[int], Sequence[int]]],
         sampling: Sampling,
-        contexts: Sequence[Context] | None = None,
         *,
+        cache: DynamicCache | None = None,
         on_step: Callable[[], None] | None = None,
     ) -> list[list[int]]:
         """Generate for several (context ids, final ids) in one batch; see ``generate``.
 
-        ``contexts`` holds the placed blocks of each prompt (block mode), or is None (full mode).
-        ``on_step`` is called after each step of the batch.
+        ``cache`` holds the contexts, one a row; ``on_step`` is called after each step of the batch.
         """
         longest = max(len(context) + len(final) for context, final in prompts)
         limit = self.room_for(longest, sampling)
@@ -248,8 +274,7 @@ class BlockModel:
             prompts,
             sampling,
             limit,
-            contexts,
-            self.profile.layouts,
+            cache,
             on_step,
         )
 
@@ -278,7 +303,7 @@ class BlockModel:
 
     def next_logits(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
         """Logits ``[vocab]`` of the token after ``ids`` ``[1, n]``, after what ``cache`` holds."""
-        with torch.inference_mode():
+        with torch.inference_mode(), relay.active(cache):
             out = self.hf_model(
                 input_ids=ids.to(self.device),
                 past_key_values=cache,

@@ -1,4 +1,4 @@
-"""Relay attention inside transformers: an attention function, and a cache whose prefix is elsewhere.
+"""Relay attention inside transformers: an attention function, and a cache without its prefix.
 
 No model code is touched. The attention function is registered by name and set on the model; it does
 what the model did before unless the current context holds a ``RelayPlan``. The plan travels with
@@ -8,7 +8,8 @@ the call in a context variable, so several engines and threads may run at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,15 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blockattn_rag.attention import RelayPlan
+from blockattn_rag.kv import Context, place
+from blockattn_rag.model.probe import vocabulary_size
+from blockattn_rag.model.requests import EncodeRequest
+from blockattn_rag.rope import RotaryLayout, relative_error
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from blockattn_rag.model.model import BlockModel
 
 _PREFIX = "blockattn_relay_"
 _active_plan: ContextVar[RelayPlan | None] = ContextVar("blockattn_relay_plan", default=None)
@@ -42,7 +49,6 @@ class _TailLayer(DynamicLayer):
         # Masks are made for the tail alone; the context is visible to all of it.
         return super().get_seq_length() + query_length, self.prefix_tokens
 
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         if super().get_seq_length():
             super().batch_repeat_interleave(repeats)
@@ -59,6 +65,47 @@ class RelayCache(DynamicCache):
         super().__init__()
         self.layers = [_TailLayer(prefix_tokens) for _ in range(num_layers)]
         self.plan = plan
+
+
+def relay_cache(
+    contexts: Sequence[Context], layouts: Sequence[RotaryLayout], width: int, device: torch.device
+) -> RelayCache:
+    """A cache over the contexts where they lie; ``width``: tokens of the longest one."""
+    return RelayCache(len(layouts), width, RelayPlan(contexts, layouts, device))
+
+
+def is_exact(model: BlockModel) -> bool:
+    """Make a model ready for relay attention, and see whether it gives the copy path's logits.
+
+    Windows, soft caps and attention sinks are ruled out beforehand: a short probe might not show
+    them.
+    """
+    config = model.hf_model.config.get_text_config(decoder=True)
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    sinks = any(name.endswith("sinks") for name, _ in model.hf_model.named_parameters())
+    if capped or sinks or any(window is not None for window in model.profile.windows):
+        return False
+    enable_relay(model.hf_model)
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randint(vocabulary_size(model.hf_model), (3, 7), generator=generator)
+    blocks = [kv for batch in model.encode(_requests(rows[:2])) for kv in batch]
+    context = place(blocks)
+    expected = model.next_logits(rows[2:], model.cache_for(context))
+    found = model.next_logits(rows[2:], model.cache_for(context, assembly="relay"))
+    return relative_error(found.float(), expected.float()) <= _TOLERANCE[model.dtype]
+
+
+def _requests(rows: Tensor) -> list[EncodeRequest]:
+    return [EncodeRequest(row.tolist(), str(index), "") for index, row in enumerate(rows)]
+
+
+# Both paths differ by rounding alone; attention that bypasses the plan differs by about 1.
+_TOLERANCE = {
+    torch.float64: 1e-4,
+    torch.float32: 1e-4,
+    torch.float16: 3e-2,
+    torch.bfloat16: 0.15,
+}
 
 
 def enable_relay(hf_model: PreTrainedModel) -> None:
@@ -107,8 +154,6 @@ def _attention_function(original: str) -> Any:
 
 def _eager_of(module: torch.nn.Module) -> Any:
     """The plain attention of a model's own source file: what ``eager`` means to it."""
-    import sys
-
     return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
