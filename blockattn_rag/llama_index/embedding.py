@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from functools import cache
 from typing import Any
 
-import numpy as np
 from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
 from llama_index.core.bridge.pydantic import Field
-from sklearn.feature_extraction.text import HashingVectorizer
 
-
-@cache
-def _vectorizers(dimensions: int) -> tuple[HashingVectorizer, HashingVectorizer]:
-    """Words, and pieces of words for what is spelled or inflected otherwise."""
-    words = HashingVectorizer(n_features=dimensions, stop_words="english", norm="l2")
-    pieces = HashingVectorizer(
-        n_features=dimensions, analyzer="char_wb", ngram_range=(4, 5), norm="l2"
-    )
-    return words, pieces
+from blockattn_rag.hashing import hashed_vectors
 
 
 class HashingEmbedding(BaseEmbedding):
@@ -42,14 +31,7 @@ class HashingEmbedding(BaseEmbedding):
         return "HashingEmbedding"
 
     def _embed(self, texts: list[str]) -> list[Embedding]:
-        words, pieces = (
-            vectorizer.transform(texts) for vectorizer in _vectorizers(self.dimensions)
-        )
-        vectors = (words + 0.5 * pieces).toarray()
-        # A text without a single letter has no direction; all such texts share one.
-        vectors[~vectors.any(axis=1), 0] = 1.0
-        unit: list[Embedding] = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).tolist()
-        return unit
+        return hashed_vectors(texts, self.dimensions)
 
     def _get_text_embedding(self, text: str) -> Embedding:
         return self._embed([text])[0]

@@ -1,0 +1,281 @@
+"""ChatBlockAttention: a local chat model for LangChain that reuses the KV of passages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from contextlib import aclosing, closing
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables.config import get_config_list, get_executor_for_config
+from langchain_core.runnables.utils import gather_with_concurrency
+
+from blockattn_rag.blocks import BlockPrompt, segment, strip_markers
+from blockattn_rag.generation import Generation, GenerationChunk
+from blockattn_rag.langchain.batching import BATCH_SIZE, BatchMeeting
+from blockattn_rag.langchain.fields import GenerationFields
+from blockattn_rag.langchain.messages import (
+    PROVIDER,
+    answer_chunk,
+    answer_message,
+    as_template_messages,
+    knows_tools,
+)
+from blockattn_rag.prompts import has_chat_template, render_chat
+from blockattn_rag.streams import iterate_in_thread
+
+Configs = RunnableConfig | list[RunnableConfig] | None
+
+
+class ChatBlockAttention(GenerationFields, BaseChatModel):
+    """A local transformers chat model that answers from cached passages.
+
+    Passages that arrive between block markers (``BlockDocumentPrompt``, ``format_blocks``), or as
+    text parts with a ``kv_handle``, are looked up in the KV store by the digest of their text, and
+    computed if they are not there; everything else in the prompt is ordinary text. Nothing is
+    loaded before it is needed.
+
+    For the arguments see ``EngineFields`` (model, store) and ``GenerationFields`` (answers). A call
+    takes ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
+    ``positions``, ``on_miss`` and whatever transformers' ``generate`` takes; anything else raises.
+
+    ``usage_metadata["input_token_details"]`` tells the prompt tokens that came from the store
+    (``cache_read``) and that were computed (``cache_creation``);
+    ``response_metadata["block_attention"]`` has blocks, tokens and seconds.
+
+    Raises:
+        ContextOverflowError: (from a call) the prompt does not fit the model.
+
+    Example::
+
+        chat = ChatBlockAttention(model="bundled", kv_store="kv", max_tokens=64)
+        chat.invoke([("system", format_blocks(documents)), ("human", "Where is Lake Bon?")])
+    """
+
+    @classmethod
+    def from_model_id(
+        cls,
+        model_id: str,
+        task: str = "text-generation",
+        *,
+        device: int | str | None = None,
+        device_map: str | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+        pipeline_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> ChatBlockAttention:
+        """As langchain-huggingface's ``from_model_id``; ``kwargs`` are constructor arguments."""
+        if task != "text-generation":
+            raise ValueError(f"task must be 'text-generation', found {task!r}")
+        known = cls.arguments_from_model_id(
+            model_id,
+            device=device,
+            device_map=device_map,
+            model_kwargs=model_kwargs,
+            pipeline_kwargs=pipeline_kwargs,
+        )
+        return cls(**{**known, **kwargs})
+
+    @property
+    def _llm_type(self) -> str:
+        return "blockattn-rag-chat"
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
+        params["ls_provider"] = PROVIDER
+        return params
+
+    # -- prompts -----------------------------------------------------------------------------
+
+    def to_prompt(self, messages: Sequence[BaseMessage]) -> BlockPrompt:
+        """The blocks that messages become, in the model's own chat template.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or a message is more than text.
+        """
+        tokenizer = self.source.tokenizer.tokenizer
+        if not has_chat_template(tokenizer):
+            raise ValueError(
+                f"the tokenizer of {self.model_name} has no chat template; set its chat_template, "
+                "or use BlockAttentionLLM for prompts that are strings"
+            )
+        turns = as_template_messages(messages, knows_tools=knows_tools(tokenizer))
+        return segment(render_chat(tokenizer, turns), self.block_template)
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Token ids of a text without its markers and without BOS."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        return self.source.tokenizer.final_ids(strip_markers(text), first=False)
+
+    def get_num_tokens_from_messages(
+        self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None
+    ) -> int:
+        """Tokens of the prompt that these messages become."""
+        return len(self.source.tokenizer.prompt_ids(self.to_prompt(messages)).flat)
+
+    # -- answers -----------------------------------------------------------------------------
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        prompt, options = self.to_prompt(messages), self.engine_options(stop, kwargs)
+        if meeting := BatchMeeting.of_this_call(options):
+            return self._result(meeting.join(prompt).result())
+        return self._result(self.engine.generate(prompt, **options))
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        if meeting := BatchMeeting.of_this_call(self.engine_options(stop, kwargs)):
+            prompt = await asyncio.to_thread(self.to_prompt, messages)
+            return self._result(await asyncio.wrap_future(meeting.join(prompt)))
+        # By way of a stream, since that can be left: a cancelled call must free the model.
+        answer: Generation | None = None
+        async with aclosing(self._apieces(messages, stop, kwargs)) as pieces:
+            async for piece in pieces:
+                answer = piece.generation
+        assert answer is not None
+        return self._result(answer)
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        with closing(self._pieces(messages, stop, kwargs)) as pieces:
+            for piece in pieces:
+                chunk = answer_chunk(piece, self.model_name)
+                if run_manager:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        async with aclosing(self._apieces(messages, stop, kwargs)) as pieces:
+            async for piece in pieces:
+                chunk = answer_chunk(piece, self.model_name)
+                if run_manager:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    def _pieces(
+        self, messages: list[BaseMessage], stop: list[str] | None, call: dict[str, Any]
+    ) -> Generator[GenerationChunk, None, None]:
+        options = self.engine_options(stop, call)
+        yield from self.engine.stream(self.to_prompt(messages), **options)
+
+    def _apieces(self, *request: Any) -> Any:
+        # Loading the model and making the prompt are work too: all of it goes to the thread.
+        return iterate_in_thread(lambda: self._pieces(*request))
+
+    def _result(self, answer: Generation) -> ChatResult:
+        generation = ChatGeneration(
+            message=answer_message(answer, self.model_name),
+            generation_info={"finish_reason": answer.finish_reason},
+        )
+        return ChatResult(generations=[generation])
+
+    # -- batches -----------------------------------------------------------------------------
+
+    def batch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: Configs = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        """Answer several inputs; those under way at a time share each forward of the model.
+
+        Every input keeps its own config, callbacks, cache look-up and error, as with any chat
+        model. ``max_concurrency`` bounds how many are taken together (16 by default). Sampling
+        with a ``seed`` goes one by one, so that it gives what single calls give.
+        """
+        at_once = _at_once(inputs, config)
+        meeting = self._meeting(len(inputs), at_once, kwargs)
+        if meeting is None:
+            return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
+
+        def answer(one: LanguageModelInput, its: RunnableConfig) -> Any:
+            with meeting.call():
+                try:
+                    return self.invoke(one, its, **kwargs)
+                except Exception as error:
+                    if return_exceptions:
+                        return error
+                    raise
+
+        configs = get_config_list(config, len(inputs))
+        with get_executor_for_config({"max_concurrency": at_once}) as executor:
+            return list(executor.map(answer, inputs, configs))
+
+    async def abatch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: Configs = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        """``batch`` for event loops. A batch that the model has begun runs to its end."""
+        at_once = _at_once(inputs, config)
+        meeting = await asyncio.to_thread(self._meeting, len(inputs), at_once, kwargs)
+        if meeting is None:
+            return await super().abatch(
+                inputs, config, return_exceptions=return_exceptions, **kwargs
+            )
+
+        async def answer(one: LanguageModelInput, its: RunnableConfig) -> Any:
+            with meeting.call():
+                try:
+                    return await self.ainvoke(one, its, **kwargs)
+                except Exception as error:
+                    if return_exceptions:
+                        return error
+                    raise
+
+        configs = get_config_list(config, len(inputs))
+        answers = (answer(one, its) for one, its in zip(inputs, configs, strict=True))
+        return await gather_with_concurrency(at_once, *answers)
+
+    def _meeting(self, calls: int, at_once: int, call: dict[str, Any]) -> BatchMeeting | None:
+        """Where these calls meet; None if the model is to answer them one by one."""
+        options = self.engine_options(
+            call.get("stop"), {k: v for k, v in call.items() if k != "stop"}
+        )
+        if at_once < 2 or options["seed"] is not None or not self.engine.model.can_batch:
+            return None
+        return BatchMeeting(
+            lambda prompts: self.engine.generate_batch(prompts, **options),
+            options,
+            calls,
+            at_once,
+        )
+
+
+def _at_once(inputs: list[LanguageModelInput], config: Configs) -> int:
+    first = config[0] if isinstance(config, list) and config else config
+    wanted = first.get("max_concurrency") if isinstance(first, dict) else None
+    return min(len(inputs), wanted or BATCH_SIZE)

@@ -1,0 +1,130 @@
+"""BlockAttentionLLM: the same for prompts that are strings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Generator, Iterator
+from contextlib import aclosing, closing
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.language_models.llms import BaseLLM
+from langchain_core.outputs import Generation as LangChainGeneration
+from langchain_core.outputs import GenerationChunk as LangChainChunk
+from langchain_core.outputs import LLMResult
+
+from blockattn_rag.blocks import segment, strip_markers
+from blockattn_rag.generation import Generation, GenerationChunk
+from blockattn_rag.langchain.fields import GenerationFields
+from blockattn_rag.langchain.messages import PROVIDER, metadata_of
+from blockattn_rag.streams import iterate_in_thread
+
+
+class BlockAttentionLLM(GenerationFields, BaseLLM):
+    """A local transformers model for string prompts; passages in them are marked as for chat.
+
+    The prompt is taken as it stands, control tokens of the model included: no chat template is
+    applied. For the arguments see ``EngineFields`` and ``GenerationFields``. Several prompts of one
+    ``generate`` or ``batch`` share each forward of the model. The figures of an answer are in its
+    ``generation_info``.
+    """
+
+    @property
+    def _llm_type(self) -> str:
+        return "blockattn-rag"
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
+        params["ls_provider"] = PROVIDER
+        return params
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Token ids of a text without its markers and without BOS."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        return self.source.tokenizer.final_ids(strip_markers(text), first=False)
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        options = self.engine_options(stop, kwargs)
+        # Rows of a batch draw from one random state; a seed must give what a single call gives.
+        size = {} if options["seed"] is None else {"batch_size": 1}
+        blocks = [segment(prompt, self.block_template) for prompt in prompts]
+        return self._result(self.engine.generate_batch(blocks, **size, **options))
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        if len(prompts) != 1:
+            return await asyncio.to_thread(self._generate, prompts, stop, None, **kwargs)
+        # By way of a stream, since that can be left: a cancelled call must free the model.
+        answer: Generation | None = None
+        async with aclosing(self._apieces(prompts[0], stop, kwargs)) as pieces:
+            async for piece in pieces:
+                answer = piece.generation
+        assert answer is not None
+        return self._result([answer])
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[LangChainChunk]:
+        with closing(self._pieces(prompt, stop, kwargs)) as pieces:
+            for piece in pieces:
+                chunk = self._chunk(piece)
+                if run_manager:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[LangChainChunk]:
+        async with aclosing(self._apieces(prompt, stop, kwargs)) as pieces:
+            async for piece in pieces:
+                chunk = self._chunk(piece)
+                if run_manager:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    def _pieces(
+        self, prompt: str, stop: list[str] | None, call: dict[str, Any]
+    ) -> Generator[GenerationChunk, None, None]:
+        blocks = segment(prompt, self.block_template)
+        yield from self.engine.stream(blocks, **self.engine_options(stop, call))
+
+    def _apieces(self, *request: Any) -> Any:
+        return iterate_in_thread(lambda: self._pieces(*request))
+
+    def _chunk(self, piece: GenerationChunk) -> LangChainChunk:
+        info = metadata_of(piece.generation, self.model_name) if piece.generation else None
+        return LangChainChunk(text=piece.text, generation_info=info)
+
+    def _result(self, answers: list[Generation]) -> LLMResult:
+        usage = {
+            "prompt_tokens": sum(answer.stats.prompt_tokens for answer in answers),
+            "completion_tokens": sum(answer.stats.generated_tokens for answer in answers),
+        }
+        return LLMResult(
+            generations=[
+                [LangChainGeneration(text=a.text, generation_info=metadata_of(a, self.model_name))]
+                for a in answers
+            ],
+            llm_output={"model_name": self.model_name, "token_usage": usage},
+        )

@@ -1,0 +1,108 @@
+"""BlockKVCompressor: checks the handles of retrieved documents, and warms the store for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+from langchain_core.callbacks import Callbacks
+from langchain_core.documents import BaseDocumentCompressor, Document
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from typing_extensions import Self
+
+from blockattn_rag.fetch import EncodeStats
+from blockattn_rag.handles import HANDLE_KEY
+from blockattn_rag.langchain.documents import BlockDocumentPrompt
+from blockattn_rag.langchain.fields import EngineFields
+from blockattn_rag.langchain.transformer import BlockKVTransformer, DocumentPromptField
+
+logger = logging.getLogger("blockattn_rag")
+
+
+@cache
+def _warmer() -> ThreadPoolExecutor:
+    """One thread: the model answers one request at a time anyway."""
+    return ThreadPoolExecutor(1, thread_name_prefix="blockattn-warm")
+
+
+class BlockKVCompressor(BaseDocumentCompressor):
+    """Gives each retrieved document the handle of the text that it has now.
+
+    For ``ContextualCompressionRetriever``; drops and shortens nothing. A handle that does not
+    agree (the text was replaced without ingesting it again) is mended and logged: answers are right
+    either way, since texts are looked up by their own digest, but ``store gc`` and the next
+    ingestion go by stored handles.
+
+    Args:
+        document_prompt: formats one document; must be that of the chain. Default: its text.
+        llm: the chat model, or any component of this package with the model and the store.
+        warm: encode what is not stored, in the background, while the chain goes on; needs ``llm``.
+            Pays off where other steps (a reranker, a tool, a second retriever) come in between.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    document_prompt: DocumentPromptField = Field(default_factory=BlockDocumentPrompt)
+    llm: EngineFields | None = Field(default=None, exclude=True, repr=False)
+    warm: bool = False
+
+    _warming: Future[list[Document]] | None = PrivateAttr(default=None)
+    _transformer: BlockKVTransformer | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _check_llm(self) -> Self:
+        if self.warm and self.llm is None:
+            raise ValueError("warm=True needs llm=, the model that is to encode the documents")
+        if self.llm is not None:
+            self._transformer = BlockKVTransformer(
+                source=self.llm.source,
+                block_template=self.llm.block_template,
+                document_prompt=self.document_prompt,
+            )
+        return self
+
+    def compress_documents(
+        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
+    ) -> list[Document]:
+        """Copies of the documents, with true handles."""
+        stamped = [self.document_prompt.stamp(document) for document in documents]
+        stale = sum(
+            HANDLE_KEY in old.metadata and old.metadata[HANDLE_KEY] != new.metadata.get(HANDLE_KEY)
+            for old, new in zip(documents, stamped, strict=True)
+        )
+        if stale:
+            logger.warning(
+                "%d of %d retrieved documents have the handle of another text: they were changed "
+                "after ingestion. Pass changed documents through BlockKVTransformer before "
+                "storing them.",
+                stale, len(documents),
+            )  # fmt: skip
+        if self.warm and self._transformer is not None:
+            self._warming = _warmer().submit(self._transformer.transform_documents, stamped)
+            self._warming.add_done_callback(_log_failure)
+        return stamped
+
+    def wait_until_warm(self, timeout_s: float | None = None) -> EncodeStats | None:
+        """Wait for the last warming; what it did, or None if there was none.
+
+        Raises:
+            TimeoutError: it took longer.
+        """
+        if self._warming is None or self._transformer is None:
+            return None
+        self._warming.result(timeout_s)
+        return self._transformer.stats
+
+    def __getstate__(self) -> dict[Any, Any]:
+        state = super().__getstate__()
+        private = state.get("__pydantic_private__") or {}
+        return {**state, "__pydantic_private__": {**private, "_warming": None}}
+
+
+def _log_failure(warming: Future[Any]) -> None:
+    # Nobody need wait for it; the answer computes what is missing, and raises if that fails too.
+    if not warming.cancelled() and (error := warming.exception()):
+        logger.warning("warming the KV store failed: %s", error)

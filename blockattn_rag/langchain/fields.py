@@ -1,0 +1,168 @@
+"""What the classes of this package have in common: fields that lead to an engine and its options.
+
+LangChain copies, configures and pickles components by their pydantic fields, so all that a copy
+needs to share the engine is a field.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from blockattn_rag.blocks import BlockTemplate
+from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.fetch import OnMiss
+from blockattn_rag.generation import Mode
+from blockattn_rag.kv import Positions
+from blockattn_rag.prompts import BLANK_LINE
+from blockattn_rag.source import EngineSource
+
+_SOURCE_FIELDS = ("model_name", "tokenizer_name", "kv_store", "device_map", "model_kwargs")
+_ALIASES = {"model": "model_name", "tokenizer": "tokenizer_name", "device": "device_map"}
+
+
+class EngineFields(BaseModel):
+    """Fields of a component with an engine, which is loaded when it is first needed.
+
+    Args:
+        model_name (or model): path, hub id, ``"bundled"``, or a loaded transformers model.
+        engine: a ready engine, shared with others; instead of all that says how to load one.
+        llm: another component of this package to share model, store and template with.
+        tokenizer: a transformers tokenizer or where to load it; default: the model's.
+        kv_store: directory of the KV store, or a store object; default: 1 GiB of memory.
+        device_map (or device): a torch device, or ``"auto"``.
+        model_kwargs: for loading the model, such as ``dtype``.
+        block_template: what stands around each passage. Ingestion and answers must agree on it;
+            the default is that of the LlamaIndex adapter, so that both share what is stored.
+
+    Raises:
+        ValueError: no model, or more than one source of it.
+    """
+
+    model_config = ConfigDict(
+        populate_by_name=True, arbitrary_types_allowed=True, protected_namespaces=()
+    )
+
+    model_name: str | None = Field(default=None, alias="model")
+    tokenizer_name: str | None = None
+    kv_store: str | None = None
+    device_map: str = Field(default="auto", alias="device")
+    model_kwargs: dict[str, Any] = Field(default_factory=dict)
+    block_template: BlockTemplate = BLANK_LINE
+    source: EngineSource = Field(exclude=True, repr=False)
+    """Where the engine comes from; copies share it, and so one set of weights."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _find_source(cls, values: dict[str, Any]) -> dict[str, Any]:
+        rest = {_ALIASES.get(name, name): value for name, value in values.items()}
+        llm, engine = rest.pop("llm", None), rest.pop("engine", None)
+        given = {k: v for k in _SOURCE_FIELDS if (v := rest.pop(k, None)) is not None}
+        source: EngineSource | None = rest.pop("source", None)
+        if llm is not None:
+            if given or engine is not None or source is not None:
+                raise ValueError("give either llm=, or the model and store, not both")
+            source = llm.source
+            rest.setdefault("block_template", llm.block_template)
+        if source is None or _changes(source, given):
+            known = source.fields() if source is not None else {}
+            source = _new_source(engine, {**known, **given})
+        return {**rest, **source.fields(), "source": source}
+
+    @property
+    def engine(self) -> BlockAttentionEngine:
+        """The engine that does the work; the first use loads the model."""
+        return self.source.engine
+
+
+def _changes(source: EngineSource, given: dict[str, Any]) -> bool:
+    """Whether fields that came with a source ask for another one (``configurable_fields``)."""
+    known = source.fields()
+    return any(known[name] != value for name, value in given.items())
+
+
+def _new_source(engine: BlockAttentionEngine | None, fields: dict[str, Any]) -> EngineSource:
+    return EngineSource(
+        engine=engine,
+        model=fields.get("model_name"),
+        tokenizer=fields.get("tokenizer_name"),
+        kv_store=fields.get("kv_store"),
+        device_map=fields.get("device_map") or "auto",
+        model_kwargs=fields.get("model_kwargs"),
+    )
+
+
+class GenerationFields(EngineFields):
+    """Fields of a language model: defaults of every call, which the call's own options override.
+
+    Args:
+        mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
+        on_miss: ``"compute"`` what is not stored, or ``"error"``.
+        positions: ``"reordered"``, or ``"composite"``, the papers' ablation.
+        max_tokens (or max_new_tokens): longest answer.
+        temperature: None or 0 is greedy; ``top_p`` and ``top_k`` apply above 0.
+        stop (or stop_sequences): strings that end the answer and are not part of it.
+        seed: makes sampling repeatable.
+        generate_kwargs: anything else that transformers' ``generate`` takes.
+    """
+
+    mode: Mode = "block"
+    on_miss: OnMiss = "compute"
+    positions: Positions = "reordered"
+    max_tokens: int = Field(default=256, alias="max_new_tokens", gt=0)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = None
+    top_k: int | None = None
+    stop: list[str] | None = Field(default=None, alias="stop_sequences")
+    seed: int | None = None
+    generate_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """What traces and answer caches know this model by: plain values, nothing live."""
+        names = [n for n in GenerationFields.model_fields if n not in ("source", "block_template")]
+        template = {"before": self.block_template.before, "after": self.block_template.after}
+        return {**{name: getattr(self, name) for name in names}, "block_template": template}
+
+    def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
+        """The engine's keyword arguments for one call: what the call says, else the fields."""
+        own = ("mode", "on_miss", "positions", "temperature", "top_p", "top_k", "seed")
+        options = {
+            **{name: getattr(self, name) for name in own},
+            "max_new_tokens": self.max_tokens,
+            **self.generate_kwargs,
+            **call,
+        }
+        options.pop("stream", None)  # LangChain's own switch
+        if "max_tokens" in options:
+            options["max_new_tokens"] = options.pop("max_tokens")
+        return {**options, "stop": tuple(self.stop or () if stop is None else stop)}
+
+    @classmethod
+    def arguments_from_model_id(
+        cls,
+        model_id: str,
+        *,
+        device: int | str | None = None,
+        device_map: str | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+        pipeline_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Constructor arguments for langchain-huggingface's ``from_model_id``."""
+        if isinstance(device, int):
+            device = "cpu" if device < 0 else f"cuda:{device}"
+        options = dict(pipeline_kwargs or {})
+        if options.pop("return_full_text", False):
+            raise ValueError("return_full_text=True is not supported: answers come without prompt")
+        named = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "seed")
+        return {
+            "model_name": model_id,
+            "device_map": device or device_map,
+            "model_kwargs": model_kwargs,
+            **{name: options.pop(name) for name in named if name in options},
+            "generate_kwargs": options,
+        }

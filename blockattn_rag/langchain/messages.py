@@ -1,0 +1,165 @@
+"""Messages: from LangChain's to the form that chat templates take, and answers back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    ChatMessage,
+    FunctionMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.outputs import ChatGenerationChunk
+
+from blockattn_rag.blocks import wrap
+from blockattn_rag.generation import Generation, GenerationChunk, ReuseStats
+from blockattn_rag.handles import HANDLE_KEY
+
+PROVIDER = "blockattn_rag"
+
+_ROLES: dict[type[BaseMessage], str] = {
+    HumanMessage: "user",
+    AIMessage: "assistant",
+    SystemMessage: "system",
+    ToolMessage: "tool",
+    FunctionMessage: "tool",
+}
+
+# Parts of an assistant's message that chat templates do not show again.
+_UNSEEN_PARTS = ("reasoning", "thinking", "tool_call", "tool_call_chunk", "tool_use")
+
+
+def as_template_messages(
+    messages: Sequence[BaseMessage], *, knows_tools: bool
+) -> list[dict[str, Any]]:
+    """Messages as ``{"role", "content"}``; passages stand between block markers.
+
+    Args:
+        knows_tools: whether the chat template has words for tool calls and their results. If not,
+            a result goes before the question that it was fetched for, which is also where a
+            passage belongs: the question must be in the final block.
+
+    Raises:
+        ValueError: a message holds an image or anything else that is not text.
+    """
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        turn = {"role": _role_of(message), "content": _text_of(message)}
+        calls = message.tool_calls if isinstance(message, AIMessage) else []
+        if knows_tools:
+            turns.append({**turn, **_tool_fields(message)})
+        elif turn["role"] == "tool":
+            asked = [index for index, earlier in enumerate(turns) if earlier["role"] == "user"]
+            turns.insert(asked[-1] if asked else len(turns), {**turn, "role": "user"})
+        elif turn["content"] or not calls:
+            turns.append(turn)
+    return turns
+
+
+def knows_tools(tokenizer: Any) -> bool:
+    """Whether a chat template mentions tools at all."""
+    return "tool" in str(tokenizer.chat_template)
+
+
+def _role_of(message: BaseMessage) -> str:
+    if isinstance(message, ChatMessage):
+        return message.role
+    for kind, role in _ROLES.items():
+        if isinstance(message, kind):
+            return role
+    raise ValueError(f"found a {type(message).__name__}, which no chat template has a role for")
+
+
+def _tool_fields(message: BaseMessage) -> dict[str, Any]:
+    if isinstance(message, ToolMessage):
+        return {"tool_call_id": message.tool_call_id, "name": message.name or ""}
+    if not isinstance(message, AIMessage) or not message.tool_calls:
+        return {}
+    calls = [
+        {
+            "type": "function",
+            "id": call["id"],
+            "function": {"name": call["name"], "arguments": call["args"]},
+        }
+        for call in message.tool_calls
+    ]
+    return {"tool_calls": calls}
+
+
+def _text_of(message: BaseMessage) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    return "".join(_text_of_part(part, message) for part in message.content)
+
+
+def _text_of_part(part: str | dict[str, Any], message: BaseMessage) -> str:
+    """A part's text; a part with ``kv_handle`` is a passage, whatever the handle says."""
+    if isinstance(part, str):
+        return part
+    if part.get("type") == "text":
+        text = str(part["text"])
+        is_passage = HANDLE_KEY in part or HANDLE_KEY in (part.get("extras") or {})
+        return wrap(text) if is_passage else text
+    if isinstance(message, AIMessage) and part.get("type") in _UNSEEN_PARTS:
+        return ""
+    raise ValueError(
+        f"this model reads text only, found a part {json.dumps(part, default=str)[:80]} in a "
+        f"{message.type} message; leave such content out"
+    )
+
+
+def answer_message(generation: Generation, model_name: str | None) -> AIMessage:
+    """A whole answer as a message."""
+    return AIMessage(
+        content=generation.text,
+        usage_metadata=usage_of(generation.stats),
+        response_metadata=metadata_of(generation, model_name),
+    )
+
+
+def answer_chunk(piece: GenerationChunk, model_name: str | None) -> ChatGenerationChunk:
+    """A piece of a stream. The last one carries all figures, so that the pieces sum up."""
+    if piece.generation is None:
+        return ChatGenerationChunk(message=AIMessageChunk(content=piece.text))
+    whole = piece.generation
+    message = AIMessageChunk(
+        content=piece.text,
+        usage_metadata=usage_of(whole.stats),
+        response_metadata=metadata_of(whole, model_name),
+        chunk_position="last",
+    )
+    return ChatGenerationChunk(
+        message=message, generation_info={"finish_reason": whole.finish_reason}
+    )
+
+
+def usage_of(stats: ReuseStats) -> UsageMetadata:
+    """Token counts. ``cache_read`` came from the store; ``cache_creation`` was computed now."""
+    computed = stats.computed_tokens if stats.mode == "block" else 0
+    return UsageMetadata(
+        input_tokens=stats.prompt_tokens,
+        output_tokens=stats.generated_tokens,
+        total_tokens=stats.prompt_tokens + stats.generated_tokens,
+        input_token_details=InputTokenDetails(
+            cache_read=stats.reused_tokens, cache_creation=computed
+        ),
+    )
+
+
+def metadata_of(generation: Generation, model_name: str | None) -> dict[str, Any]:
+    """``response_metadata``: who answered, why the answer ends, and what was reused."""
+    return {
+        "model_name": model_name or "unknown",
+        "model_provider": PROVIDER,
+        "finish_reason": generation.finish_reason,
+        "block_attention": asdict(generation.stats),
+    }
