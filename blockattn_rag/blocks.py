@@ -24,8 +24,9 @@ from typing import NamedTuple
 HANDLE_LENGTH = 32
 """Hex digits of a handle: 128 bits of the sha256 of the block's text."""
 
-_OPEN = re.compile(r"\[\[kvblock:([0-9a-f]{32})\]\]")
 _MARKER = re.compile(r"\[\[(/?)kvblock:([0-9a-f]{32})\]\]")
+_OPEN_LENGTH = len("[[kvblock:]]") + HANDLE_LENGTH
+_CLOSE_LENGTH = _OPEN_LENGTH + 1
 
 
 def handle_of(text: str) -> str:
@@ -122,7 +123,9 @@ class BlockPrompt:
         *context, final = texts
         if isinstance(final, Block):
             raise TypeError("the last item of a prompt is its final block and must be a str")
-        blocks = (text if isinstance(text, Block) else Block(text) for text in context if text)
+        blocks = (
+            text if isinstance(text, Block) else Block(text) for text in context if text != ""
+        )
         return cls(tuple(blocks), final)
 
     @property
@@ -171,67 +174,80 @@ def segment(string: str, template: BlockTemplate = PLAIN) -> BlockPrompt:
 
 def marked_spans(string: str) -> Iterator[MarkedSpan]:
     """Spans to take as blocks, left to right: verified ones, and pairs whose text was changed."""
+    markers = list(_MARKER.finditer(string))
+    partners = _partners(markers)
     position = 0
-    while opening := _OPEN.search(string, position):
-        span = _verified_span(string, opening) or _unverified_span(string, opening)
-        if span is None:
-            position = opening.end()
+    for index, marker in enumerate(markers):
+        closing = markers[partners[index]] if index in partners else None
+        if closing is None or marker.start() < position:
             continue
-        yield span
-        position = span.end
+        text = string[marker.end() : closing.start()]
+        # A changed text (escaped, edited) is still one passage if no other marker stands in it: it
+        # is computed as a block of its own instead of being looked up.
+        if partners[index] == index + 1 or handle_of(text) == marker.group(2):
+            yield MarkedSpan(marker.start(), closing.end(), text)
+            position = closing.end()
 
 
-def _verified_span(string: str, opening: re.Match[str]) -> MarkedSpan | None:
-    """The span from ``opening`` to the close marker at which the digest of the text agrees.
+def _partners(markers: Sequence[re.Match[str]]) -> dict[int, int]:
+    """For each opening, the closing marker that may end its text, by index.
 
-    The text may itself hold marker-like strings, so each close marker is tried; hashing goes on
-    from one to the next, which keeps hostile input linear in the length per opening.
+    That is the next marker of the same handle: a text cannot hold its own digest, so neither of its
+    own markers stands inside it, whatever else does.
     """
-    handle, start = opening.group(1), opening.end()
-    close = f"[[/kvblock:{handle}]]"
-    state, hashed = hashlib.sha256(), start
-    at = string.find(close, start)
-    while at >= 0:
-        state.update(string[hashed:at].encode("utf-8", "surrogatepass"))
-        if state.copy().hexdigest().startswith(handle):
-            return MarkedSpan(opening.start(), at + len(close), string[start:at])
-        hashed = at
-        at = string.find(close, at + len(close))
-    return None
+    partners: dict[int, int] = {}
+    following: dict[str, int] = {}
+    for index in range(len(markers) - 1, -1, -1):
+        slash, handle = markers[index].groups()
+        if not slash and handle in following and markers[following[handle]].group(1):
+            partners[index] = following[handle]
+        following[handle] = index
+    return partners
 
 
-def _unverified_span(string: str, opening: re.Match[str]) -> MarkedSpan | None:
-    """The span from ``opening`` to its own close marker, if no other marker stands between.
-
-    The text was changed on its way (escaped, edited). It is still one passage: it is computed as
-    a block of its own instead of being looked up.
-    """
-    following = _MARKER.search(string, opening.end())
-    if following is None or following.groups() != ("/", opening.group(1)):
-        return None
-    return MarkedSpan(opening.start(), following.end(), string[opening.end() : following.start()])
-
-
-def _fragment_pattern() -> re.Pattern[str]:
-    """Whole markers, and what a splitter leaves of a marker that it cut.
-
-    A cut marker's head ends, and its tail begins, where the splitter cut: at white space or at an
-    end of the string. Heads of at least four characters and tails of at least eight digits are
-    recognised; shorter ones cannot be told from ordinary text such as ``[[1 2] [3 4]]``.
-    """
-    head = r"\[\[(?:/k|kv|/?kvb|/?kvbl|/?kvblo|/?kvbloc|/?kvblock|/kv|/?kvblock:[0-9a-f]{0,32}\]?)"
-    tail = r"(?:\[?/?(?:(?:(?:(?:(?:k?v)?b)?l)?o)?c)?k:[0-9a-f]{32}|:?[0-9a-f]{8,32})\]\]"
-    return re.compile(rf"{_MARKER.pattern}|{head}(?=\s|\Z)|(?<!\S){tail}")
-
-
-_FRAGMENT = _fragment_pattern()
+# What a splitter leaves of a marker that it cut. The head ends, and the tail begins, where it cut:
+# at white space or at an end of the string. Heads of at least four characters and tails of at least
+# eight digits are recognised; shorter ones cannot be told from text such as "[[1 2] [3 4]]".
+_HEAD = re.compile(
+    r"\[\[(?:/k|kv|/?kvb|/?kvbl|/?kvblo|/?kvbloc|/?kvblock|/kv|/?kvblock:[0-9a-f]{0,32}\]?)\Z"
+)
+_TAIL = re.compile(r"(?:\[?/?(?:(?:(?:(?:(?:k?v)?b)?l)?o)?c)?k:[0-9a-f]{32}|:?[0-9a-f]{8,32})\]\]")
+_WORD = re.compile(r"\S+")
 
 
 def strip_markers(string: str) -> str:
     """The string without markers and marker fragments, for showing and logging prompts."""
     if "]]" not in string and "[[" not in string:
         return string
-    return _FRAGMENT.sub("", string)
+    stripped = _MARKER.sub("", string)
+    if _MARKER.search(stripped):
+        stripped = _strip_nested(stripped)
+    return _WORD.sub(_strip_fragments, stripped)
+
+
+def _strip_nested(string: str) -> str:
+    """Remove markers that come to be when others are removed from inside them, in one pass."""
+    kept: list[str] = []
+    for character in string:
+        kept.append(character)
+        if character == "]" and _MARKER.fullmatch("".join(kept[-_CLOSE_LENGTH:])):
+            del kept[-_CLOSE_LENGTH:]
+        elif character == "]" and _MARKER.fullmatch("".join(kept[-_OPEN_LENGTH:])):
+            del kept[-_OPEN_LENGTH:]
+    return "".join(kept)
+
+
+def _strip_fragments(match: re.Match[str]) -> str:
+    """A word less the marker heads at its end and the marker tails at its start."""
+    word = match.group()
+    if "[[" not in word and "]]" not in word:
+        return word
+    start, end = 0, len(word)
+    while head := _HEAD.search(word, max(0, end - _CLOSE_LENGTH), end):
+        end = head.start()
+    while tail := _TAIL.match(word, start, end):
+        start = tail.end()
+    return word[start:end]
 
 
 def _sha256(text: str) -> str:

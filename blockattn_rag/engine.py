@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
@@ -15,6 +15,7 @@ from blockattn_rag.blocks import Block, BlockPrompt
 from blockattn_rag.fetch import BlockFetcher, EncodeStats, OnMiss
 from blockattn_rag.generation import (
     AnswerText,
+    Clock,
     Generation,
     GenerationChunk,
     Mode,
@@ -49,16 +50,25 @@ class _Request(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """A request ready for the model: token ids, placed blocks (block mode), figures so far."""
+    """A request ready for the model: token ids, placed blocks (block mode), figures so far.
+
+    ``limit``: tokens that may be generated.
+    """
 
     context_ids: list[int]
     final_ids: list[int]
     context: Context | None
+    limit: int
     stats: ReuseStats
 
 
 def _ignore(text: str) -> None:
     """For answers that nobody reads as they come."""
+
+
+def _never() -> bool:
+    """For answers that nobody cancels."""
+    return False
 
 
 class BlockAttentionEngine:
@@ -179,7 +189,8 @@ class BlockAttentionEngine:
             max_new_tokens, temperature, top_p, top_k, tuple(_strings(stop)), seed, generate_kwargs
         )
         own = {"positions": positions, "on_miss": on_miss, "assembly": assembly}
-        return self._answer(self._request(prompt, mode, own, sampling))
+        request = self._request(prompt, mode, own, sampling)
+        return self._answer(request, self._prepare(request))
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[GenerationChunk]:
         """Answer a prompt piece by piece; ``options`` are those of ``generate``.
@@ -194,12 +205,11 @@ class BlockAttentionEngine:
     ) -> list[Generation]:
         """Answer several prompts, in order; ``options`` are those of ``generate``.
 
-        Up to ``batch_size`` prompts share each forward where that is exact; models with sliding
-        windows answer one by one. Times in the statistics are those of the whole batch.
+        Up to ``batch_size`` prompts share each forward where that gives ``generate``'s answers:
+        models with sliding windows, seeded sampling, and options that look back at the prompt
+        (beams, penalties) are answered one by one. Times are those of the whole batch.
         """
         requests = [self._request_from(prompt, options) for prompt in prompts]
-        if not self.model.can_batch or batch_size < 2 or options.get("num_beams", 1) > 1:
-            return [self._answer(request) for request in requests]
         answers: list[Generation] = []
         for at in range(0, len(requests), batch_size):
             answers += self._answer_batch(requests[at : at + batch_size])
@@ -250,16 +260,15 @@ class BlockAttentionEngine:
         prompt, tokenizer = request.prompt, self.model.tokenizer
         if request.mode == "full":
             ids = tokenizer.prompt_ids(prompt)
-            context = [token for block in ids.context for token in block]
-            return _Prepared(
-                context, ids.final, None, ReuseStats("full", computed_tokens=len(ids.flat))
-            )
+            limit = self.model.room_for(len(ids.flat), request.sampling)
+            context_ids = [token for block in ids.context for token in block]
+            stats = ReuseStats("full", computed_tokens=len(ids.flat))
+            return _Prepared(context_ids, ids.final, None, limit, stats)
         started = time.perf_counter()
-        blocks, hits, misses, missed_tokens = self._fetcher.fetch(prompt.context, request.on_miss)
-        final = tokenizer.final_ids(prompt.final, first=not blocks)
-        if not final:  # something must be predicted from: the last block is computed again
-            final = _last_block(blocks).token_ids.tolist()
+        context, final = self._with_final_tokens(prompt)
+        blocks, hits, misses, missed_tokens = self._fetcher.fetch(context, request.on_miss)
         placed = place(blocks, request.positions)
+        limit = self.model.room_for(placed.num_tokens + len(final), request.sampling)
         stats = ReuseStats(
             "block",
             hits=hits,
@@ -268,17 +277,28 @@ class BlockAttentionEngine:
             computed_tokens=missed_tokens + len(final),
             fetch_s=time.perf_counter() - started,
         )
-        return _Prepared(placed.token_ids, final, placed, stats)
+        return _Prepared(placed.token_ids, final, placed, limit, stats)
+
+    def _with_final_tokens(self, prompt: BlockPrompt) -> tuple[list[Block], list[int]]:
+        """Context blocks, and the final block's tokens: the last block's if that is empty, since
+        something must be predicted from."""
+        tokenizer, context = self.model.tokenizer, list(prompt.context)
+        final = tokenizer.final_ids(prompt.final, first=not context)
+        while context and not final:
+            final = tokenizer.block_ids(context.pop(), first=not context)
+        if not final:
+            raise ValueError("the prompt holds no token")
+        return context, final
 
     def _answer(
         self,
         request: _Request,
+        prepared: _Prepared,
         on_text: Callable[[str], object] = _ignore,
-        is_cancelled: Callable[[], bool] | None = None,
+        is_cancelled: Callable[[], bool] = _never,
     ) -> Generation:
-        prepared = self._prepare(request)
         answer = AnswerText(self.model.tokenizer.tokenizer, request.sampling.stop)
-        clock = _Clock(request.started)
+        clock = Clock(request.started)
 
         def on_token(token: int) -> None:
             clock.note_token()
@@ -286,6 +306,8 @@ class BlockAttentionEngine:
                 on_text(text)
 
         with self._lock:
+            if is_cancelled():  # while waiting for the model
+                return self._generation(answer, [], prepared, clock)
             clock.assembling = time.perf_counter()
             cache = self._cache([prepared], request.assembly)
             clock.prefilling = time.perf_counter()
@@ -295,18 +317,21 @@ class BlockAttentionEngine:
                 request.sampling,
                 cache=cache,
                 on_token=on_token,
-                is_cancelled=is_cancelled,
+                is_cancelled=lambda: answer.stopped or is_cancelled(),
             )
         if clock.first_token is None:  # beam search hands out no token before its end
             for token in ids:
                 on_token(token)
         if rest := answer.finish():
             on_text(rest)
-        return self._generation(answer, ids, clock.complete(prepared.stats, len(ids)))
+        return self._generation(answer, ids, prepared, clock)
 
     def _answer_batch(self, requests: Sequence[_Request]) -> list[Generation]:
         prepared = [self._prepare(request) for request in requests]
-        sampling, clock = requests[0].sampling, _Clock(requests[0].started)
+        sampling, clock = requests[0].sampling, Clock(requests[0].started)
+        limits = {one.limit for one in prepared}
+        if len(prepared) == 1 or len(limits) > 1 or not self.model.batches_exactly(sampling):
+            return [self._answer(*pair) for pair in zip(requests, prepared, strict=True)]
         with self._lock:
             clock.assembling = time.perf_counter()
             cache = self._cache(prepared, requests[0].assembly)
@@ -323,7 +348,7 @@ class BlockAttentionEngine:
             for token in ids:
                 answer.push(token)
             answer.finish()
-            answers.append(self._generation(answer, ids, clock.complete(one.stats, len(ids))))
+            answers.append(self._generation(answer, ids, one, clock))
         return answers
 
     def _cache(self, prepared: Sequence[_Prepared], assembly: Assembly) -> Any:
@@ -335,8 +360,12 @@ class BlockAttentionEngine:
         chosen = self.model.choose_assembly(assembly, longest)
         return self.model.cache_for(*contexts, assembly=chosen)
 
-    def _generation(self, answer: AnswerText, ids: list[int], stats: ReuseStats) -> Generation:
-        stopped = answer.stopped or (bool(ids) and ids[-1] in self.model.end_token_ids)
+    def _generation(
+        self, answer: AnswerText, ids: list[int], prepared: _Prepared, clock: Clock
+    ) -> Generation:
+        ended = bool(ids) and ids[-1] in self.model.end_token_ids
+        stopped = answer.stopped or ended or len(ids) < prepared.limit
+        stats = clock.complete(prepared.stats, len(ids))
         return Generation(answer.text, ids, "stop" if stopped else "length", stats)
 
     def _stream(self, request: _Request) -> Iterator[GenerationChunk]:
@@ -346,7 +375,10 @@ class BlockAttentionEngine:
         def work() -> None:
             try:
                 answer = self._answer(
-                    request, lambda text: chunks.put(GenerationChunk(text)), left.is_set
+                    request,
+                    self._prepare(request),
+                    lambda text: chunks.put(GenerationChunk(text)),
+                    left.is_set,
                 )
                 chunks.put(GenerationChunk("", answer))
             except BaseException as error:  # noqa: BLE001 -- raised again by the reader
@@ -365,37 +397,7 @@ class BlockAttentionEngine:
             left.set()
 
 
-class _Clock:
-    """When the steps of one request happened, in seconds of ``time.perf_counter``."""
-
-    def __init__(self, started: float) -> None:
-        self.started = self.assembling = self.prefilling = started
-        self.first_token: float | None = None
-
-    def note_token(self) -> None:
-        if self.first_token is None:
-            self.first_token = time.perf_counter()
-
-    def complete(self, stats: ReuseStats, generated_tokens: int) -> ReuseStats:
-        now = time.perf_counter()
-        first = self.first_token or now
-        return replace(
-            stats,
-            generated_tokens=generated_tokens,
-            assemble_s=self.prefilling - self.assembling,
-            prefill_s=first - self.prefilling,
-            ttft_s=first - self.started,
-            total_s=now - self.started,
-        )
-
-
 _T = TypeVar("_T")
-
-
-def _last_block(blocks: list[_T]) -> _T:
-    if not blocks:
-        raise ValueError("the prompt holds no token")
-    return blocks.pop()
 
 
 def _strings(stop: Sequence[str]) -> Sequence[str]:

@@ -29,7 +29,7 @@ _PRECOMPUTE_WINDOW = 256
 
 @dataclass(frozen=True, slots=True)
 class EncodeStats:
-    """What ``precompute`` did. ``computed + reused`` is the number of distinct blocks."""
+    """What ``precompute`` did, in distinct blocks. Texts of no tokens are in neither figure."""
 
     computed: int = 0
     reused: int = 0
@@ -70,29 +70,31 @@ class BlockFetcher:
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether there is an entry for the block; whether it is sound is seen when it is read."""
-        return self._key(block.digest(first=first)) in self._store
+        return self._key(self._digest(block, first)) in self._store
 
     def fetch(self, context: Sequence[Block], on_miss: OnMiss) -> Fetched:
         """KV of a prompt's context blocks; absent ones are computed together and stored."""
         wanted = [
-            _Wanted(block.digest(first=index == 0), block, index == 0)
+            _Wanted(self._digest(block, index == 0), block, index == 0)
             for index, block in enumerate(context)
         ]
         distinct = {one.digest: one for one in wanted}
         found = {digest: self._look_up(digest) for digest in distinct}
-        missing = [one for one in distinct.values() if found[one.digest] is None]
+        absent = [one for one in distinct.values() if found[one.digest] is None]
+        # A text of no tokens has no KV: nothing is missing, and it leaves no trace in the prompt.
+        missing = [(one, ids) for one in absent if (ids := self._token_ids(one))]
         if missing and on_miss == "error":
             raise MissError(
                 f"{len(missing)} of {len(wanted)} blocks are not in the store and on_miss='error'; "
-                f"the first is {missing[0].block.text[:60]!r}. Encode them before (engine.encode), "
-                "or use on_miss='compute'"
+                f"the first is {missing[0][0].block.text[:60]!r}. Encode them before "
+                "(engine.encode), or use on_miss='compute'"
             )
-        computed = dict(self._encode(missing))
-        found |= computed
-        # A text of no tokens has no KV and leaves no trace in the prompt.
+        for computed in self._encode(missing):
+            self._keep(computed)
+            found[computed.digest] = computed
         blocks = [kv for one in wanted if (kv := found[one.digest]) is not None]
-        missed_tokens = sum(kv.num_tokens for kv in computed.values() if kv is not None)
-        return Fetched(blocks, len(wanted) - len(missing), len(missing), missed_tokens)
+        missed_tokens = sum(len(ids) for _, ids in missing)
+        return Fetched(blocks, len(blocks) - len(missing), len(missing), missed_tokens)
 
     def precompute(
         self,
@@ -110,23 +112,30 @@ class BlockFetcher:
             batch_tokens: tokens of one encoding batch, padding included.
         """
         started = time.perf_counter()
-        wanted = {b.digest(first=False): b for b in blocks}
-        absent = [
-            _Wanted(d, b, False) for d, b in wanted.items() if self._key(d) not in self._store
-        ]
+        distinct = {b.digest(first=False): b for b in blocks}
+        wanted = [_Wanted(digest, block, False) for digest, block in distinct.items()]
+        absent = [one for one in wanted if self._key(one.digest) not in self._store]
         stats = EncodeStats(reused=len(wanted) - len(absent))
         done = stats.reused
         with tqdm(
             total=len(wanted), initial=done, desc="Encoding blocks", disable=not show_progress
         ) as bar:
             for at in range(0, len(absent), _PRECOMPUTE_WINDOW):
-                for _, kv in self._encode(absent[at : at + _PRECOMPUTE_WINDOW], batch_tokens):
+                window = [
+                    (one, self._token_ids(one)) for one in absent[at : at + _PRECOMPUTE_WINDOW]
+                ]
+                for kv in self._encode(window, batch_tokens):
+                    self._store.put(self._key(kv.digest), kv)
                     stats = _counted(stats, kv)
                     done += 1
                     bar.update()
                     if on_progress is not None:
                         on_progress(done, len(wanted))
         return replace(stats, seconds=time.perf_counter() - started)
+
+    def _digest(self, block: Block, first: bool) -> str:
+        """Without BOS, a block is the same at the start of a prompt as later."""
+        return block.digest(first=first and bool(self._model.tokenizer.prefix_ids))
 
     def _key(self, digest: str) -> str:
         return store_key(self._model.fingerprint, digest)
@@ -149,34 +158,31 @@ class BlockFetcher:
             return None
         return kv.to(self._model.device)
 
+    def _token_ids(self, one: _Wanted) -> list[int]:
+        return self._model.tokenizer.block_ids(one.block, first=one.first)
+
     def _encode(
-        self, wanted: Sequence[_Wanted], batch_tokens: int | None = None
-    ) -> Iterator[tuple[str, BlockKV | None]]:
-        """Compute and store; yields (digest, KV or None for a text of no tokens)."""
-        tokenizer = self._model.tokenizer
-        requests = [
-            EncodeRequest(tokenizer.block_ids(w.block, first=w.first), w.digest, w.block.handle)
-            for w in wanted
-        ]
-        for request in requests:
-            if not request.token_ids:
-                yield request.digest, None
-        batches = self._model.encode(
-            [r for r in requests if r.token_ids], batch_tokens=batch_tokens
-        )
+        self, wanted: Sequence[tuple[_Wanted, list[int]]], batch_tokens: int | None = None
+    ) -> Iterator[BlockKV]:
+        """Compute blocks, given with their token ids; those of no tokens are left out."""
+        requests = [EncodeRequest(ids, one.digest, one.block.handle) for one, ids in wanted if ids]
+        batches = self._model.encode(requests, batch_tokens=batch_tokens)
         while True:
             with self._lock:  # one batch at a time: other requests may come in between
                 batch = next(batches, None)
             if batch is None:
                 return
-            for kv in batch:
-                self._store.put(self._key(kv.digest), kv)
-                yield kv.digest, kv
+            yield from batch
+
+    def _keep(self, kv: BlockKV) -> None:
+        """Store what an answer needed. That it cannot be stored is no reason not to answer."""
+        try:
+            self._store.put(self._key(kv.digest), kv)
+        except StoreError as error:
+            logger.warning("%s. The answer is not affected; the block is computed again.", error)
 
 
-def _counted(stats: EncodeStats, kv: BlockKV | None) -> EncodeStats:
-    if kv is None:
-        return stats
+def _counted(stats: EncodeStats, kv: BlockKV) -> EncodeStats:
     return replace(
         stats,
         computed=stats.computed + 1,

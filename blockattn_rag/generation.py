@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Mode = Literal["block", "full"]
@@ -46,6 +47,31 @@ class ReuseStats:
         return self.reused_tokens + self.computed_tokens
 
 
+class Clock:
+    """When the steps of one request happened, in seconds of ``time.perf_counter``."""
+
+    def __init__(self, started: float) -> None:
+        self.started = self.assembling = self.prefilling = started
+        self.first_token: float | None = None
+
+    def note_token(self) -> None:
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
+
+    def complete(self, stats: ReuseStats, generated_tokens: int) -> ReuseStats:
+        """The figures so far with those of the answer, which ends now."""
+        now = time.perf_counter()
+        first = self.first_token or now
+        return replace(
+            stats,
+            generated_tokens=generated_tokens,
+            assemble_s=self.prefilling - self.assembling,
+            prefill_s=first - self.prefilling,
+            ttft_s=first - self.started,
+            total_s=now - self.started,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One answer. ``text`` is without control tokens and ends before a stop string."""
@@ -62,6 +88,15 @@ class GenerationChunk:
 
     text: str
     generation: Generation | None = None
+
+
+# Arguments of transformers' `generate` that would undo what the engine does.
+_OWNED = frozenset(
+    {
+        *("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids"),
+        *("past_key_values", "use_cache", "cache_implementation", "num_return_sequences"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +121,11 @@ class Sampling:
             raise ValueError(f"temperature must not be negative, found {self.temperature}")
         if not all(self.stop):
             raise ValueError(f"stop must be a list of non-empty strings, found {self.stop!r}")
+        if owned := _OWNED & self.extra.keys():
+            raise ValueError(
+                f"{', '.join(sorted(owned))} cannot be given: the engine sets the model's inputs "
+                "and cache, and gives one answer to each prompt"
+            )
 
 
 class AnswerText:
@@ -114,7 +154,8 @@ class AnswerText:
         now = self._decode(self._ids[self._start :])
         if now.endswith("\ufffd"):  # a character that is not whole yet
             return ""
-        self._start, self._read = self._read, len(self._ids)
+        if len(now) > len(seen):  # else a control token, which cannot be the start of a window
+            self._start, self._read = self._read, len(self._ids)
         return self._emit(now[len(seen) :], final=False)
 
     def finish(self) -> str:
@@ -124,7 +165,11 @@ class AnswerText:
         return self._emit(rest, final=True)
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        # Cleaning up spaces would change what was already given out.
+        text = self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return str(text)
 
     def _emit(self, new: str, *, final: bool) -> str:
         if self.stopped:

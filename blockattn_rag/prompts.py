@@ -96,15 +96,19 @@ def render_chat(
     a system message goes into the first user message where the template knows no system role.
     """
     merged = _merge_same_role(messages)
+    has_system = merged[0]["role"] == "system" and len(merged) > 1
     try:
-        return _apply_template(tokenizer, merged, add_generation_prompt)
+        text = _apply_template(tokenizer, merged, add_generation_prompt)
     except Exception:
         # Templates refuse by raising whatever their author chose; only a system role is mended.
-        if merged[0]["role"] != "system" or len(merged) == 1:
+        if not has_system:
             raise
-        system, first, *rest = merged
-        joined = {**first, "content": f"{system['content']}\n\n{first['content']}"}
-        return _apply_template(tokenizer, [joined, *rest], add_generation_prompt)
+    else:
+        if not has_system or merged[0]["content"].strip() in text:
+            return text  # some templates drop a system message without a word
+    system, first, *rest = merged
+    joined = {**first, "content": f"{system['content']}\n\n{first['content']}"}
+    return _apply_template(tokenizer, [joined, *rest], add_generation_prompt)
 
 
 def _apply_template(

@@ -53,7 +53,7 @@ class BlockTokenizer:
         return []
 
     def _encode(self, text: str, *, control: bool) -> list[int]:
-        # A lone surrogate cannot be tokenised; show the replacement character instead of failing.
+        # A lone surrogate cannot be tokenised; it becomes a question mark instead of a failure.
         text = text.encode("utf-8", "replace").decode("utf-8")
         with self._lock:
             encoded = self.tokenizer(

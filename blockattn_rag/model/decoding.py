@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
@@ -60,19 +66,26 @@ def _fill(cache: DynamicCache, index: int, keys: Tensor, values: Tensor) -> None
 
 
 class _OnToken(BaseStreamer):
-    """Hands each new token to a callback. ``generate`` puts the prompt first, which is skipped."""
+    """Hands each new token to a callback. ``generate`` puts the prompt first, which is skipped.
 
-    def __init__(self, on_token: Callable[[int], None]) -> None:
+    ``caller``: a streamer that came with the call; it gets all as it comes.
+    """
+
+    def __init__(self, on_token: Callable[[int], None], caller: BaseStreamer | None) -> None:
         self._on_token = on_token
+        self._caller = caller
         self._prompt_seen = False
 
     def put(self, value: Tensor) -> None:
         if self._prompt_seen:
             self._on_token(int(value))
         self._prompt_seen = True
+        if self._caller is not None:
+            self._caller.put(value)
 
     def end(self) -> None:
-        pass
+        if self._caller is not None:
+            self._caller.end()
 
 
 class _AfterEachStep(StoppingCriteria):
@@ -83,6 +96,21 @@ class _AfterEachStep(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         return torch.full((input_ids.shape[0],), self._ends(), device=input_ids.device)
+
+
+class _RowLengths(StoppingCriteria):
+    """Another criterion, and after how many tokens each row met it: the rest of it is padding."""
+
+    def __init__(self, criterion: StoppingCriteria, prompt_width: int) -> None:
+        self._criterion = criterion
+        self._prompt_width = prompt_width
+        self.lengths: dict[int, int] = {}
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        met: Any = self._criterion(input_ids, scores, **kwargs)
+        for row in met.nonzero().flatten().tolist():
+            self.lengths.setdefault(row, input_ids.shape[1] - self._prompt_width)
+        return met
 
 
 def _with_step(arguments: dict[str, Any], ends: Callable[[], bool]) -> dict[str, Any]:
@@ -106,8 +134,8 @@ def generate(
     if is_cancelled is not None:
         arguments = _with_step(arguments, is_cancelled)
     # Beam search has no tokens to hand out before it ends.
-    if on_token is not None and arguments.get("num_beams", 1) == 1:
-        arguments["streamer"] = _OnToken(on_token)
+    if on_token is not None and _beams(hf_model, arguments) == 1:
+        arguments["streamer"] = _OnToken(on_token, arguments.get("streamer"))
     output = _run(hf_model, sampling, input_ids, torch.ones_like(input_ids), cache, arguments)
     return output[0, len(ids) :].tolist()
 
@@ -137,9 +165,15 @@ def generate_batch(
     arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
     if on_step is not None:
         arguments = _with_step(arguments, lambda: bool(on_step()))
+    lengths: dict[int, int] = {}
+    if stop := arguments.pop("stop_strings", None):
+        criterion = _RowLengths(StopStringCriteria(tokenizer, stop), input_ids.shape[1])
+        arguments["stopping_criteria"] = [criterion, *arguments.get("stopping_criteria", [])]
+        lengths = criterion.lengths
     output = _run(hf_model, sampling, input_ids, mask, cache, arguments)
     ends = _end_ids(hf_model, tokenizer, arguments)
-    return [_until_end(row.tolist(), ends) for row in output[:, input_ids.shape[1] :]]
+    rows = output[:, input_ids.shape[1] :].tolist()
+    return [_until_end(row[: lengths.get(index)], ends) for index, row in enumerate(rows)]
 
 
 def _left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
@@ -161,7 +195,7 @@ def _run(
     cache: DynamicCache | None,
     arguments: dict[str, Any],
 ) -> Tensor:
-    beams = arguments.get("num_beams", 1)
+    beams = _beams(hf_model, arguments)
     if cache is not None and beams > 1:
         cache.batch_repeat_interleave(beams)
     fork = torch.random.fork_rng(enabled=sampling.seed is not None)
@@ -197,7 +231,35 @@ def _arguments(
         arguments |= {"stop_strings": list(sampling.stop), "tokenizer": tokenizer}
     if hf_model.generation_config.eos_token_id is None:
         arguments["eos_token_id"] = tokenizer.eos_token_id
+    if "stop_strings" in sampling.extra:
+        arguments["tokenizer"] = tokenizer
     return arguments | sampling.extra
+
+
+def _beams(hf_model: PreTrainedModel, arguments: dict[str, Any]) -> int:
+    config: Any = arguments.get("generation_config", hf_model.generation_config)
+    return int(arguments.get("num_beams") or config.num_beams or 1)
+
+
+# Settings that do not look back at the prompt, where a batch has padding.
+_BATCH_SAFE = frozenset(
+    {
+        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+        *("do_sample", "temperature", "top_p", "top_k", "min_p", "max_length", "max_new_tokens"),
+        *("transformers_version", "_from_model_config", "output_attentions", "use_cache"),
+        *("output_hidden_states", "return_dict_in_generate"),
+    }
+)
+
+
+def batches_exactly(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
+    """Whether padding and company in a batch leave every answer as it is alone.
+
+    Beams share the batch, penalties count padding as text, and draws of a seed depend on the row.
+    """
+    given = {*hf_model.generation_config.to_diff_dict(), *sampling.extra}
+    seeded = sampling.seed is not None and bool(sampling.temperature or sampling.extra)
+    return given <= _BATCH_SAFE and not seeded
 
 
 def end_token_ids(hf_model: PreTrainedModel, tokenizer: Any) -> set[int]:

@@ -49,10 +49,11 @@ def weights_digest(hf_model: PreTrainedModel) -> str:
     could replace the model itself.
     """
     digest = xxhash.xxh3_128()
-    seen: set[tuple[int, Any, Any]] = set()
+    seen: set[tuple[Any, ...]] = set()
     tensors = [*hf_model.named_parameters(), *hf_model.named_buffers()]
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
-        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
+        # With the device: two GPUs may use one address for different weights.
+        place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
         if place in seen and tensor.numel():
             continue  # tied weights
         seen.add(place)

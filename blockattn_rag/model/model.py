@@ -286,6 +286,10 @@ class BlockModel:
         """
         return all(window is None for window in self.profile.windows)
 
+    def batches_exactly(self, sampling: Sampling) -> bool:
+        """Whether ``can_batch`` holds, and for these options as well."""
+        return self.can_batch and decoding.batches_exactly(self.hf_model, sampling)
+
     def room_for(self, prompt_tokens: int, sampling: Sampling) -> int:
         """How many tokens may be generated after a prompt: as asked, or what the window leaves.
 

@@ -79,16 +79,22 @@ def _layer_windows(hf_model: PreTrainedModel) -> tuple[int | None, ...]:
         )
     windows: list[int | None] = []
     for index, layer in enumerate(DynamicCache(config=config).layers):
+        if _is_chunked(config, index):
+            raise _refusal(
+                hf_model,
+                f"the attention of layer {index} is chunked: what a token sees depends on where "
+                "its chunk begins, so a block that is moved would see other tokens",
+            )
         if type(layer) is DynamicLayer:
             windows.append(None)
-        elif type(layer) is DynamicSlidingWindowLayer and not _is_chunked(config, index):
+        elif type(layer) is DynamicSlidingWindowLayer:
             windows.append(layer.sliding_window)
         else:
             raise _refusal(
                 hf_model,
                 f"layer {index} keeps its past in a {type(layer).__name__}; only full and "
                 "sliding-window attention have keys and values that can be moved. Recurrent, "
-                "linear, chunked and KV-sharing layers cannot",
+                "linear and KV-sharing layers cannot",
             )
     if not windows:
         raise _refusal(hf_model, "it has no attention layer with a KV cache")
@@ -145,6 +151,7 @@ def _measure(
     away = [(offset, _probe(hf_model, offset)) for offset in offsets]
     candidates = _frequencies(hf_model)
     tolerance = _TOLERANCE.get(hf_model.dtype, 0.15)
+    _refuse_foresight(hf_model, home, tolerance)
     fits, value_error = [], 0.0
     for index, (keys, values) in enumerate(home):
         moved = [relative_error(layers[index][1].float(), values.float()) for _, layers in away]
@@ -162,20 +169,38 @@ def _measure(
     return fits, value_error
 
 
-def _probe(hf_model: PreTrainedModel, offset: int) -> list[tuple[Tensor, Tensor]]:
+def _refuse_foresight(
+    hf_model: PreTrainedModel, home: list[tuple[Tensor, Tensor]], tolerance: float
+) -> None:
+    """Refuse a model whose tokens see later ones: padding would then change a block."""
+    half = _PROBE_TOKENS // 2
+    for whole, part in zip(home, _probe(hf_model, 0, half), strict=True):
+        error = max(
+            relative_error(a[:, :half].float(), b.float()) for a, b in zip(whole, part, strict=True)
+        )
+        if not error <= tolerance:
+            raise _refusal(
+                hf_model,
+                f"its tokens see later ones: keys or values change by {error:.2g} when the text "
+                "goes on. Only causal attention can be cut in blocks",
+            )
+
+
+def _probe(
+    hf_model: PreTrainedModel, offset: int, tokens: int = _PROBE_TOKENS
+) -> list[tuple[Tensor, Tensor]]:
     """Keys and values per layer of the same few tokens standing at ``offset``."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary_size(hf_model), (1, _PROBE_TOKENS), generator=generator).to(
         hf_model.device
     )
-    positions = torch.arange(offset, offset + _PROBE_TOKENS, device=hf_model.device)[None]
+    ids, end = ids[:, :tokens], offset + tokens
+    positions = torch.arange(offset, end, device=hf_model.device)[None]
     cache = DynamicCache()
     try:
         hf_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise _refusal(
-            hf_model, f"it cannot run {_PROBE_TOKENS} tokens at {offset}: {error}"
-        ) from error
+        raise _refusal(hf_model, f"it cannot run {tokens} tokens at {offset}: {error}") from error
     return [(keys[0], values[0]) for keys, values in layer_states(cache)]
 
 
