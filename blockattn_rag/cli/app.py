@@ -87,6 +87,9 @@ def options(
     ] = False,
 ) -> None:
     """Block-Attention for RAG: encode passages once, reuse them in every answer."""
+    if not sys.stderr.isatty():
+        # Read by transformers when it is imported: no bars for loading weights in log files.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("blockattn_rag").setLevel(logging.DEBUG if debug else logging.WARNING)
 

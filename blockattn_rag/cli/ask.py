@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from blockattn_rag.cli.database import Database
+from blockattn_rag.cli.names import existing_model
 from blockattn_rag.cli.output import JsonOption, duration, emit, note, working
 from blockattn_rag.cli.rag import Answer, Assistant
 
@@ -29,7 +30,10 @@ def ask(
     question: Annotated[str, typer.Argument(help="What to ask.")],
     db: Annotated[Path, typer.Option(help="Database folder, made by `blockattn-rag ingest`.")],
     model: Annotated[
-        str | None, typer.Option(help="Another model than the one the passages were encoded by.")
+        str | None,
+        typer.Option(
+            help="Another model than the one the passages were encoded by.", callback=existing_model
+        ),
     ] = None,
     mode: ModeOption = Mode.block,
     top_k: Annotated[int, typer.Option(min=1, help="Passages to retrieve.")] = 5,

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
+from blockattn_rag.cli.names import existing_model
 from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, table, working
 
 
 def check(
-    model: Annotated[str, typer.Argument(help=ModelArgument)],
+    model: Annotated[str, typer.Argument(help=ModelArgument, callback=existing_model)],
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     as_json: JsonOption = False,
@@ -47,6 +48,6 @@ def check(
         for row in rows
     ]
     columns = ("check", "passed", "found", "allowed", "detail")
-    emit(as_json, data, table(f"{model}", columns, shown), verdict)
+    emit(as_json, data, table(f"{model}", columns, shown, left=(0, 4)), verdict)
     if not report.passed:
         raise typer.Exit(1)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from blockattn_rag.cli.ask import Mode, ModeOption
+from blockattn_rag.cli.names import existing_model
 from blockattn_rag.cli.output import (
     JsonOption,
     ModelArgument,
@@ -30,7 +31,7 @@ def demo(
         typer.Option(help="Database folder. Default: one in the user's cache folder, see docs."),
     ] = None,
     mode: ModeOption = Mode.block,
-    model: Annotated[str, typer.Option(help=ModelArgument)] = "bundled",
+    model: Annotated[str, typer.Option(help=ModelArgument, callback=existing_model)] = "bundled",
     as_json: JsonOption = False,
 ) -> None:
     """Ingest a small encyclopedia and answer questions about it, with and without reuse.

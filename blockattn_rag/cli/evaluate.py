@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from blockattn_rag.cli.names import existing_model
 from blockattn_rag.cli.output import (
     JsonOption,
     ModelArgument,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    model: Annotated[str, typer.Option(help=ModelArgument)],
+    model: Annotated[str, typer.Option(help=ModelArgument, callback=existing_model)],
     data: Annotated[Path, typer.Option(help="Questions with passages: .jsonl or .jsonl.gz.")],
     modes: Annotated[
         str, typer.Option(help="Of full, block, block-composite, closed-book; commas between.")
@@ -80,8 +81,8 @@ def evaluate(
 
 
 def _table(title: str, results: list[ModeResult]) -> Table:
-    columns = ("mode", "accuracy", "95 %", "exact", "F1", "vs full", "same as full",
-               "first token", "reused")  # fmt: skip
+    columns = ("mode", "accuracy", "95 %", "exact", "F1", "vs full", "same",
+               "TTFT", "reused")  # fmt: skip
     return table(f"{title}, {results[0].samples} questions", columns, map(_row, results))
 
 

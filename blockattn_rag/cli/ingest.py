@@ -10,6 +10,7 @@ import typer
 
 from blockattn_rag.cli.database import HASHING, Database, Manifest
 from blockattn_rag.cli.documents import load_documents
+from blockattn_rag.cli.names import existing_model
 from blockattn_rag.cli.output import JsonOption, ModelArgument, duration, emit, note, size, working
 from blockattn_rag.cli.rag import ingest_documents
 
@@ -20,7 +21,8 @@ def ingest(
     ],
     db: Annotated[Path, typer.Option(help="Database folder; made if it does not exist.")],
     model: Annotated[
-        str | None, typer.Option(help=ModelArgument + " Default: the database's.")
+        str | None,
+        typer.Option(help=ModelArgument + " Default: the database's.", callback=existing_model),
     ] = None,
     chunk_size: Annotated[
         int | None,

@@ -46,16 +46,18 @@ def emit(as_json: bool, data: dict[str, Any], *shown: RenderableType) -> None:
         typer.echo(json.dumps(data, ensure_ascii=True, allow_nan=False))
         return
     for renderable in shown:
-        stdout.print(renderable, highlight=False)
+        stdout.print(renderable, highlight=False, soft_wrap=isinstance(renderable, str))
 
 
 def table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, left: int = 1
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, left: Sequence[int] = (0,)
 ) -> Table:
-    """A table; the first ``left`` columns are aligned left, the others right."""
-    result = Table(title=title or None, title_justify="left")
+    """A table; the columns in ``left`` are aligned left, the others right."""
+    result = Table(title=escape(title), title_justify="left")
     for i, column in enumerate(columns):
-        result.add_column(column, justify="left" if i < left else "right", overflow="fold")
+        result.add_column(
+            column, justify="left" if i in left else "right", overflow="fold", no_wrap=i == 0
+        )
     for row in rows:
         result.add_row(*(escape(str(cell)) for cell in row))
     return result

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from blockattn_rag.cli.names import existing_model
 from blockattn_rag.cli.output import JsonOption, ModelArgument, duration, emit, note, working
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _TASK, _SPEED = "What is learned", "Memory and speed"
 
 
 def train(
-    model: Annotated[str, typer.Option(help=ModelArgument)],
+    model: Annotated[str, typer.Option(help=ModelArgument, callback=existing_model)],
     data: Annotated[list[Path], typer.Option(help="Training data, JSON lines; may be repeated.")],
     output: Annotated[Path, typer.Option(help="Folder of the result; appears when complete.")],
     eval_data: Annotated[

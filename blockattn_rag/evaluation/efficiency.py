@@ -1,4 +1,4 @@
-"""Time to first token by context length: full prefill, reuse by copy, and the question alone."""
+"""Time to first token by context length: full prefill, reuse, and the question alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 PATHS: Mapping[str, Mapping[str, Any]] = {
     "full": {"mode": "full"},
-    "copy": {"mode": "block", "on_miss": "error"},
+    "copy": {"mode": "block", "on_miss": "error", "assembly": "copy"},
+    "relay": {"mode": "block", "on_miss": "error", "assembly": "relay"},
     "floor": {"mode": "full"},
 }
 """How the engine is called on each path. The floor's prompt is the question without context."""
@@ -61,24 +62,26 @@ def measure_ttft(
 
     Returns:
         One row for each length: ``length`` and ``blocks``; for each path ``<path>_s`` (median,
-        seconds), ``<path>_min_s`` and ``<path>_max_s``; ``full_over_copy``, ``copy_over_floor``;
-        and the operations ``full_flops``, ``block_flops``, ``flops_ratio`` (full over block).
+        seconds), ``<path>_min_s`` and ``<path>_max_s``; for the paths that reuse,
+        ``full_over_<path>`` and ``<path>_over_floor``; and the operations ``full_flops``,
+        ``block_flops``, ``flops_ratio`` (full over block).
     """
     sizes = {"block_tokens": block_tokens, "question_tokens": question_tokens, "repeats": repeats}
     for name, value in {**sizes, "the shortest length": min(lengths, default=0)}.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, found {value}")
     config = engine.model.config
-    rows, total = [], len(lengths) * (repeats + 1) * len(PATHS)
+    paths = [path for path in PATHS if path != "relay" or engine.model.supports_relay]
+    rows, total = [], len(lengths) * (repeats + 1) * len(paths)
     for number, length in enumerate(lengths):
         prompt = random_prompt(length, block_tokens, question_tokens, config.vocab_size)
         engine.generate(prompt, max_new_tokens=1)
-        times: dict[str, list[float]] = {path: [] for path in PATHS}
+        times: dict[str, list[float]] = {path: [] for path in paths}
         for repeat in range(repeats + 1):
-            for step, path in enumerate(PATHS):
+            for step, path in enumerate(paths):
                 times[path].append(_ttft(engine, prompt, path))
                 if on_progress:
-                    done = (number * (repeats + 1) + repeat) * len(PATHS) + step + 1
+                    done = (number * (repeats + 1) + repeat) * len(paths) + step + 1
                     on_progress(done, total)
         spreads = {path: Spread.of(values[1:]) for path, values in times.items()}
         rows.append(_row(config, length, len(prompt.context), question_tokens, spreads))
@@ -102,13 +105,10 @@ def _row(
         }
     full = prefill_flops(config, length + question_tokens)
     block = prefill_flops(config, question_tokens, length)
-    return row | {
-        "full_over_copy": row["full_s"] / row["copy_s"],
-        "copy_over_floor": row["copy_s"] / row["floor_s"],
-        "full_flops": full,
-        "block_flops": block,
-        "flops_ratio": full / block,
-    }
+    for path in spreads.keys() - {"full", "floor"}:
+        row[f"full_over_{path}"] = row["full_s"] / row[f"{path}_s"]
+        row[f"{path}_over_floor"] = row[f"{path}_s"] / row["floor_s"]
+    return row | {"full_flops": full, "block_flops": block, "flops_ratio": full / block}
 
 
 def machine() -> dict[str, Any]:

@@ -58,6 +58,9 @@ METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
 }
 
 
+_DRAWN_AT_ONCE = 1 << 20
+
+
 class Interval(NamedTuple):
     """A mean with its confidence interval."""
 
@@ -83,7 +86,10 @@ def bootstrap_mean(
         raise ValueError(f"level must lie between 0 and 1, found {level}")
     scores = np.asarray(values, dtype=np.float64)
     rng = np.random.default_rng(seed)
-    # One resample at a time: an index matrix of resamples x samples could fill the memory.
-    means = [scores[rng.integers(0, scores.size, scores.size)].mean() for _ in range(resamples)]
+    # In slices: one index matrix of resamples x samples could fill the memory.
+    rows = max(1, _DRAWN_AT_ONCE // scores.size)
+    counts = [min(rows, resamples - start) for start in range(0, resamples, rows)]
+    drawn = (scores[rng.integers(0, scores.size, (n, scores.size))] for n in counts)
+    means = np.concatenate([sample.mean(axis=1) for sample in drawn])
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(scores.mean()), float(low), float(high))

@@ -120,7 +120,7 @@ def evaluate(
         stop: texts that end an answer.
         records_path: keep one JSON line for each answer there, and skip what it holds already.
         settings: what else to note in the report and in the records file, such as the data's name.
-        on_progress: called with mode, answered and total questions after each batch.
+        on_progress: called with mode, answered and total questions, at first and after each batch.
 
     Raises:
         ValueError: an unknown mode or prompt format, or nothing to do.
@@ -143,6 +143,8 @@ def evaluate(
     for mode in modes:
         pending = [sample for sample in shown if (sample.id, mode) not in done]
         finished = len(shown) - len(pending)
+        if on_progress:
+            on_progress(mode, finished, len(shown))
         for batch in _batches(pending, batch_size):
             prompts = [make_prompt(engine, form, sample, mode) for sample in batch]
             if MODES[mode]["mode"] == "block":

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag import __version__
+from blockattn_rag.cli import app
+from tests.cli.conftest import Command
+
+COMMANDS = ("demo", "ingest", "ask", "check", "train", "eval", "store", "bench")
+
+
+def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=120,
+        **options,
+    )  # fmt: skip
+
+
+def test_help_of_every_command_loads_neither_torch_nor_a_framework() -> None:
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from blockattn_rag.cli import app\n"
+        f"for name in [None, *{COMMANDS!r}]:\n"
+        "    result = CliRunner().invoke(app, [*([name] if name else []), '--help'])\n"
+        "    assert result.exit_code == 0, result.output\n"
+        "heavy = {'torch', 'transformers', 'llama_index', 'langchain_core', 'chromadb'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    done = python("-c", code)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_python_dash_m_runs_the_command_line_and_usage_errors_exit_with_2() -> None:
+    done = python("-m", "blockattn_rag", "ask")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "question" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_lists_every_command_and_the_version_is_the_package_s(cli: Command) -> None:
+    output = cli("--help")
+    assert all(name in output.stdout for name in COMMANDS)
+    assert cli("--version").stdout == f"blockattn-rag {__version__}\n"
+
+
+def test_an_error_is_one_line_on_stderr_and_status_1(cli: Command, tmp_path: Path) -> None:
+    output = cli("ask", "What?", "--db", tmp_path / "nowhere")
+    assert (output.status, output.stdout) == (1, "")
+    [line] = output.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "is no database" in line
+    assert "blockattn-rag ingest" in line
+
+
+def test_debug_shows_the_traceback(cli: Command, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    arguments = ["--debug", "ask", "What?", "--db", str(tmp_path / "nowhere")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert type(result.exception).__name__ == "DatabaseError"
+
+
+def test_an_unforeseen_error_names_its_type(
+    cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("blockattn_rag.cli.ask.Database.open", broken)
+    output = cli("ask", "What?", "--db", tmp_path)
+    assert output.status == 1
+    assert output.stderr.startswith("error: KeyError: 'lost' (blockattn-rag --debug")
+
+
+def test_a_mistyped_model_folder_is_named(cli: Command) -> None:
+    for command in (("check", "./no/model"), ("eval", "--model", "/no/model", "--data", "x")):
+        output = cli(*command)
+        assert output.status == 1
+        assert "no such model folder" in output.stderr
+
+
+def test_ctrl_c_ends_with_one_line_and_status_130(tmp_path: Path) -> None:
+    code = (
+        "import sys, time, blockattn_rag.cli.ask as ask\n"
+        "def wait(*a, **k):\n"
+        "    print('ready', file=sys.stderr, flush=True)\n"
+        "    time.sleep(60)\n"
+        "ask.Database.open = wait\n"
+        "from blockattn_rag.cli import main\n"
+        "main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "ask", "What?", "--db", str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert process.stderr.readline() == "ready\n"
+    time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout, stderr) == (130, "", "error: interrupted\n")

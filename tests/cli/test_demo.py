@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import blockattn_rag.demo.run as run
+from tests.cli.conftest import Command
+
+KEYS = {"question", "answer", "expected", "correct", "sources", "hits", "misses",
+        "ttft_block_s", "ttft_full_s"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few passages and questions: the tiny model knows no answer anyway."""
+    corpus, questions = run.bundled_corpus()[:6], run.bundled_questions()[:2]
+    monkeypatch.setattr(run, "bundled_corpus", lambda: corpus)
+    monkeypatch.setattr(run, "bundled_questions", lambda: questions)
+    monkeypatch.setattr(run, "MAX_NEW_TOKENS", 3)
+
+
+def test_a_second_demo_computes_nothing_at_ingestion_and_misses_nothing(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    command = ("demo", "--json", "--db", tmp_path / "db", "--model", model)
+    first = cli(*command)
+    assert first.status == 0, first.stderr
+    assert first.json["ingest"]["computed"] == 6
+    assert all(question.keys() >= KEYS for question in first.json["questions"])
+    second = cli(*command).json
+    assert (second["ingest"]["computed"], second["ingest"]["reused"]) == (0, 6)
+    assert (second["ingest"]["added"], second["summary"]["misses"]) == (0, 0)
+    for question in second["questions"]:
+        assert question["hits"] == 6  # the instructions and five passages
+        assert len(question["sources"]) == 5
+        assert question["ttft_block_s"] > 0
+        assert question["ttft_full_s"] > 0
+
+
+def test_the_demo_shows_every_question_and_a_summary(
+    cli: Command, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKATTN_RAG_HOME", str(tmp_path / "home"))
+    output = cli("demo", "--model", model, "--mode", "full")
+    assert output.status == 0, output.stderr
+    for turn in run.bundled_questions():
+        assert turn.question in output.stdout
+    assert "of 2 right in full mode" in output.stdout
+    assert str(tmp_path / "home" / "demo") in output.stdout
+
+
+def test_the_demo_keeps_its_database_in_the_user_s_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("BLOCKATTN_RAG_HOME", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run.default_folder() == tmp_path / "blockattn_rag" / "demo"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert run.default_folder() == tmp_path / ".cache" / "blockattn_rag" / "demo"

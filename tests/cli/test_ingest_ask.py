@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.cli.database import MANIFEST, Database
+from tests.cli.conftest import Command
+from tests.models import tiny_model, tiny_tokenizer
+
+
+def test_ingesting_twice_computes_and_adds_nothing_the_second_time(
+    cli: Command, model: Path, documents: Path, tmp_path: Path
+) -> None:
+    db = tmp_path / "db"
+    first = cli("ingest", documents, "--db", db, "--model", model, "--json").json
+    assert (first["documents"], first["passages"], first["added"]) == (2, 2, 2)
+    assert (first["computed"], first["reused"]) == (2, 0)
+    assert first["computed_tokens"] > 0
+    assert first["tokens_per_s"] > 0
+    assert first["stored_bytes"] > 0
+    assert [Path(s["file"]).name for s in first["skipped"]] == ["picture.raw"]
+    again = cli("ingest", documents, "--db", db, "--json").json
+    assert (again["added"], again["removed"], again["computed"], again["reused"]) == (0, 0, 0, 2)
+    assert again["stored_bytes"] == 0
+
+
+def test_a_changed_file_replaces_its_passages_and_leaves_the_others(
+    cli: Command, model: Path, documents: Path, tmp_path: Path
+) -> None:
+    db = tmp_path / "db"
+    cli("ingest", documents, "--db", db, "--model", model)
+    (documents / "tower.txt").write_text("Halden Tower is 300 metres high.", encoding="utf-8")
+    report = cli("ingest", documents, "--db", db, "--json").json
+    assert (report["added"], report["removed"], report["computed"]) == (1, 1, 1)
+    answer = cli("ask", "How high is Halden Tower?", "--db", db, "--max-new-tokens", 2, "--json")
+    assert answer.json["sources"][0]["text"] == "Halden Tower is 300 metres high."
+    assert len(answer.json["sources"]) == 2
+
+
+def test_long_documents_are_cut_to_the_chunk_size(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "long.txt"
+    text.write_text("One more sentence of text. " * 40, encoding="utf-8")
+    command = ("ingest", text, "--db", tmp_path / "db", "--model", model, "--json")
+    report = cli(*command, "--chunk-size", 200).json
+    assert report["passages"] >= 6
+    # The same sentences come again and again; equal passages share one block.
+    assert report["computed"] + report["reused"] <= report["passages"]
+    assert cli(*command).json["passages"] == report["passages"]  # the size was noted
+
+
+def test_a_new_database_needs_a_model(cli: Command, documents: Path, tmp_path: Path) -> None:
+    output = cli("ingest", documents, "--db", tmp_path / "db")
+    assert output.status == 2
+    assert "--model" in output.stderr
+
+
+def test_another_embedding_is_refused_and_a_missing_package_named(
+    cli: Command, database: Path, documents: Path, tmp_path: Path, model: Path
+) -> None:
+    output = cli("ingest", documents, "--db", database, "--embedding", "BAAI/bge-small-en-v1.5")
+    assert output.status == 1
+    assert "made with embedding 'hashing'" in output.stderr
+    command = ("ingest", documents, "--db", tmp_path / "other", "--model", model)
+    output = cli(*command, "--embedding", "BAAI/bge-small-en-v1.5")
+    assert output.status == 1
+    assert "pip install llama-index-embeddings-huggingface" in output.stderr
+
+
+def test_an_answer_comes_with_sources_and_a_line_on_reuse(cli: Command, database: Path) -> None:
+    output = cli("ask", "How high is Halden Tower?", "--db", database, "--max-new-tokens", 3)
+    assert output.status == 0, output.stderr
+    *_, source, reuse = output.stdout.splitlines()
+    assert source.startswith("[1] ")
+    assert "Halden Tower is 214 metres high." in source
+    assert reuse.startswith("block mode: 1 blocks reused, 1 computed;")
+    assert "first token after" in reuse
+
+
+def test_json_is_one_object_and_the_second_answer_reuses_every_block(
+    cli: Command, database: Path
+) -> None:
+    command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3, "--json")
+    first, second = cli(*command).json, cli(*command).json
+    assert (first["hits"], first["misses"]) == (1, 1)
+    assert (second["hits"], second["misses"]) == (2, 0)
+    assert second["answer"] == first["answer"]
+    assert second["ttft_s"] > 0
+    assert set(second["sources"][0]) == {"source", "title", "text", "score"}
+
+
+def test_full_mode_reuses_nothing(cli: Command, database: Path) -> None:
+    command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3, "--json")
+    answer = cli(*command, "--mode", "full").json
+    assert (answer["mode"], answer["hits"], answer["reused_tokens"]) == ("full", 0, 0)
+    assert cli(*command, "--mode", "fast").status == 2
+
+
+def test_another_model_computes_the_passages_and_says_so(
+    cli: Command, database: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    tiny_model(seed=1).save_pretrained(other)
+    tiny_tokenizer().save_pretrained(other)
+    command = ("ask", "How?", "--db", database, "--max-new-tokens", 2, "--json", "--model", other)
+    output = cli(*command)
+    assert output.json["misses"] == 2
+    assert "passages are computed when first used" in output.stderr
+    assert cli(*command).json["misses"] == 0
+
+
+def test_questions_need_words_and_passages(
+    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("ask", " ", "--db", database).status == 2
+    manifest = json.loads((database / MANIFEST).read_text(encoding="utf-8"))
+    manifest["collection"] = "empty"
+    (database / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    output = cli("ask", "How?", "--db", database)
+    assert output.status == 1
+    assert "holds no passage" in output.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is damaged"),
+        ('{"version": 9}', "version 9, expected 1"),
+        ('{"version": 1}', "damaged"),
+    ],
+)
+def test_a_manifest_that_cannot_be_used_is_reported(
+    cli: Command, database: Path, text: str, message: str
+) -> None:
+    (database / MANIFEST).write_text(text, encoding="utf-8")
+    output = cli("ask", "How?", "--db", database)
+    assert output.status == 1
+    assert message in output.stderr
+
+
+def test_chroma_is_asked_for_no_embedding_of_its_own(database: Path, model: Path) -> None:
+    collection = Database.open(database).collection
+    [metadata] = collection.get(include=["metadatas"])["metadatas"] or []
+    assert len(str(metadata["kv_handle"])) == 32

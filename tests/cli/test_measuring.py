@@ -1,0 +1,114 @@
+"""The commands that measure: check, eval, bench, and train, which ends in eval."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+from tests.evaluation.samples import record, write_jsonl
+
+
+def test_check_passes_a_supported_model_with_status_0(cli: Command, model: Path) -> None:
+    report = cli("check", model, "--json")
+    assert report.status == 0, report.stderr
+    assert report.json["passed"]
+    assert not report.json["block_tuned"]
+    assert {row["name"] for row in report.json["rows"]} >= {
+        "rotary layout",
+        "one block = full attention",
+        "assembled = oracle",
+        "tokenizer boundary",
+    }
+
+
+def test_check_shows_a_failed_row_and_exits_with_status_1(
+    cli: Command, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from blockattn_rag.model.check import CheckReport, CheckRow
+
+    row = CheckRow("assembled = oracle", False, 0.5, float("nan"), "made to fail")
+    monkeypatch.setattr("blockattn_rag.model.check_model", lambda m: CheckReport(m.name, (row,)))
+    output = cli("check", model)
+    assert output.status == 1
+    assert "NOT usable in block mode" in output.stdout
+    assert cli("check", model, "--json").json["rows"][0]["budget"] is None
+
+
+def test_eval_prints_a_row_for_each_mode_and_goes_on_from_its_records(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    data = write_jsonl(tmp_path / "data.jsonl", [record(i) for i in range(1, 4)])
+    records = tmp_path / "records.jsonl"
+    command = ("eval", "--model", model, "--data", data, "--modes", "full,block,closed-book",
+               "--limit", 2, "--num-passages", 2, "--max-new-tokens", 2,
+               "--output", records)  # fmt: skip
+    report = cli(*command, "--json")
+    assert report.status == 0, report.stderr
+    assert [row["mode"] for row in report.json["rows"]] == ["full", "block", "closed-book"]
+    assert report.json["rows"][1]["samples"] == 2
+    assert report.json["settings"]["num_passages"] == 2
+    lines = records.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 7
+    again = cli(*command)
+    assert records.read_text(encoding="utf-8").splitlines() == lines
+    assert "closed-book" in again.stdout
+
+
+def test_eval_names_a_bad_line_and_an_unknown_mode(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
+    output = cli("eval", "--model", model, "--data", data, "--modes", "full,fast")
+    assert (output.status, "modes must be distinct and of full" in output.stderr) == (1, True)
+    data.write_text('{"id": 1}\n', encoding="utf-8")
+    output = cli("eval", "--model", model, "--data", data)
+    assert (output.status, "data.jsonl, line 1: " in output.stderr) == (1, True)
+
+
+def test_bench_ttft_prints_one_json_object_with_a_row_for_each_length(cli: Command) -> None:
+    command = ("bench", "ttft", "--shape", "tiny", "--lengths", "32,64", "--block-tokens", 16,
+               "--question-tokens", 4, "--repeats", 2, "--device", "cpu")  # fmt: skip
+    report = cli(*command, "--json")
+    assert report.status == 0, report.stderr
+    assert [row["length"] for row in report.json["rows"]] == [32, 64]
+    assert {"full_s", "copy_s", "floor_s", "full_over_copy"} <= report.json["rows"][0].keys()
+    assert (report.json["dtype"], report.json["repeats"]) == ("float32", 2)
+    assert "torch" in report.json["machine"]["versions"]
+
+
+def test_bench_measures_any_model_and_shows_a_table(cli: Command, model: Path) -> None:
+    command = ("--lengths", 32, "--block-tokens", 16, "--question-tokens", 4, "--repeats", 1)
+    output = cli("bench", "ttft", "--model", model, *command)
+    assert output.status == 0, output.stderr
+    assert "FLOPs" in output.stdout
+
+
+def test_bench_refuses_lengths_and_shapes_that_are_none(cli: Command) -> None:
+    assert cli("bench", "ttft", "--lengths", "512,4k").status == 2
+    assert cli("bench", "ttft", "--lengths", "0").status == 2
+    output = cli("bench", "ttft", "--shape", "7b")
+    assert (output.status, "unknown shape '7b'" in output.stderr) == (1, True)
+
+
+def test_train_writes_a_model_that_is_known_to_be_block_tuned(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "train.jsonl"
+    sample = {
+        "question": "How high?",
+        "passages": [{"title": "Tower", "text": "It is 214 metres high."}],
+        "answer": "214 metres",
+    }
+    data.write_text((json.dumps(sample) + "\n") * 4 + "{}\n", encoding="utf-8")
+    command = ("train", "--model", model, "--data", data, "--output", tmp_path / "tuned",
+               "--max-steps", 2, "--batch-size", 2, "--json")  # fmt: skip
+    output = cli(*command)
+    assert (output.status, "line 5" in output.stderr) == (1, True)
+    output = cli(*command, "--on-error", "skip", "--overwrite")
+    assert output.status == 0, output.stderr
+    assert output.json["steps"] == 2
+    assert len(output.json["skipped"]) == 1
+    assert cli("check", tmp_path / "tuned", "--json").json["block_tuned"]

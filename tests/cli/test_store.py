@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+
+
+def entries(database: Path) -> list[Path]:
+    return sorted((database / "kv").rglob("*.safetensors"))
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+def test_stats_count_entries_tokens_and_bytes_by_model(cli: Command, database: Path) -> None:
+    stats = cli("store", "stats", database, "--json").json
+    assert stats["entries"] == len(entries(database)) == 1
+    assert stats["bytes"] == sum(path.stat().st_size for path in entries(database))
+    assert [model["tokens"] for model in stats["models"].values()] == [stats["tokens"]]
+    # The KV folder itself serves as well.
+    assert cli("store", "stats", database / "kv", "--json").json["entries"] == 1
+    assert "1" in cli("store", "stats", database).stdout
+
+
+def test_a_folder_that_is_no_store_is_refused_and_left_as_it_is(
+    cli: Command, tmp_path: Path
+) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert cli("store", "stats", folder).status == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_verify_finds_damage_and_deletes_it_when_asked(cli: Command, database: Path) -> None:
+    assert cli("store", "verify", database).status == 0
+    [entry] = entries(database)
+    damage(entry)
+    output = cli("store", "verify", database, "--json")
+    assert output.status == 1
+    assert list(output.json["damaged"]) == [entry.stem]
+    assert cli("store", "verify", database, "--delete").status == 0
+    assert not entries(database)
+
+
+def test_gc_keeps_what_chroma_refers_to(cli: Command, database: Path) -> None:
+    cli("ask", "How?", "--db", database, "--max-new-tokens", 1)
+    assert len(entries(database)) == 2  # the passage, and the instructions before it
+    young = cli("store", "gc", database, "--json").json
+    assert (young["kept"], young["kept_young"], young["deleted"]) == (1, 1, [])
+    dry = cli("store", "gc", database, "--grace", "0", "--dry-run", "--json").json
+    assert len(dry["deleted"]) == 1
+    assert len(entries(database)) == 2
+    done = cli("store", "gc", database, "--grace", "0s", "--json").json
+    assert done["deleted"] == dry["deleted"]
+    assert done["live_handles"] == 1
+    assert len(entries(database)) == 1
+    assert cli("ask", "How?", "--db", database, "--max-new-tokens", 1, "--json").json["hits"] == 1
+
+
+def test_gc_refuses_to_delete_everything_unless_forced(cli: Command, database: Path) -> None:
+    store = database / "kv"
+    output = cli("store", "gc", store, "--grace", "0")
+    assert output.status == 1
+    assert "every entry would be deleted" in output.stderr
+    assert len(entries(database)) == 1
+    kept = cli("store", "gc", store, "--chroma-path", database / "chroma", "--grace", "0", "--json")
+    assert kept.json["kept"] == 1
+    assert cli("store", "gc", store, "--db", database, "--grace", "0", "--json").json["kept"] == 1
+    assert cli("store", "gc", store, "--grace", "0", "--force").status == 0
+    assert not entries(database)
+
+
+def test_gc_refuses_chroma_folders_and_collections_that_are_not_there(
+    cli: Command, database: Path, tmp_path: Path
+) -> None:
+    output = cli("store", "gc", database, "--chroma-path", tmp_path / "typo")
+    assert (output.status, "holds no Chroma database" in output.stderr) == (1, True)
+    assert not (tmp_path / "typo").exists()
+    output = cli("store", "gc", database, "--collection", "typo")
+    assert (output.status, "no such collection: typo" in output.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("grace", ["1y", "", "-1", "h"])
+def test_a_grace_period_that_is_no_time_is_a_usage_error(
+    cli: Command, database: Path, grace: str
+) -> None:
+    assert cli("store", "gc", database, f"--grace={grace}").status == 2

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from blockattn_rag.blocks import BlockPrompt
+from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.errors import DataError
+from blockattn_rag.evaluation import EvaluationSample, evaluate, read_samples
+from blockattn_rag.generation import Generation, ReuseStats
+from tests.evaluation.samples import record, write_jsonl
+from tests.models import shared_tiny_llama, tiny_tokenizer
+
+
+class FakeEngine:
+    """Answers from a table by mode; notes every prompt it was given."""
+
+    def __init__(self, answers: dict[str, dict[str, str]], fail_after: int = 1000) -> None:
+        self.answers = answers
+        self.fail_after = fail_after
+        self.asked: list[tuple[str, BlockPrompt]] = []
+        self.encoded = 0
+        tokenizer = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=None))
+        self.model = SimpleNamespace(fingerprint="f" * 64, tokenizer=tokenizer)
+
+    def encode(self, blocks: Sequence[Any]) -> None:
+        self.encoded += len(blocks)
+
+    def generate_batch(
+        self, prompts: Sequence[BlockPrompt], *, mode: str, positions: str = "", **_: Any
+    ) -> list[Generation]:
+        self.fail_after -= 1
+        if self.fail_after < 0:
+            raise KeyboardInterrupt
+        name = "block-composite" if positions == "composite" else mode
+        if not any(prompt.context for prompt in prompts):
+            name = "closed-book"
+        self.asked += [(name, prompt) for prompt in prompts]
+        stats = ReuseStats(mode="block", hits=3, reused_tokens=30, computed_tokens=10, ttft_s=0.5)
+        return [Generation(self._answer(name, p), [1], "stop", stats) for p in prompts]
+
+    def _answer(self, name: str, prompt: BlockPrompt) -> str:
+        table = self.answers.get(name, {})
+        return next((a for q, a in table.items() if f"Tower {q}?" in prompt.final), "no idea")
+
+
+def samples(tmp_path: Path, count: int = 4) -> list[EvaluationSample]:
+    return read_samples(write_jsonl(tmp_path / "d.jsonl", [record(i) for i in range(1, count + 1)]))
+
+
+def run(engine: FakeEngine, *args: Any, **options: Any) -> Any:
+    as_engine: Any = engine
+    return evaluate(as_engine, *args, **options)
+
+
+def test_modes_are_scored_and_compared_with_full_mode(tmp_path: Path) -> None:
+    right = {str(i): f"It is {i}00 metres." for i in range(1, 5)}
+    engine = FakeEngine(
+        {"full": right, "block": {**right, "2": "?"}, "closed-book": {"1": "100 metres"}}
+    )
+    modes = ("full", "block", "block-composite", "closed-book")
+    report = run(engine, samples(tmp_path), modes, batch_size=3)
+    assert [r.mode for r in report.results] == list(modes)
+    assert [r.accuracy.mean for r in report.results] == [1.0, 0.75, 0.0, 0.25]
+    assert [r.agreement for r in report.results] == [1.0, 0.75, 0.0, 0.0]
+    assert report["block"].difference.mean == -0.25
+    assert report["closed-book"].exact_match.mean == 0.25
+    assert report["block"].reused_tokens == 120
+    assert {k: [r.samples for r in v] for k, v in report.by_kind.items()} == {
+        "even": [2, 2, 2, 2],
+        "odd": [2, 2, 2, 2],
+    }
+    assert json.loads(json.dumps(report.to_dict()))["rows"][1]["accuracy"]["mean"] == 0.75
+
+
+def test_blocks_are_encoded_before_block_mode_answers_and_not_for_full_mode(tmp_path: Path) -> None:
+    engine = FakeEngine({})
+    run(engine, samples(tmp_path, 1), ("full", "closed-book"))
+    assert engine.encoded == 0
+    run(engine, samples(tmp_path, 1), ("block",))
+    assert engine.encoded == 4  # the instructions and three passages
+
+
+def test_closed_book_prompts_hold_the_question_and_no_passage(tmp_path: Path) -> None:
+    engine = FakeEngine({})
+    run(engine, samples(tmp_path, 1), ("closed-book",))
+    [(_, prompt)] = engine.asked
+    assert prompt.text == "Question: How high is Tower 1?\nAnswer: "
+
+
+def test_num_passages_shortens_the_prompt(tmp_path: Path) -> None:
+    engine = FakeEngine({})
+    run(engine, samples(tmp_path, 1), ("block",), num_passages=1, prompt="block-attention")
+    [(_, prompt)] = engine.asked
+    assert [block.text for block in prompt.context[1:]] == [
+        "Title: Tower 1\nIt is 100 metres high."
+    ]
+
+
+def test_a_stopped_run_goes_on_from_its_records(tmp_path: Path) -> None:
+    path, data = tmp_path / "out" / "records.jsonl", samples(tmp_path)
+    engine = FakeEngine({"full": {"1": "100 metres"}}, fail_after=3)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, data, ("full", "block"), batch_size=2, records_path=path)
+    # Killed while writing: half a line.
+    path.write_bytes(path.read_bytes() + b'{"id": "q4", "mo')
+    again = FakeEngine({})
+    report = run(again, data, ("full", "block"), batch_size=2, records_path=path)
+    assert len(again.asked) == 2
+    assert report["full"].accuracy.mean == 0.25
+    assert report["block"].samples == 4
+    # One line of settings, eight of records.
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 9
+    nothing = FakeEngine({})
+    assert run(nothing, data, ("full", "block"), batch_size=2, records_path=path) == report
+    assert not nothing.asked
+
+
+def test_records_of_other_settings_are_refused(tmp_path: Path) -> None:
+    path, data = tmp_path / "records.jsonl", samples(tmp_path, 1)
+    run(FakeEngine({}), data, ("full",), records_path=path)
+    with pytest.raises(DataError, match="other settings"):
+        run(FakeEngine({}), data, ("full",), records_path=path, max_new_tokens=9)
+    path.write_text("what is this\n", encoding="utf-8")
+    with pytest.raises(DataError, match="line 1: not a record file"):
+        run(FakeEngine({}), data, ("full",), records_path=path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"modes": ("fulll",)}, {"modes": ()}, {"modes": ("full", "full")}, {"batch_size": 0}],
+)
+def test_bad_arguments_are_refused_before_anything_is_answered(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    engine = FakeEngine({})
+    with pytest.raises(ValueError, match=r"modes|batch_size"):
+        run(engine, samples(tmp_path, 1), **options)
+    with pytest.raises(ValueError, match="at least one sample"):
+        run(engine, [])
+    assert not engine.asked
+
+
+def test_a_real_engine_reuses_blocks_and_answers_alike_in_batches(tmp_path: Path) -> None:
+    engine = BlockAttentionEngine.from_pretrained(shared_tiny_llama(), tokenizer=tiny_tokenizer())
+    data = samples(tmp_path, 3)
+    modes = ("full", "block", "block-composite")
+    batched = evaluate(engine, data, modes, max_new_tokens=4, batch_size=3)
+    single = evaluate(engine, data, modes, max_new_tokens=4, batch_size=1)
+    assert [r.output for r in batched.records] == [r.output for r in single.records]
+    assert single["full"].reused_tokens == 0
+    assert single["full"].ttft_s > 0
+    assert (single["block"].misses, single["block-composite"].misses) == (0, 0)
+    assert single["block"].reused_tokens > 0
