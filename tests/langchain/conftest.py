@@ -1,0 +1,130 @@
+"""A tiny model that writes letters, the bundled model if it is there, and Chroma in both forms."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import chromadb
+import pytest
+import torch
+from chromadb.config import Settings
+from langchain_chroma import Chroma
+from langchain_core.documents import Document
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.demo import bundled_model_path
+from blockattn_rag.langchain import ChatBlockAttention, HashingEmbeddings
+from blockattn_rag.model import BlockModel
+from blockattn_rag.store import MemoryStore
+from tests.models import tiny_model, tiny_tokenizer
+
+NO_TELEMETRY = Settings(anonymized_telemetry=False)
+
+
+@lru_cache(maxsize=1)
+def tiny_block_model() -> BlockModel:
+    """A random model whose answers are letters, so that they are visible and never end early."""
+    tokenizer, model = tiny_tokenizer(), tiny_model("llama", max_position_embeddings=8192)
+    tokens = tokenizer.convert_ids_to_tokens(list(range(model.config.vocab_size)))
+    mute = [
+        i
+        for i, token in enumerate(tokens)
+        if not (token and len(token) == 1 and token.isascii() and token.isalpha())
+    ]
+    head: Any = model.get_output_embeddings()
+    with torch.no_grad():
+        head.weight[mute] = 0
+    model.config.block_attention = {"test": True}  # known to be tuned: no warning
+    return BlockModel(model, tokenizer)
+
+
+@lru_cache(maxsize=1)
+def bundled_block_model() -> BlockModel:
+    return BlockModel.from_pretrained("bundled")
+
+
+has_bundled_weights = (bundled_model_path() / "model.safetensors").is_file()
+needs_bundled_weights = pytest.mark.skipif(
+    not has_bundled_weights, reason="the bundled model's weights are not in this checkout yet"
+)
+
+
+@pytest.fixture
+def engine() -> BlockAttentionEngine:
+    return BlockAttentionEngine(tiny_block_model(), MemoryStore(1 << 28))
+
+
+@pytest.fixture
+def chat(engine: BlockAttentionEngine) -> ChatBlockAttention:
+    return ChatBlockAttention(engine=engine, max_tokens=6)
+
+
+def passages(count: int = 3, size: int = 60) -> list[Document]:
+    """Documents of about ``size`` characters, each of its own words, with titles."""
+    return [
+        Document(
+            page_content=f" Passage {n}: {' '.join(f'w{n}x{i}' for i in range(size // 6))}.\n",
+            metadata={"title": f"Title {n}"},
+            id=f"p{n}",
+        )
+        for n in range(count)
+    ]
+
+
+@pytest.fixture(scope="session")
+def chroma_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A Chroma server of its own on loopback; its port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    run = "from chromadb.cli.cli import app; app()"
+    folder = tmp_path_factory.mktemp("chroma-server")
+    command = [sys.executable, "-c", run, "run", "--path", str(folder)]
+    server = subprocess.Popen(
+        [*command, "--host", "127.0.0.1", "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _wait_for(server, port)
+        yield port
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+def _wait_for(server: subprocess.Popen[bytes], port: int, seconds: float = 30.0) -> None:
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends and server.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise RuntimeError(f"the Chroma server did not start (exit status {server.poll()})")
+
+
+@pytest.fixture(params=["embedded", "server"])
+def chroma_client(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """A Chroma client, once of each form."""
+    if request.param == "embedded":
+        return chromadb.PersistentClient(str(tmp_path / "chroma"), settings=NO_TELEMETRY)
+    port = request.getfixturevalue("chroma_server")
+    return chromadb.HttpClient("127.0.0.1", port, settings=NO_TELEMETRY)
+
+
+@pytest.fixture
+def vector_store(chroma_client: Any) -> Chroma:
+    """An empty collection of its own."""
+    return Chroma(
+        client=chroma_client,
+        collection_name=f"passages-{uuid4().hex}",
+        embedding_function=HashingEmbeddings(),
+    )
