@@ -6,7 +6,11 @@ few-shot examples, appendix A for the state of a game. Text alone: no tensors he
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from blockattn_rag.blocks import Block, BlockPrompt, BlockTemplate
@@ -63,14 +67,37 @@ def conversation_turns(messages: Sequence[Mapping[str, str]], tokenizer: Any) ->
     return turns
 
 
-def conversation(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> BlockPrompt:
+def conversation(
+    messages: Sequence[Mapping[str, str]], tokenizer: Any, *, blocks_per_turn: int = 1
+) -> BlockPrompt:
     """A prompt in which every turn but the last is a block of its own; the last is the final block.
 
     Control tokens are recognised in what the template writes, never in what an earlier turn says.
+
+    Args:
+        blocks_per_turn: cut long turns further, by :func:`split_text`, into at most that many
+            blocks. A last turn that has none before it is cut too, its last piece being final (as
+            the paper trains on single-turn data).
     """
     *context, final = conversation_turns(messages, tokenizer)
-    blocks = (Block(t.content, BlockTemplate(t.before, t.after)) for t in context if t.text)
-    return BlockPrompt(tuple(blocks), final.text)
+    blocks = [block for turn in context for block in _turn_blocks(turn, blocks_per_turn)]
+    if blocks or blocks_per_turn == 1:
+        return BlockPrompt(tuple(blocks), final.text)
+    *head, tail = _turn_blocks(final, blocks_per_turn)
+    return BlockPrompt(tuple(head), tail.rendered)
+
+
+def _turn_blocks(turn: Turn, limit: int) -> list[Block]:
+    """The blocks of one turn; what the template wrote goes to the first and the last piece."""
+    if not turn.text:
+        return []
+    pieces = split_text(turn.content, max_blocks=limit) or [""]
+    last = len(pieces) - 1
+    templates = (
+        BlockTemplate(turn.before if i == 0 else "", turn.after if i == last else "")
+        for i in range(len(pieces))
+    )
+    return [Block(piece, template) for piece, template in zip(pieces, templates, strict=True)]
 
 
 def _split_at(text: str, marks: Sequence[str]) -> list[str]:
@@ -102,3 +129,138 @@ def _common(one: str, other: str) -> str:
     """The longest string that both begin with."""
     pairs = zip(one, other, strict=False)
     return one[: next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
+
+
+# ---------------------------------------------------------------------------------------------
+# Texts and examples
+
+SEPARATORS = ("\n\n", "---", "===", "\n\t", "\n")
+"""Where texts are cut; the first of these that a text holds is used, and no other."""
+
+_CUTS = {
+    "\n\n": re.compile(r"\n\n\s*"),
+    "---": re.compile(r"-{3,}\s*"),
+    "===": re.compile(r"={3,}\s*"),
+    "\n\t": re.compile(r"\n\t\s*"),
+    "\n": re.compile(r"\n\s*"),
+}
+
+
+def split_text(text: str, *, max_blocks: int | None = 15) -> list[str]:
+    """Cut a text at its coarsest separator (section 3.1); the pieces joined are the text.
+
+    A piece ends with its separator and the white space around it, and none is white space alone
+    (but for a text that is nothing else). An empty text has no piece.
+
+    Args:
+        max_blocks: merge neighbours, the smallest pair first, until so few are left.
+    """
+    if max_blocks is not None and max_blocks < 1:
+        raise ValueError(f"max_blocks must be at least 1, found {max_blocks}")
+    separator = next((s for s in SEPARATORS if s in text), None)
+    pieces = [text] if text else []
+    if separator is not None:
+        lead = len(text) - len(text.lstrip())
+        ends = [cut.end() for cut in _CUTS[separator].finditer(text)]
+        starts = [0, *(end for end in ends if end > lead), len(text)]
+        pieces = [text[a:b] for a, b in pairwise(starts) if a < b]
+    return pieces if max_blocks is None else merge_smallest(pieces, max_blocks)
+
+
+def merge_smallest(pieces: Sequence[str], max_blocks: int) -> list[str]:
+    """Join neighbours until at most ``max_blocks`` are left, always the pair that is shortest.
+
+    Of equally short pairs the leftmost is joined. Time O(n log n) in the number of pieces.
+    """
+    sizes, after = [len(p) for p in pieces], list(range(1, len(pieces) + 1))
+    before = list(range(-1, len(pieces) - 1))
+    alive = [True] * len(pieces)
+    heap = [(a + b, i) for i, (a, b) in enumerate(pairwise(sizes))]
+    heapq.heapify(heap)
+    for _ in range(len(pieces) - max_blocks):
+        while True:  # entries made before one of the pair grew or went are stale
+            size, left = heapq.heappop(heap)
+            right = after[left]
+            if alive[left] and right < len(pieces) and sizes[left] + sizes[right] == size:
+                break
+        alive[right], sizes[left] = False, size
+        after[left] = following = after[right]
+        if following < len(pieces):
+            before[following] = left
+            heapq.heappush(heap, (size + sizes[following], left))
+        if before[left] >= 0:
+            heapq.heappush(heap, (sizes[before[left]] + size, before[left]))
+    starts = [i for i, kept in enumerate(alive) if kept]
+    return ["".join(pieces[i : after[i]]) for i in starts]
+
+
+def few_shot(examples: Sequence[str], query: str, *, separator: str = "\n\n") -> BlockPrompt:
+    """k examples and a query: k + 1 blocks, the query final. Empty examples are left out."""
+    template = BlockTemplate(after=separator)
+    return BlockPrompt(tuple(Block(e, template) for e in examples if e.strip()), query)
+
+
+# ---------------------------------------------------------------------------------------------
+# JSON state
+
+
+def split_json(state: Any, *, depth: int | None = 2, name: str = "state") -> list[str]:
+    """Cut a JSON value into lines, each a block, so that a changed field changes one line only.
+
+    The cut depends on structure alone, never on lengths or values: down to ``depth``, the plain
+    fields of an object are one line, and every object or list inside it has its own lines; at
+    ``depth``, a value is one line. A line names its path, so it reads the same wherever it stands::
+
+        state: {"tick": 7, "map": "desert"}
+        state.units[id=3]: {"id": 3, "hp": 20, "at": [4, 9]}
+        state.units[id=8]: {"id": 8, "hp": 35, "at": [1, 2]}
+
+    List items that are objects with an ``id`` are named by it, so that items may come, go and move
+    without changing the lines of others; other items are named by index.
+
+    Args:
+        state: what ``json.loads`` returns.
+        depth: levels to descend; None for all.
+        name: what the lines call the whole.
+
+    Raises:
+        SegmentationError: the value is not JSON (NaN and infinities are not).
+    """
+    try:
+        return list(_lines(state, name, -1 if depth is None else depth))
+    except (TypeError, ValueError) as error:
+        raise SegmentationError(f"found a state that is not JSON: {error}") from error
+
+
+def _lines(value: Any, path: str, depth: int) -> Iterator[str]:
+    """Lines of a value; ``depth`` counts down to 0, and from -1 never gets there."""
+    if depth == 0 or _is_plain(value):
+        yield _line(path, value)
+        return
+    named = (
+        [(f".{key}", child) for key, child in value.items()]
+        if isinstance(value, dict)
+        else [(f"[{_item_name(i, child)}]", child) for i, child in enumerate(value)]
+    )
+    plain = {key: child for key, child in named if _is_plain(child)}
+    if plain and isinstance(value, dict):
+        yield _line(path, {key.removeprefix("."): child for key, child in plain.items()})
+    for key, child in named:
+        if not (key in plain and isinstance(value, dict)):
+            yield from _lines(child, path + key, depth - 1)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value has no inner structure: a scalar, or a list of scalars."""
+    if isinstance(value, dict):
+        return not value
+    return not (isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value))
+
+
+def _item_name(index: int, item: Any) -> str:
+    identity = item.get("id") if isinstance(item, dict) else None
+    return f"id={identity}" if isinstance(identity, (str, int)) else str(index)
+
+
+def _line(path: str, value: Any) -> str:
+    return f"{path}: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n"

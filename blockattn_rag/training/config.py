@@ -50,6 +50,8 @@ class FinetuneConfig:
             ``("full",)`` is the baseline.
         positions: ``"composite"`` leaves position re-encoding out (ablation).
         prompt_format: of records with passages: ``"chat"``, ``"block-attention"``, ``"turborag"``.
+        blocks_per_turn: of records with messages: into how many blocks a turn may be cut. 1 keeps
+            turns whole; then single-turn records have no context and are alike in both modes.
         on_error: ``"raise"`` stops at a bad line, ``"skip"`` trains on the rest and lists them.
         max_tokens: longest sample; None for the model's own limit.
         context_loss_weight: weight of all other tokens beside 1 for answers; 0 learns answers
@@ -60,8 +62,8 @@ class FinetuneConfig:
         per_device_batch_size: samples of one forward pass on one device.
         packing: see ``batches.Collator``; best with ``attention="flex_attention"``.
         group_by_length: batches of samples of about one length.
-        attention: ``"auto"`` is FlexAttention on CUDA, SDPA on other accelerators, and eager on
-            the CPU.
+        attention: ``"auto"`` is FlexAttention on CUDA, or SDPA for models that lack it, and eager
+            elsewhere.
         dtype: of the weights that are trained; ``bf16`` computes in bfloat16 by autocast.
         eval_steps: evaluate that often, and at the start and end; 0 for start and end alone.
         resume: go on from the last complete checkpoint of an interrupted run.
@@ -75,6 +77,7 @@ class FinetuneConfig:
     modes: tuple[Mode, ...] = ("block", "full")
     positions: Positions = "reordered"
     prompt_format: str = "chat"
+    blocks_per_turn: int = 1
     on_error: OnError = "raise"
     max_tokens: int | None = None
     context_loss_weight: float = 0.0

@@ -82,15 +82,23 @@ class SampleEncoder:
     Args:
         tokenizer: a transformers tokenizer.
         prompt: prompt format of records with passages: its name, or the format.
+        blocks_per_turn: into how many blocks a turn of ``messages`` may be cut at blank lines and
+            the like; see :func:`~blockattn_rag.segmentation.conversation`.
         max_tokens: the longest sample allowed; None for no limit.
     """
 
     def __init__(
-        self, tokenizer: Any, *, prompt: str | PromptFormat = "chat", max_tokens: int | None = None
+        self,
+        tokenizer: Any,
+        *,
+        prompt: str | PromptFormat = "chat",
+        blocks_per_turn: int = 1,
+        max_tokens: int | None = None,
     ) -> None:
         self.hf_tokenizer = tokenizer
         self.tokenizer = BlockTokenizer(tokenizer)
         self.format = prompt_format(prompt)
+        self.blocks_per_turn = blocks_per_turn
         self.max_tokens = max_tokens
         self._end_text = answer_end(tokenizer)
         self._end = self.tokenizer.final_ids(self._end_text, first=False)
@@ -151,7 +159,9 @@ class SampleEncoder:
             raise DataError("found no response: the last of two or more messages must have "
                             "the role 'assistant'")  # fmt: skip
         try:
-            prompt = conversation(messages[:-1], self.hf_tokenizer)
+            prompt = conversation(
+                messages[:-1], self.hf_tokenizer, blocks_per_turn=self.blocks_per_turn
+            )
         except SegmentationError as error:
             raise DataError(str(error)) from error
         return Sample(prompt, messages[-1]["content"])

@@ -8,9 +8,7 @@ configuration.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import logging
 import shutil
 import time
 from collections.abc import Sequence
@@ -19,7 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    PrinterCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from blockattn_rag.errors import DataError
 from blockattn_rag.model.loading import load_tokenizer, resolve_name
@@ -30,8 +33,7 @@ from blockattn_rag.training.config import FinetuneConfig
 from blockattn_rag.training.data import DataReport, SampleEncoder, read_samples
 from blockattn_rag.training.masks import ModelMasks
 from blockattn_rag.training.trainer import BlockTrainer
-
-logger = logging.getLogger("blockattn_rag")
+from blockattn_rag.training.work import RUN, check_folders, fresh_work_folder, last_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +69,23 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
         ValueError: settings that do not fit together, or with the interrupted run.
     """
     arguments = _arguments(config)
-    with arguments.main_process_first(local=False):
-        if arguments.process_index == 0:
-            _prepare_folders(config)
+    settings = check_folders(config)
     tokenizer = load_tokenizer(config.model)
     model = _load(config)
     encoder = SampleEncoder(
-        tokenizer, prompt=config.prompt_format, max_tokens=_max_tokens(config, model)
+        tokenizer,
+        prompt=config.prompt_format,
+        blocks_per_turn=config.blocks_per_turn,
+        max_tokens=_max_tokens(config, model),
     )
-    with arguments.main_process_first(local=False):
+    main = arguments.process_index == 0
+    with arguments.main_process_first(local=False), fresh_work_folder(config, main):
         train, train_report = _encoded(config.train_data, "train", encoder, config, arguments)
         held, eval_report = _encoded(config.eval_data, "eval", encoder, config, arguments)
+    if main:
+        _write_json(config.work / RUN, settings)
     trainer = _trainer(config, arguments, model, tokenizer, train, held)
-    checkpoint = _last_checkpoint(config.work / "checkpoints") if config.resume else None
+    checkpoint = last_checkpoint(config.work / "checkpoints") if config.resume else None
     started = time.monotonic()
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if trainer.eval_sets and not _evaluated_last(trainer.state):
@@ -103,23 +109,40 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
 
 def _load(config: FinetuneConfig) -> Any:
     """The model to train: checked, with its mark, and with adapters if asked for."""
-    on_gpu = torch.cuda.is_available()
-    automatic = "flex_attention" if on_gpu else "eager"
-    chosen = automatic if config.attention == "auto" else config.attention
     name = resolve_name(config.model)
     if (Path(name) / "adapter_config.json").is_file():
         raise ValueError(f"{name} is a LoRA adapter; merge it into its base before training on")
-    model = AutoModelForCausalLM.from_pretrained(
-        name, dtype=config.dtype, attn_implementation=chosen
-    )
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=config.dtype)
     profile_attention(model)
+    _set_attention(model, config)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Renamed on the way to transformers 6.
+        renamed = getattr(model, "activation_checkpointing_enable", None)
+        enable = renamed or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     if "block" in config.modes:
         model.config.block_attention = config.marker
     elif hasattr(model.config, "block_attention"):
         del model.config.block_attention  # full mode alone may have undone it
     return _with_adapters(model, config) if config.lora else model
+
+
+def _set_attention(model: Any, config: FinetuneConfig) -> None:
+    """The attention implementation asked for, or the best that the model has here."""
+    on_gpu = torch.cuda.is_available()
+    if config.attention == "flex_attention" and not on_gpu:
+        raise ValueError("flex_attention has no backward pass but on CUDA; use 'sdpa' or 'eager'")
+    if config.attention != "auto":
+        model.set_attn_implementation(config.attention)
+        return
+    # With a mask and gradients, plain matrix products beat SDPA on CPUs.
+    for candidate in ("flex_attention", "sdpa") if on_gpu else ():
+        try:
+            model.set_attn_implementation(candidate)
+        except ValueError:  # this architecture lacks it
+            continue
+        return
+    model.set_attn_implementation("eager")
 
 
 def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
@@ -248,7 +271,7 @@ def _trainer(
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     dataset = ModeDataset(train, config.modes, context_weight=config.context_loss_weight)
     lengths = [sum(blocks) for blocks in train["block_lengths"] for _ in config.modes]
-    return BlockTrainer(
+    trainer = BlockTrainer(
         model=model,
         args=arguments,
         train_dataset=dataset,
@@ -258,64 +281,13 @@ def _trainer(
         lengths=lengths if config.group_by_length else None,
         eval_sets={m: ModeDataset(held, [m]) for m in config.modes} if len(held) else {},
     )
+    if not config.progress:
+        trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 # ---------------------------------------------------------------------------------------------
-# Folders: the result appears whole or not at all
-
-
-def _prepare_folders(config: FinetuneConfig) -> None:
-    """Make the work folder, or find in it the run to go on with."""
-    output, work, run = Path(config.output), config.work, config.work / "run.json"
-    if config.overwrite:
-        shutil.rmtree(work, ignore_errors=True)
-    elif output.exists():
-        raise FileExistsError(f"{output} exists; choose another output or pass overwrite=True")
-    settings = json.loads(
-        json.dumps({**config.decisive(), "data": _data_digests(config)}, default=str)
-    )
-    if run.is_file():
-        if not config.resume:
-            raise FileExistsError(
-                f"{work} holds an interrupted run; pass resume=True to go on with it or "
-                "overwrite=True to throw it away"
-            )
-        before = json.loads(run.read_text(encoding="utf-8"))
-        if changed := sorted(k for k in settings if settings[k] != before.get(k)):
-            raise ValueError(
-                f"the interrupted run in {work} had other settings for {', '.join(changed)}; give "
-                "the same ones, or pass overwrite=True to start again"
-            )
-    work.mkdir(parents=True, exist_ok=True)
-    run.write_text(json.dumps(settings, indent=2), encoding="utf-8")
-
-
-def _data_digests(config: FinetuneConfig) -> list[str]:
-    """sha256 of each training file."""
-    digests = []
-    for path in config.train_data:
-        if not Path(path).is_file():
-            raise DataError(f"found no file {path}; expected a file of JSON lines")
-        with Path(path).open("rb") as file:
-            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return digests
-
-
-def _last_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint; half-written ones are removed.
-
-    The Trainer writes ``trainer_state.json`` last, so a checkpoint with a readable one is whole.
-    """
-    found = sorted(folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rpartition("-")[2]))
-    for path in found:
-        try:
-            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError):
-            shutil.rmtree(path)
-            continue
-        return path
-    logger.warning("no complete checkpoint in %s: starting from the first step", folder)
-    return None
+# Result
 
 
 def _history(log: list[dict[str, float]]) -> list[dict[str, float]]:

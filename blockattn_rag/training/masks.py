@@ -178,6 +178,8 @@ class ModelMasks:
 
 def _windows(config: Any) -> dict[str, int | None]:
     """Sliding window by layer type; None for layers that see everything."""
+    if hasattr(config, "get_text_config"):  # of a model that also takes images
+        config = config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
     default = "sliding_attention" if window else "full_attention"
     kinds = sorted(set(getattr(config, "layer_types", None) or [default]))

@@ -40,6 +40,9 @@ class BlockTrainer(Trainer):
         self.mask_dtype: torch.dtype = settings["model"].dtype
         self.eval_sets = dict(eval_sets)
         self._lengths = lengths
+        base = settings["model"]
+        base = base.get_base_model() if hasattr(base, "get_base_model") else base
+        self._can_choose_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         # compute_loss divides by the weight of the whole accumulated batch; no other scaling then.
         self.model_accepts_loss_kwargs = True
 
@@ -53,38 +56,14 @@ class BlockTrainer(Trainer):
         """Mean of the tokens' cross-entropy, weighted, over the whole accumulated batch."""
         if return_outputs:
             raise NotImplementedError("BlockTrainer evaluates losses, not outputs")
-        total = self._weighted_loss(model, inputs)
+        total = self._loss(model, inputs)
         weight = inputs["weights"].sum() if num_items_in_batch is None else num_items_in_batch
         # Gradients are averaged over processes, and the weight is summed over them.
         return total * self.accelerator.num_processes / weight
 
-    def _weighted_loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
-        """Sum of weight x cross-entropy. Logits are made only where some row learns."""
-        targets, weights = batch["labels"][:, 1:], batch["weights"][:, 1:]
-        columns = weights.any(dim=0).nonzero().flatten()
-        arguments: dict[str, Any] = {}
-        if self._keeps_logits:
-            arguments["logits_to_keep"] = columns
-        logits = model(
-            input_ids=batch["input_ids"],
-            attention_mask=self.masks(layout_of(batch), self.mask_dtype),
-            position_ids=batch["position_ids"],
-            use_cache=False,
-            **arguments,
-        ).logits
-        if not self._keeps_logits:
-            logits = logits[:, columns]
-        losses = F.cross_entropy(
-            logits.flatten(0, 1).float(), targets[:, columns].flatten(), reduction="none"
-        )
-        total: Tensor = (losses * weights[:, columns].flatten()).sum()
-        return total
-
-    @property
-    def _keeps_logits(self) -> bool:
-        model = self.accelerator.unwrap_model(self.model)
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        return "logits_to_keep" in inspect.signature(base.forward).parameters
+    def _loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        mask = self.masks(layout_of(batch), self.mask_dtype)
+        return weighted_loss(model, batch, mask, choose_logits=self._can_choose_logits)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Weight of all tokens of one optimizer step, over all processes."""
@@ -118,7 +97,37 @@ class BlockTrainer(Trainer):
         for batch in self.get_eval_dataloader(dataset):
             batch = self._prepare_inputs(batch)
             with self.compute_loss_context_manager():
-                loss = self._weighted_loss(self.model_wrapped, batch)
+                loss = self._loss(self.model_wrapped, batch)
             sums += torch.stack([loss, batch["weights"][:, 1:].sum()])
         loss, weight = self.accelerator.reduce(sums, "sum").tolist()
         return float(loss / weight)
+
+
+def weighted_loss(
+    model: Any, batch: Mapping[str, Tensor], mask: Any, *, choose_logits: bool
+) -> Tensor:
+    """Sum over a batch of weight x cross-entropy of the token to come.
+
+    Args:
+        batch: of a ``Collator``.
+        mask: what the model takes as ``attention_mask``.
+        choose_logits: whether the model can make logits for chosen tokens alone. Only those before
+            a token that some row learns are then made: with long contexts and large vocabularies,
+            all of them would be the largest tensor of the step.
+    """
+    targets, weights = batch["labels"][:, 1:], batch["weights"][:, 1:]
+    columns = weights.any(dim=0).nonzero().flatten()
+    chosen = {"logits_to_keep": columns} if choose_logits else {}
+    logits = model(
+        input_ids=batch["input_ids"],
+        attention_mask=mask,
+        position_ids=batch["position_ids"],
+        use_cache=False,
+        **chosen,
+    ).logits
+    if not choose_logits:
+        logits = logits[:, columns]
+    losses = F.cross_entropy(
+        logits.flatten(0, 1).float(), targets[:, columns].flatten(), reduction="none"
+    )
+    return (losses * weights[:, columns].flatten()).sum()
