@@ -1,0 +1,191 @@
+"""Relay attention inside transformers: the copy path's answers, without the copy."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.generation import Sampling
+from blockattn_rag.kv import Context, place
+from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model.relay import enable_relay
+from blockattn_rag.reference import oracle_generate, oracle_logits
+from blockattn_rag.rope import relative_error
+from tests.models import tiny_model, tiny_tokenizer
+
+RELAYING = ["llama", "qwen3", "gemma", "phi", "glm", "cohere", "smollm3", "gpt_neox", "mixtral"]
+LENGTHS = (24, 1, 17, 30)
+FINAL = 12
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    return torch.randint(256, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+BLOCKS = [random_ids(count, seed) for seed, count in enumerate(LENGTHS)]
+FINAL_IDS = random_ids(FINAL, 99)
+
+
+def encoded(model: BlockModel, blocks: list[list[int]]) -> Context:
+    requests = [EncodeRequest(ids, str(i), "") for i, ids in enumerate(blocks)]
+    found = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
+    return place([found[str(i)] for i in range(len(blocks))])
+
+
+@pytest.fixture(scope="module")
+def llama() -> BlockModel:
+    return BlockModel(tiny_model("llama"), tiny_tokenizer())
+
+
+@pytest.mark.parametrize("family", RELAYING)
+def test_a_family_answers_through_relay_as_the_oracle_does(family: str) -> None:
+    model = BlockModel(tiny_model(family), tiny_tokenizer())
+    assert model.supports_relay
+    context = encoded(model, BLOCKS)
+    logits = model.next_logits(
+        torch.tensor([FINAL_IDS]), model.cache_for(context, assembly="relay")
+    )
+    expected = oracle_logits(model.hf_model, [*BLOCKS, FINAL_IDS])[-1]
+    assert relative_error(logits, expected) <= 1e-4
+    tokens = model.generate(
+        context.token_ids,
+        FINAL_IDS,
+        Sampling(max_new_tokens=6),
+        cache=model.cache_for(context, assembly="relay"),
+    )
+    assert tokens == oracle_generate(
+        model.hf_model, [*BLOCKS, FINAL_IDS], 6, end_ids=sorted(model.end_token_ids)
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("gemma2", {"sliding_window": 16}),
+        ("mistral", {"sliding_window": 16}),
+        ("gpt_oss", {"num_local_experts": 4, "layer_types": ["full_attention"] * 3}),
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}),
+    ],
+    ids=["softcap", "window", "sinks", "own attention code"],
+)
+def test_a_model_that_relay_cannot_serve_takes_the_copy_path(
+    family: str, config: dict[str, Any]
+) -> None:
+    model = BlockModel(tiny_model(family, **config), tiny_tokenizer())
+    assert not model.supports_relay
+    assert model.choose_assembly("auto", 5) == "copy"
+    with pytest.raises(UnsupportedModelError, match="assembly='copy'"):
+        model.choose_assembly("relay", 5)
+
+
+def test_a_very_long_final_block_takes_the_copy_path(llama: BlockModel) -> None:
+    assert llama.choose_assembly("auto", 50) == "relay"
+    assert llama.choose_assembly("auto", 5000) == "copy"
+    assert llama.choose_assembly("relay", 5000) == "relay"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seed": 3, "temperature": 1.5, "top_k": 20},
+        {"extra": {"num_beams": 3}},
+        {"extra": {"repetition_penalty": 1.7}},
+        {"extra": {"num_beams": 2, "do_sample": False, "length_penalty": 0.3}},
+    ],
+    ids=["sampling", "beams", "penalty", "beams with penalty"],
+)
+def test_every_way_of_choosing_tokens_gives_the_copy_paths_tokens(
+    llama: BlockModel, options: dict[str, Any]
+) -> None:
+    context = encoded(llama, BLOCKS)
+    sampling = Sampling(max_new_tokens=8, **options)
+    assert llama.supports_relay
+    found, expected = (
+        llama.generate(
+            context.token_ids,
+            FINAL_IDS,
+            sampling,
+            cache=llama.cache_for(context, assembly=assembly),
+        )
+        for assembly in ("relay", "copy")
+    )
+    assert found == expected
+
+
+def test_a_batch_of_unequal_requests_that_share_blocks_equals_one_by_one(
+    llama: BlockModel,
+) -> None:
+    orders = [[0, 1, 2, 3], [3], [2, 0], [1, 1]]
+    contexts = [encoded(llama, [BLOCKS[i] for i in order]) for order in orders]
+    finals = [FINAL_IDS, FINAL_IDS[:3], FINAL_IDS[2:], FINAL_IDS[:7]]
+    prompts = [(c.token_ids, f) for c, f in zip(contexts, finals, strict=True)]
+    sampling = Sampling(max_new_tokens=6)
+    assert llama.supports_relay
+    batch = llama.generate_batch(
+        prompts, sampling, cache=llama.cache_for(*contexts, assembly="relay")
+    )
+    single = [
+        llama.generate(*prompt, sampling, cache=llama.cache_for(context, assembly="relay"))
+        for prompt, context in zip(prompts, contexts, strict=True)
+    ]
+    assert batch == single
+
+
+def test_enabling_relay_changes_nothing_for_ordinary_calls() -> None:
+    hf_model = tiny_model("llama")
+    ids = torch.tensor([BLOCKS[0]])
+    with torch.inference_mode():
+        before = hf_model(ids).logits
+        enable_relay(hf_model)
+        enable_relay(hf_model)  # twice is once
+        after = hf_model(ids).logits
+    assert torch.equal(before, after)
+
+
+def test_eager_attention_stays_eager_when_no_plan_is_active() -> None:
+    hf_model: PreTrainedModel = tiny_model("llama")
+    hf_model.set_attn_implementation("eager")
+    ids = torch.tensor([BLOCKS[0]])
+    with torch.inference_mode():
+        before = hf_model(ids, output_attentions=True)
+        enable_relay(hf_model)
+        after = hf_model(ids, output_attentions=True)
+    assert torch.equal(before.logits, after.logits)
+
+
+def test_two_threads_on_two_models_do_not_see_each_others_plan() -> None:
+    models = [BlockModel(tiny_model("llama", seed=seed), tiny_tokenizer()) for seed in (1, 2)]
+    assert all(model.supports_relay for model in models)
+
+    def answer(model: BlockModel) -> list[int]:
+        context = encoded(model, BLOCKS)
+        cache = model.cache_for(context, assembly="relay")
+        return model.generate(
+            context.token_ids, FINAL_IDS, Sampling(max_new_tokens=20), cache=cache
+        )
+
+    expected = [answer(model) for model in models]
+    found: dict[int, list[int]] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: answer(models[i])})) for i in (0, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[0], found[1]] == expected
+
+
+def test_relay_adds_no_copy_of_the_context_to_the_cache(llama: BlockModel) -> None:
+    context = encoded(llama, BLOCKS)
+    assert llama.supports_relay
+    cache = llama.cache_for(context, assembly="relay")
+    llama.next_logits(torch.tensor([FINAL_IDS]), cache)
+    assert cache is not None
+    assert {layer.keys.shape[-2] for layer in cache.layers} == {FINAL}  # type: ignore[union-attr]
+    assert cache.get_seq_length() == sum(LENGTHS) + FINAL
