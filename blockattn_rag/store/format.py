@@ -218,7 +218,7 @@ def _json(value: object) -> bytes:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().flatten()
+    flat = tensor.detach().cpu().flatten()  # a view, if the tensor is contiguous
     return flat.view(torch.uint8).numpy().data
 
 

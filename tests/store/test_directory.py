@@ -274,6 +274,11 @@ def test_a_store_that_must_exist_is_not_made(tmp_path: Path) -> None:
     assert not (tmp_path / "kv").exists()
 
 
+def test_a_store_that_must_exist_and_does_is_opened(store: DirectoryStore) -> None:
+    key, _ = stored(store)
+    assert key in DirectoryStore(store.path, create=False)
+
+
 def test_a_directory_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(StoreError, match=r"is not a store.*'thesis\.txt'.*empty or new directory"):

@@ -94,6 +94,15 @@ def test_keys_are_aligned_and_every_tensor_to_its_element_size(kv: BlockKV) -> N
         assert (header.data_start + header.tensors["keys"].start) % entry.ALIGNMENT == 0
 
 
+def test_values_of_a_wider_dtype_than_the_keys_come_first_and_are_aligned() -> None:
+    half, full = make_kv(head_dim=1, heads=1, layers=1, dtype=torch.float16), make_kv(layers=1)
+    kv = replace(half, values=full.values)
+    content = to_bytes(kv)
+    header = read_header(io.BytesIO(content), len(content))
+    assert list(header.tensors) == ["token_ids", "values", "keys"]
+    assert same(from_bytes(content), kv)
+
+
 @given(kvs())
 @settings(deadline=None, max_examples=30)
 def test_the_safetensors_library_reads_an_entry(kv: BlockKV) -> None:
