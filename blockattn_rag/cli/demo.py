@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 def demo(
     db: Annotated[
         Path | None,
-        typer.Option(help="Database folder. Default: one in the user's cache folder, see docs."),
+        typer.Option(
+            help="Database folder. Default: ~/.cache/blockattn_rag/demo, or "
+            "$BLOCKATTN_RAG_HOME/demo."
+        ),
     ] = None,
     mode: ModeOption = Mode.block,
     model: Annotated[str, typer.Option(help=ModelArgument, callback=existing_model)] = "bundled",

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import blockattn_rag.demo.run as run
+from blockattn_rag.demo.corpus import bundled_corpus, bundled_questions
 from tests.cli.conftest import Command
 
 KEYS = {"question", "answer", "expected", "correct", "sources", "hits", "misses",
@@ -14,8 +15,8 @@ KEYS = {"question", "answer", "expected", "correct", "sources", "hits", "misses"
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few passages and questions: the tiny model knows no answer anyway."""
-    corpus, questions = run.bundled_corpus()[:6], run.bundled_questions()[:2]
-    monkeypatch.setattr(run, "bundled_corpus", lambda: corpus)
+    passages, questions = bundled_corpus()[:6], bundled_questions()[:2]
+    monkeypatch.setattr(run, "bundled_corpus", lambda: passages)
     monkeypatch.setattr(run, "bundled_questions", lambda: questions)
     monkeypatch.setattr(run, "MAX_NEW_TOKENS", 3)
 
@@ -44,7 +45,7 @@ def test_the_demo_shows_every_question_and_a_summary(
     monkeypatch.setenv("BLOCKATTN_RAG_HOME", str(tmp_path / "home"))
     output = cli("demo", "--model", model, "--mode", "full")
     assert output.status == 0, output.stderr
-    for turn in run.bundled_questions():
+    for turn in bundled_questions()[:2]:
         assert turn.question in output.stdout
     assert "of 2 right in full mode" in output.stdout
     assert str(tmp_path / "home" / "demo") in output.stdout

@@ -26,6 +26,24 @@ def test_ingesting_twice_computes_and_adds_nothing_the_second_time(
     assert again["stored_bytes"] == 0
 
 
+def test_an_ingestion_that_stops_before_chroma_is_completed_by_the_next(
+    cli: Command,
+    model: Path,
+    documents: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    command = ("ingest", documents, "--db", tmp_path / "db", "--model", model, "--json")
+    with monkeypatch.context() as patch:
+        patch.setattr("blockattn_rag.cli.rag._synchronise", stop)
+        assert cli(*command).status == 130
+    report = cli(*command).json
+    assert (report["computed"], report["reused"], report["added"]) == (0, 2, 2)
+
+
 def test_a_changed_file_replaces_its_passages_and_leaves_the_others(
     cli: Command, model: Path, documents: Path, tmp_path: Path
 ) -> None:

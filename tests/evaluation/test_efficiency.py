@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -67,8 +68,9 @@ def test_nothing_is_computed_on_the_copy_path() -> None:
 
 @pytest.mark.parametrize("option", ["block_tokens", "question_tokens", "repeats"])
 def test_sizes_below_one_are_refused(option: str) -> None:
+    sizes: dict[str, Any] = {option: 0}
     with pytest.raises(ValueError, match=option):
-        measure_ttft(tiny_engine(), [32], **{option: 0})
+        measure_ttft(tiny_engine(), [32], **sizes)
     with pytest.raises(ValueError, match="length"):
         measure_ttft(tiny_engine(), [])
 
