@@ -1,0 +1,118 @@
+"""Tiny configs of the model families: those that run in block mode, and those that cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _rope(**settings: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 10000.0, **settings}}
+
+
+LONGROPE_LIMIT = 512
+_WINDOW = {"sliding_window": 16}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LONGROPE = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.0, 3.0, 4.0]}
+
+SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, llama3": (
+        "llama",
+        _rope(rope_type="llama3", original_max_position_embeddings=64, **_LLAMA3),
+    ),
+    "llama, linear": ("llama", _rope(rope_type="linear", factor=4.0)),
+    "llama, yarn": (
+        "llama",
+        _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024),
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral, sliding window": ("mistral", _WINDOW),
+    "mixtral": ("mixtral", {**_EXPERTS, "sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", _WINDOW),
+    "gemma3": ("gemma3_text", {**_WINDOW, "num_hidden_layers": 7}),
+    "phi": ("phi", {"partial_rotary_factor": 0.5}),
+    "phi3": ("phi3", {}),
+    "phi3, longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": LONGROPE_LIMIT,
+            **_rope(
+                rope_type="longrope", original_max_position_embeddings=LONGROPE_LIMIT, **_LONGROPE
+            ),
+        },
+    ),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.25}),
+    "stablelm": ("stablelm", {}),
+    "cohere": ("cohere", {}),
+    "cohere2": ("cohere2", {**_WINDOW, "num_hidden_layers": 4}),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {**_WINDOW, "num_hidden_layers": 4}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "granite": ("granite", {}),
+    "starcoder2": ("starcoder2", {}),
+    "falcon": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}),
+    "falcon, one key head": ("falcon", {"multi_query": True, "alibi": False}),
+    "gpt_oss, attention sinks": ("gpt_oss", {**_WINDOW, **_EXPERTS, "num_hidden_layers": 4}),
+}
+
+_GPT = {"n_layer": 2, "n_head": 4, "n_embd": 32}
+_ROTARY = "not plain rotary"
+_ALIBI = "ALiBi"
+_STATE = "keeps its past in a LinearAttentionLayer"
+
+# Family: config, and what the refusal must say.
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gpt2": ("gpt2", {**_GPT, "bos_token_id": 0, "eos_token_id": 0}, _ROTARY),
+    "gptj": ("gptj", {**_GPT, "rotary_dim": 4}, _ROTARY),
+    "opt": ("opt", {"word_embed_proj_dim": 32}, _ROTARY),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "num_key_value_heads": 4,
+        },
+        _ROTARY,
+    ),
+    "llama, dynamic": ("llama", _rope(rope_type="dynamic", factor=4.0), "type 'dynamic'"),
+    "bloom": ("bloom", {"n_layer": 3, "n_head": 4}, _ALIBI),
+    "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, _ALIBI),
+    "falcon, alibi": ("falcon", {"multi_query": False, "alibi": True}, _ALIBI),
+    "mamba": ("mamba", {}, _STATE),
+    "jamba": ("jamba", {}, _STATE),
+    "qwen3_next": ("qwen3_next", {}, _STATE),
+    "recurrent_gemma": ("recurrent_gemma", {}, _STATE),
+    "llama4": (
+        "llama4_text",
+        {
+            "num_local_experts": 2,
+            "attention_chunk_size": 16,
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 32,
+        },
+        "is chunked",
+    ),
+    "gemma3, bidirectional": (
+        "gemma3_text",
+        {**_WINDOW, "num_hidden_layers": 7, "use_bidirectional_attention": True},
+        "see later ones",
+    ),
+}

@@ -1,0 +1,125 @@
+"""The oracle decides: every supported family gives its logits and tokens, the others refuse."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import permutations
+
+import pytest
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+
+from blockattn_rag.blocks import Block, BlockPrompt
+from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.errors import ContextOverflowError, UnsupportedModelError
+from blockattn_rag.kv import Assembly, place
+from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.reference import oracle_generate, oracle_logits
+from blockattn_rag.rope import relative_error
+from blockattn_rag.store import MemoryStore
+from tests.model.families import LONGROPE_LIMIT, REFUSED, SUPPORTED
+from tests.models import tiny_model, tiny_tokenizer
+
+# The design's law. What is measured is 1e-6 and below: rounding of float32 (6e-8) in sums of some
+# hundred terms over a few layers. A mask or position that is wrong gives 1e-2 and more.
+BUDGET = 1e-4
+# Longer than the sliding windows of 16, one of a single token.
+A, ONE, B = "Halden Tower is 214 metres tall, they say.", "x", "It was built in 1931."
+QUESTION = "How tall is it?"
+
+families = pytest.mark.parametrize("family", SUPPORTED)
+
+
+@lru_cache(maxsize=1)
+def engine_for(family: str) -> BlockAttentionEngine:
+    kind, config = SUPPORTED[family]
+    model = BlockModel(tiny_model(kind, **config), tiny_tokenizer())
+    model.config.block_attention = {"tuned": True}  # no warning
+    return BlockAttentionEngine(model, MemoryStore(1 << 28))
+
+
+def assemblies(engine: BlockAttentionEngine) -> list[Assembly]:
+    return ["copy", "relay"] if engine.model.supports_relay else ["copy"]
+
+
+def error_of(engine: BlockAttentionEngine, texts: list[str], assembly: Assembly) -> float:
+    """Relative error of the next token's logits against the oracle."""
+    model = engine.model
+    ids = model.tokenizer.prompt_ids(BlockPrompt.from_texts([*texts, QUESTION]))
+    requests = [EncodeRequest(block, str(at), "") for at, block in enumerate(ids.context)]
+    blocks = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
+    chosen = model.choose_assembly(assembly, len(ids.final))
+    context = place([blocks[request.digest] for request in requests])
+    found = model.next_logits(torch.tensor([ids.final]), model.cache_for(context, assembly=chosen))
+    expected = oracle_logits(model.hf_model, [*ids.context, ids.final])[-1]
+    return relative_error(found, expected)
+
+
+@families
+def test_logits_and_greedy_tokens_are_the_oracles(family: str) -> None:
+    engine = engine_for(family)
+    prompts = [[], [ONE], [A], [A, A], *(list(order) for order in permutations([A, ONE, B]))]
+    for assembly in assemblies(engine):
+        errors = {str(texts): error_of(engine, texts, assembly) for texts in prompts}
+        assert max(errors.values()) <= BUDGET, errors
+    for texts in ([], [A, A], [B, ONE, A]):
+        prompt = BlockPrompt.from_texts([*texts, QUESTION])
+        ids = engine.model.tokenizer.prompt_ids(prompt)
+        ends = sorted(engine.model.end_token_ids)
+        expected = oracle_generate(engine.model.hf_model, [*ids.context, ids.final], 5, ends)
+        for assembly in assemblies(engine):
+            answer = engine.generate(prompt, max_new_tokens=5, assembly=assembly)
+            assert answer.token_ids == expected
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_other_families_refuse_and_say_why(family: str) -> None:
+    kind, config, reason = REFUSED[family]
+    model = tiny_model(kind, **config)
+    with pytest.raises(UnsupportedModelError, match=reason) as refusal:
+        BlockModel(model, tiny_tokenizer())
+    assert str(refusal.value).startswith(type(model).__name__) or "Config" in str(refusal.value)
+
+
+def test_an_encoder_decoder_refuses() -> None:
+    config = T5Config(vocab_size=264, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        BlockModel(T5ForConditionalGeneration(config), tiny_tokenizer())
+
+
+def test_longrope_is_limited_to_the_length_at_which_its_frequencies_switch() -> None:
+    engine = engine_for("phi3, longrope")
+    assert engine.model.max_context_tokens == LONGROPE_LIMIT
+    block = "p" * (LONGROPE_LIMIT - 10)  # and BOS, and "question": one token is left
+    answer = engine.generate([block, "question"], max_new_tokens=8)
+    assert len(answer.token_ids) == 1
+    with pytest.raises(ContextOverflowError, match=r"513 tokens.*at most 512"):
+        engine.generate([block, "question.."], max_new_tokens=1)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama, yarn", "phi", "glm", "gemma3"])
+def test_far_offsets_are_exact(family: str) -> None:
+    engine = engine_for(family)
+    far = [A * 30, B * 40, ONE, A]
+    for assembly in assemblies(engine):
+        # At offset 2000, float32 rounds the model's own angles by 2000 * 6e-8 = 1e-4 rad, which
+        # the oracle's keys show and re-encoded keys, turned in float64, do not.
+        assert error_of(engine, far, assembly) <= 4 * BUDGET
+
+
+def test_the_order_of_blocks_matters_and_composite_positions_give_another_answer() -> None:
+    engine = engine_for("llama")
+    model = engine.model
+
+    def logits(texts: list[str], positions: str) -> torch.Tensor:
+        requests = [
+            EncodeRequest(model.tokenizer.block_ids(Block(t), first=False), t, "") for t in texts
+        ]
+        blocks = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
+        context = place([blocks[text] for text in texts], positions)  # type: ignore[arg-type]
+        final = torch.tensor([model.tokenizer.final_ids(QUESTION, first=False)])
+        return model.next_logits(final, model.cache_for(context))
+
+    forward = logits([A, B], "reordered")
+    assert relative_error(logits([B, A], "reordered"), forward) > 1e-2
+    assert relative_error(logits([A, B], "composite"), forward) > 1e-2
