@@ -70,9 +70,8 @@ class TestKinds:
         ]
         tokenizer = tiny_tokenizer()
         sample = SampleEncoder(tokenizer).encode_record({**BLOCKS, "blocks": blocks})
-        user, start, stop = tokenizer.convert_tokens_to_ids(
-            ["<|user|>", "<|doc_start|>", "<|doc_end|>"]
-        )
+        control = ("<|user|>", "<|doc_start|>", "<|doc_end|>")
+        user, start, stop = map(tokenizer.convert_tokens_to_ids, control)
         assert sample.block_lengths[:2] == [2, 2 + len("<|end|>")]
         assert [sample.input_ids[i] for i in (1, 2, 10)] == [user, start, stop]
 

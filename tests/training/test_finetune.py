@@ -47,7 +47,7 @@ class TestResult:
     def test_training_lowers_the_loss_in_both_modes_and_documents_itself(
         self, folder: Path
     ) -> None:
-        evaluated = {"eval_data": [str(folder / "eval.jsonl")], "eval_steps": 6}
+        evaluated: dict[str, Any] = {"eval_data": [str(folder / "eval.jsonl")], "eval_steps": 6}
         report = finetune(config(settings(folder, **evaluated, epochs=4.0)))
         first, *_, last = [e for e in report.history if "eval_block_loss" in e]
         assert last["eval_block_loss"] < first["eval_block_loss"] - 0.5
