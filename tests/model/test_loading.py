@@ -1,0 +1,78 @@
+"""Loading by path, ready, as an adapter; device and dtype."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.loading import load_config, load_model, resolve_name
+from tests.models import shared_tiny_llama, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    shared_tiny_llama().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_model_loaded_by_path_is_the_one_that_was_saved(saved: Path) -> None:
+    loaded = BlockModel.from_pretrained(saved, device="cpu")
+    ready = BlockModel.from_pretrained(shared_tiny_llama(), tokenizer=tiny_tokenizer())
+    assert loaded.fingerprint == ready.fingerprint
+    assert loaded.name == str(saved)
+    assert not loaded.hf_model.training
+    assert not loaded.is_block_tuned
+
+
+def test_a_ready_model_needs_its_tokenizer(saved: Path) -> None:
+    with pytest.raises(ValueError, match="without its tokenizer; pass tokenizer="):
+        BlockModel.from_pretrained(shared_tiny_llama())
+    assert BlockModel.from_pretrained(shared_tiny_llama(), tokenizer=saved).tokenizer.prefix_ids
+
+
+def test_sixteen_bit_weights_become_float32_on_the_cpu_unless_asked_for(tmp_path: Path) -> None:
+    copy.deepcopy(shared_tiny_llama()).bfloat16().save_pretrained(tmp_path)
+    assert load_model(tmp_path, device="cpu").dtype == torch.float32
+    assert load_model(tmp_path, device="cpu", dtype="bfloat16").dtype == torch.bfloat16
+    assert load_model(tmp_path, device="cpu", dtype=torch.float16).dtype == torch.float16
+
+
+def test_the_mark_of_block_fine_tuning_survives_saving(tmp_path: Path) -> None:
+    model = copy.deepcopy(shared_tiny_llama())
+    model.config.block_attention = {"version": 1}
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert BlockModel.from_pretrained(tmp_path, device="cpu").is_block_tuned
+
+
+def test_an_adapter_is_merged_into_its_base(saved: Path, tmp_path: Path) -> None:
+    base = copy.deepcopy(shared_tiny_llama())
+    config = LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False)
+    tuned = get_peft_model(base, config)
+    tuned.save_pretrained(tmp_path, save_embedding_layers=False)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    settings_file = tmp_path / "adapter_config.json"
+    settings = json.loads(settings_file.read_text())
+    settings_file.write_text(json.dumps({**settings, "base_model_name_or_path": str(saved)}))
+    (tmp_path / "block_attention.json").write_text('{"version": 1}')
+
+    loaded = BlockModel.from_pretrained(tmp_path, device="cpu")
+    merged = BlockModel(tuned.merge_and_unload(), tiny_tokenizer())
+    assert loaded.is_block_tuned
+    assert loaded.fingerprint == merged.fingerprint
+    plain = BlockModel(shared_tiny_llama(), tiny_tokenizer())
+    assert loaded.fingerprint != plain.fingerprint
+    assert load_config(tmp_path).hidden_size == 32
+
+
+def test_a_name_is_itself() -> None:
+    assert resolve_name("org/model") == "org/model"
+    assert resolve_name(Path("/a/b")) == "/a/b"
