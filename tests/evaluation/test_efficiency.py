@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.evaluation import efficiency
 from blockattn_rag.evaluation.efficiency import machine, measure_ttft
 from blockattn_rag.evaluation.shapes import (
     SHAPES,
@@ -56,6 +57,16 @@ def test_rows_hold_medians_spreads_ratios_and_operations() -> None:
         assert row["full_over_copy"] == row["full_s"] / row["copy_s"]
         assert row["relay_over_floor"] == row["relay_s"] / row["floor_s"]
         assert row["flops_ratio"] > 1
+
+
+def test_the_warm_up_counts_for_nothing_and_paths_take_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter([100.0] * 4 + [8.0, 4.0, 2.0, 1.0] + [10.0, 6.0, 4.0, 3.0])
+    monkeypatch.setattr(efficiency, "_ttft", lambda *_: next(times))
+    [row] = measure_ttft(tiny_engine(), [32], block_tokens=16, question_tokens=8, repeats=2)
+    assert [row[f"{path}_s"] for path in efficiency.PATHS] == [9.0, 5.0, 3.0, 2.0]
+    assert (row["full_min_s"], row["full_max_s"]) == (8.0, 10.0)
 
 
 def test_nothing_is_computed_on_the_copy_path() -> None:
