@@ -58,6 +58,9 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         chat.invoke([("system", format_blocks(documents)), ("human", "Where is Lake Bon?")])
     """
 
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+
     @classmethod
     def from_model_id(
         cls,
@@ -241,7 +244,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
     ) -> list[AIMessage]:
         """``batch`` for event loops. A batch that the model has begun runs to its end."""
         at_once = _at_once(inputs, config)
-        meeting = await asyncio.to_thread(self._meeting, len(inputs), at_once, kwargs)
+        meeting = self._meeting(len(inputs), at_once, kwargs)
         if meeting is None:
             return await super().abatch(
                 inputs, config, return_exceptions=return_exceptions, **kwargs
@@ -265,7 +268,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         options = self.engine_options(
             call.get("stop"), {k: v for k, v in call.items() if k != "stop"}
         )
-        if at_once < 2 or options["seed"] is not None or not self.engine.model.can_batch:
+        if at_once < 2 or options["seed"] is not None:
             return None
         return BatchMeeting(
             lambda prompts: self.engine.generate_batch(prompts, **options),

@@ -30,6 +30,9 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):
     ``generation_info``.
     """
 
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+
     @property
     def _llm_type(self) -> str:
         return "blockattn-rag"

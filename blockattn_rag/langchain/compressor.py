@@ -49,8 +49,11 @@ class BlockKVCompressor(BaseDocumentCompressor):
     llm: EngineFields | None = Field(default=None, exclude=True, repr=False)
     warm: bool = False
 
-    _warming: Future[list[Document]] | None = PrivateAttr(default=None)
+    _warming: Future[EncodeStats | None] | None = PrivateAttr(default=None)
     _transformer: BlockKVTransformer | None = PrivateAttr(default=None)
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
 
     @model_validator(mode="after")
     def _check_llm(self) -> Self:
@@ -81,8 +84,7 @@ class BlockKVCompressor(BaseDocumentCompressor):
                 stale, len(documents),
             )  # fmt: skip
         if self.warm and self._transformer is not None:
-            self._warming = _warmer().submit(self._transformer.transform_documents, stamped)
-            self._warming.add_done_callback(_log_failure)
+            self._warming = _warmer().submit(_warm, self._transformer, stamped)
         return stamped
 
     def wait_until_warm(self, timeout_s: float | None = None) -> EncodeStats | None:
@@ -91,10 +93,7 @@ class BlockKVCompressor(BaseDocumentCompressor):
         Raises:
             TimeoutError: it took longer.
         """
-        if self._warming is None or self._transformer is None:
-            return None
-        self._warming.result(timeout_s)
-        return self._transformer.stats
+        return None if self._warming is None else self._warming.result(timeout_s)
 
     def __getstate__(self) -> dict[Any, Any]:
         state = super().__getstate__()
@@ -102,7 +101,11 @@ class BlockKVCompressor(BaseDocumentCompressor):
         return {**state, "__pydantic_private__": {**private, "_warming": None}}
 
 
-def _log_failure(warming: Future[Any]) -> None:
-    # Nobody need wait for it; the answer computes what is missing, and raises if that fails too.
-    if not warming.cancelled() and (error := warming.exception()):
+def _warm(transformer: BlockKVTransformer, documents: list[Document]) -> EncodeStats | None:
+    try:
+        transformer.transform_documents(documents)
+    except Exception as error:
+        # Nobody need wait for it: the answer computes what is missing, and raises if that fails.
         logger.warning("warming the KV store failed: %s", error)
+        raise
+    return transformer.stats

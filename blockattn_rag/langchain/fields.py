@@ -53,9 +53,6 @@ class EngineFields(BaseModel):
     source: EngineSource = Field(exclude=True, repr=False)
     """Where the engine comes from; copies share it, and so one set of weights."""
 
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(**fields)
-
     @model_validator(mode="before")
     @classmethod
     def _find_source(cls, values: dict[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,9 @@ class BlockKVTransformer(EngineFields, BaseDocumentTransformer):
 
     _stats: EncodeStats | None = PrivateAttr(default=None)
 
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+
     @property
     def stats(self) -> EncodeStats | None:
         """What the last call computed and reused; None before the first."""

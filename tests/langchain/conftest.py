@@ -32,16 +32,16 @@ NO_TELEMETRY = Settings(anonymized_telemetry=False)
 @lru_cache(maxsize=1)
 def tiny_block_model() -> BlockModel:
     """A random model whose answers are letters, so that they are visible and never end early."""
-    tokenizer, model = tiny_tokenizer(), tiny_model("llama", max_position_embeddings=8192)
+    tokenizer = tiny_tokenizer()
+    model: Any = tiny_model("llama", max_position_embeddings=8192)
     tokens = tokenizer.convert_ids_to_tokens(list(range(model.config.vocab_size)))
     mute = [
         i
         for i, token in enumerate(tokens)
         if not (token and len(token) == 1 and token.isascii() and token.isalpha())
     ]
-    head: Any = model.get_output_embeddings()
     with torch.no_grad():
-        head.weight[mute] = 0
+        model.get_output_embeddings().weight[mute] = 0
     model.config.block_attention = {"test": True}  # known to be tuned: no warning
     return BlockModel(model, tokenizer)
 

@@ -47,7 +47,7 @@ def test_partial_variables_are_filled_in() -> None:
     document = Document("text")
     prompt = TITLED.partial(title="Fixed")
     assert prompt.input_variables == ["page_content"]
-    assert format_blocks([document], prompt) == wrap("title: Fixed\n\ntext")  # type: ignore[arg-type]
+    assert format_blocks([document], prompt) == wrap("title: Fixed\n\ntext")
     assert isinstance(prompt, BlockDocumentPrompt)
     assert prompt.canonical_text(document) == "title: Fixed\n\ntext"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from langchain_core.messages import (
     AIMessage,
@@ -27,7 +29,7 @@ def texts_of(prompt: BlockPrompt) -> list[str]:
 
 def test_parts_with_a_handle_become_the_blocks_that_markers_make(chat: ChatBlockAttention) -> None:
     marked = SystemMessage("Context:\n" + format_blocks(passages(2)))
-    parts = [{"type": "text", "text": "Context:\n"}] + [
+    parts: list[Any] = [{"type": "text", "text": "Context:\n"}] + [
         {"type": "text", "text": document.page_content, "kv_handle": "anything"}
         for document in passages(2)
     ]
@@ -95,14 +97,14 @@ def test_a_result_without_a_question_stands_where_it_came() -> None:
 
 
 def test_reasoning_in_an_earlier_answer_is_not_shown_again() -> None:
-    parts = [{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": "Yes."}]
+    parts: list[Any] = [{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": "Yes."}]
     (turn,) = as_template_messages([AIMessage(parts)], knows_tools=False)
     assert turn == {"role": "assistant", "content": "Yes."}
 
 
 def test_an_image_is_refused() -> None:
     image = HumanMessage([{"type": "image", "url": "file:///x.png"}])
-    with pytest.raises(ValueError, match="reads text only.*image"):
+    with pytest.raises(ValueError, match=r"reads text only.*image"):
         as_template_messages([image], knows_tools=False)
 
 
@@ -112,5 +114,5 @@ def test_a_message_that_is_no_turn_is_refused() -> None:
 
 
 def test_a_chat_message_keeps_its_own_role() -> None:
-    (turn,) = as_template_messages([ChatMessage("x", role="critic")], knows_tools=False)
+    (turn,) = as_template_messages([ChatMessage(content="x", role="critic")], knows_tools=False)
     assert turn["role"] == "critic"

@@ -1,0 +1,132 @@
+"""Batches: real ones, with every input's own config, answer and error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.prompts import ChatPromptTemplate
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.errors import ContextOverflowError
+from blockattn_rag.generation import Generation
+from blockattn_rag.langchain import ChatBlockAttention, format_blocks
+from blockattn_rag.store import MemoryStore
+from tests.langchain.conftest import passages, tiny_block_model
+
+
+class CountingEngine(BlockAttentionEngine):
+    """The real engine, and how many prompts each batch had."""
+
+    def __init__(self) -> None:
+        super().__init__(tiny_block_model(), MemoryStore(1 << 28))
+        self.batches: list[int] = []
+
+    def generate_batch(self, prompts: Sequence[Any], **options: Any) -> list[Generation]:
+        self.batches.append(len(prompts))
+        return super().generate_batch(prompts, **options)
+
+
+@pytest.fixture
+def engine() -> CountingEngine:
+    return CountingEngine()
+
+
+def inputs(count: int = 8) -> list[Any]:
+    """Questions over shared passages, each over its own number of them."""
+    return [
+        [("system", format_blocks(passages(n % 3))), ("human", f"Question {n}?")]
+        for n in range(count)
+    ]
+
+
+@pytest.fixture
+def one_by_one(chat: ChatBlockAttention) -> list[Any]:
+    return [chat.invoke(one).content for one in inputs()]
+
+
+def contents(messages: Sequence[Any]) -> list[Any]:
+    return [message.content for message in messages]
+
+
+def test_a_batch_of_eight_is_one_batch_with_the_answers_of_single_calls(
+    chat: ChatBlockAttention, engine: CountingEngine, one_by_one: list[Any]
+) -> None:
+    assert contents(chat.batch(inputs())) == one_by_one
+    assert engine.batches == [8]
+
+
+async def test_an_asynchronous_batch_does_the_same(
+    chat: ChatBlockAttention, engine: CountingEngine, one_by_one: list[Any]
+) -> None:
+    assert contents(await chat.abatch(inputs())) == one_by_one
+    assert engine.batches == [8]
+
+
+def test_a_batch_of_a_chain_reaches_the_model_as_one(
+    chat: ChatBlockAttention, engine: CountingEngine
+) -> None:
+    chain = ChatPromptTemplate.from_messages([("human", "{x}")]) | chat
+    assert len(chain.batch([{"x": "a"}, {"x": "b"}])) == 2
+    assert engine.batches == [2]
+
+
+def test_max_concurrency_bounds_what_is_taken_together(
+    chat: ChatBlockAttention, engine: CountingEngine, one_by_one: list[Any]
+) -> None:
+    assert contents(chat.batch(inputs(), {"max_concurrency": 3})) == one_by_one
+    assert sum(engine.batches) == 8
+    assert max(engine.batches) == 3
+
+
+async def test_more_inputs_than_a_batch_holds_all_come_back_in_order(
+    chat: ChatBlockAttention, engine: CountingEngine
+) -> None:
+    many: list[Any] = [[("human", f"Question {n}?")] for n in range(20)]
+    expected = [chat.invoke(one, max_tokens=1).content for one in many]
+    assert contents(chat.batch(many, max_tokens=1)) == expected
+    assert contents(await chat.abatch(many, max_tokens=1)) == expected
+    assert max(engine.batches) == 16
+
+
+def test_each_input_has_its_own_callbacks_and_run(chat: ChatBlockAttention) -> None:
+    class Recorder(BaseCallbackHandler):
+        def __init__(self) -> None:
+            self.runs: list[Any] = []
+
+        def on_llm_end(self, response: Any, **kwargs: Any) -> None:
+            self.runs.append((kwargs["run_id"], response.generations[0][0].message.content))
+
+    recorders = [Recorder(), Recorder()]
+    answers = chat.batch(inputs(2), [{"callbacks": [r], "tags": ["t"]} for r in recorders])
+    assert [r.runs[0][1] for r in recorders] == contents(answers)
+    assert len({r.runs[0][0] for r in recorders}) == 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_one_input_that_fails_leaves_the_others_their_answers(
+    chat: ChatBlockAttention, one_by_one: list[Any], asynchronous: bool
+) -> None:
+    mixed: list[Any] = [*inputs(2), [("human", "x" * 9000)]]
+    answers: list[Any] = (
+        await chat.abatch(mixed, return_exceptions=True)
+        if asynchronous
+        else chat.batch(mixed, return_exceptions=True)
+    )
+    assert contents(answers[:2]) == one_by_one[:2]
+    assert isinstance(answers[2], ContextOverflowError)
+    with pytest.raises(ContextOverflowError):
+        chat.batch(mixed)
+
+
+def test_a_seed_gives_in_a_batch_what_it_gives_alone(chat: ChatBlockAttention) -> None:
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 3}
+    alone = [chat.invoke(one, **options).content for one in inputs(3)]
+    assert contents(chat.batch(inputs(3), **options)) == alone
+
+
+def test_an_empty_batch_and_a_batch_of_one(chat: ChatBlockAttention, one_by_one: list[Any]) -> None:
+    assert chat.batch([]) == []
+    assert contents(chat.batch(inputs(1))) == one_by_one[:1]

@@ -1,0 +1,144 @@
+"""One question in three ways: LCEL, the stuff chain, a retriever tool in an agent's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware
+from langchain_chroma import Chroma
+from langchain_classic.chains import create_retrieval_chain
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, ToolMessage
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import RunnablePassthrough
+from langchain_core.tools import create_retriever_tool
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.demo.corpus import bundled_corpus, bundled_questions, is_correct
+from blockattn_rag.langchain import (
+    BlockDocumentPrompt,
+    BlockKVTransformer,
+    ChatBlockAttention,
+    format_blocks,
+)
+from tests.langchain.conftest import bundled_block_model, needs_bundled_weights
+
+HEAD = "Answer the question using only the context below.\n\nContext:\n"
+PROMPT = ChatPromptTemplate.from_messages([("system", HEAD + "{context}"), ("human", "{input}")])
+
+
+class Answer(NamedTuple):
+    text: str
+    figures: dict[str, Any]
+
+
+Ask = Callable[[str], Answer]
+
+
+class Figures(BaseCallbackHandler):
+    """What the last answer of the model reused."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, Any] = {}
+
+    def on_llm_end(self, response: Any, **kwargs: Any) -> None:
+        self.last = response.generations[0][0].message.response_metadata["block_attention"]
+
+
+class RetrieveFirst(AgentMiddleware[Any, Any]):
+    """Looks every question up before the model answers: for models that call no tools."""
+
+    def __init__(self, tool: str) -> None:
+        super().__init__()
+        self._tool = tool
+
+    def wrap_model_call(self, request: Any, handler: Any) -> Any:
+        last = request.messages[-1]
+        if isinstance(last, ToolMessage):
+            return handler(request.override(tools=[]))
+        call = {"name": self._tool, "args": {"query": last.content}, "id": "1", "type": "tool_call"}
+        return AIMessage("", tool_calls=[call])
+
+
+def by_lcel(chat: ChatBlockAttention, retriever: BaseRetriever, figures: Figures) -> Ask:
+    inputs = {"context": retriever | format_blocks, "input": RunnablePassthrough()}
+    chain = inputs | PROMPT | chat | StrOutputParser()
+    return lambda question: Answer(chain.invoke(question, {"callbacks": [figures]}), figures.last)
+
+
+def by_stuff_chain(chat: ChatBlockAttention, retriever: BaseRetriever, figures: Figures) -> Ask:
+    stuff = create_stuff_documents_chain(chat, PROMPT, document_prompt=BlockDocumentPrompt())
+    chain = create_retrieval_chain(retriever, stuff)
+
+    def ask(question: str) -> Answer:
+        result = chain.invoke({"input": question}, {"callbacks": [figures]})
+        assert all("[[kvblock" not in document.page_content for document in result["context"])
+        return Answer(result["answer"], figures.last)
+
+    return ask
+
+
+def by_agent(chat: ChatBlockAttention, retriever: BaseRetriever, figures: Figures) -> Ask:
+    tool = create_retriever_tool(
+        retriever, "encyclopedia", "Looks things up.", document_prompt=BlockDocumentPrompt()
+    )
+    middleware = [RetrieveFirst(tool.name)]
+    agent: Any = create_agent(chat, [tool], system_prompt=HEAD.strip(), middleware=middleware)
+
+    def ask(question: str) -> Answer:
+        result = agent.invoke({"messages": [("human", question)]}, {"callbacks": [figures]})
+        return Answer(result["messages"][-1].content, figures.last)
+
+    return ask
+
+
+WAYS = [by_lcel, by_stuff_chain, by_agent]
+
+
+def filled(vector_store: Chroma, chat: ChatBlockAttention, texts: Sequence[str]) -> Chroma:
+    documents = [Document(text) for text in texts]
+    vector_store.add_documents(BlockKVTransformer(llm=chat).transform_documents(documents))
+    return vector_store
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_second_question_reuses_every_passage_in_another_order(
+    chat: ChatBlockAttention, vector_store: Chroma, way: Callable[..., Ask]
+) -> None:
+    texts = ["The tower is tall and old.", "The lake is deep.", "The river flows to the sea."]
+    retriever = filled(vector_store, chat, texts).as_retriever(search_kwargs={"k": 3})
+    questions = ["How tall is the tower?", "How deep is the lake?"]
+    orders = [[d.page_content for d in retriever.invoke(question)] for question in questions]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(texts)
+    ask = way(chat, retriever, Figures())
+    first, second = (ask(question) for question in questions)
+    assert (first.figures["hits"], first.figures["misses"]) == (3, 1)  # all but what is before
+    assert (second.figures["hits"], second.figures["misses"]) == (4, 0)
+    assert len(first.text) == 6
+
+
+@needs_bundled_weights
+@pytest.mark.parametrize("way", WAYS)
+def test_the_bundled_model_answers_right(vector_store: Chroma, way: Callable[..., Ask]) -> None:
+    engine = BlockAttentionEngine(bundled_block_model())
+    chat = ChatBlockAttention(engine=engine, max_tokens=40)
+    texts = [passage.text for passage in bundled_corpus()]
+    retriever = filled(vector_store, chat, texts).as_retriever(search_kwargs={"k": 4})
+    ask = way(chat, retriever, Figures())
+    turns = [turn for turn in bundled_questions() if turn.kind == "one-passage"][:4]
+    answers = {turn.question: ask(turn.question) for turn in turns}
+    wrong = {
+        q: answers[q].text
+        for q, t in zip(answers, turns, strict=True)
+        if not is_correct(t, answers[q].text)
+    }
+    assert not wrong
+    assert all(answer.figures["misses"] <= 1 for answer in answers.values())

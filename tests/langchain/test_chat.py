@@ -1,0 +1,252 @@
+"""The chat model: every way to call it, its figures, its options, its copies."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import UsageMetadataCallbackHandler
+from langchain_core.messages import AIMessageChunk
+from langchain_core.runnables import ConfigurableField
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.blocks import Block
+from blockattn_rag.errors import MissError
+from blockattn_rag.langchain import ChatBlockAttention, format_blocks
+from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts import BLANK_LINE
+from blockattn_rag.store import DirectoryStore
+from tests.langchain.conftest import passages, tiny_block_model
+from tests.models import tiny_model, tiny_tokenizer
+
+Messages = list[tuple[str, str]]
+LONG = 3000  # tokens: minutes of work, if nobody ends it
+
+
+def asking(question: str = "Which?", count: int = 3) -> Messages:
+    return [("system", "Context:\n" + format_blocks(passages(count))), ("human", question)]
+
+
+def whole(chunks: list[AIMessageChunk]) -> AIMessageChunk:
+    message = chunks[0]
+    for chunk in chunks[1:]:
+        message = message + chunk
+    return message
+
+
+def seconds_for_one_token(chat: ChatBlockAttention) -> float:
+    started = time.monotonic()
+    chat.invoke("Hello", max_tokens=1)
+    return time.monotonic() - started
+
+
+async def test_every_way_to_call_gives_the_same_answer(chat: ChatBlockAttention) -> None:
+    expected = chat.invoke(asking()).content
+    assert expected
+    assert whole(list(chat.stream(asking()))).content == expected
+    assert whole([chunk async for chunk in chat.astream(asking())]).content == expected
+    assert (await chat.ainvoke(asking())).content == expected
+    assert chat.invoke(asking(), mode="full").usage_metadata["input_tokens"] > 0  # type: ignore[index]
+
+
+def test_figures_tell_what_was_reused_and_what_was_computed(chat: ChatBlockAttention) -> None:
+    first, second = (chat.invoke(asking()) for _ in range(2))
+    for message, hits in ((first, 0), (second, 4)):
+        usage, reuse = message.usage_metadata, message.response_metadata["block_attention"]
+        assert usage is not None
+        details = usage["input_token_details"]
+        assert details["cache_read"] == reuse["reused_tokens"]
+        assert details["cache_read"] + details["cache_creation"] == usage["input_tokens"]
+        assert usage["output_tokens"] == 6
+        assert reuse["hits"] == hits
+    assert first.usage_metadata["input_token_details"]["cache_read"] == 0  # type: ignore[index]
+    assert second.response_metadata["finish_reason"] == "length"
+    assert second.response_metadata["model_provider"] == "blockattn_rag"
+
+
+def test_the_pieces_of_a_stream_sum_up_to_the_answer(chat: ChatBlockAttention) -> None:
+    answer = chat.invoke(asking())
+    chunks = list(chat.stream(asking()))
+    message = whole(chunks)
+    assert len(chunks) > 2
+    assert [c.chunk_position for c in chunks].count("last") == 1
+    assert message.usage_metadata is not None
+    assert message.usage_metadata["total_tokens"] == answer.usage_metadata["total_tokens"]  # type: ignore[index]
+    assert message.response_metadata["finish_reason"] == "length"
+
+
+def test_usage_handlers_find_the_figures_under_the_model_s_name(chat: ChatBlockAttention) -> None:
+    handler = UsageMetadataCallbackHandler()
+    chat.batch([asking(), asking("Who?")], {"callbacks": [handler]})
+    (usage,) = handler.usage_metadata.values()
+    assert usage["output_tokens"] == 12
+
+
+async def test_the_event_loop_keeps_ticking(chat: ChatBlockAttention) -> None:
+    async def ticks_during(work: Any) -> int:
+        task, ticks = asyncio.ensure_future(work), 0
+        while not task.done():
+            await asyncio.sleep(0.005)
+            ticks += 1
+        await task
+        return ticks
+
+    async def read() -> None:
+        async for _ in chat.astream(asking(), max_tokens=30):
+            pass
+
+    assert await ticks_during(chat.ainvoke(asking(), max_tokens=30)) > 10
+    assert await ticks_during(read()) > 10
+    assert await ticks_during(chat.abatch([asking(), asking("Who?")], max_tokens=30)) > 10
+
+
+def test_a_stream_that_is_left_frees_the_model(chat: ChatBlockAttention) -> None:
+    stream = chat.stream(asking(), max_tokens=LONG)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert seconds_for_one_token(chat) < 10
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_cancelled_task_frees_the_model(chat: ChatBlockAttention, streams: bool) -> None:
+    begun = asyncio.Event()
+
+    async def read() -> None:
+        if not streams:
+            begun.set()
+            await chat.ainvoke(asking(), max_tokens=LONG)
+        async for _ in chat.astream(asking(), max_tokens=LONG):
+            begun.set()
+
+    task = asyncio.create_task(read())
+    await begun.wait()
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(seconds_for_one_token, chat) < 10
+
+
+def test_options_of_a_call_go_before_those_of_the_model(chat: ChatBlockAttention) -> None:
+    answer = str(chat.invoke(asking()).content)
+    assert len(answer) == 6
+    assert len(str(chat.invoke(asking(), max_tokens=2).content)) == 2
+    assert len(str(chat.invoke(asking(), max_new_tokens=3).content)) == 3
+    stopped = chat.invoke(asking(), stop=[answer[1:3]])
+    assert stopped.content == answer[: answer.index(answer[1:3])]
+    assert stopped.response_metadata["finish_reason"] == "stop"
+    stopping = ChatBlockAttention(source=chat.source, stop_sequences=[answer[1:3]], max_tokens=6)
+    assert stopping.invoke(asking()).content == stopped.content
+    assert chat.invoke(asking(), temperature=2.0, seed=1).content != answer
+
+
+def test_an_unknown_option_is_refused(chat: ChatBlockAttention) -> None:
+    with pytest.raises(ValueError, match="tempurature"):
+        chat.invoke("Hello", tempurature=1)
+
+
+def test_a_miss_can_be_made_an_error(chat: ChatBlockAttention) -> None:
+    with pytest.raises(MissError):
+        chat.invoke(asking(), on_miss="error")
+
+
+def test_tokens_are_counted_as_the_model_sees_them(chat: ChatBlockAttention) -> None:
+    messages = chat._convert_input(asking()).to_messages()
+    usage = chat.invoke(messages).usage_metadata
+    assert usage is not None
+    assert chat.get_num_tokens_from_messages(messages) == usage["input_tokens"]
+    assert chat.get_num_tokens(format_blocks(passages(1))) == len(passages(1)[0].page_content) - 2
+
+
+def test_an_answer_cache_is_asked_first(chat: ChatBlockAttention) -> None:
+    cached = ChatBlockAttention(source=chat.source, max_tokens=6, cache=InMemoryCache())
+    first = cached.invoke(asking())
+    again = cached.batch([asking(), asking("Who?")])
+    assert again[0].content == first.content
+    assert again[0].usage_metadata["input_token_details"] != {}  # type: ignore[index]
+
+
+def test_a_model_without_a_chat_template_says_what_to_use() -> None:
+    model = BlockModel(tiny_model(), tiny_tokenizer(chat=False))
+    chat = ChatBlockAttention(engine=BlockAttentionEngine(model))
+    with pytest.raises(ValueError, match="use BlockAttentionLLM"):
+        chat.invoke("Hello")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"model": "x", "engine": "both"}])
+def test_the_model_has_one_source(arguments: dict[str, Any], engine: BlockAttentionEngine) -> None:
+    if "engine" in arguments:
+        arguments = {**arguments, "engine": engine}
+    with pytest.raises(ValueError, match="expected one source of the model"):
+        ChatBlockAttention(**arguments)
+
+
+def test_llm_shares_model_and_template(chat: ChatBlockAttention) -> None:
+    other = ChatBlockAttention(llm=chat, max_tokens=2)
+    assert other.engine is chat.engine
+    with pytest.raises(ValueError, match="not both"):
+        ChatBlockAttention(llm=chat, model="x")
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    model = tiny_block_model()
+    model.hf_model.save_pretrained(folder)
+    model.tokenizer.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_by_name_is_loaded_when_first_needed_and_once(
+    saved_model: Path, tmp_path: Path
+) -> None:
+    chat = ChatBlockAttention(model=saved_model, kv_store=tmp_path / "kv", max_new_tokens=3)
+    chooser = chat.configurable_fields(max_tokens=ConfigurableField("length"))
+    assert chat.source._engine is None
+    answer = chooser.invoke(asking(), {"configurable": {"length": 2}})
+    assert len(str(answer.content)) == 2
+    assert copy.deepcopy(chat).engine is chat.engine
+    assert isinstance(chat.engine.store, DirectoryStore)
+
+
+def test_a_model_by_name_survives_pickling_and_finds_its_store(
+    saved_model: Path, tmp_path: Path
+) -> None:
+    chat = ChatBlockAttention(model=saved_model, kv_store=tmp_path / "kv", max_tokens=3)
+    answer = chat.invoke(asking())
+    sent = pickle.loads(pickle.dumps(chat))
+    again = sent.invoke(asking())
+    assert again.content == answer.content
+    assert again.response_metadata["block_attention"]["misses"] == 0
+
+
+def test_a_live_engine_is_not_pickled(chat: ChatBlockAttention) -> None:
+    with pytest.raises(pickle.PicklingError, match="live engine"):
+        pickle.dumps(chat)
+
+
+def test_from_model_id_takes_the_arguments_of_langchain_huggingface(saved_model: Path) -> None:
+    chat = ChatBlockAttention.from_model_id(
+        str(saved_model),
+        task="text-generation",
+        device=-1,
+        model_kwargs={"dtype": "float32"},
+        pipeline_kwargs={"max_new_tokens": 4, "top_k": 3, "repetition_penalty": 1.1},
+    )
+    assert (chat.device_map, chat.max_tokens, chat.top_k) == ("cpu", 4, 3)
+    assert chat.generate_kwargs == {"repetition_penalty": 1.1}
+    assert len(str(chat.invoke("Hello").content)) == 4
+    with pytest.raises(ValueError, match="text2text"):
+        ChatBlockAttention.from_model_id("x", task="text2text-generation")
+
+
+def test_passages_ingested_by_the_engine_are_found(chat: ChatBlockAttention) -> None:
+    chat.engine.precompute([Block(d.page_content.strip(), BLANK_LINE) for d in passages()])
+    reuse = chat.invoke(asking()).response_metadata["block_attention"]
+    assert (reuse["hits"], reuse["misses"]) == (3, 1)  # all but the text before them

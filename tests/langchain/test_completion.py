@@ -1,0 +1,54 @@
+"""The completion class: strings in, strings out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.langchain import BlockAttentionLLM, format_blocks
+from tests.langchain.conftest import passages
+
+
+@pytest.fixture
+def llm(engine: BlockAttentionEngine) -> BlockAttentionLLM:
+    return BlockAttentionLLM(engine=engine, max_tokens=6)
+
+
+def prompt(question: str = "Which?") -> str:
+    return f"Context:\n{format_blocks(passages())}\n\n{question}\n"
+
+
+async def test_every_way_to_call_gives_the_same_text(llm: BlockAttentionLLM) -> None:
+    expected = llm.invoke(prompt())
+    assert len(expected) == 6
+    assert "".join(llm.stream(prompt())) == expected
+    assert "".join([piece async for piece in llm.astream(prompt())]) == expected
+    assert await llm.ainvoke(prompt()) == expected
+    several: list[Any] = [prompt(), prompt("Who?"), "No passage."]
+    one_by_one = [llm.invoke(one) for one in several]
+    assert llm.batch(several) == one_by_one
+    assert await llm.abatch(several) == one_by_one
+
+
+def test_passages_are_reused_and_the_figures_tell(llm: BlockAttentionLLM) -> None:
+    llm.invoke(prompt())
+    result = llm.generate([prompt("Who?")])
+    info = result.generations[0][0].generation_info
+    assert info is not None
+    assert info["block_attention"]["misses"] == 0
+    assert result.llm_output is not None
+    assert result.llm_output["token_usage"]["completion_tokens"] == 6
+
+
+def test_the_text_is_taken_as_it_stands(llm: BlockAttentionLLM) -> None:
+    llm.invoke("<|user|>\nHello<|end|>\n<|assistant|>\n")
+    assert llm.get_num_tokens("<|user|>\nHi") == 4
+    assert llm.invoke(prompt(), stop=[llm.invoke(prompt())[1]]) == llm.invoke(prompt())[0]
+
+
+def test_a_seed_gives_in_a_batch_what_it_gives_alone(llm: BlockAttentionLLM) -> None:
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 3}
+    several: list[Any] = [prompt(), prompt("Who?")]
+    assert llm.batch(several, **options) == [llm.invoke(one, **options) for one in several]

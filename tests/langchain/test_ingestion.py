@@ -1,0 +1,109 @@
+"""Ingestion and retrieval steps: the transformer and the compressor."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+
+import pytest
+from langchain_core.documents import Document
+
+from blockattn_rag.blocks import handle_of
+from blockattn_rag.errors import ContextOverflowError
+from blockattn_rag.langchain import (
+    BlockDocumentPrompt,
+    BlockKVCompressor,
+    BlockKVTransformer,
+    ChatBlockAttention,
+    format_blocks,
+)
+from tests.langchain.conftest import passages
+
+TITLED = BlockDocumentPrompt.from_template("title: {title}\n\n{page_content}")
+
+
+def test_ingested_passages_are_all_found_by_the_first_question(chat: ChatBlockAttention) -> None:
+    documents = BlockKVTransformer(llm=chat).transform_documents(passages())
+    messages = [("system", format_blocks(documents)), ("human", "Which?")]
+    reuse = chat.invoke(messages).response_metadata["block_attention"]
+    assert (reuse["hits"], reuse["misses"]) == (3, 1)  # all but the text before them
+
+
+def test_documents_come_back_as_copies_with_their_handles(chat: ChatBlockAttention) -> None:
+    documents = passages()
+    stamped = BlockKVTransformer(llm=chat).transform_documents(documents)
+    assert [d.metadata["kv_handle"] for d in stamped] == [
+        handle_of(d.page_content.strip()) for d in documents
+    ]
+    assert all("kv_handle" not in d.metadata for d in documents)
+    assert [d.id for d in stamped] == [d.id for d in documents]
+
+
+def test_what_is_stored_is_skipped(chat: ChatBlockAttention) -> None:
+    transformer = BlockKVTransformer(llm=chat)
+    transformer.transform_documents(passages(2))
+    transformer.transform_documents(passages(3))
+    assert transformer.stats is not None
+    assert (transformer.stats.computed, transformer.stats.reused) == (1, 2)
+
+
+def test_empty_documents_pass_through_without_a_handle(chat: ChatBlockAttention) -> None:
+    (empty,) = BlockKVTransformer(llm=chat).transform_documents([Document(" ")])
+    assert empty.metadata == {}
+
+
+async def test_ingestion_runs_asynchronously_and_shows_progress(
+    chat: ChatBlockAttention, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformer = BlockKVTransformer(engine=chat.engine, show_progress=True, document_prompt=TITLED)
+    stamped = await transformer.atransform_documents(passages(2))
+    assert stamped[0].metadata["kv_handle"] == handle_of(TITLED.canonical_text(passages(1)[0]))
+    assert "Encoding blocks" in capsys.readouterr().err
+
+
+def test_the_compressor_mends_handles_of_changed_texts_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    compressor = BlockKVCompressor()
+    fresh = [BlockDocumentPrompt().stamp(document) for document in passages(2)]
+    stale = fresh[0].model_copy(update={"page_content": "New text."})
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        assert list(compressor.compress_documents(fresh, "q")) == fresh
+        assert not caplog.records
+        mended = compressor.compress_documents([stale, fresh[1], Document("never stamped")], "q")
+    assert [d.metadata["kv_handle"] for d in mended] == [
+        handle_of(d.page_content.strip()) for d in (stale, fresh[1], Document("never stamped"))
+    ]
+    assert "1 of 3 retrieved documents" in caplog.text
+
+
+async def test_a_warm_compressor_encodes_what_is_not_stored(chat: ChatBlockAttention) -> None:
+    compressor = BlockKVCompressor(llm=chat, warm=True)
+    assert compressor.wait_until_warm() is None
+    documents = await compressor.acompress_documents(passages(), "q")
+    stats = compressor.wait_until_warm(60)
+    assert stats is not None
+    assert stats.computed == 3
+    messages = [("system", format_blocks(documents)), ("human", "Which?")]
+    assert chat.invoke(messages).response_metadata["block_attention"]["hits"] == 3
+
+
+def test_a_warming_that_fails_is_logged_and_breaks_nothing(
+    chat: ChatBlockAttention, caplog: pytest.LogCaptureFixture
+) -> None:
+    compressor = BlockKVCompressor(llm=chat, warm=True)
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        assert len(compressor.compress_documents([Document("x" * 9000)], "q")) == 1
+        with pytest.raises(ContextOverflowError):
+            compressor.wait_until_warm(60)
+    assert "warming the KV store failed" in caplog.text
+
+
+def test_warming_needs_a_model() -> None:
+    with pytest.raises(ValueError, match="warm=True needs llm="):
+        BlockKVCompressor(warm=True)
+
+
+def test_a_compressor_without_a_model_pickles() -> None:
+    compressor = BlockKVCompressor(document_prompt=TITLED)
+    assert pickle.loads(pickle.dumps(compressor)).document_prompt == TITLED

@@ -1,0 +1,141 @@
+"""Documents that change or go: the answer follows the text, and their KV can be collected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from langchain_chroma import Chroma
+from langchain_core.documents import Document
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.blocks import Block, handle_of
+from blockattn_rag.demo.corpus import bundled_corpus
+from blockattn_rag.langchain import (
+    BlockDocumentPrompt,
+    BlockKVTransformer,
+    ChatBlockAttention,
+    format_blocks,
+    live_handles,
+)
+from blockattn_rag.prompts import BLANK_LINE
+from blockattn_rag.store import DirectoryStore, gc
+from tests.langchain.conftest import (
+    bundled_block_model,
+    needs_bundled_weights,
+    passages,
+    tiny_block_model,
+)
+
+TITLED = BlockDocumentPrompt.from_template("title: {title}\n\n{page_content}")
+NEW = "The tower is 300 metres tall."
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> BlockAttentionEngine:
+    return BlockAttentionEngine(tiny_block_model(), tmp_path / "kv")
+
+
+@pytest.fixture
+def filled(chat: ChatBlockAttention, vector_store: Chroma) -> Chroma:
+    documents = BlockKVTransformer(llm=chat, document_prompt=TITLED).transform_documents(passages())
+    vector_store.add_documents(documents)
+    return vector_store
+
+
+def collect(engine: BlockAttentionEngine, vector_store: Chroma) -> None:
+    assert isinstance(engine.store, DirectoryStore)
+    gc(engine.store, live_handles([vector_store._collection]), grace_s=0)
+
+
+def is_stored(engine: BlockAttentionEngine, document: Document) -> bool:
+    return engine.contains(Block(TITLED.canonical_text(document), BLANK_LINE))
+
+
+def found(vector_store: Chroma) -> dict[str, Document]:
+    documents = vector_store.similarity_search("Passage", k=10)
+    return {str(document.id): document for document in documents}
+
+
+def test_what_is_not_changed_is_kept(engine: BlockAttentionEngine, filled: Chroma) -> None:
+    collect(engine, filled)
+    assert all(is_stored(engine, document) for document in found(filled).values())
+
+
+def test_a_raw_upsert_keeps_the_old_handle_yet_the_model_reads_the_new_text(
+    chat: ChatBlockAttention, engine: BlockAttentionEngine, filled: Chroma
+) -> None:
+    old = found(filled)["p0"]
+    filled.add_documents([Document(NEW, id="p0", metadata={"title": "Title 0"})])
+    new = found(filled)["p0"]
+    assert new.page_content == NEW
+    assert new.metadata["kv_handle"] == old.metadata["kv_handle"]  # Chroma merges metadata
+    prompt = chat.to_prompt(chat._convert_input(format_blocks([new], TITLED)).to_messages())
+    assert prompt.context[-1].text == f"title: Title 0\n\n{NEW}"
+    messages = [("system", format_blocks([new], TITLED)), ("human", "How tall?")]
+    fresh = ChatBlockAttention(engine=BlockAttentionEngine(tiny_block_model()), max_tokens=6)
+    assert chat.invoke(messages).content == fresh.invoke(messages).content
+    collect(engine, filled)
+    assert not is_stored(engine, old)
+    assert is_stored(engine, found(filled)["p1"])
+
+
+def test_a_changed_title_alone_makes_the_old_kv_collectable(
+    engine: BlockAttentionEngine, filled: Chroma
+) -> None:
+    old = found(filled)["p0"]
+    filled.add_documents([Document(old.page_content, id="p0", metadata={"title": "Other"})])
+    collect(engine, filled)
+    assert not is_stored(engine, old)
+
+
+def test_unrelated_metadata_may_change_freely(engine: BlockAttentionEngine, filled: Chroma) -> None:
+    old = found(filled)["p0"]
+    filled.update_document("p0", Document(old.page_content, metadata={"read": 7}, id="p0"))
+    collect(engine, filled)
+    assert is_stored(engine, old)
+
+
+def test_an_upsert_through_the_transformer_replaces_handle_and_kv(
+    chat: ChatBlockAttention, engine: BlockAttentionEngine, filled: Chroma
+) -> None:
+    old = found(filled)["p0"]
+    changed = Document(NEW, id="p0", metadata={"title": "Title 0"})
+    transformer = BlockKVTransformer(llm=chat, document_prompt=TITLED)
+    filled.add_documents(transformer.transform_documents([changed]))
+    assert found(filled)["p0"].metadata["kv_handle"] == handle_of(f"title: Title 0\n\n{NEW}")
+    collect(engine, filled)
+    assert is_stored(engine, changed)
+    assert not is_stored(engine, old)
+
+
+def test_the_kv_of_a_deleted_document_is_collected(
+    engine: BlockAttentionEngine, filled: Chroma
+) -> None:
+    old = found(filled)["p0"]
+    filled.delete(["p0"])
+    collect(engine, filled)
+    assert not is_stored(engine, old)
+    assert is_stored(engine, found(filled)["p1"])
+
+
+@needs_bundled_weights
+def test_the_answer_follows_an_upserted_text(vector_store: Chroma) -> None:
+    engine = BlockAttentionEngine(bundled_block_model())
+    chat = ChatBlockAttention(engine=engine, max_tokens=40)
+    passage = next(p for p in bundled_corpus() if "metres" in p.text)
+    words = passage.text.split()
+    height = words[next(i for i, w in enumerate(words) if w.startswith("metres")) - 1]
+    document = Document(passage.text, id="tower")
+    vector_store.add_documents(BlockKVTransformer(llm=chat).transform_documents([document]))
+
+    def answer() -> str:
+        context = format_blocks(vector_store.similarity_search(passage.title, k=1))
+        head = "Answer the question using only the context below.\n\nContext:\n"
+        question = f"What is the height of {passage.title}?"
+        return str(chat.invoke([("system", head + context), ("human", question)]).content)
+
+    assert height in answer()
+    other = "731" if height != "731" else "642"
+    vector_store.add_documents([Document(passage.text.replace(height, other), id="tower")])
+    assert other in answer()
