@@ -211,6 +211,7 @@ def test_a_model_by_name_is_loaded_when_first_needed_and_once(
     assert chat.source._engine is None
     answer = chooser.invoke(asking(), {"configurable": {"length": 2}})
     assert len(str(answer.content)) == 2
+    assert chat.source._engine is not None  # the configured copy loaded it for both
     assert copy.deepcopy(chat).engine is chat.engine
     assert isinstance(chat.engine.store, DirectoryStore)
 
