@@ -216,7 +216,7 @@ class BlockModel:
             return None
         layouts = self.profile.layouts
         if assembly == "relay":
-            return relay.relay_cache(contexts, layouts, width, self.device)
+            return relay.relay_cache(self.hf_model, contexts, layouts, width)
         return decoding.copied_cache(self.hf_model.config, contexts, layouts, width)
 
     def generate(

@@ -68,10 +68,15 @@ class RelayCache(DynamicCache):
 
 
 def relay_cache(
-    contexts: Sequence[Context], layouts: Sequence[RotaryLayout], width: int, device: torch.device
+    hf_model: PreTrainedModel,
+    contexts: Sequence[Context],
+    layouts: Sequence[RotaryLayout],
+    width: int,
 ) -> RelayCache:
     """A cache over the contexts where they lie; ``width``: tokens of the longest one."""
-    return RelayCache(len(layouts), width, RelayPlan(contexts, layouts, device))
+    # Again: whoever else holds the model may have set another attention since it was loaded.
+    enable_relay(hf_model)
+    return RelayCache(len(layouts), width, RelayPlan(contexts, layouts, hf_model.device))
 
 
 def is_exact(model: BlockModel) -> bool:

@@ -158,6 +158,16 @@ def test_eager_attention_stays_eager_when_no_plan_is_active() -> None:
     assert torch.equal(before.logits, after.logits)
 
 
+def test_attention_that_is_set_on_a_model_in_use_does_not_change_its_answers() -> None:
+    model = BlockModel(tiny_model("llama"), tiny_tokenizer())
+    assert model.supports_relay
+    context, final = encoded(model, BLOCKS), torch.tensor([FINAL_IDS])
+    before = model.next_logits(final, model.cache_for(context, assembly="relay"))
+    model.hf_model.set_attn_implementation("eager")
+    after = model.next_logits(final, model.cache_for(context, assembly="relay"))
+    assert relative_error(after, before) <= 1e-5
+
+
 def test_two_threads_on_two_models_do_not_see_each_others_plan() -> None:
     models = [BlockModel(tiny_model("llama", seed=seed), tiny_tokenizer()) for seed in (1, 2)]
     assert all(model.supports_relay for model in models)
