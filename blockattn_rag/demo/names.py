@@ -12,16 +12,19 @@ from typing import Literal
 
 Split = Literal["train", "test"]
 
-FIRST = (
+_FIRST = (
     "Hal Mor Bre Tal Vin Kar Sol Dra Fen Gri Lu Nor Pel Quo Ras Sta Tor Ul Ver Wes "
     "Yar Zel Ash Bol Cor Dun El Fal Gar Hin Is Jor Kel Lor Mal Nim Or Pra Rud Sil "
     "Tam Ur Vos Wil Xan Yel Zan Ber Cal Dor Em Fro Gul Hes In Jas Kor Lan Mir Nes"
-).split()
-SECOND = (
+)
+_SECOND = (
     "den vale sund mark ring to wick ley dor mere bach lin gar mund nia ros ven sel tan "
     "burg das fell ham ira jan kas lund mos nell ost pol rak sta thal una vik wen xis yor zen "
     "bela cey dun eth fro gil hart ion jo keld lam min nock ola pin ruda sy tel uma vra"
-).split()
+)
+
+FIRST = tuple(_FIRST.split())
+SECOND = tuple(_SECOND.split())
 
 
 def is_test_pair(first: int, second: int) -> bool:
@@ -37,7 +40,7 @@ def pair_name(rng: random.Random, split: Split) -> str:
             return FIRST[first] + SECOND[second]
 
 
-def test_words() -> frozenset[str]:
+def held_out_words() -> frozenset[str]:
     """Every word that only the test split may use."""
     return frozenset(
         first + second

@@ -1,0 +1,186 @@
+"""The base model: its shape, and training on rows with full causal attention."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from .corpus import generate_samples
+from .lookup import set_lookup_heads
+from .rows import Row, RowWriter
+from .scenes import QUESTION_KINDS
+
+LEARNING_RATE = 1.2e-3
+TOKENS_PER_STEP = 1_800
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    """A Llama of under two million parameters with grouped-query attention.
+
+    RoPE's base is low: most wavelengths then lie between a passage and a whole prompt, where
+    "which of two passages comes later" has to be read off.
+    """
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=160,
+        intermediate_size=448,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4_096,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    set_lookup_heads(model)
+    return model
+
+
+def batches(write: Callable[[], Row], tokens: int, pool: int = 48) -> Iterator[list[Row]]:
+    """Endless batches of rows of like length, at most ``tokens`` with padding, if rows allow."""
+    while True:
+        rows = sorted((write() for _ in range(pool)), key=lambda row: len(row.ids))
+        found: list[list[Row]] = [[]]
+        for row in rows:
+            if found[-1] and len(row.ids) * (len(found[-1]) + 1) > tokens:
+                found.append([])
+            found[-1].append(row)
+        random.Random(len(rows[0].ids)).shuffle(found)
+        yield from found
+
+
+def collate(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """Ids and weights, both ``[rows, longest]``. Padding is on the right, where causal
+    attention never looks from a real token, so no mask is needed."""
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(r.ids) for r in rows], batch_first=True)
+    weights = nn.utils.rnn.pad_sequence([torch.tensor(r.weights) for r in rows], batch_first=True)
+    return ids, weights
+
+
+def predictions(model: LlamaForCausalLM, ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits ``[n, vocabulary]`` and targets ``[n]`` at the ``n`` wanted tokens only."""
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    return model.lm_head(hidden[:, :-1][wanted[:, 1:]]), ids[:, 1:][wanted[:, 1:]]
+
+
+def step_loss(model: LlamaForCausalLM, rows: Sequence[Row]) -> Tensor:
+    """The weighted mean cross-entropy of a batch."""
+    ids, weights = collate(rows)
+    logits, targets = predictions(model, ids, weights > 0)
+    each = nn.functional.cross_entropy(logits, targets, reduction="none")
+    weight = weights[:, 1:][weights[:, 1:] > 0]
+    return (each * weight).sum() / weight.sum()
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Teacher-forced accuracy: shares of answers, and of answer tokens, that are the model's
+    first choice. Greedy decoding writes the expected answer word for word exactly where every
+    token is, so ``answers`` costs one forward pass and no decoding."""
+
+    answers: float
+    tokens: float
+
+
+@torch.no_grad()
+def score(model: LlamaForCausalLM, rows: Sequence[Row], batch_rows: int = 10) -> Score:
+    """Score a model on rows whose weights mark the answer alone."""
+    right_rows = right_tokens = all_tokens = 0
+    for start in range(0, len(rows), batch_rows):
+        ids, weights = collate(rows[start : start + batch_rows])
+        wanted = weights > 0
+        logits, targets = predictions(model, ids, wanted)
+        hit = torch.ones_like(wanted[:, 1:])
+        hit[wanted[:, 1:]] = logits.argmax(-1) == targets
+        right_rows += int(hit.all(dim=1).sum())
+        right_tokens += int(hit[wanted[:, 1:]].sum())
+        all_tokens += len(targets)
+    return Score(right_rows / len(rows), right_tokens / all_tokens)
+
+
+class Probe:
+    """Held-out questions on test entities, to watch accuracy while training."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, sizes: Sequence[int] = (2, 5), n: int = 24
+    ) -> None:
+        writer = RowWriter(tokenizer, random.Random(0))
+        self._rows = {
+            (kind, size): [writer.sample(s) for s in generate_samples(99, "test", kind, size, n)]
+            for kind in QUESTION_KINDS
+            for size in sizes
+        }
+
+    def __call__(self, model: LlamaForCausalLM) -> dict[str, Score]:
+        """The score by ``kind@passages``."""
+        return {f"{kind}@{size}": score(model, rows) for (kind, size), rows in self._rows.items()}
+
+
+class Trainer:
+    """AdamW with a schedule given as a function of progress in [0, 1]."""
+
+    def __init__(self, model: LlamaForCausalLM, out: Path, log: Callable[[str], None]) -> None:
+        self.model = model
+        self.out = out
+        self.log = log
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.02, fused=True
+        )
+
+    def run(
+        self,
+        source: Callable[[float], list[Row]],
+        steps: int,
+        rate: Callable[[float], float],
+        minutes: float = math.inf,
+        probe: Probe | None = None,
+        log_s: float = 120.0,
+        probe_s: float = 420.0,
+    ) -> list[float]:
+        """Train ``steps`` steps, or fewer if ``minutes`` run out; returns the losses.
+
+        ``source`` gives the rows for a progress, ``rate`` the share of the learning rate.
+        """
+        losses: list[float] = []
+        start = logged = probed = time.perf_counter()
+        tokens = 0
+        for step in range(steps):
+            now = time.perf_counter()
+            progress = max(step / steps, (now - start) / 60 / minutes)
+            if progress >= 1:
+                break
+            for group in self.optimizer.param_groups:
+                group["lr"] = LEARNING_RATE * rate(progress)
+            rows = source(progress)
+            tokens += sum(len(row.ids) for row in rows)
+            loss = step_loss(self.model, rows)
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            losses.append(loss.item())
+            if now - logged > log_s:
+                logged = now
+                recent = losses[-50:]
+                self.log(
+                    f"step {step} ({progress:.0%}) loss {sum(recent) / len(recent):.4f} "
+                    f"{tokens / (now - start):.0f} tokens/s {(now - start) / 60:.1f} min"
+                )
+            if probe and now - probed > probe_s:
+                self.log("  ".join(f"{k} {v.answers:.2f}" for k, v in probe(self.model).items()))
+                self.model.save_pretrained(self.out)
+                probed = time.perf_counter()
+        return losses

@@ -1,0 +1,121 @@
+"""The prompt formats that the bundled model is trained on, as data.
+
+A prompt is: ``head`` (special tokens parsed, BOS in front), the passages (each one a block,
+tokenised alone), ``tail`` with the question (special tokens parsed), then the answer.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from .scenes import Passage
+
+LLAMA_INDEX_SYSTEM = (
+    "You are an expert Q&A system that is trusted around the world.\n"
+    "Always answer the query using the provided context information, and not prior knowledge.\n"
+    "Some rules to follow:\n"
+    "1. Never directly reference the given context in your answer.\n"
+    "2. Avoid statements like 'Based on the context, ...' or "
+    "'The context information ...' or anything along those lines."
+)
+LLAMA_INDEX_HEAD = "Context information is below.\n---------------------\n"
+LLAMA_INDEX_TAIL = (
+    "\n---------------------\n"
+    "Given the context information and not prior knowledge, answer the query.\n"
+    "Query: {question}\nAnswer: "
+)
+BLOCK_ATTENTION_HEAD = (
+    "You are an intelligent AI assistant. Please answer questions based on the user's "
+    "instructions. Below are some reference documents that may help you in answering the "
+    "user's question.\n\n"
+)
+BLOCK_ATTENTION_TAIL = (
+    "\n\nPlease write a high-quality answer for the given question using only the provided "
+    "search documents (some of which might be irrelevant).\nQuestion: {question}"
+)
+LANGCHAIN_HEAD = "Answer the question using only the context below.\n\nContext:\n"
+PIECES_HEAD = (
+    "Use the following pieces of context to answer the question at the end. If you don't know "
+    "the answer, just say that you don't know, don't try to make up an answer.\n\n"
+)
+TURBO_RAG_HEAD = "Answer the question from the documents.\n"
+
+SYSTEM, USER = "<|system|>\n", "<|user|>\n"
+END = "<|end|>"
+TO_USER, TO_ASSISTANT = f"{END}\n<|user|>\n", f"{END}\n<|assistant|>\n"
+
+
+def follow_up(question: str) -> str:
+    """What stands between the end token of an answer and the next answer."""
+    return TO_USER.removeprefix(END) + question + TO_ASSISTANT
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One prompt format; ``before`` and ``after`` stand around each passage, ``tail`` holds
+    ``{question}``."""
+
+    head: str
+    tail: str
+    before: str = ""
+    after: str = "\n\n"
+    views: tuple[str, ...] = ("{text}",)
+
+    @property
+    def frame_chars(self) -> int:
+        """The length of what stands around the passages and the question."""
+        return len(self.head) + len(self.tail)
+
+    def passage(self, passage: Passage, view: str) -> str:
+        """The text of a passage's block, its template included."""
+        return self.before + self.text(passage, view) + self.after
+
+    @staticmethod
+    def text(passage: Passage, view: str) -> str:
+        """The passage as its block's canonical text."""
+        return view.format(title=passage.title, text=passage.text)
+
+
+_TITLED = "title: {title}\n\n{text}"
+_DASHED = "- Title: {title}\n{text}"
+_VIEWS = ("{text}", _TITLED)
+
+LLAMA_INDEX_CHAT = Format(
+    f"{SYSTEM}{LLAMA_INDEX_SYSTEM}{TO_USER}{LLAMA_INDEX_HEAD}",
+    LLAMA_INDEX_TAIL + TO_ASSISTANT,
+    views=_VIEWS,
+)
+LLAMA_INDEX_TEXT = Format(LLAMA_INDEX_HEAD, LLAMA_INDEX_TAIL, views=_VIEWS)
+BLOCK_ATTENTION = Format(
+    USER + BLOCK_ATTENTION_HEAD, BLOCK_ATTENTION_TAIL + TO_ASSISTANT, after="\n", views=(_DASHED,)
+)
+LANGCHAIN_CHAT = Format(
+    f"{SYSTEM}{LANGCHAIN_HEAD}", f"{TO_USER}{{question}}{TO_ASSISTANT}", views=_VIEWS
+)
+LANGCHAIN_LINES = Format(
+    LANGCHAIN_CHAT.head, LANGCHAIN_CHAT.tail, after="\n", views=(*_VIEWS, _DASHED)
+)
+PIECES = Format(
+    USER + PIECES_HEAD, "\n\nQuestion: {question}\nHelpful Answer:" + TO_ASSISTANT, views=_VIEWS
+)
+TURBO_RAG = Format(
+    f"{USER}{TURBO_RAG_HEAD}", "\n{question}" + TO_ASSISTANT, "<|doc_start|>", "<|doc_end|>"
+)
+
+#: Formats with their share of the training prompts.
+MIX: tuple[tuple[Format, float], ...] = (
+    (LLAMA_INDEX_CHAT, 0.22),
+    (LLAMA_INDEX_TEXT, 0.22),
+    (BLOCK_ATTENTION, 0.14),
+    (LANGCHAIN_CHAT, 0.16),
+    (LANGCHAIN_LINES, 0.1),
+    (PIECES, 0.08),
+    (TURBO_RAG, 0.08),
+)
+
+
+def draw_format(rng: random.Random, longest: int | None = None) -> Format:
+    """A format, drawn by its share, with at most ``longest`` characters of frame."""
+    fit = [(f, share) for f, share in MIX if longest is None or f.frame_chars <= longest]
+    return rng.choices([f for f, _ in fit], [share for _, share in fit])[0]

@@ -1,0 +1,187 @@
+"""Training rows for the base model: token ids with a loss weight each.
+
+Four sorts. *Copy* rows teach to repeat what was seen, *fact* rows to find the value of a named
+entity, *number* rows to compare numbers: short and dense. *Scene* rows are whole prompts with
+several questions over the same passages.
+Each part of a prompt is tokenised alone, as the engine does it at inference.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from .catalog import KINDS
+from .corpus import Sample
+from .formats import Format, draw_format, follow_up
+from .scenes import Article, Passage, SceneWriter, Turn, comparison_answer, turns_of, write_scene
+from .tokenizer import EOS, SPECIAL_TOKENS
+
+#: Loss weight of passage tokens: names recur there, which is worth learning; values do not.
+PASSAGE_WEIGHT = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """``weights[i]`` is the loss weight of predicting ``ids[i]``."""
+
+    ids: list[int]
+    weights: list[float]
+
+
+class RowWriter:
+    """Writes rows of every sort from one random generator."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> None:
+        self.tokenizer = tokenizer
+        self.rng = rng
+        self._bos: int = tokenizer.bos_token_id
+
+    def row(self, parts: list[tuple[str, float]]) -> Row:
+        """BOS and the parts, each tokenised alone, with one weight a part."""
+        backend = self.tokenizer.backend_tokenizer
+        backend.encode_special_tokens = False  # a call elsewhere may have left it on
+        encoded = backend.encode_batch([text for text, _ in parts], add_special_tokens=False)
+        ids, weights = [self._bos], [0.0]
+        for encoding, (_, weight) in zip(encoded, parts, strict=True):
+            ids += encoding.ids
+            weights += [weight] * len(encoding.ids)
+        return Row(ids, weights)
+
+    def copy(self, length: int = 24, gap: int = 12) -> Row:
+        """A random segment, up to ``gap`` random tokens, the segment again; loss on the latter."""
+
+        def noise(n: int) -> list[int]:
+            return self.rng.choices(range(len(SPECIAL_TOKENS), len(self.tokenizer)), k=n)
+
+        segment, between = noise(length), noise(self.rng.randint(0, gap))
+        ids = [*segment, *between, *segment]
+        # The segment's first token comes back at a place that nothing tells.
+        return Row(ids, [0.0] * (len(ids) - length + 1) + [1.0] * (length - 1))
+
+    def numbers(self, comparisons: int = 5, chains: int = 3) -> Row:
+        """Many decisions "214 is more than 187", and comparison answers without passages."""
+        parts: list[tuple[str, float]] = []
+        for _ in range(comparisons):
+            x, y = self._pair()
+            parts += [(f"{x} metres, {y} metres. ", 0.0)]
+            parts += [(f"{x} is {'more' if x > y else 'less'} than {y}.\n", 1.0)]
+        for _ in range(chains):
+            kind = self.rng.choice(KINDS)
+            attribute = self.rng.choice(kind.comparables)
+            writer = SceneWriter(self.rng, "train")
+            a, b = writer.name(kind), writer.name(kind)
+            x, y = self._pair()
+            shown = attribute.show(str(x)), attribute.show(str(y))
+            answer, _ = comparison_answer(attribute, a, b, *shown)
+            split = answer.rindex(f" {x} is ")
+            parts += [(answer[:split], PASSAGE_WEIGHT), (answer[split:] + EOS, 1.0), ("\n", 0.0)]
+        return self.row(parts)
+
+    def facts(self, entities: int = 5) -> Row:
+        """Facts on several entities, then each of them asked for: the plain look-up, densely."""
+        writer = SceneWriter(self.rng, "train")
+        kinds = self.rng.sample(KINDS, self.rng.randint(1, 2))
+        facts = []
+        for _ in range(self.rng.randint(2, entities)):
+            kind = self.rng.choice(kinds)
+            name = writer.name(kind)
+            stated = self.rng.sample(kind.attributes, self.rng.randint(1, 3))
+            facts += [(attribute, name, writer.value(attribute)) for attribute in stated]
+        sentences = [
+            attribute.statement(name, shown)
+            if self.rng.random() < 0.5
+            else self.rng.choice(attribute.named).format(name=name, value=shown)
+            for attribute, name, shown in self.rng.sample(facts, len(facts))
+        ]
+        parts = [(f"Facts: {' '.join(sentences)}\n", 0.0)]
+        for attribute, name, shown in self.rng.sample(facts, len(facts)):
+            head, _, value = attribute.statement(name, shown).rpartition(f" {shown}")
+            parts += [(head, 0.0), (f" {shown}{value}", 1.0), ("\n", 0.0)]
+        return self.row(parts)
+
+    def _pair(self) -> tuple[int, int]:
+        """Two different numbers; often close, since a far pair shows in the first digit."""
+        x = self.rng.randint(100, 999)
+        closeness = self.rng.random()
+        y = x
+        while y == x:
+            if closeness < 0.3:
+                y = x // 100 * 100 + self.rng.randint(0, 99)
+            elif closeness < 0.45:
+                y = x // 10 * 10 + self.rng.randint(0, 9)
+            else:
+                y = self.rng.randint(100, 999)
+        return x, y
+
+    def scene(
+        self, passages: tuple[int, int], longest_frame: int | None = None, turns: int = 8
+    ) -> Row:
+        """A prompt in a random format, with up to ``turns`` questions over its passages."""
+        scene, asked = self._draw(passages, turns)
+        prompt = draw_format(self.rng, longest_frame)
+        parts = self._prompt(prompt, [a.passage for a in scene], asked[0].question)
+        for i, turn in enumerate(asked):
+            if i:
+                parts.append((follow_up(turn.question), 0.0))
+            parts.append((turn.answer + EOS, 1.0))
+        return self.row(parts)
+
+    def record(self, passages: tuple[int, int], turns: int = 8) -> dict[str, Any]:
+        """What :meth:`scene` writes, as a training record of blocks and turns."""
+        scene, asked = self._draw(passages, turns)
+        prompt = draw_format(self.rng)
+        view = self.rng.choice(prompt.views)
+        template = {"before": prompt.before, "after": prompt.after}
+        blocks = [{"text": prompt.text(article.passage, view), **template} for article in scene]
+        prompts = [prompt.tail.format(question=asked[0].question)]
+        prompts += [follow_up(turn.question) for turn in asked[1:]]
+        return {
+            "blocks": [{"text": prompt.head, "control": True}, *blocks],
+            "turns": [
+                {"prompt": text, "response": turn.answer}
+                for text, turn in zip(prompts, asked, strict=True)
+            ],
+        }
+
+    def _draw(self, passages: tuple[int, int], turns: int) -> tuple[list[Article], list[Turn]]:
+        """A scene, and questions about it (at least one)."""
+        while True:
+            count = self.rng.randint(*passages)
+            editions = min(3, self.rng.choice((0, *range(count // 2 + 1))))
+            scene = write_scene(self.rng, "train", count, editions, self.rng.randint(1, 3))
+            if asked := list(self._questions(scene, turns)):
+                return scene, asked
+
+    def sample(self, sample: Sample) -> Row:
+        """A sample as one prompt in a random format; weights mark the answer alone."""
+        prompt = draw_format(self.rng)
+        parts = self._prompt(prompt, sample.passages, sample.question)
+        return self.row([*((text, 0.0) for text, _ in parts), (sample.answer + EOS, 1.0)])
+
+    def _prompt(
+        self, prompt: Format, passages: Sequence[Passage], question: str
+    ) -> list[tuple[str, float]]:
+        view = self.rng.choice(prompt.views)
+        blocks = [(prompt.passage(passage, view), PASSAGE_WEIGHT) for passage in passages]
+        return [(prompt.head, 0.0), *blocks, (prompt.tail.format(question=question), 0.0)]
+
+    def _questions(self, scene: list[Article], limit: int) -> Iterator[Turn]:
+        """Questions of all kinds in random order, none of which an earlier answer gives away."""
+        pool = [
+            *turns_of(scene, self.rng, "one-passage")[:limit],
+            *turns_of(scene, self.rng, "comparison")[:4],
+            *turns_of(scene, self.rng, "order")[:6],
+        ]
+        self.rng.shuffle(pool)
+        said: set[str] = set()
+        for turn in pool:
+            sentences = turn.answer.removesuffix(".").split(". ")
+            if said.isdisjoint(sentences) and limit > 0:
+                said.update(sentences)
+                limit -= 1
+                yield turn

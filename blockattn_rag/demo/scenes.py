@@ -1,0 +1,221 @@
+"""Scenes of a fictional encyclopedia: what one prompt holds, and every question about it.
+
+A *scene* is what one prompt holds: articles (an entity, what its passage states, the passage).
+Three kinds of question are asked of a scene:
+
+- ``one-passage``: a value that one passage states;
+- ``comparison``: which of two entities of one kind has more of something (two passages);
+- ``order``: two passages, two *editions*, describe one entity with different values and
+  nothing in their texts tells which is newer. The later one in the prompt holds.
+
+Pure standard library: nothing here needs a model.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from .catalog import KINDS, Attribute, Kind
+from .names import Split, pair_name
+
+QuestionKind = Literal["one-passage", "comparison", "order"]
+QUESTION_KINDS: tuple[QuestionKind, ...] = get_args(QuestionKind)
+
+ORDER_QUESTIONS = (
+    "What is the {noun} of {name} now?",
+    "What is the current {noun} of {name}?",
+    "What is the latest {noun} of {name}?",
+)
+WHICH_QUESTIONS = ("Which {which}, {a} or {b}?", "Of {a} and {b}, which {which}?")
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """One entry of the encyclopedia."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A question, its full-sentence answer, and the words that make an answer right.
+
+    ``gold`` indexes the passages that the answer rests on.
+    """
+
+    kind: QuestionKind
+    question: str
+    answer: str
+    expected: str
+    gold: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Article:
+    """An entity and one edition of its passage, with the facts that the passage states."""
+
+    kind: Kind
+    name: str
+    facts: Mapping[str, str]
+    passage: Passage
+
+    def states(self, attribute: Attribute) -> bool:
+        """Whether the passage states the attribute."""
+        return attribute.noun in self.facts
+
+
+class SceneWriter:
+    """Writes articles of one split; a word names at most one thing in a scene."""
+
+    def __init__(self, rng: random.Random, split: Split) -> None:
+        self.rng = rng
+        self.split: Split = split
+        self._used: set[str] = set()
+
+    def word(self) -> str:
+        """A word that this scene does not use yet."""
+        while (word := pair_name(self.rng, self.split)) in self._used:
+            pass
+        self._used.add(word)
+        return word
+
+    def name(self, kind: Kind) -> str:
+        """A name for a new entity, such as ``Halden Tower``."""
+        return kind.name.format(*(self.word() for _ in range(kind.name.count("{}"))))
+
+    def value(self, attribute: Attribute) -> str:
+        """A fresh value of the attribute, as shown: ``214 metres``, ``Morvale``, ``slate``."""
+        match attribute.value:
+            case "number":
+                return attribute.show(str(self.rng.randint(100, 999)))
+            case "place":
+                return self.word()
+            case "person":
+                return f"{self.word()} {self.word()}"
+            case words:
+                return self.rng.choice(words)
+
+    def article(self, kind: Kind, name: str | None = None) -> Article:
+        """An article on a new entity, or another edition on the entity ``name``.
+
+        Both comparable attributes are always stated, with one or two of the others.
+        """
+        name = name or self.name(kind)
+        others = [a for a in kind.attributes if not a.comparable]
+        stated = [*kind.comparables, *self.rng.sample(others, self.rng.choice((1, 2)))]
+        self.rng.shuffle(stated)
+        values = {a.noun: self.value(a) for a in stated}
+        return Article(kind, name, values, Passage(name, self._text(name, stated, values)))
+
+    def _text(self, name: str, stated: list[Attribute], values: Mapping[str, str]) -> str:
+        """Three or four sentences; three passages in ten go on with pronouns.
+
+        The first sentence never begins with the name: a name is then always written after
+        a space, and the tokenizer cuts it in one way only.
+        """
+        pronouns = self.rng.random() < 0.3
+        sentences = []
+        for i, attribute in enumerate(stated):
+            forms = attribute.pronoun if pronouns and i else attribute.named
+            forms = forms if i else tuple(f for f in forms if f[0] != "{")
+            sentences.append(self.rng.choice(forms).format(name=name, value=values[attribute.noun]))
+        return " ".join(sentences)
+
+
+def write_scene(
+    rng: random.Random, split: Split, num_passages: int, second_editions: int, kinds: int = 3
+) -> list[Article]:
+    """``num_passages`` articles in prompt order, ``second_editions`` of them on an entity
+    that another article describes too, on entities of at most ``kinds`` kinds."""
+    writer = SceneWriter(rng, split)
+    chosen = rng.sample(KINDS, min(kinds, len(KINDS)))
+    firsts = [
+        # The first two are of one kind, so that there is always something to compare.
+        writer.article(chosen[0] if i < 2 else rng.choice(chosen))
+        for i in range(num_passages - second_editions)
+    ]
+    again = rng.sample(firsts, second_editions)
+    scene = [*firsts, *(writer.article(first.kind, first.name) for first in again)]
+    rng.shuffle(scene)
+    return scene
+
+
+def _editions(scene: Sequence[Article]) -> dict[str, list[int]]:
+    """The positions of each entity's articles, in prompt order."""
+    found: dict[str, list[int]] = {}
+    for i, article in enumerate(scene):
+        found.setdefault(article.name, []).append(i)
+    return found
+
+
+def turns_of(scene: Sequence[Article], rng: random.Random, kind: QuestionKind) -> list[Turn]:
+    """Every question of ``kind`` that the scene answers, in random order."""
+    groups = _editions(scene).values()
+    single = [group[0] for group in groups if len(group) == 1]
+    if kind == "one-passage":
+        turns = [
+            _lookup(scene, rng, i, attribute)
+            for i in single
+            for attribute in scene[i].kind.attributes
+            if scene[i].states(attribute)
+        ]
+    elif kind == "comparison":
+        turns = [
+            _comparison(scene, rng, (i, j), attribute)
+            for i in single
+            for j in single
+            if i != j and scene[i].kind is scene[j].kind
+            for attribute in scene[i].kind.comparables
+            if scene[i].facts[attribute.noun] != scene[j].facts[attribute.noun]
+        ]
+    else:
+        turns = [
+            _order(scene, rng, (i, j), attribute)
+            for i, j in (group for group in groups if len(group) == 2)
+            for attribute in scene[i].kind.attributes
+            if scene[i].states(attribute)
+            and scene[j].states(attribute)
+            and scene[i].facts[attribute.noun] != scene[j].facts[attribute.noun]
+        ]
+    rng.shuffle(turns)
+    return turns
+
+
+def _lookup(scene: Sequence[Article], rng: random.Random, i: int, of: Attribute) -> Turn:
+    article, shown = scene[i], scene[i].facts[of.noun]
+    question = rng.choice(of.questions).format(name=article.name)
+    return Turn("one-passage", question, of.statement(article.name, shown), shown, (i,))
+
+
+def _order(
+    scene: Sequence[Article], rng: random.Random, pair: tuple[int, int], of: Attribute
+) -> Turn:
+    last = scene[max(pair)]
+    shown = last.facts[of.noun]
+    question = rng.choice(ORDER_QUESTIONS).format(noun=of.noun, name=last.name)
+    return Turn("order", question, of.statement(last.name, shown), shown, pair)
+
+
+def _comparison(
+    scene: Sequence[Article], rng: random.Random, pair: tuple[int, int], of: Attribute
+) -> Turn:
+    a, b = (scene[i] for i in pair)
+    question = rng.choice(WHICH_QUESTIONS).format(which=of.which, a=a.name, b=b.name)
+    answer, verdict = comparison_answer(of, a.name, b.name, a.facts[of.noun], b.facts[of.noun])
+    return Turn("comparison", question, answer, verdict, pair)
+
+
+def comparison_answer(of: Attribute, a: str, b: str, shown_a: str, shown_b: str) -> tuple[str, str]:
+    """The answer as a short chain (both values, the numbers compared, the winner), and its end.
+
+    One comparison of two numbers that were just written is a far smaller step than naming
+    the winner straight from the passages.
+    """
+    x, y = (int(shown.split()[0]) for shown in (shown_a, shown_b))
+    verdict = f"{a if x > y else b} {of.wins}"
+    chain = f"{x} is {'more' if x > y else 'less'} than {y}, so {verdict}."
+    return f"{of.statement(a, shown_a)} {of.statement(b, shown_b)} {chain}", verdict

@@ -1,0 +1,81 @@
+"""The bundled model's tokenizer: a byte-level BPE in which every digit is a token.
+
+Digits stand alone because numbers are compared digit by digit; being byte-level, it encodes
+any text whatever.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from .formats import MIX
+from .scenes import QUESTION_KINDS, turns_of, write_scene
+
+BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+DOC_TOKENS = ("<|doc_start|>", "<|doc_end|>")
+SPECIAL_TOKENS = (BOS, EOS, PAD, *ROLES, *DOC_TOKENS)
+VOCAB_SIZE = 1_280
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+
+def _training_text(seed: int, scenes: int) -> Iterator[str]:
+    """Passages, questions, answers and prompt templates, from training entities alone."""
+    rng = random.Random(f"{seed}/tokenizer")
+    for number in range(scenes):
+        scene = write_scene(rng, "train", 6, second_editions=1)
+        yield from (article.passage.text for article in scene)
+        for kind in QUESTION_KINDS:
+            for turn in turns_of(scene, rng, kind)[:3]:
+                yield from (turn.question, turn.answer)
+        if number % 4 == 0:
+            for prompt, _ in MIX:
+                yield from (prompt.head, prompt.tail, *prompt.views)
+
+
+def build_tokenizer(seed: int = 0, scenes: int = 1_200) -> PreTrainedTokenizerFast:
+    """Train the tokenizer. ``tokenizer(text)`` puts BOS in front, as Llama's does."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        # A syllable is seen hundreds of times, a whole name a few: names stay two syllables
+        # long, in training and in test alike.
+        min_frequency=scenes // 20,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_training_text(seed, scenes), trainer)
+    bos = (BOS, tokenizer.token_to_id(BOS))
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(f"{BOS} $A", f"{BOS} $A {BOS} $B", [bos]),
+        ]
+    )
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        additional_special_tokens=[*ROLES, *DOC_TOKENS],
+        chat_template=CHAT_TEMPLATE,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=4_096,
+    )

@@ -1,0 +1,182 @@
+"""Train the bundled model from scratch: ``python -m blockattn_rag.demo.train``.
+
+Three stages: a warm-up on copying and on comparing numbers, the task with full attention, and
+block fine-tuning, which is :func:`blockattn_rag.training.finetune.finetune`, as for any model.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from .base import TOKENS_PER_STEP, Probe, Score, Trainer, batches, build_model
+from .corpus import write_jsonl
+from .rows import Row, RowWriter
+from .tokenizer import build_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long each stage is: optimizer steps, and samples of block fine-tuning."""
+
+    warm_up_steps: int = 1_000
+    task_steps: int = 5_000
+    block_samples: int = 6_000
+    block_rate: float = 5e-4
+    probe_samples: int = 24
+
+
+SMOKE = Plan(warm_up_steps=60, task_steps=40, block_samples=16, probe_samples=6)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReport:
+    """What a run did: losses by step of the first two stages, scores before and after them."""
+
+    warm_up: list[float]
+    task: list[float]
+    before: dict[str, Score]
+    after: dict[str, Score]
+
+
+def _print(message: str) -> None:
+    print(time.strftime("%H:%M:%S"), message, flush=True)
+
+
+def warm_up(trainer: Trainer, writer: RowWriter, steps: int) -> list[float]:
+    """Stage 1: copying, looking up and comparing numbers, each batch of one sort."""
+    rng = writer.rng
+    writers = (writer.copy, writer.facts, writer.numbers)
+    sorts = [batches(write, TOKENS_PER_STEP) for write in writers]
+
+    def source(_: float) -> list[Row]:
+        return next(rng.choices(sorts, (0.2, 0.55, 0.25))[0])
+
+    return trainer.run(source, steps, lambda progress: min(1.0, progress * 20 + 0.01))
+
+
+def curriculum(progress: float) -> tuple[tuple[int, int], int | None]:
+    """How many passages a prompt has, and how many characters its frame at most.
+
+    Short prompts first: the look-up is learned from them in a fraction of the time.
+    """
+    if progress < 0.2:
+        return (1, 3), 250
+    return ((2, 5) if progress < 0.5 else (2, 10)), None
+
+
+def learn_task(
+    trainer: Trainer, writer: RowWriter, steps: int, minutes: float, probe: Probe
+) -> list[float]:
+    """Stage 2: whole prompts, longer and longer, on a cosine schedule."""
+    passages, longest_frame = curriculum(0.0)
+    numbers = batches(writer.numbers, TOKENS_PER_STEP)
+    scenes = batches(lambda: writer.scene(passages, longest_frame), TOKENS_PER_STEP)
+
+    def source(progress: float) -> list[Row]:
+        nonlocal passages, longest_frame
+        passages, longest_frame = curriculum(progress)
+        return next(numbers if progress < 0.5 and writer.rng.random() < 0.08 else scenes)
+
+    def rate(progress: float) -> float:
+        return 0.03 + 0.97 * (1 + math.cos(math.pi * progress)) / 2
+
+    return trainer.run(source, steps, rate, minutes, probe)
+
+
+def train_base(
+    out: Path,
+    plan: Plan,
+    seed: int = 0,
+    minutes: float = math.inf,
+    log: Callable[[str], None] = _print,
+) -> TrainReport:
+    """Stages 1 and 2: tokenizer and model from scratch to ``out``; full attention throughout."""
+    tokenizer = build_tokenizer(seed)
+    model = build_model(tokenizer, seed)
+    log(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    probe = Probe(tokenizer, n=plan.probe_samples)
+    trainer = Trainer(model, out, log)
+    writer = RowWriter(tokenizer, random.Random(f"{seed}/rows"))
+    before = probe(model)
+    warm_losses = warm_up(trainer, writer, plan.warm_up_steps)
+    log("warm-up done")
+    task_losses = learn_task(trainer, writer, plan.task_steps, minutes, probe)
+    save(model, tokenizer, out)
+    report = TrainReport(warm_losses, task_losses, before, probe(model))
+    log("  ".join(f"{name} {score.answers:.2f}" for name, score in report.after.items()))
+    return report
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Write weights, tokenizer, and greedy decoding as the default."""
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def write_block_data(path: Path, tokenizer: PreTrainedTokenizerFast, seed: int, n: int) -> None:
+    """``n`` prompts over training entities, in all formats, as training data of block records."""
+    writer = RowWriter(tokenizer, random.Random(f"{seed}/block"))
+    write_jsonl(path, (writer.record((2, 10)) for _ in range(n)))
+
+
+def block_finetune(base: Path, out: Path, plan: Plan, seed: int = 0) -> None:
+    """Stage 3: the fine-tuning that users run, every sample in block and in full mode."""
+    from blockattn_rag.model.loading import load_tokenizer
+    from blockattn_rag.training.config import FinetuneConfig
+    from blockattn_rag.training.finetune import finetune
+
+    data = base / "block.jsonl"
+    write_block_data(data, load_tokenizer(base), seed, plan.block_samples)
+    finetune(
+        FinetuneConfig(
+            model=str(base),
+            output=out,
+            train_data=[data],
+            learning_rate=plan.block_rate,
+            lr_scheduler="cosine",
+            batch_size=8,
+            per_device_batch_size=8,
+            context_loss_weight=0.1,
+            adam_beta2=0.98,
+            seed=seed,
+            progress=False,
+            overwrite=True,
+        )
+    )
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of the finished model.")] = Path("bundled"),
+    seed: Annotated[int, typer.Option(help="Seed of data and weights.")] = 0,
+    minutes: Annotated[float, typer.Option(help="Limit of stage 2, in minutes.")] = math.inf,
+    threads: Annotated[int, typer.Option(help="Processor cores.")] = 2,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="A short run that shows it works.")
+    ] = False,
+) -> None:
+    """Train the bundled model: OUT-base after full attention only, OUT after block fine-tuning."""
+    torch.set_num_threads(threads)
+    plan = SMOKE if smoke else Plan()
+    base = out.with_name(out.name + "-base")
+    train_base(base, plan, seed, minutes)
+    block_finetune(base, out, plan, seed)
+
+
+if __name__ == "__main__":
+    typer.run(main)

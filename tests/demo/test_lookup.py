@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from blockattn_rag.demo.base import build_model
+from blockattn_rag.demo.rows import RowWriter
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    model = build_model(tokenizer, seed=0)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def attention(model: LlamaForCausalLM, ids: list[int]) -> list[Tensor]:
+    """Weights of layers 0 and 1, ``[heads, queries, keys]``."""
+    with torch.no_grad():
+        return [layer[0] for layer in model(torch.tensor([ids]), output_attentions=True).attentions]
+
+
+def test_an_untrained_model_finds_what_followed_a_token(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    row = RowWriter(tokenizer, random.Random(0)).copy(length=24, gap=0)
+    first, second = attention(model, row.ids)[:2]
+    assert first[0].diagonal(-1).mean() > 0.6
+    again = torch.arange(25, 47)
+    # Token 24 + i stood at i before; what came next is at i + 1.
+    assert second[0][again, again - 23].mean() > 0.2
+
+
+def test_an_untrained_model_finds_what_followed_like_words(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    facts = [
+        "The depth of Lake Morwick is",
+        "The depth of Lake Yelgil is",
+        "The area of Lake Asto is",
+    ]
+    stated = [f"{fact} {value} feet." for fact, value in zip(facts, (438, 289, 912), strict=True)]
+    for number, fact in enumerate(facts):
+        before = "Facts: " + " ".join(stated[:number]) + f" {fact}"
+        start = len(tokenizer(before).input_ids)
+        ids = tokenizer("Facts: " + " ".join(stated) + f"\n{fact} ").input_ids
+        weights = attention(model, ids)[1][2, -1]
+        # Most of the attention lies on the value of the fact that is asked for.
+        assert weights[start : start + 4].sum() > 0.5

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from blockattn_rag.demo import bundled_model_path
+from blockattn_rag.demo.train import SMOKE, block_finetune, curriculum, train_base
+
+
+def test_prompts_grow_with_progress() -> None:
+    longest = [curriculum(progress)[0][1] for progress in (0.0, 0.3, 0.9)]
+    assert longest == sorted(longest) == [3, 5, 10]
+
+
+@pytest.mark.timeout(600)
+def test_a_smoke_run_learns_and_ends_in_an_ordinary_model(tmp_path: Path) -> None:
+    """All three stages, very short: the loss falls, held-out tokens come out right."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        report = train_base(tmp_path / "base", SMOKE, log=lambda _: None)
+        block_finetune(tmp_path / "base", tmp_path / "out", SMOKE)
+    finally:
+        torch.set_num_threads(threads)
+    for losses in (report.warm_up, report.task):
+        assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    for name, before in report.before.items():
+        assert report.after[name].tokens > before.tokens + 0.2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.block_attention["modes"] == ["block", "full"]
+
+
+def test_the_bundled_model_fits_the_package() -> None:
+    files = [path for path in bundled_model_path().rglob("*") if path.is_file()]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in files}
+    assert sum(path.stat().st_size for path in files) <= 12 * 2**20
