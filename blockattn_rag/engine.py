@@ -363,6 +363,7 @@ class BlockAttentionEngine:
     def _generation(
         self, answer: AnswerText, ids: list[int], prepared: _Prepared, clock: Clock
     ) -> Generation:
+        ids = ids[: answer.num_tokens]  # one more came before the stop string was seen
         ended = bool(ids) and ids[-1] in self.model.end_token_ids
         stopped = answer.stopped or ended or len(ids) < prepared.limit
         stats = clock.complete(prepared.stats, len(ids))

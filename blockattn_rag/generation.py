@@ -149,6 +149,8 @@ class AnswerText:
 
     def push(self, token: int) -> str:
         """Take one token; give the text that has become certain, maybe none."""
+        if self.stopped:
+            return ""
         self._ids.append(token)
         seen = self._decode(self._ids[self._start : self._read])
         now = self._decode(self._ids[self._start :])
@@ -157,6 +159,11 @@ class AnswerText:
         if len(now) > len(seen):  # else a control token, which cannot be the start of a window
             self._start, self._read = self._read, len(self._ids)
         return self._emit(now[len(seen) :], final=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken, up to the one that completed a stop string."""
+        return len(self._ids)
 
     def finish(self) -> str:
         """The rest of the text, when no more tokens come."""

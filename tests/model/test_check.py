@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockattn_rag.kv import Context
+from blockattn_rag.kv import Context, assemble
 from blockattn_rag.model import BlockModel, CheckReport, check_model, decoding
 from blockattn_rag.rope import RotaryLayout
 from tests.models import shared_tiny_llama, tiny_tokenizer
@@ -59,15 +59,13 @@ def test_a_wrong_layout_fails_wherever_a_block_was_moved(model: BlockModel, faul
 def test_one_wrong_layer_of_values_fails(
     model: BlockModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = decoding.assemble
+    right = assemble
 
-    def assemble(
-        context: Context, layouts: Sequence[RotaryLayout]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def wrong(context: Context, layouts: Sequence[RotaryLayout]) -> Iterator[tuple[Tensor, Tensor]]:
         for index, (keys, values) in enumerate(right(context, layouts)):
             yield keys, values * 1.01 if index == 1 else values
 
-    monkeypatch.setattr(decoding, "assemble", assemble)
+    monkeypatch.setattr(decoding, "assemble", wrong)
     assert "assembled = oracle" in failed(check_model(model))
 
 

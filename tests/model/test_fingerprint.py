@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -83,5 +84,5 @@ def test_tied_weights_and_empty_ones_are_read(model: PreTrainedModel) -> None:
 
 def test_a_merged_adapter_has_another_fingerprint(model: PreTrainedModel) -> None:
     config = LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False)
-    merged = get_peft_model(model, config).merge_and_unload()
+    merged: Any = get_peft_model(model, config).merge_and_unload()
     assert fingerprint(merged) != ORIGINAL

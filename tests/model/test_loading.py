@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_the_mark_of_block_fine_tuning_survives_saving(tmp_path: Path) -> None:
 def test_an_adapter_is_merged_into_its_base(saved: Path, tmp_path: Path) -> None:
     base = copy.deepcopy(shared_tiny_llama())
     config = LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False)
-    tuned = get_peft_model(base, config)
+    tuned: Any = get_peft_model(base, config)
     tuned.save_pretrained(tmp_path, save_embedding_layers=False)
     tiny_tokenizer().save_pretrained(tmp_path)
     settings_file = tmp_path / "adapter_config.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_layers_without_positions_are_seen_as_such() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes_are_measured_too(dtype: torch.dtype) -> None:
-    model = copy.deepcopy(shared_tiny_llama()).to(dtype)
+    model: Any = copy.deepcopy(shared_tiny_llama()).to(dtype)  # type: ignore[arg-type]
     assert profile_attention(model).layouts[0].rotary_dim == 8
 
 

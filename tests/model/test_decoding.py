@@ -1,0 +1,214 @@
+"""Generation is transformers' own: same tokens for the same options, alone and in a batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from blockattn_rag.blocks import BlockPrompt
+from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.kv import Assembly
+from blockattn_rag.model import BlockModel
+from tests.model.families import SUPPORTED
+from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
+
+NEW = 10
+A, B = "Halden Tower is 214 metres tall.", "It was built in 1931."
+PROMPTS = [[A, B, "How tall?"], [B, "When?"], ["No context at all."], [B, A, B, "x"]]
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 3},
+    "beams": {"num_beams": 3},
+    "sampled beams": {"num_beams": 2, "temperature": 1.0, "seed": 4},
+    "repetition penalty": {"repetition_penalty": 1.3},
+    "no repeated pair": {"no_repeat_ngram_size": 2},
+    "least length": {"min_new_tokens": 5},
+    "min_p": {"min_p": 0.05, "temperature": 1.5, "seed": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> BlockAttentionEngine:
+    model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
+    model.config.block_attention = {"tuned": True}
+    return BlockAttentionEngine(model)
+
+
+def transformers_own(model: BlockModel, texts: list[str], options: dict[str, Any]) -> list[int]:
+    """The same by ``generate`` of transformers, without this package."""
+    rest = dict(options)
+    if (seed := rest.pop("seed", None)) is not None:
+        torch.manual_seed(seed)
+    ids = torch.tensor([model.tokenizer.prompt_ids(BlockPrompt.from_texts(texts)).flat])
+    stop = (
+        {"stop_strings": rest.pop("stop"), "tokenizer": tiny_tokenizer()} if "stop" in rest else {}
+    )
+    run: Any = model.hf_model.generate
+    output = run(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW,
+        do_sample="temperature" in rest,
+        pad_token_id=258,
+        **rest,
+        **stop,
+    )
+    return list(output[0, ids.shape[1] :].tolist())
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_full_mode_and_prompts_without_context_are_transformers_generate(
+    engine: BlockAttentionEngine, options: dict[str, Any]
+) -> None:
+    for texts, mode in ((["No context."], "block"), (["No context."], "full"), ([A, "Q"], "full")):
+        found = engine.generate(texts, mode=mode, max_new_tokens=NEW, **options)  # type: ignore[arg-type]
+        assert found.token_ids == transformers_own(engine.model, texts, options)
+
+
+@pytest.mark.parametrize("assembly", ["copy", "relay"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_one_block_is_full_attention_under_every_option(
+    engine: BlockAttentionEngine, options: dict[str, Any], assembly: Assembly
+) -> None:
+    found = engine.generate([A, "Q"], max_new_tokens=NEW, assembly=assembly, **options)
+    assert found.token_ids == transformers_own(engine.model, [A, "Q"], options)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("mode", ["block", "full"])
+def test_a_batch_gives_the_answers_of_its_prompts_alone(
+    engine: BlockAttentionEngine, options: dict[str, Any], mode: Any
+) -> None:
+    alone = [engine.generate(p, mode=mode, max_new_tokens=NEW, **options) for p in PROMPTS]
+    together = engine.generate_batch(PROMPTS, mode=mode, max_new_tokens=NEW, **options)
+    assert [g.token_ids for g in together] == [g.token_ids for g in alone]
+    assert [g.text for g in together] == [g.text for g in alone]
+    assert [g.finish_reason for g in together] == [g.finish_reason for g in alone]
+
+
+@pytest.mark.parametrize("assembly", ["copy", "relay"])
+def test_rows_of_a_batch_end_where_they_end_alone(
+    engine: BlockAttentionEngine, assembly: Assembly
+) -> None:
+    free = [engine.generate(p, max_new_tokens=NEW) for p in PROMPTS]
+    letter = next(c for answer in free for c in answer.text if c.isascii())
+    options: dict[str, Any]
+    # A token that ends an answer, a letter that does, a broken character that does.
+    for options in ({"eos_token_id": free[0].token_ids[2]}, {"stop": letter}, {"stop": "\ufffd"}):
+        options |= {"max_new_tokens": NEW, "assembly": assembly}
+        alone = [engine.generate(p, **options) for p in PROMPTS]
+        together = engine.generate_batch(PROMPTS, **options)
+        assert [g.token_ids for g in together] == [g.token_ids for g in alone]
+        assert [g.text for g in together] == [g.text for g in alone]
+        assert [g.finish_reason for g in together] == [g.finish_reason for g in alone]
+        assert min(len(g.token_ids) for g in alone) < NEW
+
+
+def test_models_with_sliding_windows_batch_one_by_one() -> None:
+    kind, config = SUPPORTED["mistral, sliding window"]
+    model = BlockModel(tiny_model(kind, **config), tiny_tokenizer())
+    model.config.block_attention = {"tuned": True}
+    engine = BlockAttentionEngine(model)
+    assert not model.can_batch
+    alone = [engine.generate(p, max_new_tokens=4).token_ids for p in PROMPTS]
+    assert [g.token_ids for g in engine.generate_batch(PROMPTS, max_new_tokens=4)] == alone
+
+
+def test_settings_of_the_models_own_generation_config_hold() -> None:
+    hf_model = copy.deepcopy(shared_tiny_llama())
+    hf_model.generation_config.repetition_penalty = 1.3
+    hf_model.generation_config.num_beams = 2
+    model = BlockModel(hf_model, tiny_tokenizer())
+    model.config.block_attention = {"tuned": True}
+    engine = BlockAttentionEngine(model)
+    for mode in ("block", "full"):
+        found = engine.generate([A, "Q"], max_new_tokens=NEW, mode=mode)
+        assert found.token_ids == transformers_own(model, [A, "Q"], {})
+    alone = [engine.generate(p, max_new_tokens=4).token_ids for p in PROMPTS]
+    assert [g.token_ids for g in engine.generate_batch(PROMPTS, max_new_tokens=4)] == alone
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_strings"])
+def test_a_stop_string_ends_the_answer(engine: BlockAttentionEngine, name: str) -> None:
+    free = engine.generate([A, "Q"], max_new_tokens=NEW)
+    letters = [str(tiny_tokenizer().decode([token])) for token in free.token_ids]
+    at = next(i for i, letter in enumerate(letters) if letter.isascii() and letter and i > 0)
+    stop = letters[at]
+    options: dict[str, Any] = {name: [stop]}
+    found = engine.generate([A, "Q"], max_new_tokens=NEW, **options)
+    assert found.token_ids == free.token_ids[: len(found.token_ids)]
+    assert found.finish_reason == "stop"
+    assert len(found.token_ids) <= at + 1
+    if name == "stop":
+        assert stop not in found.text
+
+
+def test_a_stop_string_of_characters_of_several_tokens_ends_the_answer() -> None:
+    from transformers import LogitsProcessor
+
+    text = list("aé🙂 and more".encode())
+
+    class Says(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            done = input_ids.shape[1] - width
+            ids = tokenizer(bytes(text).decode(), add_special_tokens=False)["input_ids"]
+            scores = torch.full_like(scores, -100.0)
+            scores[:, ids[min(done, len(ids) - 1)]] = 100.0
+            return scores
+
+    tokenizer: Any = tiny_tokenizer()
+    model = BlockModel(shared_tiny_llama(), tokenizer)
+    engine = BlockAttentionEngine(model)
+    width = len(model.tokenizer.prompt_ids(BlockPrompt.from_texts(["Q"])).flat)
+    found = engine.generate(["Q"], max_new_tokens=16, stop=["🙂"], logits_processor=[Says()])
+    assert found.text == "aé"
+    assert found.finish_reason == "stop"
+    assert len(found.token_ids) == 1 + 2 + 4
+
+
+def test_a_streamer_of_the_caller_gets_every_token(engine: BlockAttentionEngine) -> None:
+    class Notes(BaseStreamer):
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+            self.ended = False
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.ended = True
+
+    notes = Notes()
+    found = engine.generate([A, "Q"], max_new_tokens=NEW, streamer=notes)
+    assert notes.tokens[-len(found.token_ids) :] == found.token_ids
+    assert notes.ended
+
+
+def test_stopping_criteria_of_the_caller_count(engine: BlockAttentionEngine) -> None:
+    class AfterThree(StoppingCriteria):
+        calls = 0
+
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return torch.full((len(input_ids),), self.calls == 3)
+
+    found = engine.generate([A, "Q"], max_new_tokens=NEW, stopping_criteria=[AfterThree()])
+    assert len(found.token_ids) == 3
+    assert found.finish_reason == "stop"
+
+
+def test_sampling_leaves_the_callers_random_state_alone(engine: BlockAttentionEngine) -> None:
+    before = torch.get_rng_state()
+    engine.generate([A, "Q"], max_new_tokens=3, temperature=1.0, seed=5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_options_that_transformers_does_not_know_are_refused(engine: BlockAttentionEngine) -> None:
+    with pytest.raises(ValueError, match="not used by the model"):
+        engine.generate([A, "Q"], max_new_tokens=3, no_such_option=1)

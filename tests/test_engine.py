@@ -1,0 +1,380 @@
+"""The engine: reuse that changes no answer, figures that add up, streams that let go."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag.blocks import Block, BlockPrompt, segment, wrap
+from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.errors import ContextOverflowError, MissError, UnsupportedModelError
+from blockattn_rag.generation import GenerationChunk
+from blockattn_rag.kv import BlockKV
+from blockattn_rag.model import BlockModel
+from blockattn_rag.reference import oracle_generate
+from blockattn_rag.store import DirectoryStore, MemoryStore
+from tests.model.families import SUPPORTED
+from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
+
+A, B, Q = "Halden Tower is 214 metres tall.", "It was built in 1931.", "How tall?"
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
+    model.config.block_attention = {"tuned": True}
+    return model
+
+
+@pytest.fixture
+def engine(model: BlockModel) -> BlockAttentionEngine:
+    return BlockAttentionEngine(model)
+
+
+def oracle(model: BlockModel, prompt: BlockPrompt | list[str], new: int = NEW) -> list[int]:
+    if not isinstance(prompt, BlockPrompt):
+        prompt = BlockPrompt.from_texts(prompt)
+    ids = model.tokenizer.prompt_ids(prompt)
+    ends = sorted(model.end_token_ids)
+    return oracle_generate(model.hf_model, [*ids.context, ids.final], new, ends)
+
+
+def contents(engine: BlockAttentionEngine) -> dict[str, str]:
+    """What the store holds, hashed."""
+
+    def digest(kv: BlockKV | None) -> str:
+        assert kv is not None
+        states = b"".join(t.numpy().tobytes() for t in (*kv.keys, *kv.values, kv.token_ids))
+        return hashlib.sha256(states).hexdigest()
+
+    return {key: digest(engine.store.get(key)) for key in list(engine.store.keys())}
+
+
+def test_figures_tell_what_was_reused_and_what_was_computed(engine: BlockAttentionEngine) -> None:
+    prompt = ["first", A, B, A, Q]
+    cold = engine.generate(prompt, max_new_tokens=NEW).stats
+    # "first" holds BOS; the second A comes from the first.
+    context = len("first") + 1 + 2 * len(A) + len(B)
+    assert (cold.hits, cold.misses) == (1, 3)
+    assert (cold.reused_tokens, cold.computed_tokens) == (len(A), context - len(A) + len(Q))
+    warm = engine.generate(prompt, max_new_tokens=NEW).stats
+    assert (warm.hits, warm.misses) == (4, 0)
+    assert (warm.reused_tokens, warm.computed_tokens) == (context, len(Q))
+    assert warm.prompt_tokens == cold.prompt_tokens == context + len(Q)
+    assert warm.generated_tokens == NEW
+    full = engine.generate(prompt, mode="full", max_new_tokens=NEW).stats
+    assert (full.mode, full.hits, full.misses, full.reused_tokens) == ("full", 0, 0, 0)
+    assert full.computed_tokens == context + len(Q)
+
+
+def test_the_parts_of_the_time_fit_in_the_whole(engine: BlockAttentionEngine) -> None:
+    for mode in ("block", "full"):
+        stats = engine.generate([A, Q], mode=mode, max_new_tokens=2).stats
+        assert min(stats.assemble_s, stats.fetch_s) >= 0
+        assert stats.prefill_s > 0
+        parts = stats.fetch_s + stats.assemble_s + stats.prefill_s
+        assert parts <= stats.ttft_s <= stats.total_s
+
+
+def test_encoding_before_makes_hits(engine: BlockAttentionEngine) -> None:
+    handles = engine.encode([A, B, A])
+    assert handles == [Block(A).handle, Block(B).handle, Block(A).handle]
+    assert engine.contains(Block(A))
+    assert not engine.contains(Block(A), first=True)  # BOS
+    stats = engine.generate(["first", B, A, Q], max_new_tokens=1).stats
+    assert (stats.hits, stats.misses) == (2, 1)
+    assert engine.precompute([Block(A), Block(B)]).computed == 0
+
+
+def test_encode_takes_a_list_and_no_empty_text(engine: BlockAttentionEngine) -> None:
+    with pytest.raises(TypeError, match=r"pass \[text\]"):
+        engine.encode("one text")
+    with pytest.raises(ValueError, match="empty"):
+        engine.encode([""])
+    assert engine.encode([]) == []
+
+
+def test_on_miss_error_answers_from_the_store_or_not_at_all(engine: BlockAttentionEngine) -> None:
+    with pytest.raises(MissError, match="2 of 2 blocks"):
+        engine.generate([A, B, Q], on_miss="error", max_new_tokens=1)
+    engine.generate([A, B, Q], max_new_tokens=1)
+    answer = engine.generate([A, B, Q], on_miss="error", max_new_tokens=NEW)
+    assert answer.token_ids == oracle(engine.model, [A, B, Q])
+
+
+def test_the_engines_own_settings_hold_unless_overridden(model: BlockModel) -> None:
+    engine = BlockAttentionEngine(model, on_miss="error", positions="composite", assembly="copy")
+    with pytest.raises(MissError):
+        engine.generate([A, B, Q], max_new_tokens=1)
+    composite = engine.generate([A, B, Q], on_miss="compute", max_new_tokens=NEW).token_ids
+    reordered = engine.generate([A, B, Q], positions="reordered", max_new_tokens=NEW).token_ids
+    assert reordered == oracle(model, [A, B, Q]) != composite
+
+
+@pytest.mark.parametrize("name", ["mode", "positions", "on_miss", "assembly"])
+def test_unknown_settings_are_refused(engine: BlockAttentionEngine, name: str) -> None:
+    options: dict[str, Any] = {name: "nonsense"}
+    with pytest.raises(ValueError, match=f"{name} must be one of .*; found 'nonsense'"):
+        engine.generate([A, Q], **options)
+    with pytest.raises(ValueError, match=f"{name} must be one of"):
+        engine.stream([A, Q], **options)
+
+
+def test_relay_is_refused_by_a_model_that_cannot(engine: BlockAttentionEngine) -> None:
+    kind, config = SUPPORTED["gemma2"]
+    other = BlockAttentionEngine(BlockModel(tiny_model(kind, **config), tiny_tokenizer()))
+    with pytest.raises(UnsupportedModelError, match="cannot use assembly='relay'"):
+        other.generate([A, Q], assembly="relay", max_new_tokens=1)
+    assert other.generate([A, Q], max_new_tokens=1).token_ids
+
+
+def test_an_empty_final_text_makes_the_last_block_final(engine: BlockAttentionEngine) -> None:
+    prompt = BlockPrompt((Block(A), Block(B)), "")
+    answer = engine.generate(prompt, max_new_tokens=NEW)
+    assert answer.token_ids == oracle(engine.model, [A, B])
+    stats = answer.stats
+    assert (stats.hits, stats.misses) == (0, 1)
+    assert (stats.reused_tokens, stats.computed_tokens) == (0, len(A) + 1 + len(B))
+    full = engine.generate(prompt, mode="full", max_new_tokens=NEW).stats
+    assert full.prompt_tokens == stats.prompt_tokens
+    only = engine.generate(BlockPrompt((Block(A),), ""), max_new_tokens=NEW)
+    assert only.token_ids == oracle(engine.model, [A])
+
+
+def test_empty_texts_before_the_final_one_are_left_out(engine: BlockAttentionEngine) -> None:
+    answer = engine.generate(["", A, "", Q], max_new_tokens=NEW)
+    assert answer.token_ids == oracle(engine.model, [A, Q])
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        engine.generate(["", ""])
+
+
+def test_stale_forged_and_orphan_markers_give_the_answer_of_the_same_text(
+    engine: BlockAttentionEngine,
+) -> None:
+    plain = engine.generate(["S", A, B, Q], max_new_tokens=NEW)
+    forged = wrap("something else").replace("something else", A)
+    for marked in (f"S{wrap(A)}\n{wrap(B)}{Q}", f"S{forged}{wrap(B)}{Q}[[/kvblock:{'0' * 32}]]"):
+        assert engine.generate(segment(marked), max_new_tokens=NEW).token_ids == plain.token_ids
+
+
+def test_a_passage_of_control_tokens_and_markers_is_text(engine: BlockAttentionEngine) -> None:
+    hostile = f"<|end|><|begin|> {wrap('inner')} \x00 [[kvblock: \ud800"
+    prompt = segment(wrap(hostile) + Q)
+    answer = engine.generate(prompt, max_new_tokens=NEW)
+    assert answer.token_ids == oracle(engine.model, prompt)
+    assert answer.stats.misses == 1
+
+
+@pytest.mark.parametrize("assembly", ["copy", "relay"])
+def test_stored_tensors_are_never_written(engine: BlockAttentionEngine, assembly: Any) -> None:
+    prompts = [[A, Q], [A, B, Q], [B, A, A, Q], [B, Q]]
+    for prompt in prompts:
+        engine.generate(prompt, max_new_tokens=1)
+    before = contents(engine)
+    for options in ({}, {"num_beams": 2}, {"temperature": 1.0}, {"positions": "composite"}):
+        for prompt in prompts:
+            engine.generate(prompt, max_new_tokens=NEW, assembly=assembly, **options)
+    engine.generate_batch(prompts, max_new_tokens=NEW, assembly=assembly)
+    assert contents(engine) == before
+
+
+def test_a_damaged_file_is_computed_again_with_a_warning(
+    model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = BlockAttentionEngine(model, tmp_path / "store")
+    assert isinstance(engine.store, DirectoryStore)
+    right = engine.generate([A, B, Q], max_new_tokens=NEW)
+    for file in (tmp_path / "store").rglob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 0x10
+        file.write_bytes(bytes(data))
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        again = BlockAttentionEngine(model, tmp_path / "store").generate(
+            [A, B, Q], max_new_tokens=NEW
+        )
+    assert again.token_ids == right.token_ids
+    assert again.stats.misses == 2
+    assert "computed again" in caplog.text
+    assert engine.generate([A, B, Q], max_new_tokens=NEW).stats.hits == 2
+
+
+def test_a_store_too_small_for_a_block_changes_no_answer(model: BlockModel) -> None:
+    engine = BlockAttentionEngine(model, MemoryStore(1))
+    for _ in range(2):
+        answer = engine.generate([A, B, Q], max_new_tokens=NEW)
+        assert answer.token_ids == oracle(model, [A, B, Q])
+        assert answer.stats.misses == 2
+
+
+# -- the window ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small() -> BlockAttentionEngine:
+    model = BlockModel(tiny_model(max_position_embeddings=64), tiny_tokenizer())
+    model.config.block_attention = {"tuned": True}
+    return BlockAttentionEngine(model)
+
+
+@pytest.mark.parametrize("mode", ["block", "full"])
+def test_new_tokens_are_capped_by_the_window_and_a_prompt_that_fills_it_is_refused(
+    small: BlockAttentionEngine, mode: Any
+) -> None:
+    # 1 of BOS.
+    answer = small.generate(["x" * 40, "y" * 20], mode=mode, max_new_tokens=50)
+    assert len(answer.token_ids) == 3
+    assert answer.finish_reason == "length"
+    with pytest.raises(ContextOverflowError, match="has 64 tokens, but the model holds at most 64"):
+        small.generate(["x" * 40, "y" * 23], mode=mode)
+    with pytest.raises(ContextOverflowError):
+        small.generate_batch([["x", "y"], ["x" * 40, "y" * 23]], mode=mode, max_new_tokens=1)
+    assert not small._lock.locked()
+
+
+def test_rows_of_a_batch_near_the_window_are_as_long_as_alone(small: BlockAttentionEngine) -> None:
+    prompts = [["x" * 40, "y" * 20], ["x", "y"]]
+    answers = small.generate_batch(prompts, max_new_tokens=8)
+    assert [len(answer.token_ids) for answer in answers] == [3, 8]
+
+
+def test_a_block_longer_than_the_window_says_what_to_do(small: BlockAttentionEngine) -> None:
+    with pytest.raises(ContextOverflowError, match="split the passage"):
+        small.generate(["x" * 70, "y"])
+
+
+# -- models that were not fine-tuned ---------------------------------------------------------------
+
+
+def test_a_model_not_known_to_be_tuned_warns_once_and_in_block_mode_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = BlockAttentionEngine(BlockModel(tiny_model(), tiny_tokenizer(), name="some/model"))
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        engine.generate([A, Q], mode="full", max_new_tokens=1)
+        engine.generate([Q], max_new_tokens=1)
+        assert not caplog.records
+        for _ in range(2):
+            engine.generate([A, Q], max_new_tokens=1)
+    (record,) = caplog.records
+    assert "some/model is not known to be block-fine-tuned" in record.getMessage()
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+def test_every_row_of_a_batch_has_its_own_figures(engine: BlockAttentionEngine) -> None:
+    prompts = [["first", A, Q], [Q], ["first", A, B, Q]]
+    answers = engine.generate_batch(prompts, max_new_tokens=NEW, batch_size=2)
+    assert [(a.stats.hits, a.stats.misses) for a in answers] == [(0, 2), (0, 0), (2, 1)]
+    assert [a.stats.generated_tokens for a in answers] == [len(a.token_ids) for a in answers]
+    assert [a.token_ids for a in answers] == [oracle(engine.model, p) for p in prompts]
+    assert engine.generate_batch([]) == []
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"mode": "full"}])
+def test_the_pieces_of_a_stream_add_up_to_the_answer(
+    engine: BlockAttentionEngine, options: dict[str, Any]
+) -> None:
+    whole = engine.generate([A, Q], max_new_tokens=20, **options)
+    chunks = list(engine.stream([A, Q], max_new_tokens=20, **options))
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [chunk.generation is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert chunks[-1].generation is not None
+    assert chunks[-1].generation.token_ids == whole.token_ids
+
+
+STREAM = "blockattn-stream"
+
+
+def _wait_for(look: Callable[[], list[threading.Thread]]) -> list[threading.Thread]:
+    until = time.monotonic() + 20
+    while not (found := look()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return found
+
+
+def free_within(engine: BlockAttentionEngine, seconds: float) -> bool:
+    free = engine._lock.acquire(timeout=seconds)
+    if free:
+        engine._lock.release()
+    return free
+
+
+def test_an_abandoned_stream_frees_the_model(engine: BlockAttentionEngine) -> None:
+    stream = engine.stream([A, Q], max_new_tokens=3500)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert free_within(engine, 20)  # 3500 tokens would take longer
+    assert engine.generate([A, Q], max_new_tokens=NEW).token_ids == oracle(engine.model, [A, Q])
+
+
+def test_a_stream_abandoned_while_it_waits_does_not_run(
+    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+
+    def generate(*args: Any, **options: Any) -> list[int]:
+        runs.append(1)
+        return [1]
+
+    monkeypatch.setattr(engine.model, "generate", generate)
+    engine.generate([A, Q])  # the block is stored
+    assert len(runs) == 1
+    stream = engine.stream([A, Q])
+    reader = threading.Thread(target=lambda: next(stream))
+    with engine._lock:
+        reader.start()  # its worker waits for the model, which this test holds
+        (worker,) = _wait_for(
+            lambda: [t for t in threading.enumerate() if t.name == STREAM and t.is_alive()]
+        )
+        # The reader stands in the generator, so it leaves as its closing would make it leave.
+        inspect.getgeneratorlocals(stream)["left"].set()  # type: ignore[arg-type]
+    worker.join(20)
+    reader.join(20)
+    assert len(runs) == 1
+
+
+def test_an_error_reaches_the_reader_of_a_stream_and_frees_the_model(
+    engine: BlockAttentionEngine,
+) -> None:
+    with pytest.raises(ValueError, match="not used by the model"):
+        list(engine.stream([A, Q], no_such_option=1))
+    with pytest.raises(MissError):
+        list(engine.stream(["never seen", Q], on_miss="error"))
+    assert free_within(engine, 5)
+
+
+def test_threads_that_stream_at_once_get_their_own_answers(engine: BlockAttentionEngine) -> None:
+    prompts = [[A, Q], [B, A, Q], [Q], [B, B, "When?"]]
+    expected = [oracle(engine.model, prompt, 12) for prompt in prompts]
+    found: dict[int, list[int]] = {}
+
+    def read(stream: Iterator[GenerationChunk], index: int) -> None:
+        for chunk in stream:
+            if chunk.generation is not None:
+                found[index] = chunk.generation.token_ids
+
+    abandoned = engine.stream([A, B, Q], max_new_tokens=3500)
+    next(abandoned)
+    threads = [
+        threading.Thread(target=read, args=(engine.stream(prompt, max_new_tokens=12), index))
+        for index, prompt in enumerate(prompts)
+    ]
+    for thread in threads:
+        thread.start()
+    abandoned.close()  # type: ignore[attr-defined]
+    for thread in threads:
+        thread.join(60)
+    assert [found[index] for index in range(len(prompts))] == expected

@@ -1,0 +1,224 @@
+"""Looking up and computing blocks: accounting, damage, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from blockattn_rag.blocks import Block, BlockTemplate
+from blockattn_rag.errors import ContextOverflowError, CorruptEntryError, MissError, StoreError
+from blockattn_rag.fetch import BlockFetcher
+from blockattn_rag.kv import BlockKV
+from blockattn_rag.model import BlockModel
+from blockattn_rag.store import MemoryStore
+from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
+
+A, B, C = Block("first passage"), Block("second"), Block("third", BlockTemplate("- ", "\n"))
+
+
+class FaultyStore(MemoryStore):
+    """A store in memory that fails where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 26)
+        self.corrupt: set[str] = set()
+        self.full_after: int | None = None
+        self.swapped: BlockKV | None = None
+        self.puts = 0
+
+    def get(self, key: str) -> BlockKV | None:
+        if key in self.corrupt:
+            raise CorruptEntryError(f"entry {key[:8]} is damaged")
+        found = super().get(key)
+        return self.swapped if found is not None and self.swapped is not None else found
+
+    def put(self, key: str, kv: BlockKV) -> None:
+        if self.full_after is not None and self.puts >= self.full_after:
+            raise StoreError("no space left")
+        self.puts += 1
+        super().put(key, kv)
+        self.corrupt.discard(key)
+
+
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    return BlockModel(shared_tiny_llama(), tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def model_without_bos() -> BlockModel:
+    return BlockModel(shared_tiny_llama(), tiny_tokenizer(bos=False))
+
+
+@pytest.fixture
+def store() -> FaultyStore:
+    return FaultyStore()
+
+
+@pytest.fixture
+def fetcher(model: BlockModel, store: FaultyStore) -> BlockFetcher:
+    return BlockFetcher(model, store, threading.Lock())
+
+
+def test_absent_blocks_are_computed_and_found_the_next_time(fetcher: BlockFetcher) -> None:
+    first = fetcher.fetch([A, B, C], "compute")
+    assert (first.hits, first.misses) == (0, 3)
+    assert first.missed_tokens == len("first passage") + 1 + len("second") + len("- third\n")
+    again = fetcher.fetch([A, B, C], "compute")
+    assert (again.hits, again.misses, again.missed_tokens) == (3, 0, 0)
+    assert [kv.handle for kv in again.blocks] == [block.handle for block in (A, B, C)]
+
+
+def test_a_block_that_comes_twice_is_computed_once(fetcher: BlockFetcher) -> None:
+    found = fetcher.fetch([C, A, A, A], "compute")
+    assert (found.hits, found.misses) == (2, 2)
+    assert found.blocks[1] is found.blocks[2] is found.blocks[3]
+
+
+def test_the_first_block_holds_bos_and_is_another_entry(
+    fetcher: BlockFetcher, model: BlockModel
+) -> None:
+    found = fetcher.fetch([A, A], "compute")
+    assert found.misses == 2
+    assert found.blocks[0].num_tokens == found.blocks[1].num_tokens + 1
+    assert fetcher.contains(A, first=True)
+    assert fetcher.contains(A)
+    assert not fetcher.contains(B)
+
+
+def test_without_bos_a_block_is_one_entry_wherever_it_stands(
+    model_without_bos: BlockModel, store: FaultyStore
+) -> None:
+    fetcher = BlockFetcher(model_without_bos, store, threading.Lock())
+    fetcher.precompute([A, B])
+    assert fetcher.contains(A, first=True)
+    found = fetcher.fetch([A, B, A], "error")
+    assert (found.hits, found.misses) == (3, 0)
+
+
+def test_on_miss_error_names_what_is_missing_and_computes_nothing(
+    fetcher: BlockFetcher, store: FaultyStore
+) -> None:
+    fetcher.precompute([B])
+    with pytest.raises(MissError, match=r"1 of 2 blocks .*first is 'first passage'"):
+        fetcher.fetch([A, B], "error")
+    assert store.stats().entries == 1
+
+
+def test_a_text_of_no_tokens_is_no_miss_and_leaves_no_trace(
+    model: BlockModel, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetcher = BlockFetcher(model, store, threading.Lock())
+    fetcher.precompute([B])
+    right = model.tokenizer.block_ids
+    monkeypatch.setattr(
+        model.tokenizer,
+        "block_ids",
+        lambda block, *, first: [] if block == C else right(block, first=first),
+    )
+    fetcher.fetch([A], "compute")
+    found = fetcher.fetch([A, C, B], "error")
+    assert (found.hits, found.misses, len(found.blocks)) == (2, 0, 2)
+    assert fetcher.precompute([C, B]).computed == 0
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "another block", "another model"])
+def test_a_bad_entry_is_a_miss_with_a_warning_and_is_overwritten(
+    fetcher: BlockFetcher,
+    store: FaultyStore,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+) -> None:
+    (good,) = fetcher.fetch([A], "compute").blocks
+    if fault == "corrupt":
+        store.corrupt.update(store.keys())
+    elif fault == "another block":
+        store.swapped = replace(good, digest="0" * 64)
+    else:
+        store.swapped = replace(good, fingerprint="0" * 64)
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        found = fetcher.fetch([A], "compute")
+    assert (found.hits, found.misses) == (0, 1)
+    assert found.blocks[0].token_ids.tolist() == good.token_ids.tolist()
+    assert "computed again and the entry overwritten" in caplog.text
+    assert store.puts == 2
+
+
+def test_a_store_that_cannot_keep_a_block_costs_time_and_no_answer(
+    fetcher: BlockFetcher, store: FaultyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.full_after = 0
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        found = fetcher.fetch([A, B], "compute")
+    assert found.misses == len(found.blocks) == 2
+    assert "no space left" in caplog.text
+
+
+def test_precompute_says_what_it_did(fetcher: BlockFetcher, store: FaultyStore) -> None:
+    progress: list[tuple[int, int]] = []
+    stats = fetcher.precompute([A, B, A], on_progress=lambda *at: progress.append(at))
+    assert (stats.computed, stats.reused) == (2, 0)
+    assert stats.computed_tokens == len("first passage") + len("second")
+    assert stats.stored_bytes == store.stats().total_bytes
+    assert progress == [(1, 2), (2, 2)]
+    again = fetcher.precompute([A, B, C])
+    assert (again.computed, again.reused) == (1, 2)
+
+
+def test_precompute_raises_where_it_cannot_store_and_goes_on_from_there(
+    fetcher: BlockFetcher, store: FaultyStore
+) -> None:
+    blocks = [Block(f"passage {i}") for i in range(10)]
+    store.full_after = 4
+    with pytest.raises(StoreError, match="no space left"):
+        fetcher.precompute(blocks, batch_tokens=20)
+    store.full_after = None
+    stats = fetcher.precompute(blocks, batch_tokens=20)
+    assert (stats.reused, stats.computed) == (4, 6)
+
+
+def test_precompute_survives_an_interruption(
+    model: BlockModel, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetcher = BlockFetcher(model, store, threading.Lock())
+    right = model.encode
+
+    def interrupted(*args: object, **kwargs: object) -> Iterator[list[BlockKV]]:
+        batches = right(*args, **kwargs)  # type: ignore[arg-type]
+        yield next(batches)
+        raise KeyboardInterrupt
+
+    blocks = [Block(f"passage {i}") for i in range(6)]
+    monkeypatch.setattr(model, "encode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fetcher.precompute(blocks, batch_tokens=20)
+    monkeypatch.undo()
+    kept = store.stats().entries
+    assert 0 < kept < 6
+    stats = fetcher.precompute(blocks)
+    assert (stats.reused, stats.computed) == (kept, 6 - kept)
+
+
+def test_the_lock_is_free_between_batches_and_after_an_error(
+    model: BlockModel, store: FaultyStore
+) -> None:
+    lock = threading.Lock()
+    fetcher = BlockFetcher(model, store, lock)
+    held: list[bool] = []
+    blocks = [Block(f"passage {i}") for i in range(4)]
+    fetcher.precompute(blocks, batch_tokens=1, on_progress=lambda *_: held.append(lock.locked()))
+    assert held == [False] * 4
+    with pytest.raises(ContextOverflowError, match="split the passage into smaller chunks"):
+        fetcher.precompute([Block("x" * 5000)])
+    assert not lock.locked()
+
+
+def test_blocks_of_another_model_are_not_taken(store: FaultyStore, fetcher: BlockFetcher) -> None:
+    fetcher.precompute([A])
+    other = BlockModel(tiny_model(seed=1), tiny_tokenizer())
+    found = BlockFetcher(other, store, threading.Lock()).fetch([B, A], "compute")
+    assert (found.hits, found.misses) == (0, 2)
