@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage, LLMMetadata, MessageRole
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
 from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
 from llama_index.core.llms.llm import LLM
-from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.prompts import BasePromptTemplate, SelectorPromptTemplate
+from llama_index.core.prompts.prompt_utils import (
+    get_empty_prompt_messages,
+    get_empty_prompt_txt,
+)
 
 from blockattn_rag.blocks import BlockTemplate
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
@@ -66,21 +69,19 @@ class BlockPromptHelper(PromptHelper):
         llm: LLM | None = None,
         tools: list[Any] | None = None,
     ) -> int:
-        sized = self._for(llm) if llm is not None else self
-        return PromptHelper._get_available_chunk_size(
-            sized, prompt, num_chunks, padding, llm, tools
-        )
-
-    def _for(self, llm: LLM) -> PromptHelper:
-        """The base helper with the window that this LLM leaves."""
-        metadata: LLMMetadata = llm.metadata
-        num_output = DEFAULT_NUM_OUTPUTS if metadata.num_output == -1 else metadata.num_output
-        return PromptHelper(
-            context_window=metadata.context_window - _format_tokens(llm),
-            num_output=num_output,
-            chunk_size_limit=self.chunk_size_limit,
-            tokenizer=self._tokenizer_of(llm),
-        )
+        if llm is None:
+            return super()._get_available_chunk_size(prompt, num_chunks, padding, llm, tools)
+        window, num_output = llm.metadata.context_window, llm.metadata.num_output
+        num_output = DEFAULT_NUM_OUTPUTS if num_output == -1 else num_output
+        if not isinstance(llm, BlockAttentionLLM) or tools:
+            other = PromptHelper(
+                window, num_output, self.chunk_overlap_ratio, self.chunk_size_limit,
+                self._tokenizer_of(llm),
+            )  # fmt: skip
+            return other._get_available_chunk_size(prompt, num_chunks, padding, llm, tools)
+        room = window - num_output - _empty_prompt_tokens(prompt, llm)
+        size = room // num_chunks - padding
+        return size if self.chunk_size_limit is None else min(size, self.chunk_size_limit)
 
     def _tokenizer_of(self, llm: LLM | None) -> Callable[[str], list[Any]]:
         if isinstance(llm, BlockAttentionLLM):
@@ -128,10 +129,12 @@ class BlockPromptHelper(PromptHelper):
         return _Joined(next(iter(splitter.split_text(text)), "") for text in text_chunks)
 
 
-def _format_tokens(llm: LLM) -> int:
-    """Tokens that the chat template puts around a system and a user message."""
-    if not isinstance(llm, BlockAttentionLLM) or not llm.metadata.is_chat_model:
-        return 0
-    roles = (MessageRole.SYSTEM, MessageRole.USER)
-    frame = llm.to_prompt([ChatMessage(role=role, content="x") for role in roles])
-    return len(llm.tokenize(frame.text))
+def _empty_prompt_tokens(prompt: BasePromptTemplate, llm: BlockAttentionLLM) -> int:
+    """Tokens of the prompt without its passages, system prompt and chat template included."""
+    if isinstance(prompt, SelectorPromptTemplate):
+        prompt = prompt.select(llm=llm)
+    if llm.metadata.is_chat_model:
+        empty = llm.to_prompt(llm._extend_messages(get_empty_prompt_messages(prompt)))
+    else:
+        empty = llm.to_prompt(llm._extend_prompt(get_empty_prompt_txt(prompt)))
+    return len(llm.tokenize(empty.text))

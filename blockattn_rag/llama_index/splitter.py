@@ -99,7 +99,7 @@ class BlockTextSplitter(TokenTextSplitter):
         cutter = TokenTextSplitter(room, 0, self._tokenizer, separator=self.separator)
         for part in cutter.split_text(text):
             if part := part.strip():
-                yield _Piece(wrap(part) + "\n\n", self._block_tokens(part))
+                yield _Piece(wrap(part), self._block_tokens(part))
 
     def _block_tokens(self, text: str) -> int:
         return self._count(self._block_template.before + text + self._block_template.after)
