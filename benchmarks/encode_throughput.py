@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.model.loading import resolve_name
+from blockattn_rag.model.loading import load_tokenizer
 
 SHAPE = {
     "hidden_size": 576,
@@ -48,7 +48,7 @@ def main() -> None:
     torch.manual_seed(0)
     auto: Any = AutoModelForCausalLM
     hf_model = auto.from_config(AutoConfig.for_model("llama", **SHAPE))
-    model = BlockModel(hf_model, AutoTokenizer.from_pretrained(resolve_name("bundled")))
+    model = BlockModel(hf_model, load_tokenizer("bundled"))
     draw = random.Random(0)
     lengths = [
         draw.randint(arguments.tokens // 2, arguments.tokens * 3 // 2)

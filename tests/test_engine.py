@@ -22,7 +22,7 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.reference import oracle_generate
 from blockattn_rag.store import DirectoryStore, MemoryStore
 from tests.model.families import SUPPORTED
-from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
+from tests.models import tiny_model, tiny_tokenizer
 
 A, B, Q = "Halden Tower is 214 metres tall.", "It was built in 1931.", "How tall?"
 NEW = 6
@@ -30,7 +30,7 @@ NEW = 6
 
 @pytest.fixture(scope="module")
 def model() -> BlockModel:
-    model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
+    model = BlockModel(tiny_model(), tiny_tokenizer())
     model.config.block_attention = {"tuned": True}
     return model
 

@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def engine() -> BlockAttentionEngine:
-    model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
+    model = BlockModel(tiny_model(), tiny_tokenizer())
     model.config.block_attention = {"tuned": True}
     return BlockAttentionEngine(model)
 
