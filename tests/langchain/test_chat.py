@@ -46,6 +46,10 @@ def seconds_for_one_token(chat: ChatBlockAttention) -> float:
     return time.monotonic() - started
 
 
+def is_loaded(chat: ChatBlockAttention) -> bool:
+    return chat.source._engine is not None
+
+
 async def test_every_way_to_call_gives_the_same_answer(chat: ChatBlockAttention) -> None:
     expected = chat.invoke(asking()).content
     assert expected
@@ -208,10 +212,10 @@ def test_a_model_by_name_is_loaded_when_first_needed_and_once(
 ) -> None:
     chat = ChatBlockAttention(model=saved_model, kv_store=tmp_path / "kv", max_new_tokens=3)
     chooser = chat.configurable_fields(max_tokens=ConfigurableField("length"))
-    assert chat.source._engine is None
+    assert not is_loaded(chat)
     answer = chooser.invoke(asking(), {"configurable": {"length": 2}})
     assert len(str(answer.content)) == 2
-    assert chat.source._engine is not None  # the configured copy loaded it for both
+    assert is_loaded(chat)  # the configured copy loaded it for both
     assert copy.deepcopy(chat).engine is chat.engine
     assert isinstance(chat.engine.store, DirectoryStore)
 
