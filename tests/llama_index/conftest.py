@@ -1,0 +1,101 @@
+"""A tiny engine that records what reaches it, and passages to ask it about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import llama_index.core
+import pytest
+from llama_index.core import Settings
+from llama_index.core.schema import BaseNode, NodeWithScore, TextNode
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.blocks import BlockPrompt
+from blockattn_rag.generation import Generation, GenerationChunk
+from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor, BlockKVTransform
+from blockattn_rag.model import BlockModel
+from blockattn_rag.store import MemoryStore
+from tests.models import tiny_model, tiny_tokenizer
+
+
+class Call(NamedTuple):
+    prompt: BlockPrompt
+    options: dict[str, Any]
+    answer: Generation
+
+
+class RecordingEngine(BlockAttentionEngine):
+    """The real engine, and a list of what it was asked and what it answered."""
+
+    def __init__(self, model: BlockModel, **kwargs: Any) -> None:
+        super().__init__(model, MemoryStore(1 << 28), **kwargs)
+        self.calls: list[Call] = []
+
+    def generate(self, prompt: Any, **options: Any) -> Generation:
+        answer = super().generate(prompt, **options)
+        self.calls.append(Call(prompt, options, answer))
+        return answer
+
+    def stream(self, prompt: Any, **options: Any) -> Iterator[GenerationChunk]:
+        for chunk in super().stream(prompt, **options):
+            if chunk.generation is not None:
+                self.calls.append(Call(prompt, options, chunk.generation))
+            yield chunk
+
+
+@pytest.fixture(scope="session")
+def block_model() -> BlockModel:
+    model = tiny_model("llama", max_position_embeddings=8192)
+    model.config.block_attention = {"test": True}  # known to be tuned: no warning
+    return BlockModel(model, tiny_tokenizer())
+
+
+@pytest.fixture
+def engine(block_model: BlockModel) -> RecordingEngine:
+    return RecordingEngine(block_model)
+
+
+@pytest.fixture
+def llm(engine: RecordingEngine) -> BlockAttentionLLM:
+    return BlockAttentionLLM(engine=engine, max_new_tokens=4)
+
+
+@pytest.fixture(autouse=True)
+def _own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LlamaIndex's global settings, as they were before the test."""
+    for name in ("_llm", "_prompt_helper", "_embed_model", "_callback_manager", "_node_parser"):
+        monkeypatch.setattr(Settings, name, None)
+    monkeypatch.setattr(llama_index.core, "global_tokenizer", None)
+
+
+@pytest.fixture
+def tokenised(block_model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every text that is tokenised during the test."""
+    texts: list[str] = []
+    tokenizer_class = type(block_model.tokenizer.tokenizer)
+    original = tokenizer_class.__call__
+
+    def spy(self: Any, text: Any, *args: Any, **kwargs: Any) -> Any:
+        texts.extend([text] if isinstance(text, str) else text)
+        return original(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(tokenizer_class, "__call__", spy)
+    return texts
+
+
+def passages(count: int = 3, size: int = 80) -> list[BaseNode]:
+    """Nodes of about ``size`` characters, each of its own words, one with metadata."""
+    nodes: list[BaseNode] = []
+    for number in range(count):
+        words = " ".join(f"w{number}x{i}" for i in range(size // 6))
+        nodes.append(TextNode(text=f"  Passage {number}: {words}.\n", id_=f"p{number}"))
+    nodes[0].metadata["title"] = "First"
+    return nodes
+
+
+def encoded(llm: BlockAttentionLLM, nodes: Sequence[BaseNode]) -> list[NodeWithScore]:
+    """The nodes ingested, retrieved and marked, best first."""
+    stamped = BlockKVTransform(llm=llm)(nodes)
+    scored = [NodeWithScore(node=n, score=1.0 - i / 10) for i, n in enumerate(stamped)]
+    return BlockKVPostprocessor().postprocess_nodes(scored)

@@ -1,0 +1,122 @@
+"""Chat engines, routers and sub-questions: their passages arrive as blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from llama_index.core import Settings, VectorStoreIndex
+from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.query_engine import RouterQueryEngine
+from llama_index.core.selectors import EmbeddingSingleSelector
+from llama_index.core.tools import QueryEngineTool
+
+from blockattn_rag.llama_index import (
+    BlockAttentionLLM,
+    BlockKVPostprocessor,
+    BlockKVTransform,
+    BlockPromptHelper,
+    HashingEmbedding,
+    block_query_engine,
+    canonical_text,
+    configure,
+)
+from tests.llama_index.conftest import RecordingEngine, passages
+
+EMBED = HashingEmbedding(64)
+
+
+@pytest.fixture
+def index(llm: BlockAttentionLLM) -> VectorStoreIndex:
+    configure(llm)
+    return VectorStoreIndex(BlockKVTransform(llm=llm)(passages(3)), embed_model=EMBED)
+
+
+def blocks_per_call(engine: RecordingEngine) -> list[int]:
+    return [sum(not b.control for b in call.prompt.context) for call in engine.calls]
+
+
+def check(engine: RecordingEngine, tokenised: list[str]) -> None:
+    texts = {canonical_text(node) for node in passages(3)}
+    fresh = RecordingEngine(engine.model)
+    for call in engine.calls:
+        assert {b.text for b in call.prompt.context if not b.control} <= texts
+        assert fresh.generate(call.prompt, max_new_tokens=4).text == call.answer.text
+    assert not [text for text in tokenised if "kvblock" in text]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("context", [3, 3]),
+        ("condense_plus_context", [3, 0, 3]),
+        ("condense_question", [3, 0, 3]),
+    ],
+)
+@pytest.mark.parametrize("way", ["chat", "stream_chat", "achat", "astream_chat"])
+async def test_every_turn_of_a_chat_reuses_its_passages(
+    mode: str,
+    expected: list[int],
+    way: str,
+    index: VectorStoreIndex,
+    llm: BlockAttentionLLM,
+    engine: RecordingEngine,
+    tokenised: list[str],
+) -> None:
+    chat: Any = index.as_chat_engine(
+        chat_mode=mode,
+        llm=llm,
+        similarity_top_k=3,
+        node_postprocessors=[BlockKVPostprocessor()],
+        memory=ChatMemoryBuffer.from_defaults(llm=llm),
+    )
+    for question in ("What is w1x3?", "And w2x4? {context_str}"):
+        response = getattr(chat, way)(question)
+        if way in ("achat", "astream_chat"):
+            response = await response
+        if way == "stream_chat":
+            list(response.response_gen)
+        elif way == "astream_chat":
+            [token async for token in response.async_response_gen()]
+        # LlamaIndex gives no sources for async streams of condense_question.
+        sources = response.source_nodes
+        assert len(sources) == 3 or (mode, way) == ("condense_question", "astream_chat")
+        assert not [n for n in sources if "kvblock" in n.get_content()]
+    assert blocks_per_call(engine) == expected
+    passage_calls = [c for c in engine.calls if any(not b.control for b in c.prompt.context)]
+    assert all(call.answer.stats.hits >= 3 for call in passage_calls)
+    check(engine, tokenised)
+
+
+def test_configure_sets_llm_helper_and_tokenizer(llm: BlockAttentionLLM) -> None:
+    configure(llm)
+    assert Settings.llm is llm
+    assert isinstance(Settings.prompt_helper, BlockPromptHelper)
+    assert len(Settings.tokenizer("abc")) == 3
+
+
+def test_a_router_reaches_engines_whose_passages_are_blocks(
+    index: VectorStoreIndex, llm: BlockAttentionLLM, engine: RecordingEngine, tokenised: list[str]
+) -> None:
+    tool = QueryEngineTool.from_defaults(
+        block_query_engine(index, llm, similarity_top_k=2), name="facts", description="w1x3"
+    )
+    router = RouterQueryEngine(
+        EmbeddingSingleSelector.from_defaults(EMBED), [tool], llm=llm, summarizer=None
+    )
+    router.query("w1x3")
+    assert blocks_per_call(engine) == [2]
+    check(engine, tokenised)
+
+
+def test_two_lines_are_all_that_changes(
+    index: VectorStoreIndex, llm: BlockAttentionLLM, engine: RecordingEngine, tokenised: list[str]
+) -> None:
+    answers = index.as_query_engine(
+        llm=llm, similarity_top_k=3, node_postprocessors=[BlockKVPostprocessor(order="ascending")]
+    )
+    response = answers.query("What is w1x3?")
+    scores = [node.score or 0.0 for node in response.source_nodes]
+    assert scores == sorted(scores)
+    assert blocks_per_call(engine) == [3]
+    check(engine, tokenised)

@@ -1,0 +1,181 @@
+"""Chroma, embedded and as a server: ingestion, questions, batches, stale handles."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import httpx
+import pytest
+from chromadb.config import Settings as ChromaSettings
+from llama_index.core import Document, VectorStoreIndex
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import TextNode
+from llama_index.vector_stores.chroma import ChromaVectorStore
+
+from blockattn_rag.blocks import handle_of
+from blockattn_rag.handles import HANDLE_KEY, live_handles
+from blockattn_rag.llama_index import (
+    BlockAttentionLLM,
+    BlockKVPostprocessor,
+    BlockKVTransform,
+    HashingEmbedding,
+    add_nodes,
+    block_query_engine,
+)
+from tests.llama_index.conftest import RecordingEngine
+
+EMBED = HashingEmbedding(128)
+FACTS = [
+    Document(text=f"The {name} weighs {i} stones.", id_=name)
+    for i, name in enumerate(["otter", "heron", "badger", "newt"], start=2)
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of a Chroma server on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    chroma = shutil.which("chroma", path=str(Path(sys.executable).parent))
+    assert chroma is not None, "chromadb installs the command `chroma` beside python"
+    data = str(tmp_path_factory.mktemp("chroma"))
+    command = [chroma, "run", "--host", "127.0.0.1", "--port", str(port), "--path", data]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for(f"http://127.0.0.1:{port}/api/v2/heartbeat", process)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        assert process.poll() is None, "the Chroma server ended"
+        try:
+            httpx.get(url, trust_env=False)
+        except httpx.TransportError:
+            time.sleep(0.1)
+        else:
+            return
+    raise TimeoutError(f"no answer from {url}")
+
+
+@pytest.fixture(params=["embedded", "server"])
+def client(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    settings = ChromaSettings(anonymized_telemetry=False)  # clients write into theirs
+    if request.param == "embedded":
+        return chromadb.PersistentClient(str(tmp_path / "db"), settings=settings)
+    port = request.getfixturevalue("server")
+    client = chromadb.HttpClient("127.0.0.1", port, settings=settings)
+    for collection in client.list_collections():
+        client.delete_collection(collection.name)
+    return client
+
+
+@pytest.fixture
+def store(client: Any) -> ChromaVectorStore:
+    return ChromaVectorStore(chroma_collection=client.get_or_create_collection("facts"))
+
+
+def test_passages_ingested_into_chroma_are_reused_in_answers(
+    store: ChromaVectorStore, llm: BlockAttentionLLM, engine: RecordingEngine
+) -> None:
+    steps = [SentenceSplitter(chunk_size=128, chunk_overlap=0), BlockKVTransform(llm=llm), EMBED]
+    IngestionPipeline(transformations=steps, vector_store=store).run(documents=FACTS)
+    index = VectorStoreIndex.from_vector_store(store, embed_model=EMBED)
+    marked = BlockKVPostprocessor()
+    answers = index.as_query_engine(llm=llm, node_postprocessors=[marked], similarity_top_k=2)
+    response = answers.query("How much does the heron weigh?")
+    call = engine.calls[0]
+    passages = [b.text for b in call.prompt.context if not b.control]
+    assert "heron weighs 3" in passages[0]
+    assert len(passages) == 2
+    assert call.answer.stats.hits == 2  # the passages; the prompt's head is computed
+    assert str(response) == RecordingEngine(engine.model).generate(
+        call.prompt, max_new_tokens=4
+    ).text  # fmt: skip
+    assert [n.get_content() for n in response.source_nodes] == passages
+    handles = live_handles([store.client])
+    assert handles == {handle_of(f"The {d.id_} weighs {i} stones.") for i, d in enumerate(FACTS, 2)}
+
+
+def test_nodes_are_added_in_batches_that_chroma_accepts(
+    client: Any, store: ChromaVectorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(client), "get_max_batch_size", lambda _: 3)
+    sizes: list[int] = []
+    add = type(store.client).add
+
+    def spy(self: Any, **kwargs: Any) -> None:
+        sizes.append(len(kwargs["ids"]))
+        add(self, **kwargs)
+
+    monkeypatch.setattr(type(store.client), "add", spy)
+    nodes = EMBED([TextNode(text=f"text {i}", id_=f"n{i}") for i in range(7)])
+    assert add_nodes(store, nodes, client) == [f"n{i}" for i in range(7)]
+    assert sizes == [3, 3, 1]
+    assert store.client.count() == 7
+
+
+def test_live_handles_pages_through_large_collections(client: Any) -> None:
+    collection = client.get_or_create_collection("many")
+    ids = [f"id{i}" for i in range(2050)]
+    metadatas = [{HANDLE_KEY: f"{i:032x}"} if i % 2 else {"other": 1} for i in range(len(ids))]
+    collection.add(ids=ids, embeddings=[[0.0, 1.0]] * len(ids), metadatas=metadatas)
+    other = client.get_or_create_collection("other")
+    other.add(ids=["x"], embeddings=[[0.0, 1.0]], metadatas=[{HANDLE_KEY: "f" * 32}])
+    handles = live_handles([collection, other])
+    assert len(handles) == 1025 + 1
+
+
+@pytest.mark.parametrize("handle", ["stale", "forged", "missing", "foreign", "odd"])
+def test_wrong_handles_never_change_an_answer(
+    handle: str, store: ChromaVectorStore, llm: BlockAttentionLLM, engine: RecordingEngine
+) -> None:
+    texts = [d.text for d in FACTS[:2]]
+    nodes = BlockKVTransform(llm=llm)([TextNode(text=t, id_=t[:9]) for t in texts])
+    wrong: dict[str, Any] = {
+        "stale": handle_of("what it said before"),
+        "forged": nodes[1].metadata[HANDLE_KEY],
+        "foreign": "another tool's value",
+        "odd": 7,
+    }
+    for node in nodes:
+        node.metadata.pop(HANDLE_KEY)
+        if handle in wrong:
+            node.metadata[HANDLE_KEY] = wrong[handle]
+    if handle == "missing":
+        for key in list(engine.store.keys()):
+            engine.store.delete(key)
+    store.add(EMBED(nodes))
+    index = VectorStoreIndex.from_vector_store(store, embed_model=EMBED)
+    response = block_query_engine(index, llm).query("otter heron")
+    prompt = engine.calls[0].prompt
+    assert sorted(b.text for b in prompt.context if not b.control) == sorted(texts)
+    expected = RecordingEngine(engine.model).generate(prompt, max_new_tokens=4)
+    assert str(response) == expected.text
+    assert engine.calls[0].answer.stats.hits == (0 if handle == "missing" else 2)
+
+
+def test_an_id_that_chroma_did_not_replace_answers_from_the_text_it_kept(
+    store: ChromaVectorStore, llm: BlockAttentionLLM, engine: RecordingEngine
+) -> None:
+    transform = BlockKVTransform(llm=llm)
+    for text in ("The otter weighs 2 stones.", "The otter weighs 9 stones."):
+        store.add(EMBED(transform([TextNode(text=text, id_="otter")])))
+    index = VectorStoreIndex.from_vector_store(store, embed_model=EMBED)
+    block_query_engine(index, llm).query("otter")
+    passages = [b.text for b in engine.calls[0].prompt.context if not b.control]
+    assert passages == ["The otter weighs 2 stones."]
+    assert engine.calls[0].answer.stats.hits == 1

@@ -1,0 +1,60 @@
+"""Citations: each source is one whole block, its label outside."""
+
+from __future__ import annotations
+
+import pytest
+from llama_index.core import VectorStoreIndex
+from llama_index.core.schema import MetadataMode
+
+from blockattn_rag.llama_index import (
+    BlockAttentionLLM,
+    BlockCitationQueryEngine,
+    BlockKVTransform,
+    HashingEmbedding,
+    canonical_text,
+)
+from tests.llama_index.conftest import RecordingEngine, passages
+
+
+@pytest.mark.parametrize("size", [80, 1500], ids=["short", "longer than a citation chunk"])
+async def test_each_source_is_one_block_and_its_number_stands_outside(
+    size: int, llm: BlockAttentionLLM, engine: RecordingEngine, tokenised: list[str]
+) -> None:
+    nodes = passages(3, size)
+    index = VectorStoreIndex(BlockKVTransform(llm=llm)(nodes), embed_model=HashingEmbedding(64))
+    citing = BlockCitationQueryEngine.from_args(index, llm=llm, similarity_top_k=3)
+    response = citing.query("What is w1x3?")
+    assert str(await citing.aquery("What is w1x3?")) == str(response)
+    prompt = engine.calls[0].prompt
+    found = [b.text for b in prompt.context if not b.control]
+    assert sorted(found) == sorted(canonical_text(n) for n in nodes)
+    assert [b.text.strip() for b in prompt.context if b.control][1:] == ["Source 2:", "Source 3:"]
+    assert prompt.context[0].text.endswith("Source 1:\n")
+    assert engine.calls[0].answer.stats.hits == 3
+    assert [n.node.get_content().partition("\n")[0] for n in response.source_nodes] == [
+        "Source 1:",
+        "Source 2:",
+        "Source 3:",
+    ]
+    assert "kvblock" not in response.source_nodes[0].node.get_content(MetadataMode.NONE)
+    fresh = RecordingEngine(engine.model)
+    assert fresh.generate(prompt, max_new_tokens=4).text == str(response)
+    assert not [text for text in tokenised if "kvblock" in text]
+
+
+def test_sources_stay_with_their_labels_when_they_do_not_fit_at_once(
+    engine: RecordingEngine,
+) -> None:
+    llm = BlockAttentionLLM(
+        engine=engine, context_window=3000, max_new_tokens=4, is_chat_model=False
+    )
+    nodes = BlockKVTransform(llm=llm)(passages(4, 500))
+    index = VectorStoreIndex(nodes, embed_model=HashingEmbedding(64))
+    citing = BlockCitationQueryEngine.from_args(index, llm=llm, similarity_top_k=4)
+    citing.query("What is w1x3?")
+    assert len(engine.calls) > 1
+    for call in engine.calls:
+        for before, block in zip(call.prompt.context, call.prompt.context[1:], strict=False):
+            if not block.control:
+                assert before.control
+                assert before.text.rstrip()[:-1].rpartition("\n")[2].startswith("Source ")

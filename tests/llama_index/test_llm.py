@@ -1,0 +1,245 @@
+"""BlockAttentionLLM: prompts, answers, options, usage, events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from llama_index.core.base.llms.base import BaseLLM
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
+from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+
+from blockattn_rag.blocks import Block, BlockPrompt, wrap
+from blockattn_rag.errors import ContextOverflowError, MissError
+from blockattn_rag.llama_index import BlockAttentionLLM, BlockReuseEvent
+from blockattn_rag.prompts import BLANK_LINE
+from tests.llama_index.conftest import RecordingEngine
+
+MARKED = f"Read.\n{wrap('first passage')}\n\n{wrap('second passage')}\nWhat?"
+BLOCKS = BlockPrompt(
+    (
+        Block("Read.\n", control=True),
+        Block("first passage", BLANK_LINE),
+        Block("second passage", BLANK_LINE),
+    ),
+    "\nWhat?",
+)
+
+
+def user(text: str) -> list[ChatMessage]:
+    return [ChatMessage(role=MessageRole.USER, content=text)]
+
+
+def test_it_is_a_base_llm() -> None:
+    assert BaseLLM.__name__ in [base.__name__ for base in BlockAttentionLLM.__mro__]
+
+
+def test_a_formatted_prompt_becomes_its_blocks_and_nothing_else(
+    llm: BlockAttentionLLM, engine: RecordingEngine
+) -> None:
+    response = llm.complete(MARKED, formatted=True)
+    assert engine.calls[0].prompt == BLOCKS
+    assert response.text == engine.generate(BLOCKS, max_new_tokens=4).text
+
+
+def test_chat_goes_through_the_chat_template(
+    llm: BlockAttentionLLM, engine: RecordingEngine
+) -> None:
+    system = ChatMessage(role=MessageRole.SYSTEM, content="Be brief.")
+    llm.chat([system, *user(MARKED)])
+    prompt = engine.calls[0].prompt
+    head = "<|begin|><|system|>\nBe brief.<|end|>\n<|user|>\nRead.\n"
+    assert [b.text for b in prompt.context] == [head, "first passage", "second passage"]
+    assert prompt.final == "\nWhat?<|end|>\n<|assistant|>\n"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "<|begin|><|user|>\nHi<|end|>\n<|assistant|>\n"),
+        ({"is_chat_model": False}, "Hi"),
+        ({"is_chat_model": False, "system_prompt": "S"}, "S\n\nHi"),
+        (
+            {"system_prompt": "S"},
+            "<|begin|><|system|>\nS<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\n",
+        ),
+        ({"completion_to_prompt": "<<{}>>".format}, "<<Hi>>"),
+    ],
+)
+def test_an_unformatted_completion_is_formatted_once(
+    engine: RecordingEngine, fields: dict[str, Any], expected: str
+) -> None:
+    llm = BlockAttentionLLM(engine=engine, max_new_tokens=1, **fields)
+    llm.complete("Hi")
+    assert engine.calls[0].prompt.text == expected
+
+
+def test_messages_to_prompt_wins_over_the_chat_template(engine: RecordingEngine) -> None:
+    llm = BlockAttentionLLM(
+        engine=engine, max_new_tokens=1, messages_to_prompt=lambda ms: f"[{ms[0].content}]"
+    )
+    llm.chat(user("Hi"))
+    assert engine.calls[0].prompt.text == "[Hi]"
+
+
+def test_neighbouring_messages_of_one_role_and_foreign_roles_are_understood(
+    llm: BlockAttentionLLM, engine: RecordingEngine
+) -> None:
+    history = [
+        ChatMessage(role=MessageRole.DEVELOPER, content="D"),
+        ChatMessage(role=MessageRole.USER, blocks=[TextBlock(text="a"), TextBlock(text="b")]),
+        *user("c"),
+        ChatMessage(role=MessageRole.CHATBOT, content="A"),
+        *user("d"),
+    ]
+    llm.chat(history)
+    assert engine.calls[0].prompt.text == (
+        "<|begin|><|system|>\nD<|end|>\n<|user|>\na\nb\n\nc<|end|>\n"
+        "<|assistant|>\nA<|end|>\n<|user|>\nd<|end|>\n<|assistant|>\n"
+    )
+
+
+def test_images_are_refused(llm: BlockAttentionLLM) -> None:
+    message = ChatMessage(role=MessageRole.USER, blocks=[ImageBlock(image=b"hi")])
+    with pytest.raises(ValueError, match="reads text only, found a ImageBlock"):
+        llm.chat([message])
+
+
+async def test_the_eight_methods_give_one_answer(llm: BlockAttentionLLM) -> None:
+    llm.max_new_tokens = 12
+    prompt = llm.to_prompt(MARKED, formatted=False)
+    expected = llm.engine.generate(prompt, max_new_tokens=12).text
+    messages = user(MARKED)
+    assert llm.complete(MARKED).text == expected
+    assert (await llm.acomplete(MARKED)).text == expected
+    assert llm.chat(messages).message.content == expected
+    assert (await llm.achat(messages)).message.content == expected
+    completions = list(llm.stream_complete(MARKED))
+    acompletions = [step async for step in await llm.astream_complete(MARKED)]
+    for steps in (completions, acompletions):
+        assert "".join(step.delta or "" for step in steps) == steps[-1].text == expected
+        assert len(steps) > 2
+    chats = list(llm.stream_chat(messages))
+    achats = [step async for step in await llm.astream_chat(messages)]
+    for chat_steps in (chats, achats):
+        assert "".join(step.delta or "" for step in chat_steps) == expected
+        assert chat_steps[-1].message.content == expected
+        assert chat_steps[-1].message.role == MessageRole.ASSISTANT
+    for last in (completions[-1], acompletions[-1], chats[-1], achats[-1]):
+        assert last.raw["usage"]["completion_tokens"] == 12
+
+
+def test_usage_counts_tokens_and_reuse(llm: BlockAttentionLLM, engine: RecordingEngine) -> None:
+    engine.encode([Block("first passage", BLANK_LINE)])
+    raw = llm.complete(MARKED, formatted=True).raw
+    usage = raw["usage"]
+    texts = [block.rendered for block in BLOCKS.context]
+    assert (usage["hits"], usage["misses"]) == (1, 2)
+    assert usage["cached_tokens"] == len(texts[1])
+    assert usage["prompt_tokens"] == len("".join(texts) + BLOCKS.final) + 1  # BOS
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 4
+    assert 0 < usage["ttft_s"] <= usage["total_s"]
+    assert raw["finish_reason"] == "length"
+    assert all(isinstance(value, (int, float, str)) for value in usage.values())
+
+
+def test_token_counting_handlers_see_the_models_own_counts(engine: RecordingEngine) -> None:
+    counter = TokenCountingHandler(tokenizer=list)
+    llm = BlockAttentionLLM(
+        engine=engine, max_new_tokens=4, callback_manager=CallbackManager([counter])
+    )
+    llm.chat(user(MARKED))
+    assert counter.total_llm_token_count == engine.calls[0].answer.stats.prompt_tokens + 4
+
+
+class Listener(BaseEventHandler):
+    events: list[Any] = []  # noqa: RUF012 -- a pydantic field
+
+    def handle(self, event: Any, **kwargs: Any) -> None:
+        self.events.append(event)
+
+
+async def test_every_answer_dispatches_one_reuse_event(llm: BlockAttentionLLM) -> None:
+    listener = Listener()
+    dispatcher = get_dispatcher()
+    dispatcher.add_event_handler(listener)
+    try:
+        llm.complete(MARKED, formatted=True)
+        list(llm.stream_complete(MARKED, formatted=True))
+        await llm.acomplete(MARKED, formatted=True)
+    finally:
+        dispatcher.event_handlers.remove(listener)
+    reuse = [event for event in listener.events if isinstance(event, BlockReuseEvent)]
+    assert [(event.hits, event.misses) for event in reuse] == [(0, 3), (3, 0), (3, 0)]
+    assert all(event.ttft_s > 0 and event.class_name() == "BlockReuseEvent" for event in reuse)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ({"max_new_tokens": 7}, {"max_new_tokens": 7}),
+        ({"mode": "full"}, {"mode": "full"}),
+        ({"positions": "composite"}, {"positions": "composite"}),
+        ({"stop": "abc"}, {"stop": ("abc",)}),
+        ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
+        ({"stop": None}, {"stop": ()}),
+        ({"temperature": 0.5, "seed": 1, "top_k": 5}, {"temperature": 0.5, "seed": 1}),
+    ],
+)
+def test_options_of_a_call_reach_the_engine(
+    llm: BlockAttentionLLM,
+    engine: RecordingEngine,
+    call: dict[str, Any],
+    expected: dict[str, Any],
+) -> None:
+    llm.complete("Hi", **call)
+    assert expected.items() <= engine.calls[0].options.items()
+
+
+def test_generate_kwargs_are_defaults_that_a_call_overrides(engine: RecordingEngine) -> None:
+    llm = BlockAttentionLLM(
+        engine=engine, max_new_tokens=2, generate_kwargs={"stop": ["x"], "repetition_penalty": 2.0}
+    )
+    llm.complete("Hi", repetition_penalty=3.0)
+    options = engine.calls[0].options
+    assert options["stop"] == ("x",)
+    assert options["repetition_penalty"] == 3.0
+
+
+def test_unknown_arguments_raise(llm: BlockAttentionLLM, engine: RecordingEngine) -> None:
+    with pytest.raises(ValueError, match="max_tokenz"):
+        llm.complete("Hi", max_tokenz=3)
+    with pytest.raises(TypeError, match="contxt_window"):
+        BlockAttentionLLM(engine=engine, contxt_window=1000)
+
+
+def test_a_prompt_beyond_the_window_is_refused_with_advice(llm: BlockAttentionLLM) -> None:
+    with pytest.raises(ContextOverflowError, match=r"holds at most 8192.*retrieve fewer"):
+        llm.complete("x" * 9000)
+
+
+def test_on_miss_error_names_the_missing_block(engine: RecordingEngine) -> None:
+    llm = BlockAttentionLLM(engine=engine, on_miss="error")
+    with pytest.raises(MissError, match="Read"):
+        llm.complete(MARKED, formatted=True)
+
+
+def test_metadata_follows_the_model_and_the_fields(engine: RecordingEngine) -> None:
+    whole = BlockAttentionLLM(engine=engine).metadata
+    assert (whole.context_window, whole.num_output, whole.is_chat_model) == (8192, 256, True)
+    own = BlockAttentionLLM(
+        engine=engine, context_window=1000, max_new_tokens=9, is_chat_model=False
+    ).metadata
+    assert (own.context_window, own.num_output, own.is_chat_model) == (1000, 9, False)
+    assert own.is_function_calling_model is False
+
+
+def test_no_marker_and_no_chat_markup_is_tokenised_as_passage_text(
+    llm: BlockAttentionLLM, tokenised: list[str]
+) -> None:
+    llm.chat(user(MARKED))
+    assert tokenised
+    assert not [text for text in tokenised if "kvblock" in text]
+    assert len(llm.tokenize(wrap("abc"))) == 3

@@ -1,0 +1,116 @@
+"""Node views: markers for the LLM, clean text for everyone else."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from llama_index.core.schema import (
+    BaseNode,
+    Document,
+    ImageNode,
+    IndexNode,
+    MediaResource,
+    MetadataMode,
+    Node,
+    NodeWithScore,
+    TextNode,
+)
+
+from blockattn_rag.blocks import handle_of, segment, wrap
+from blockattn_rag.handles import HANDLE_KEY
+from blockattn_rag.llama_index import BlockNode, as_block_node, canonical_text
+from blockattn_rag.llama_index.nodes import as_plain_node, stamp
+
+SHARED: dict[str, Any] = {"id_": "n", "metadata": {"title": "T"}}
+NODES: list[BaseNode] = [
+    TextNode(text=" body ", **SHARED),
+    IndexNode(text=" body ", index_id="i", **SHARED),
+    ImageNode(text=" body ", image="aGk=", **SHARED),
+    Document(text=" body ", **SHARED),
+    Node(text_resource=MediaResource(text=" body "), **SHARED),
+]
+ids = [type(node).__name__ for node in NODES]
+VIEWS = [MetadataMode.NONE, MetadataMode.EMBED, MetadataMode.ALL]
+
+
+@pytest.mark.parametrize("node", NODES, ids=ids)
+def test_only_the_llm_view_carries_markers(node: BaseNode) -> None:
+    view = as_block_node(stamp(node, canonical_text(node)))
+    assert view.get_content(MetadataMode.LLM) == wrap(node.get_content(MetadataMode.LLM))
+    for mode in (MetadataMode.NONE, MetadataMode.EMBED):
+        assert view.get_content(mode) == node.get_content(mode)
+    assert "kvblock" not in view.get_content(MetadataMode.ALL)
+    assert isinstance(view, type(node))
+    assert view.class_name() == node.class_name()
+
+
+@pytest.mark.parametrize("node", NODES, ids=ids)
+def test_a_view_pickles_and_dumps_like_the_node_it_shows(node: BaseNode) -> None:
+    view = as_block_node(node, label="Source 1:\n")
+    again = pickle.loads(pickle.dumps(view))
+    assert isinstance(again, BlockNode)
+    assert again.get_content(MetadataMode.LLM) == view.get_content(MetadataMode.LLM)
+    assert view.hash == node.hash
+    assert "block_label" not in view.model_dump()
+    assert as_plain_node(view).get_content(MetadataMode.LLM) == node.get_content(MetadataMode.LLM)
+
+
+@pytest.mark.parametrize("node", NODES, ids=ids)
+def test_the_node_itself_is_not_changed(node: BaseNode) -> None:
+    before = node.model_dump()
+    view = as_block_node(stamp(node, "x"))
+    view.metadata["more"] = 1
+    view.excluded_llm_metadata_keys.append("title")
+    assert node.model_dump() == before
+
+
+def test_changed_text_gets_a_new_digest_and_keeps_the_old_handle_harmless() -> None:
+    view = as_block_node(stamp(TextNode(text="old"), "old"))
+    view.set_content("new")
+    assert view.get_content(MetadataMode.LLM) == wrap("new")
+    assert view.metadata[HANDLE_KEY] == handle_of("old")
+
+
+def test_the_handle_is_no_part_of_the_canonical_text() -> None:
+    node = TextNode(text="body", metadata={HANDLE_KEY: "0" * 32, "title": "T"})
+    assert canonical_text(node) == "title: T\n\nbody"
+    assert canonical_text(as_block_node(node)) == "title: T\n\nbody"
+    [block] = segment(as_block_node(node).get_content(MetadataMode.LLM)).context
+    assert block.text == "title: T\n\nbody"
+
+
+def test_a_stamp_is_hidden_from_llm_and_embedder() -> None:
+    node = TextNode(text="body", metadata={"title": "T"})
+    stamped = stamp(node, canonical_text(node))
+    assert stamped.metadata[HANDLE_KEY] == handle_of("title: T\n\nbody")
+    for mode in (MetadataMode.LLM, MetadataMode.EMBED):
+        assert stamped.get_content(mode) == node.get_content(mode)
+    assert stamp(stamped, "x").excluded_llm_metadata_keys == [HANDLE_KEY]
+
+
+def test_nodes_without_text_show_nothing() -> None:
+    for node in (TextNode(text=" \n"), Node(image_resource=MediaResource(data=b"hi"))):
+        assert canonical_text(node) == ""
+        assert as_block_node(node).get_content(MetadataMode.LLM) == ""
+
+
+def test_content_blocks_hold_one_marked_text_and_the_rest() -> None:
+    node = Node(text_resource=MediaResource(text="body"), image_resource=MediaResource(data=b"hi"))
+    text, image = as_block_node(node).get_content_blocks(MetadataMode.LLM)
+    assert getattr(text, "text") == wrap("body")  # noqa: B009 -- a union of block types
+    assert type(image).__name__ == "ImageBlock"
+    plain = as_block_node(node).get_content_blocks(MetadataMode.NONE)
+    assert getattr(plain[0], "text") == "body"  # noqa: B009
+
+
+def test_custom_node_classes_keep_their_own_text() -> None:
+    class Shouting(TextNode):
+        def get_content(self, metadata_mode: MetadataMode = MetadataMode.NONE) -> str:
+            return self.text.upper()
+
+    view = as_block_node(Shouting(text="hey"))
+    assert view.get_content(MetadataMode.LLM) == wrap("HEY")
+    assert view.get_content() == "HEY"
+    assert NodeWithScore(node=view).text == "hey"

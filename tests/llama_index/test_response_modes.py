@@ -1,0 +1,222 @@
+"""Every response mode, asked every way: blocks stay whole, markers stay out, answers stay right."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from llama_index.core import PromptHelper, Settings
+from llama_index.core.response_synthesizers import BaseSynthesizer, get_response_synthesizer
+from llama_index.core.schema import NodeWithScore
+
+import blockattn_rag.llama_index.llm as llm_module
+from blockattn_rag.blocks import Block, BlockPrompt, segment
+from blockattn_rag.llama_index import (
+    BlockAttentionLLM,
+    BlockPromptHelper,
+    block_response_synthesizer,
+    canonical_text,
+)
+from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts import BLANK_LINE
+from tests.llama_index.conftest import Call, RecordingEngine, encoded, passages
+
+WINDOW = 2200
+QUESTION = "What is w1x3?"
+MARKER = re.compile(r"\[\[/?kvblock:[0-9a-f]{32}\]\]")
+READING = [
+    "refine",
+    "compact",
+    "tree_summarize",
+    "simple_summarize",
+    "accumulate",
+    "compact_accumulate",
+]
+WAYS = ("sync", "async", "stream", "astream")
+FITS, OVERFLOWS = 80, 380
+NEW_TOKENS = 3
+Make = Callable[[bool], BaseSynthesizer]
+
+
+def own_helper(llm: BlockAttentionLLM) -> PromptHelper:
+    return BlockPromptHelper.from_llm(llm)
+
+
+def default_helper(llm: BlockAttentionLLM) -> PromptHelper:
+    """LlamaIndex's own, which cuts blocks; it counts bytes, as this tokenizer does."""
+    return PromptHelper(WINDOW, NEW_TOKENS, tokenizer=lambda text: list(text.encode()))
+
+
+@pytest.fixture
+def strings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every prompt string that reached the LLM, markers included."""
+    seen: list[str] = []
+
+    def spy(string: str, *args: Any) -> BlockPrompt:
+        seen.append(string)
+        return segment(string, *args)
+
+    monkeypatch.setattr(llm_module, "segment", spy)
+    return seen
+
+
+async def ask(way: str, make: Make, nodes: list[NodeWithScore]) -> str:
+    """The answer by query, async query, stream or async stream."""
+    if way == "sync":
+        return str(make(False).synthesize(QUESTION, nodes))
+    if way == "async":
+        return str(await make(False).asynthesize(QUESTION, nodes))
+    if way == "stream":
+        response: Any = make(True).synthesize(QUESTION, nodes)
+        return "".join(response.response_gen)
+    response = await make(True).asynthesize(QUESTION, nodes)
+    return "".join([text async for text in response.async_response_gen()])
+
+
+def by_hand(string: str, texts: list[str]) -> BlockPrompt:
+    """The blocks of a prompt, found by searching the passages' texts instead of markers."""
+    clean = MARKER.sub("", string)
+    blocks: list[Block] = []
+    position = 0
+    while found := [(at, t) for t in texts if (at := clean.find(t, position)) >= 0]:
+        at, text = min(found)
+        if clean[position:at].strip():
+            blocks.append(Block(clean[position:at], control=True))
+        blocks.append(Block(text, BLANK_LINE))
+        position = at + len(text)
+    return BlockPrompt(tuple(blocks), clean[position:])
+
+
+@pytest.mark.parametrize("helper", [own_helper, default_helper], ids=["own", "default"])
+@pytest.mark.parametrize(("count", "size"), [(3, FITS), (5, OVERFLOWS)], ids=["fits", "overflows"])
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+@pytest.mark.parametrize("mode", READING)
+async def test_blocks_reach_the_model_whole_or_are_computed(
+    mode: str,
+    chat: bool,
+    count: int,
+    size: int,
+    helper: Callable[[BlockAttentionLLM], PromptHelper],
+    block_model: BlockModel,
+    engine: RecordingEngine,
+    tokenised: list[str],
+    strings: list[str],
+) -> None:
+    llm = BlockAttentionLLM(
+        engine=engine, context_window=WINDOW, max_new_tokens=NEW_TOKENS, is_chat_model=chat
+    )
+    nodes = encoded(llm, passages(count, size))
+    texts = [canonical_text(n.node) for n in nodes]
+
+    def make(streaming: bool) -> BaseSynthesizer:
+        return get_response_synthesizer(
+            llm, prompt_helper=helper(llm), response_mode=mode, streaming=streaming
+        )
+
+    asked: dict[str, list[Call]] = {}
+    answers = set()
+    for way in WAYS[: 2 if "accumulate" in mode else 4]:  # accumulate modes cannot stream
+        engine.calls.clear()
+        answers.add(await ask(way, make, nodes))
+        asked[way] = sorted(engine.calls, key=lambda call: call.prompt.text)
+    assert len(answers) == 1
+
+    # Each way asked the same; what was asked is what a reader of the plain text would cut.
+    calls = asked["sync"]
+    prompts = [call.prompt for call in calls]
+    assert all([call.prompt for call in of_way] == prompts for of_way in asked.values())
+    own = helper is own_helper
+    if own or (size == FITS and mode != "simple_summarize"):
+        string_of = {segment(string, BLANK_LINE).text: string for string in strings}
+        assert [by_hand(string_of[prompt.text], texts) for prompt in prompts] == prompts
+    kept = {b.text for p in prompts for b in p.context if not b.control}
+    if own:
+        assert kept == set(texts) or (mode == "simple_summarize" and kept < set(texts) and kept)
+
+    # Verified blocks were hits; all else was computed; neither changed an answer.
+    fresh = RecordingEngine(block_model)
+    for call in calls:
+        stats = call.answer.stats
+        assert stats.hits >= sum(block.text in texts for block in call.prompt.context)
+        assert stats.hits + stats.misses == len(call.prompt.context)
+        assert stats.prompt_tokens + NEW_TOKENS <= WINDOW or not own
+        assert fresh.generate(call.prompt, max_new_tokens=NEW_TOKENS).text == call.answer.text
+    assert tokenised
+    assert not [text for text in tokenised if "kvblock" in text]
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+@pytest.mark.parametrize("mode", ["generation", "no_text", "context_only"])
+async def test_modes_that_read_no_context_work_without_default_llm(
+    mode: str, chat: bool, engine: RecordingEngine, tokenised: list[str]
+) -> None:
+    llm = BlockAttentionLLM(engine=engine, max_new_tokens=4, is_chat_model=chat)
+    nodes = encoded(llm, passages())
+
+    def make(streaming: bool) -> BaseSynthesizer:
+        return block_response_synthesizer(llm, mode, streaming=streaming)
+
+    ways = WAYS if mode == "generation" else WAYS[:2]
+    [answer] = {await ask(way, make, nodes) for way in ways}
+    if mode == "context_only":
+        assert answer == "\n\n".join(canonical_text(n.node) for n in nodes)
+    elif mode == "generation":
+        assert [call.prompt.context for call in engine.calls] == [()] * 4
+    else:
+        assert answer in ("", "None")
+    assert not [text for text in tokenised if "kvblock" in text]
+
+
+async def test_the_compact_prompt_is_word_for_word_what_was_expected(
+    llm: BlockAttentionLLM, engine: RecordingEngine
+) -> None:
+    llm.is_chat_model = False
+    nodes = encoded(llm, passages(2))
+    block_response_synthesizer(llm).synthesize(QUESTION, nodes)
+    line = "---------------------"
+    assert engine.calls[0].prompt == BlockPrompt(
+        (
+            Block(f"Context information is below.\n{line}\n", control=True),
+            *(Block(canonical_text(n.node), BLANK_LINE) for n in nodes),
+        ),
+        f"\n{line}\nGiven the context information and not prior knowledge, answer the query.\n"
+        f"Query: {QUESTION}\nAnswer: ",
+    )
+    assert engine.calls[0].answer.stats.hits == 2
+
+
+def test_one_helper_in_settings_serves_llms_of_different_windows(engine: RecordingEngine) -> None:
+    small, large = (
+        BlockAttentionLLM(engine=engine, context_window=window, max_new_tokens=4)
+        for window in (2000, 6000)
+    )
+    Settings.prompt_helper = BlockPromptHelper.from_llm(small)
+    nodes = encoded(small, passages(4, 700))
+    for llm, calls in ((small, 3), (large, 1)):
+        engine.calls.clear()
+        get_response_synthesizer(llm, response_mode="tree_summarize").synthesize(QUESTION, nodes)
+        assert len(engine.calls) >= calls
+        used = [sum(len(b.rendered) for b in c.prompt.context) for c in engine.calls]
+        assert max(used) <= llm.metadata.context_window - 4
+
+
+@pytest.mark.parametrize("mode", READING)
+def test_a_passage_larger_than_the_window_becomes_blocks_that_fit(
+    mode: str, engine: RecordingEngine, tokenised: list[str]
+) -> None:
+    llm = BlockAttentionLLM(engine=engine, context_window=2200, max_new_tokens=4)
+    nodes = encoded(llm, passages(1, 3000))
+    block_response_synthesizer(llm, mode).synthesize(QUESTION, nodes)
+    assert all(c.answer.stats.prompt_tokens + 4 <= 2200 for c in engine.calls)
+    pieces = [b.text for c in engine.calls for b in c.prompt.context if not b.control]
+    assert pieces
+    assert all(piece in canonical_text(nodes[0].node) for piece in pieces)
+    assert not [text for text in tokenised if "kvblock" in text]
+
+
+def test_a_window_without_room_for_passages_is_refused_with_advice(engine: RecordingEngine) -> None:
+    llm = BlockAttentionLLM(engine=engine, context_window=900, max_new_tokens=4)
+    with pytest.raises(ValueError, match="larger context_window"):
+        block_response_synthesizer(llm, "compact").synthesize(QUESTION, encoded(llm, passages()))

@@ -1,0 +1,145 @@
+"""Loading late, sharing one engine, and travelling as fields."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core.base.llms.types import ChatMessage
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform
+from blockattn_rag.store import MemoryStore
+from tests.llama_index.conftest import RecordingEngine, passages
+from tests.models import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model on disk."""
+    path = tmp_path_factory.mktemp("model")
+    model = tiny_model("llama")
+    model.config.block_attention = {"test": True}
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is asked of ``BlockAttentionEngine.from_pretrained`` during the test."""
+    seen: list[Any] = []
+    original = BlockAttentionEngine.from_pretrained
+
+    def spy(model: Any, **kwargs: Any) -> BlockAttentionEngine:
+        seen.append((model, kwargs))
+        return original(model, **kwargs)
+
+    monkeypatch.setattr(BlockAttentionEngine, "from_pretrained", spy)
+    return seen
+
+
+def test_no_weights_are_read_for_metadata_prompts_and_counting(
+    saved: str, loads: list[Any]
+) -> None:
+    llm = BlockAttentionLLM(model_name=saved)
+    assert llm.metadata.context_window == 4096
+    assert llm.metadata.is_chat_model
+    assert llm.metadata.model_name == saved
+    assert llm.to_prompt([ChatMessage(content="Hi")]).final.startswith("<|begin|>")
+    assert len(llm.tokenize("abc")) == 3
+    assert loads == []
+
+
+def test_given_metadata_needs_no_file_at_all(loads: list[Any]) -> None:
+    llm = BlockAttentionLLM("nowhere/at-all", context_window=1000, is_chat_model=True)
+    assert llm.metadata.context_window == 1000
+    assert llm.to_payload()["model_name"] == "nowhere/at-all"
+    assert loads == []
+
+
+def test_loads_once_with_what_was_given(saved: str, loads: list[Any], tmp_path: Path) -> None:
+    llm = BlockAttentionLLM(
+        model_name=saved,
+        tokenizer_name=saved,
+        kv_store=tmp_path / "kv",
+        device_map="cpu",
+        model_kwargs={"torch_dtype": "float64"},
+        max_new_tokens=1,
+    )
+    llm.complete("Hi")
+    assert BlockKVTransform(llm=llm).engine is llm.engine
+    assert copy.deepcopy(llm).engine is llm.engine
+    [(model, kwargs)] = loads
+    assert model == saved
+    assert kwargs["device"] == "cpu"
+    assert str(llm.engine.model.dtype) == "torch.float64"
+    assert (tmp_path / "kv").is_dir()
+
+
+def test_a_live_model_is_used_as_it_is(loads: list[Any]) -> None:
+    model = tiny_model("llama")
+    model.config.block_attention = {"test": True}
+    llm = BlockAttentionLLM(model=model, tokenizer=tiny_tokenizer(chat=False), max_new_tokens=1)
+    assert llm.metadata.context_window == 4096
+    assert not llm.metadata.is_chat_model
+    assert loads == []
+    llm.complete("Hi")
+    assert llm.engine.model.hf_model is model
+
+
+def test_the_source_must_be_one(engine: RecordingEngine) -> None:
+    with pytest.raises(ValueError, match="found none"):
+        BlockAttentionLLM()
+    with pytest.raises(ValueError, match="found both"):
+        BlockAttentionLLM("bundled", engine=engine)
+    with pytest.raises(ValueError, match="either llm="):
+        BlockKVTransform("bundled", llm=BlockAttentionLLM(engine=engine))
+
+
+def test_pickling_sends_fields_and_no_weights(saved: str, tmp_path: Path) -> None:
+    llm = BlockAttentionLLM(
+        saved, kv_store=tmp_path / "kv", mode="full", max_new_tokens=3, system_prompt="S"
+    )
+    text = llm.complete("Hi").text
+    data = pickle.dumps(llm)
+    assert len(data) < 5000
+    again = pickle.loads(data)
+    assert again.to_dict() == llm.to_dict()
+    assert again.block_template == llm.block_template
+    assert again.complete("Hi").text == text
+
+
+def test_a_transform_pickles_and_works_elsewhere(saved: str, tmp_path: Path) -> None:
+    transform = BlockKVTransform(saved, kv_store=tmp_path / "kv")
+    nodes = pickle.loads(pickle.dumps(transform))(passages(2))
+    transform(nodes)
+    assert transform.stats is not None
+    assert (transform.stats.computed, transform.stats.reused) == (0, 2)
+
+
+def test_live_objects_refuse_to_be_pickled_and_say_what_to_do(
+    engine: RecordingEngine, saved: str
+) -> None:
+    cases: list[tuple[Any, str]] = [
+        (BlockAttentionLLM(engine=engine), "live engine and kv_store.*model_name="),
+        (BlockAttentionLLM(saved, tokenizer=tiny_tokenizer()), "live tokenizer"),
+        (BlockAttentionLLM(saved, kv_store=MemoryStore(1000)), "live kv_store"),
+        (BlockKVTransform(saved), "stores in memory.*without num_workers"),
+    ]
+    for component, message in cases:
+        with pytest.raises(pickle.PicklingError, match=message):
+            pickle.dumps(component)
+
+
+def test_goes_to_a_dict_and_back(saved: str, tmp_path: Path) -> None:
+    llm = BlockAttentionLLM(saved, kv_store=tmp_path / "kv", context_window=900, mode="full")
+    again = BlockAttentionLLM.from_dict(llm.to_dict())
+    assert again.to_dict() == llm.to_dict()
+    transform = BlockKVTransform(llm=llm, show_progress=True)
+    assert BlockKVTransform.from_dict(transform.to_dict()).to_dict() == transform.to_dict()
+    assert llm.to_json()
+    assert transform.to_json()

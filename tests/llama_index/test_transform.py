@@ -1,0 +1,186 @@
+"""Ingestion: what is computed, what is skipped, what is stamped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from llama_index.core import Document
+from llama_index.core.ingestion import DocstoreStrategy, IngestionCache, IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import BaseNode, ImageNode, MediaResource, MetadataMode, Node, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores import SimpleVectorStore
+
+from blockattn_rag.blocks import Block, BlockTemplate, handle_of
+from blockattn_rag.fetch import EncodeStats
+from blockattn_rag.handles import HANDLE_KEY
+from blockattn_rag.llama_index import (
+    BlockAttentionLLM,
+    BlockKVTransform,
+    HashingEmbedding,
+    canonical_text,
+)
+from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts import BLANK_LINE
+from tests.llama_index.conftest import RecordingEngine, passages
+from tests.models import tiny_model, tiny_tokenizer
+
+
+def counts(transform: BlockKVTransform) -> tuple[int, int]:
+    assert transform.stats is not None
+    return transform.stats.computed, transform.stats.reused
+
+
+def test_stores_each_passage_under_its_handle_and_skips_it_next_time(
+    llm: BlockAttentionLLM, engine: RecordingEngine
+) -> None:
+    transform = BlockKVTransform(llm=llm)
+    nodes = passages(3)
+    stamped = transform(nodes)
+    assert counts(transform) == (3, 0)
+    for node, copy in zip(nodes, stamped, strict=True):
+        text = canonical_text(node)
+        assert copy.metadata[HANDLE_KEY] == handle_of(text)
+        assert engine.contains(Block(text, BLANK_LINE))
+        for mode in (MetadataMode.LLM, MetadataMode.EMBED):
+            assert copy.get_content(mode) == node.get_content(mode)
+        assert HANDLE_KEY not in node.metadata
+    again = transform(stamped)
+    assert counts(transform) == (0, 3)
+    assert [n.metadata for n in again] == [n.metadata for n in stamped]
+
+
+def test_nodes_without_text_pass_through(llm: BlockAttentionLLM) -> None:
+    nodes = [
+        TextNode(text=" \n"),
+        ImageNode(image="aGk="),
+        Node(image_resource=MediaResource(data=b"hi")),
+    ]
+    transform = BlockKVTransform(llm=llm)
+    assert all(a is b for a, b in zip(transform(nodes), nodes, strict=True))
+    assert transform([]) == []
+    assert counts(transform) == (0, 0)
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(
+    llm: BlockAttentionLLM, engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored: list[str] = []
+    put = engine.store.put
+
+    def failing_put(key: str, kv: Any) -> None:
+        if len(stored) == 2:
+            raise KeyboardInterrupt
+        put(key, kv)
+        stored.append(key)
+
+    transform = BlockKVTransform(llm=llm)
+    monkeypatch.setattr(engine.store, "put", failing_put)
+    with pytest.raises(KeyboardInterrupt):
+        transform(passages(5))
+    monkeypatch.setattr(engine.store, "put", put)
+    transform(passages(5))
+    assert counts(transform) == (3, 2)
+
+
+async def test_acall_leaves_the_event_loop_alone(llm: BlockAttentionLLM) -> None:
+    transform = BlockKVTransform(llm=llm)
+    stamped = await transform.acall(passages(2))
+    assert [HANDLE_KEY in node.metadata for node in stamped] == [True, True]
+
+
+def test_progress_is_shown_when_asked(
+    llm: BlockAttentionLLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    BlockKVTransform(llm=llm)(passages(1))
+    assert capsys.readouterr().err == ""
+    BlockKVTransform(llm=llm, show_progress=True)(passages(2))
+    assert "2/2" in capsys.readouterr().err
+
+
+def test_the_template_is_the_llms_unless_given(engine: RecordingEngine) -> None:
+    own = BlockTemplate("- ", "\n")
+    llm = BlockAttentionLLM(engine=engine, block_template=own)
+    BlockKVTransform(llm=llm)([TextNode(text="a")])
+    assert engine.contains(Block("a", own))
+    BlockKVTransform(engine=engine)([TextNode(text="b")])
+    assert engine.contains(Block("b", BLANK_LINE))
+
+
+class CountingTransform(BlockKVTransform):
+    """Remembers how many nodes each call was given."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        object.__setattr__(self, "sizes", [])
+
+    def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
+        self.sizes.append(len(nodes))  # type: ignore[attr-defined]
+        return super().__call__(nodes, **kwargs)
+
+
+def pipeline(transform: BlockKVTransform, **kwargs: Any) -> IngestionPipeline:
+    steps = [SentenceSplitter(chunk_size=128, chunk_overlap=0), transform, HashingEmbedding(64)]
+    return IngestionPipeline(transformations=steps, **kwargs)
+
+
+def documents() -> list[Document]:
+    return [Document(text=f"Document {i}. It says {i * 7}.", id_=f"d{i}") for i in range(3)]
+
+
+def test_identical_ingests_run_the_transform_once(engine: RecordingEngine) -> None:
+    transform = CountingTransform(engine=engine)
+    ingest = pipeline(
+        transform,
+        docstore=SimpleDocumentStore(),
+        vector_store=SimpleVectorStore(),
+        docstore_strategy=DocstoreStrategy.UPSERTS,
+        disable_cache=True,
+    )
+    for _ in range(3):
+        ingest.run(documents=documents())
+    assert [size for size in transform.sizes if size] == [3]  # type: ignore[attr-defined]
+
+
+def test_nodes_given_directly_are_not_seen_as_changed(engine: RecordingEngine) -> None:
+    transform = CountingTransform(engine=engine)
+    ingest = IngestionPipeline(
+        transformations=[transform, HashingEmbedding(64)],
+        docstore=SimpleDocumentStore(),
+        vector_store=SimpleVectorStore(),
+        docstore_strategy=DocstoreStrategy.UPSERTS,
+        disable_cache=True,
+    )
+    for _ in range(3):
+        ingest.run(nodes=passages(2))
+    assert [size for size in transform.sizes if size] == [2]  # type: ignore[attr-defined]
+
+
+def test_a_cached_ingestion_is_redone_for_another_model_store_or_template(
+    engine: RecordingEngine,
+) -> None:
+    other_model = tiny_model("llama", seed=7)
+    other_model.config.block_attention = {"test": True}
+    others = [
+        BlockKVTransform(engine=RecordingEngine(BlockModel(other_model, tiny_tokenizer()))),
+        BlockKVTransform(engine=RecordingEngine(engine.model)),
+        BlockKVTransform(engine=engine, block_template=BlockTemplate("- ")),
+    ]
+    cache = IngestionCache()
+    first = BlockKVTransform(engine=engine)
+    for transform, runs in ((first, True), (first, False), *((other, True) for other in others)):
+        before = transform.stats
+        nodes = pipeline(transform, cache=cache).run(documents=documents())
+        assert all(HANDLE_KEY in node.metadata for node in nodes)
+        assert (transform.stats is not before) == runs
+
+
+def test_stats_tell_tokens_and_bytes(llm: BlockAttentionLLM) -> None:
+    transform = BlockKVTransform(llm=llm)
+    assert transform.stats is None
+    transform([TextNode(text="abc")])
+    assert isinstance(transform.stats, EncodeStats)
+    assert transform.stats.computed_tokens == len("abc\n\n")
+    assert transform.stats.stored_bytes > 0
