@@ -74,7 +74,7 @@ async def test_an_abandoned_async_stream_frees_the_model(
     steps = await llm.astream_complete("x" * 50, max_new_tokens=LONG * 10)
     async for _ in steps:
         break
-    await steps.aclose()  # type: ignore[attr-defined]  # typed as an iterator, is a generator
+    await steps.aclose()
     assert await free_within(llm, 10)
     assert [call.options["max_new_tokens"] for call in engine.calls] == [1]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from llama_index.core import Settings, VectorStoreIndex
+from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.query_engine import RouterQueryEngine
 from llama_index.core.selectors import EmbeddingSingleSelector
@@ -64,7 +65,7 @@ async def test_every_turn_of_a_chat_reuses_its_passages(
     tokenised: list[str],
 ) -> None:
     chat: Any = index.as_chat_engine(
-        chat_mode=mode,
+        chat_mode=ChatMode(mode),
         llm=llm,
         similarity_top_k=3,
         node_postprocessors=[BlockKVPostprocessor()],

@@ -158,7 +158,7 @@ def test_wrong_handles_never_change_an_answer(
     if handle == "missing":
         for key in list(engine.store.keys()):
             engine.store.delete(key)
-    store.add(EMBED(nodes))
+    store.add(list(EMBED(nodes)))
     index = VectorStoreIndex.from_vector_store(store, embed_model=EMBED)
     response = block_query_engine(index, llm).query("otter heron")
     prompt = engine.calls[0].prompt
@@ -173,7 +173,7 @@ def test_an_id_that_chroma_did_not_replace_answers_from_the_text_it_kept(
 ) -> None:
     transform = BlockKVTransform(llm=llm)
     for text in ("The otter weighs 2 stones.", "The otter weighs 9 stones."):
-        store.add(EMBED(transform([TextNode(text=text, id_="otter")])))
+        store.add(list(EMBED(transform([TextNode(text=text, id_="otter")]))))
     index = VectorStoreIndex.from_vector_store(store, embed_model=EMBED)
     block_query_engine(index, llm).query("otter")
     passages = [b.text for b in engine.calls[0].prompt.context if not b.control]

@@ -8,8 +8,8 @@ import pytest
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
-from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index_instrumentation import get_dispatcher
 
 from blockattn_rag.blocks import Block, BlockPrompt, wrap
 from blockattn_rag.errors import ContextOverflowError, MissError

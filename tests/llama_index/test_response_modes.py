@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 from llama_index.core import PromptHelper, Settings
-from llama_index.core.response_synthesizers import BaseSynthesizer, get_response_synthesizer
+from llama_index.core.response_synthesizers import (
+    BaseSynthesizer,
+    ResponseMode,
+    get_response_synthesizer,
+)
 from llama_index.core.schema import NodeWithScore
 
 import blockattn_rag.llama_index.llm as llm_module
@@ -112,7 +116,7 @@ async def test_blocks_reach_the_model_whole_or_are_computed(
 
     def make(streaming: bool) -> BaseSynthesizer:
         return get_response_synthesizer(
-            llm, prompt_helper=helper(llm), response_mode=mode, streaming=streaming
+            llm, prompt_helper=helper(llm), response_mode=ResponseMode(mode), streaming=streaming
         )
 
     asked: dict[str, list[Call]] = {}
@@ -196,7 +200,9 @@ def test_one_helper_in_settings_serves_llms_of_different_windows(engine: Recordi
     nodes = encoded(small, passages(4, 700))
     for llm, calls in ((small, 3), (large, 1)):
         engine.calls.clear()
-        get_response_synthesizer(llm, response_mode="tree_summarize").synthesize(QUESTION, nodes)
+        get_response_synthesizer(llm, response_mode=ResponseMode.TREE_SUMMARIZE).synthesize(
+            QUESTION, nodes
+        )
         assert len(engine.calls) >= calls
         used = [sum(len(b.rendered) for b in c.prompt.context) for c in engine.calls]
         assert max(used) <= llm.metadata.context_window - 4

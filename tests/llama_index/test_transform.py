@@ -179,8 +179,10 @@ def test_a_cached_ingestion_is_redone_for_another_model_store_or_template(
 
 def test_stats_tell_tokens_and_bytes(llm: BlockAttentionLLM) -> None:
     transform = BlockKVTransform(llm=llm)
-    assert transform.stats is None
+    before: EncodeStats | None = transform.stats
     transform([TextNode(text="abc")])
-    assert isinstance(transform.stats, EncodeStats)
-    assert transform.stats.computed_tokens == len("abc\n\n")
-    assert transform.stats.stored_bytes > 0
+    after: EncodeStats | None = transform.stats
+    assert before is None
+    assert after is not None
+    assert after.computed_tokens == len("abc\n\n")
+    assert after.stored_bytes > 0
