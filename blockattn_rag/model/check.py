@@ -11,8 +11,8 @@ from blockattn_rag.blocks import Block
 from blockattn_rag.generation import Sampling
 from blockattn_rag.kv import place
 from blockattn_rag.model.model import BlockModel
-from blockattn_rag.model.requests import EncodeRequest
 from blockattn_rag.model.probe import vocabulary_size
+from blockattn_rag.model.requests import EncodeRequest
 from blockattn_rag.reference import oracle_generate, oracle_logits
 from blockattn_rag.rope import relative_error
 

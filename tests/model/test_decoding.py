@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from blockattn_rag.blocks import BlockPrompt
 from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.generation import Sampling
 from blockattn_rag.kv import Assembly
 from blockattn_rag.model import BlockModel
 from tests.model.families import SUPPORTED
@@ -212,3 +213,17 @@ def test_sampling_leaves_the_callers_random_state_alone(engine: BlockAttentionEn
 def test_options_that_transformers_does_not_know_are_refused(engine: BlockAttentionEngine) -> None:
     with pytest.raises(ValueError, match="not used by the model"):
         engine.generate([A, "Q"], max_new_tokens=3, no_such_option=1)
+
+
+def test_rows_that_a_stop_string_ended_hold_no_padding(engine: BlockAttentionEngine) -> None:
+    model = engine.model
+    empty: list[int] = []
+    prompts = [
+        (empty, model.tokenizer.final_ids(text, first=True)) for text in ("One?", "Another?")
+    ]
+    free = model.generate_batch(prompts, Sampling(NEW))
+    stop = next(c for ids in free for c in tiny_tokenizer().decode(ids) if c.isascii())
+    rows = model.generate_batch(prompts, Sampling(NEW, stop=(stop,)))
+    assert rows != free
+    for row, ids in zip(rows, free, strict=True):
+        assert row == ids[: len(row)]
