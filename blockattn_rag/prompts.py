@@ -126,11 +126,17 @@ def _merge_same_role(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
         raise ValueError("expected at least one chat message, found none")
     merged: list[dict[str, Any]] = []
     for message in messages:
-        if merged and merged[-1]["role"] == message["role"]:
+        same_role = bool(merged) and merged[-1]["role"] == message["role"]
+        if same_role and _only_words(merged[-1]) and _only_words(message):
             merged[-1]["content"] = f"{merged[-1]['content']}\n\n{message['content']}"
         else:
             merged.append(dict(message))
     return merged
+
+
+def _only_words(message: Mapping[str, Any]) -> bool:
+    """Whether a message carries no more than its text: tool calls must not be lost in a merge."""
+    return set(message) <= {"role", "content"}
 
 
 # LlamaIndex joins passages with a blank line; the separator belongs to the passage's block.

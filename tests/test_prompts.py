@@ -127,6 +127,13 @@ def test_neighbouring_messages_of_one_role_are_merged_and_none_is_changed() -> N
         render_chat(CHAT, [])
 
 
+def test_messages_that_carry_tool_calls_are_not_merged() -> None:
+    template = "{% for m in messages %}<{{ m.role }}:{{ m.tool_calls }}>{{ m.content }}{% endfor %}"
+    calls = [{"role": "assistant", "content": "a", "tool_calls": [n]} for n in (1, 2)]
+    rendered = render_chat(with_template(template), calls)
+    assert rendered == "<assistant:[1]>a<assistant:[2]>a"
+
+
 def test_a_follow_up_starts_where_the_answer_ended() -> None:
     assert follow_up("And now?", CHAT) == "<|end|>\n<|user|>\nAnd now?<|end|>\n<|assistant|>\n"
     assert follow_up("And now?", PLAIN) == "\n\nQuestion: And now?\nAnswer: "
