@@ -26,11 +26,11 @@ def test_marks_nodes_that_were_never_stamped() -> None:
 
 
 def test_keeps_the_order_or_puts_the_best_last() -> None:
-    nodes = scored(0.5, None, 0.9, 0.1)
+    nodes = scored(0.5, None, 0.9, -0.1, 0.5)
     kept = BlockKVPostprocessor().postprocess_nodes(nodes)
-    assert [n.text for n in kept] == ["t0", "t1", "t2", "t3"]
+    assert [n.text for n in kept] == ["t0", "t1", "t2", "t3", "t4"]
     ascending = BlockKVPostprocessor(order="ascending").postprocess_nodes(nodes)
-    assert [n.text for n in ascending] == ["t1", "t3", "t0", "t2"]
+    assert [n.text for n in ascending] == ["t1", "t3", "t0", "t4", "t2"]
 
 
 def test_retrieved_nodes_stay_as_they_were() -> None:
