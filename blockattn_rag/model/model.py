@@ -143,7 +143,7 @@ class BlockModel:
                 f"{self.max_context_tokens}; split the passage into smaller chunks"
             )
         while order:
-            rows = max(1, budget // len(order[0].token_ids))
+            rows = _batch_rows([len(request.token_ids) for request in order], budget)
             batch, order = order[:rows], order[rows:]
             yield self._encode_batch(batch)
 
@@ -315,3 +315,15 @@ class BlockModel:
                 **self._last_logits_only,
             )
         return out.logits[0, -1]
+
+
+def _batch_rows(lengths: Sequence[int], budget: int) -> int:
+    """How many of the blocks, longest first, make a batch: up to ``budget`` tokens with padding.
+
+    Blocks below 9/10 of the longest wait for the next batch, as their padding costs more than a
+    smaller batch does, once an eighth of the budget is filled.
+    """
+    width = lengths[0]
+    most, least = max(1, budget // width), max(1, budget // 8 // width)
+    alike = sum(10 * length >= 9 * width for length in lengths[:most])
+    return min(most, len(lengths), max(alike, least))
