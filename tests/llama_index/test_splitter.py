@@ -83,3 +83,8 @@ def test_no_chunk_has_a_cut_marker_or_is_larger_than_allowed(
         assert "kvblock" not in prompt.text
         assert len(prompt.text) - 1 <= size
     assert small <= seen
+
+
+def test_what_is_left_of_markers_neither_counts_nor_comes_out() -> None:
+    stray = f"[[/kvblock:{'0' * 32}]]"
+    assert splitter(10).split_text(f"{stray} aa bb {stray}") == ["aa bb"]
