@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from blockattn_rag.generation import (
 from blockattn_rag.kv import Assembly, Context, Positions, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import KVStore, open_store
+from blockattn_rag.streams import stream_from_thread
 
 if TYPE_CHECKING:
     import torch
@@ -198,7 +198,12 @@ class BlockAttentionEngine:
         The last chunk carries the whole ``Generation``. Leaving the iterator early ends the
         generation and frees the model.
         """
-        return self._stream(self._request_from(prompt, options))
+        request = self._request_from(prompt, options)
+        return stream_from_thread(
+            lambda on_text, is_cancelled: self._answer(
+                request, self._prepare(request), on_text, is_cancelled
+            )
+        )
 
     def generate_batch(
         self, prompts: Sequence[Prompt], *, batch_size: int = 16, **options: Any
@@ -368,34 +373,6 @@ class BlockAttentionEngine:
         stopped = answer.stopped or ended or len(ids) < prepared.limit
         stats = clock.complete(prepared.stats, len(ids))
         return Generation(answer.text, ids, "stop" if stopped else "length", stats)
-
-    def _stream(self, request: _Request) -> Iterator[GenerationChunk]:
-        chunks: queue.SimpleQueue[GenerationChunk | BaseException] = queue.SimpleQueue()
-        left = threading.Event()
-
-        def work() -> None:
-            try:
-                answer = self._answer(
-                    request,
-                    self._prepare(request),
-                    lambda text: chunks.put(GenerationChunk(text)),
-                    left.is_set,
-                )
-                chunks.put(GenerationChunk("", answer))
-            except BaseException as error:  # noqa: BLE001 -- raised again by the reader
-                chunks.put(error)
-
-        threading.Thread(target=work, name="blockattn-stream", daemon=True).start()
-        try:
-            while True:
-                chunk = chunks.get()
-                if isinstance(chunk, BaseException):
-                    raise chunk
-                yield chunk
-                if chunk.generation is not None:
-                    return
-        finally:
-            left.set()
 
 
 _T = TypeVar("_T")

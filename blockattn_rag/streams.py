@@ -1,15 +1,49 @@
-"""A blocking iterator read from an event loop, without ever blocking the loop."""
+"""Streams across threads: an answer read as it is made, a blocking iterator read from a loop."""
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import closing
 from typing import TypeVar
 
+from blockattn_rag.generation import Generation, GenerationChunk
+
 T = TypeVar("T")
 _END = object()
+
+Answering = Callable[[Callable[[str], None], Callable[[], bool]], Generation]
+"""Makes an answer: calls back with each piece of text, asks whether its reader has gone."""
+
+
+def stream_from_thread(answering: Answering) -> Iterator[GenerationChunk]:
+    """The pieces of an answer that a thread of its own makes; the last one carries the whole.
+
+    Errors of the thread are raised here. Leaving the iterator early lets the thread end.
+    """
+    chunks: queue.SimpleQueue[GenerationChunk | BaseException] = queue.SimpleQueue()
+    left = threading.Event()
+
+    def work() -> None:
+        try:
+            answer = answering(lambda text: chunks.put(GenerationChunk(text)), left.is_set)
+            chunks.put(GenerationChunk("", answer))
+        except BaseException as error:  # noqa: BLE001 -- raised again by the reader
+            chunks.put(error)
+
+    threading.Thread(target=work, name="blockattn-stream", daemon=True).start()
+    try:
+        while True:
+            chunk = chunks.get()
+            if isinstance(chunk, BaseException):
+                raise chunk
+            yield chunk
+            if chunk.generation is not None:
+                return
+    finally:
+        left.set()
 
 
 async def iterate_in_thread(

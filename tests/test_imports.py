@@ -31,7 +31,8 @@ FLOORS = {
     "reference": "",
     "model": "attention blocks errors generation kv reference rope tokenization",
     "fetch": "blocks errors kv model store",
-    "engine": "blocks fetch generation kv model store",
+    "streams": "generation",
+    "engine": "blocks fetch generation kv model store streams",
 }
 FRAMEWORKS = {"llama_index", "langchain", "langchain_core", "langchain_chroma", "chromadb"}
 # Where the seam to transformers is.
