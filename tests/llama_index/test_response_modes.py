@@ -198,12 +198,12 @@ def test_one_helper_in_settings_serves_llms_of_different_windows(engine: Recordi
     )
     Settings.prompt_helper = BlockPromptHelper.from_llm(small)
     nodes = encoded(small, passages(4, 700))
-    for llm, calls in ((small, 3), (large, 1)):
+    for llm, calls in ((small, range(3, 9)), (large, range(1, 2))):
         engine.calls.clear()
         get_response_synthesizer(llm, response_mode=ResponseMode.TREE_SUMMARIZE).synthesize(
             QUESTION, nodes
         )
-        assert len(engine.calls) >= calls
+        assert len(engine.calls) in calls
         used = [sum(len(b.rendered) for b in c.prompt.context) for c in engine.calls]
         assert max(used) <= llm.metadata.context_window - 4
 

@@ -163,8 +163,10 @@ def test_a_cached_ingestion_is_redone_for_another_model_store_or_template(
 ) -> None:
     other_model = tiny_model("llama", seed=7)
     other_model.config.block_attention = {"test": True}
+    other_engine = RecordingEngine(BlockModel(other_model, tiny_tokenizer()))
+    other_engine.store = engine.store
     others = [
-        BlockKVTransform(engine=RecordingEngine(BlockModel(other_model, tiny_tokenizer()))),
+        BlockKVTransform(engine=other_engine),
         BlockKVTransform(engine=RecordingEngine(engine.model)),
         BlockKVTransform(engine=engine, block_template=BlockTemplate("- ")),
     ]
