@@ -46,10 +46,7 @@ class EngineComponent(BaseComponent):
                 "cannot be sent to another process; build it from model_name= and kv_store= (a "
                 "directory), or run the ingestion pipeline without num_workers"
             )
-        # The base class would pickle private state only to drop it: weights, here.
-        bare = self.model_copy()
-        object.__setattr__(bare, "__pydantic_private__", None)
-        state: dict[str, Any] = BaseComponent.__getstate__(bare)
+        state: dict[str, Any] = super().__getstate__()
         return state
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> EngineComponent:
