@@ -2,7 +2,8 @@
 
 Every attribute is answered by the same plain sentence, ``The {noun} of {name} is {value}.``,
 which repeats the name: a tiny model learns to look up a name that it has just written much
-sooner than to answer with a bare value.
+sooner than to answer with a bare value. In passages, too, the name comes before the value: a
+causal model sees only then, at the value, whose it is.
 """
 
 # ruff: noqa: E501 - a table of sentences: one line a list, whatever its width
@@ -78,7 +79,7 @@ _TOWER = (
         (
             "{name} is {value} tall.",
             "The height of {name} is {value}.",
-            "At {value}, {name} rises over the roofs.",
+            "The roof of {name} is {value} up.",
         ),
         ("It is {value} tall.", "Its height is {value}."),
         ("What is the height of {name}?", "How tall is {name}?"),
@@ -100,7 +101,7 @@ _TOWER = (
         "city",
         "place",
         (
-            "In {value} stands {name}.",
+            "You find {name} in {value}.",
             "The city of {name} is {value}.",
             "{name} stands in {value}.",
         ),
@@ -112,7 +113,7 @@ _TOWER = (
         "person",
         (
             "The architect of {name} was {value}.",
-            "{value} designed {name}.",
+            "The plans of {name} are by {value}.",
             "{name} was designed by {value}.",
         ),
         ("Its architect was {value}.", "It was designed by {value}."),
@@ -135,7 +136,7 @@ _COMPANY = (
         (
             "{name} employs {value}.",
             "The staff of {name} counts {value}.",
-            "There are {value} at work in {name}.",
+            "The workshops of {name} employ {value}.",
         ),
         ("It employs {value}.", "Its staff counts {value}."),
         ("How many people does {name} employ?", "How large is the staff of {name}?"),
@@ -159,7 +160,7 @@ _COMPANY = (
         (
             "The seat of {name} is {value}.",
             "{name} is based in {value}.",
-            "From {value} comes {name}.",
+            "The house of {name} is in {value}.",
         ),
         ("Its seat is {value}.", "It is based in {value}."),
         ("Where is the seat of {name}?", "Where is {name} based?"),
@@ -169,7 +170,7 @@ _COMPANY = (
         "person",
         (
             "The founder of {name} was {value}.",
-            "{value} founded {name}.",
+            "The work of {name} was begun by {value}.",
             "{name} was founded by {value}.",
         ),
         ("Its founder was {value}.", "It was founded by {value}."),
@@ -192,7 +193,7 @@ _RIVER = (
         (
             "{name} is {value} long.",
             "The length of {name} is {value}.",
-            "For {value} flows {name}.",
+            "In all {name} flows {value}.",
         ),
         ("It is {value} long.", "Its length is {value}."),
         ("What is the length of {name}?", "How long is {name}?"),
@@ -216,7 +217,7 @@ _RIVER = (
         (
             "The source of {name} lies near {value}.",
             "{name} rises near {value}.",
-            "Near {value} rises {name}.",
+            "The spring of {name} is near {value}.",
         ),
         ("Its source lies near {value}.", "It rises near {value}."),
         ("Where is the source of {name}?", "Where does {name} rise?"),
@@ -245,7 +246,7 @@ _LAKE = (
         (
             "{name} covers {value}.",
             "The area of {name} is {value}.",
-            "Some {value} are covered by {name}.",
+            "The water of {name} covers {value}.",
         ),
         ("It covers {value}.", "Its area is {value}."),
         ("What is the area of {name}?", "How large is {name}?"),
@@ -266,7 +267,11 @@ _LAKE = (
     Attribute(
         "region",
         "place",
-        ("The region of {name} is {value}.", "{name} lies in {value}.", "In {value} lies {name}."),
+        (
+            "The region of {name} is {value}.",
+            "{name} lies in {value}.",
+            "You find {name} in {value}.",
+        ),
         ("Its region is {value}.", "It lies in {value}."),
         ("In which region does {name} lie?", "Where does {name} lie?"),
     ),
@@ -275,7 +280,7 @@ _LAKE = (
         "person",
         (
             "The discoverer of {name} was {value}.",
-            "{value} discovered {name}.",
+            "The first to see {name} was {value}.",
             "{name} was discovered by {value}.",
         ),
         ("Its discoverer was {value}.", "It was discovered by {value}."),
@@ -291,24 +296,24 @@ _LAKE = (
 )
 _PERSON = (
     _number("work", "poems", "wrote more", "wrote more",
-            ("{name} wrote {value}.", "The work of {name} counts {value}.", "A book of {value} is by {name}."),
+            ("{name} wrote {value}.", "The work of {name} counts {value}.", "The book of {name} holds {value}."),
             ("The work counts {value}.", "The printed work is {value}."),
             ("How many poems did {name} write?", "How large is the work of {name}?")),
     _number("fortune", "coins", "was richer", "was richer",
-            ("{name} owned {value}.", "The fortune of {name} was {value}.", "A chest of {value} belonged to {name}."),
+            ("{name} owned {value}.", "The fortune of {name} was {value}.", "The will of {name} speaks of {value}."),
             ("The fortune was {value}.", "The will speaks of {value}."),
             ("What was the fortune of {name}?", "How rich was {name}?")),
     Attribute("birthplace", "place",
-              ("The birthplace of {name} is {value}.", "{name} was born in {value}.", "In {value} was born {name}."),
+              ("The birthplace of {name} is {value}.", "{name} was born in {value}.", "The family of {name} came from {value}."),
               ("The birthplace is {value}.", "The family came from {value}."),
               ("Where was {name} born?", "What is the birthplace of {name}?")),
     Attribute("teacher", "person",
-              ("The teacher of {name} was {value}.", "{value} taught {name}.", "{name} was taught by {value}."),
+              ("The teacher of {name} was {value}.", "The lessons of {name} were given by {value}.", "{name} was taught by {value}."),
               ("The teacher was {value}.", "The best teacher was {value}."),
               ("Who was the teacher of {name}?", "Who taught {name}?")),
     Attribute("trade", TRADES,
               ("By trade {name} was a {value}.", "{name} worked as a {value}."),
-              ("The trade was that of a {value}.", "A {value} by trade."),
+              ("The trade was that of a {value}.",),
               ("What was the trade of {name}?", "What did {name} work as?")),
 )  # fmt: skip
 

@@ -5,7 +5,8 @@ that every look-up in a prompt builds on. From a random start, a model this smal
 minutes on a plateau before it finds them. So layer 0 starts with heads that write down, beside
 each token, which token came before it and which ones stood around it, and layer 1 with heads
 that attend to where the same token, or much the same words, stood before, and say what came
-next. Everything stays trainable: this is a start, and no more.
+next; of several such places they prefer the nearest, which is what a later edition that
+supersedes an earlier one calls for. Everything stays trainable: this is a start, and no more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 CONSTANT = 3.0  # of the constant direction, in units of the embedding's standard deviation
+RECENT_PAIRS, RECENCY = slice(17, 21), 4.0  # preference for near places
 MATCH_PAIRS = 12  # rotary pairs, the slowest ones, over which identities are compared
 
 
@@ -57,6 +59,9 @@ def set_lookup_heads(model: LlamaForCausalLM) -> None:
     # A place that follows certain words sees them earlier than one that is about to go on.
     _match(queries[2], keys[1], around, earlier, sharpness=50.0)
     _route(values[1], outputs[2], content, content, 8 * std)
+    for head in (*queries, *keys):
+        # Adds up, over slow rotary pairs, to a score that falls for some 600 positions.
+        head[RECENT_PAIRS, 0] += RECENCY
 
 
 def _heads(attention: torch.nn.Module, size: int) -> list[tuple[Tensor, ...]]:

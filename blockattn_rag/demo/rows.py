@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from .catalog import KINDS
+from .catalog import KINDS, Attribute
 from .corpus import Sample
 from .formats import Format, draw_format, follow_up
 from .scenes import Article, Passage, SceneWriter, Turn, comparison_answer, turns_of, write_scene
@@ -83,25 +83,31 @@ class RowWriter:
         return self.row(parts)
 
     def facts(self, entities: int = 5) -> Row:
-        """Facts on several entities, then each of them asked for: the plain look-up, densely."""
+        """Facts on several entities, then each of them asked for: the plain look-up, densely.
+
+        In half of the rows some facts are stated again with another value, which then holds.
+        """
         writer = SceneWriter(self.rng, "train")
         kinds = self.rng.sample(KINDS, self.rng.randint(1, 2))
-        facts = []
+        asked = []
         for _ in range(self.rng.randint(2, entities)):
             kind = self.rng.choice(kinds)
             name = writer.name(kind)
             stated = self.rng.sample(kind.attributes, self.rng.randint(1, 3))
-            facts += [(attribute, name, writer.value(attribute)) for attribute in stated]
-        sentences = [
-            attribute.statement(name, shown)
-            if self.rng.random() < 0.5
-            else self.rng.choice(attribute.named).format(name=name, value=shown)
-            for attribute, name, shown in self.rng.sample(facts, len(facts))
-        ]
+            asked += [(attribute, name) for attribute in stated]
+        again = self.rng.sample(asked, len(asked) // 2 if self.rng.random() < 0.5 else 0)
+        holds: dict[tuple[Attribute, str], str] = {}
+        sentences = []
+        for attribute, name in self.rng.sample([*asked, *again], len(asked) + len(again)):
+            shown = holds[attribute, name] = writer.value(attribute)
+            plain = self.rng.random() < 0.5
+            named = self.rng.choice(attribute.named).format(name=name, value=shown)
+            sentences.append(attribute.statement(name, shown) if plain else named)
         parts = [(f"Facts: {' '.join(sentences)}\n", 0.0)]
-        for attribute, name, shown in self.rng.sample(facts, len(facts)):
-            head, _, value = attribute.statement(name, shown).rpartition(f" {shown}")
-            parts += [(head, 0.0), (f" {shown}{value}", 1.0), ("\n", 0.0)]
+        for attribute, name in self.rng.sample(asked, len(asked)):
+            shown = holds[attribute, name]
+            head, _, end = attribute.statement(name, shown).rpartition(f" {shown}")
+            parts += [(head, 0.0), (f" {shown}{end}", 1.0), ("\n", 0.0)]
         return self.row(parts)
 
     def _pair(self) -> tuple[int, int]:
@@ -152,7 +158,8 @@ class RowWriter:
         """A scene, and questions about it (at least one)."""
         while True:
             count = self.rng.randint(*passages)
-            editions = min(3, self.rng.choice((0, *range(count // 2 + 1))))
+            most = min(3, count // 2)
+            editions = self.rng.randint(1, most) if most and self.rng.random() < 0.6 else 0
             scene = write_scene(self.rng, "train", count, editions, self.rng.randint(1, 3))
             if asked := list(self._questions(scene, turns)):
                 return scene, asked

@@ -28,8 +28,8 @@ from .tokenizer import build_tokenizer
 class Plan:
     """How long each stage is: optimizer steps, and samples of block fine-tuning."""
 
-    warm_up_steps: int = 1_000
-    task_steps: int = 5_000
+    warm_up_steps: int = 900
+    task_steps: int = 5_600
     block_samples: int = 6_000
     block_rate: float = 5e-4
     probe_samples: int = 24
@@ -67,25 +67,28 @@ def warm_up(trainer: Trainer, writer: RowWriter, steps: int) -> list[float]:
 def curriculum(progress: float) -> tuple[tuple[int, int], int | None]:
     """How many passages a prompt has, and how many characters its frame at most.
 
-    Short prompts first: the look-up is learned from them in a fraction of the time.
+    Short prompts first: the task is learned from them in a fraction of the time.
     """
-    if progress < 0.2:
+    if progress < 0.1:
         return (1, 3), 250
-    return ((2, 5) if progress < 0.5 else (2, 10)), None
+    return ((2, 5) if progress < 0.4 else (2, 10)), None
 
 
 def learn_task(
     trainer: Trainer, writer: RowWriter, steps: int, minutes: float, probe: Probe
 ) -> list[float]:
-    """Stage 2: whole prompts, longer and longer, on a cosine schedule."""
+    """Stage 2: whole prompts, longer and longer, among ever fewer rows of the warm-up."""
     passages, longest_frame = curriculum(0.0)
-    numbers = batches(writer.numbers, TOKENS_PER_STEP)
+    rng = writer.rng
+    drills = [batches(write, TOKENS_PER_STEP) for write in (writer.facts, writer.numbers)]
     scenes = batches(lambda: writer.scene(passages, longest_frame), TOKENS_PER_STEP)
 
     def source(progress: float) -> list[Row]:
         nonlocal passages, longest_frame
         passages, longest_frame = curriculum(progress)
-        return next(numbers if progress < 0.5 and writer.rng.random() < 0.08 else scenes)
+        if rng.random() < 0.2 * (1 - progress):
+            return next(rng.choices(drills, (0.65, 0.35))[0])
+        return next(scenes)
 
     def rate(progress: float) -> float:
         return 0.03 + 0.97 * (1 + math.cos(math.pi * progress)) / 2
@@ -109,6 +112,7 @@ def train_base(
     writer = RowWriter(tokenizer, random.Random(f"{seed}/rows"))
     before = probe(model)
     warm_losses = warm_up(trainer, writer, plan.warm_up_steps)
+    save(model, tokenizer, out)
     log("warm-up done")
     task_losses = learn_task(trainer, writer, plan.task_steps, minutes, probe)
     save(model, tokenizer, out)
