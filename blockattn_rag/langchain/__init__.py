@@ -10,10 +10,10 @@ Names are imported when they are first used::
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from blockattn_rag.handles import HANDLE_KEY, live_handles
+from blockattn_rag.lazy import import_name
 
 if TYPE_CHECKING:
     from blockattn_rag.langchain.chat import ChatBlockAttention
@@ -47,18 +47,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("langchain_core", "sklearn"):
-            raise
-        raise ImportError(
-            f"blockattn_rag.langchain.{name} needs {error.name}, which is not installed: "
-            'pip install "blockattn-rag[langchain]"'
-        ) from error
-    return getattr(module, name)
+    return import_name(
+        __name__, name, _HOMES, extra="langchain", extra_packages=("langchain_core", "sklearn")
+    )
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,7 @@ import torch
 
 from blockattn_rag.blocks import Block
 from blockattn_rag.generation import Sampling
-from blockattn_rag.kv import place
+from blockattn_rag.kv import Context, place
 from blockattn_rag.model.model import BlockModel
 from blockattn_rag.model.probe import vocabulary_size
 from blockattn_rag.model.requests import EncodeRequest
@@ -87,11 +87,16 @@ def _random_blocks(model: BlockModel) -> list[list[int]]:
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
+def _placed_context(model: BlockModel, blocks: list[list[int]]) -> Context:
+    """The blocks, encoded and placed in this order."""
+    requests = [EncodeRequest(ids, str(i), "") for i, ids in enumerate(blocks)]
+    encoded = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
+    return place([encoded[request.digest] for request in requests])
+
+
 def _placed_logits(model: BlockModel, blocks: list[list[int]]) -> torch.Tensor:
     """Logits after the final block through encode, place and assemble."""
-    requests = [EncodeRequest(ids, str(i), "") for i, ids in enumerate(blocks[:-1])]
-    encoded = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
-    context = place([encoded[request.digest] for request in requests])
+    context = _placed_context(model, blocks[:-1])
     return model.next_logits(torch.tensor([blocks[-1]]), model.cache_for(context)).float()
 
 
@@ -120,9 +125,7 @@ def _two_steps(model: BlockModel, tokens: list[int]) -> torch.Tensor:
 
 
 def _greedy_row(model: BlockModel, blocks: list[list[int]]) -> CheckRow:
-    requests = [EncodeRequest(ids, str(i), "") for i, ids in enumerate(blocks[:-1])]
-    encoded = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
-    context = place([encoded[request.digest] for request in requests])
+    context = _placed_context(model, blocks[:-1])
     found = model.generate(
         context.token_ids,
         blocks[-1],
