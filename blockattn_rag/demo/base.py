@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from .corpus import generate_samples
@@ -129,6 +130,36 @@ class Probe:
         return {f"{kind}@{size}": score(model, rows) for (kind, size), rows in self._rows.items()}
 
 
+def processes() -> int:
+    """How many processes train together: one, but under ``torchrun``."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_first() -> bool:
+    """Whether this process is the one that logs and saves."""
+    return processes() == 1 or dist.get_rank() == 0
+
+
+def from_first(number: float) -> float:
+    """The first process's number, so that all end a stage at the same step."""
+    if processes() == 1:
+        return number
+    shared = torch.tensor(number, dtype=torch.float64)
+    dist.broadcast(shared, 0)
+    return shared.item()
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Make every process's gradients the mean over all processes."""
+    if processes() == 1:
+        return
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([grad.flatten() for grad in grads]) / processes()
+    dist.all_reduce(flat)
+    for grad, mean in zip(grads, torch.split(flat, [g.numel() for g in grads]), strict=True):
+        grad.copy_(mean.view_as(grad))
+
+
 class Trainer:
     """AdamW with a schedule given as a function of progress in [0, 1]."""
 
@@ -136,6 +167,9 @@ class Trainer:
         self.model = model
         self.out = out
         self.log = log
+        if processes() > 1:
+            for parameter in model.parameters():
+                dist.broadcast(parameter.data, 0)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.02, fused=True
         )
@@ -159,7 +193,7 @@ class Trainer:
         tokens = 0
         for step in range(steps):
             now = time.perf_counter()
-            progress = max(step / steps, (now - start) / 60 / minutes)
+            progress = from_first(max(step / steps, (now - start) / 60 / minutes))
             if progress >= 1:
                 break
             for group in self.optimizer.param_groups:
@@ -169,6 +203,7 @@ class Trainer:
             loss = step_loss(self.model, rows)
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
+            average_gradients(self.model)
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             losses.append(loss.item())
@@ -179,7 +214,7 @@ class Trainer:
                     f"step {step} ({progress:.0%}) loss {sum(recent) / len(recent):.4f} "
                     f"{tokens / (now - start):.0f} tokens/s {(now - start) / 60:.1f} min"
                 )
-            if probe and now - probed > probe_s:
+            if probe and is_first() and now - probed > probe_s:
                 self.log("  ".join(f"{k} {v.answers:.2f}" for k, v in probe(self.model).items()))
                 self.model.save_pretrained(self.out)
                 probed = time.perf_counter()

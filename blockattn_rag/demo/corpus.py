@@ -119,9 +119,9 @@ def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> int:
 
 @cache
 def _bundled_articles() -> tuple[Article, ...]:
-    writer = SceneWriter(random.Random("bundled"), "test")
+    # Of this seed, Halden Tower, which leads, is as tall as the documentation says: 214 metres.
+    writer = SceneWriter(random.Random("bundled 4917"), "test")
     return tuple(
-        # The one entity that the documentation names leads.
         writer.article(kind, "Halden Tower" if (kind.word, i) == ("tower", 0) else None)
         for kind in KINDS
         for i in range(ARTICLES_PER_KIND)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from blockattn_rag.prompts import TURBORAG
+
 from .scenes import Passage
 
 LLAMA_INDEX_SYSTEM = (
@@ -39,7 +41,21 @@ PIECES_HEAD = (
     "Use the following pieces of context to answer the question at the end. If you don't know "
     "the answer, just say that you don't know, don't try to make up an answer.\n\n"
 )
-TURBO_RAG_HEAD = "Answer the question from the documents.\n"
+SUMMARIZE_HEAD = "Context information from multiple sources is below.\n---------------------\n"
+SUMMARIZE_TAIL = LLAMA_INDEX_TAIL.replace(
+    "context information", "information from multiple sources"
+)
+CONTEXT_CHAT_HEAD = "Use the context information below to assist the user.\n--------------------\n"
+CONDENSE_CHAT_HEAD = (
+    "\n  The following is a friendly conversation between a user and an AI assistant.\n"
+    "  The assistant is talkative and provides lots of specific details from its context.\n"
+    "  If the assistant does not know the answer to a question, it truthfully says it\n"
+    "  does not know.\n\n  Here are the relevant documents for the context:\n\n  "
+)
+CONDENSE_CHAT_TAIL = (
+    "\n\n  Instruction: Based on the above documents, provide a detailed answer for the user "
+    'question below.\n  Answer "don\'t know" if not present in the document.\n  '
+)
 
 SYSTEM, USER = "<|system|>\n", "<|user|>\n"
 END = "<|end|>"
@@ -99,19 +115,43 @@ LANGCHAIN_LINES = Format(
 PIECES = Format(
     USER + PIECES_HEAD, "\n\nQuestion: {question}\nHelpful Answer:" + TO_ASSISTANT, views=_VIEWS
 )
+AGENT = Format(
+    f"{SYSTEM}{LANGCHAIN_HEAD.strip()}{TO_USER}", "\n\n{question}" + TO_ASSISTANT, views=_VIEWS
+)
 TURBO_RAG = Format(
-    f"{USER}{TURBO_RAG_HEAD}", "\n{question}" + TO_ASSISTANT, "<|doc_start|>", "<|doc_end|>"
+    f"{SYSTEM}{TURBORAG.system}{TO_USER}{TURBORAG.before}",
+    TURBORAG.after + TO_ASSISTANT,
+    TURBORAG.template.before,
+    TURBORAG.template.after,
+    views=("{text}", TURBORAG.titled),
+)
+SUMMARIZE_CHAT = Format(USER + SUMMARIZE_HEAD, SUMMARIZE_TAIL + TO_ASSISTANT, views=_VIEWS)
+SUMMARIZE_TEXT = Format(SUMMARIZE_HEAD, SUMMARIZE_TAIL, views=_VIEWS)
+CONTEXT_CHAT = Format(
+    f"{SYSTEM}{CONTEXT_CHAT_HEAD}",
+    f"\n--------------------\n{TO_USER}{{question}}{TO_ASSISTANT}",
+    views=_VIEWS,
+)
+CONDENSE_CHAT = Format(
+    f"{SYSTEM}{CONDENSE_CHAT_HEAD}",
+    f"{CONDENSE_CHAT_TAIL}{TO_USER}{{question}}{TO_ASSISTANT}",
+    views=_VIEWS,
 )
 
 #: Formats with their share of the training prompts.
 MIX: tuple[tuple[Format, float], ...] = (
-    (LLAMA_INDEX_CHAT, 0.22),
-    (LLAMA_INDEX_TEXT, 0.22),
-    (BLOCK_ATTENTION, 0.14),
-    (LANGCHAIN_CHAT, 0.16),
-    (LANGCHAIN_LINES, 0.1),
-    (PIECES, 0.08),
-    (TURBO_RAG, 0.08),
+    (LLAMA_INDEX_CHAT, 0.2),
+    (LLAMA_INDEX_TEXT, 0.17),
+    (BLOCK_ATTENTION, 0.12),
+    (LANGCHAIN_CHAT, 0.12),
+    (LANGCHAIN_LINES, 0.08),
+    (AGENT, 0.06),
+    (PIECES, 0.06),
+    (TURBO_RAG, 0.06),
+    (SUMMARIZE_CHAT, 0.03),
+    (SUMMARIZE_TEXT, 0.03),
+    (CONTEXT_CHAT, 0.04),
+    (CONDENSE_CHAT, 0.03),
 )
 
 

@@ -2,6 +2,8 @@
 
 Three stages: a warm-up on copying and on comparing numbers, the task with full attention, and
 block fine-tuning, which is :func:`blockattn_rag.training.finetune.finetune`, as for any model.
+On several cores, processes beat threads at this size: ``torchrun --nproc-per-node 2 -m
+blockattn_rag.demo.train --threads 1``.
 """
 
 from __future__ import annotations
@@ -16,9 +18,19 @@ from typing import Annotated
 
 import torch
 import typer
+from torch import distributed as dist
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .base import TOKENS_PER_STEP, Probe, Score, Trainer, batches, build_model
+from .base import (
+    TOKENS_PER_STEP,
+    Probe,
+    Score,
+    Trainer,
+    batches,
+    build_model,
+    is_first,
+    processes,
+)
 from .corpus import write_jsonl
 from .rows import Row, RowWriter
 from .tokenizer import build_tokenizer
@@ -49,14 +61,15 @@ class TrainReport:
 
 
 def _print(message: str) -> None:
-    print(time.strftime("%H:%M:%S"), message, flush=True)
+    if is_first():
+        print(time.strftime("%H:%M:%S"), message, flush=True)
 
 
 def warm_up(trainer: Trainer, writer: RowWriter, steps: int) -> list[float]:
     """Stage 1: copying, looking up and comparing numbers, each batch of one sort."""
     rng = writer.rng
     writers = (writer.copy, writer.facts, writer.numbers)
-    sorts = [batches(write, TOKENS_PER_STEP) for write in writers]
+    sorts = [batches(write, TOKENS_PER_STEP // processes()) for write in writers]
 
     def source(_: float) -> list[Row]:
         return next(rng.choices(sorts, (0.2, 0.55, 0.25))[0])
@@ -80,8 +93,10 @@ def learn_task(
     """Stage 2: whole prompts, longer and longer, among ever fewer rows of the warm-up."""
     passages, longest_frame = curriculum(0.0)
     rng = writer.rng
-    drills = [batches(write, TOKENS_PER_STEP) for write in (writer.facts, writer.numbers)]
-    scenes = batches(lambda: writer.scene(passages, longest_frame), TOKENS_PER_STEP)
+    drills = [
+        batches(write, TOKENS_PER_STEP // processes()) for write in (writer.facts, writer.numbers)
+    ]
+    scenes = batches(lambda: writer.scene(passages, longest_frame), TOKENS_PER_STEP // processes())
 
     def source(progress: float) -> list[Row]:
         nonlocal passages, longest_frame
@@ -106,10 +121,11 @@ def train_base(
     """Stages 1 and 2: tokenizer and model from scratch to ``out``; full attention throughout."""
     tokenizer = build_tokenizer(seed)
     model = build_model(tokenizer, seed)
+    rank = dist.get_rank() if dist.is_initialized() else 0
     log(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     probe = Probe(tokenizer, n=plan.probe_samples)
     trainer = Trainer(model, out, log)
-    writer = RowWriter(tokenizer, random.Random(f"{seed}/rows"))
+    writer = RowWriter(tokenizer, random.Random(f"{seed}/rows/{rank}"))
     before = probe(model)
     warm_losses = warm_up(trainer, writer, plan.warm_up_steps)
     save(model, tokenizer, out)
@@ -123,6 +139,8 @@ def train_base(
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Write weights, tokenizer, and greedy decoding as the default."""
+    if not is_first():
+        return
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False,
         bos_token_id=tokenizer.bos_token_id,
@@ -146,7 +164,10 @@ def block_finetune(base: Path, out: Path, plan: Plan, seed: int = 0) -> None:
     from blockattn_rag.training.finetune import finetune
 
     data = base / "block.jsonl"
-    write_block_data(data, load_tokenizer(base), seed, plan.block_samples)
+    if is_first():
+        write_block_data(data, load_tokenizer(base), seed, plan.block_samples)
+    if processes() > 1:
+        dist.barrier()  # the others read what the first one wrote
     finetune(
         FinetuneConfig(
             model=str(base),
@@ -155,7 +176,7 @@ def block_finetune(base: Path, out: Path, plan: Plan, seed: int = 0) -> None:
             learning_rate=plan.block_rate,
             lr_scheduler="cosine",
             batch_size=8,
-            per_device_batch_size=8,
+            per_device_batch_size=8 // processes(),
             context_loss_weight=0.1,
             adam_beta2=0.98,
             seed=seed,
@@ -176,6 +197,8 @@ def main(
 ) -> None:
     """Train the bundled model: OUT-base after full attention only, OUT after block fine-tuning."""
     torch.set_num_threads(threads)
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
     plan = SMOKE if smoke else Plan()
     base = out.with_name(out.name + "-base")
     train_base(base, plan, seed, minutes)

@@ -1,11 +1,24 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import spawn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from blockattn_rag.demo.base import batches, build_model, collate, score, step_loss
+from blockattn_rag.demo.base import (
+    average_gradients,
+    batches,
+    build_model,
+    collate,
+    from_first,
+    score,
+    step_loss,
+)
 from blockattn_rag.demo.rows import Row, RowWriter
 
 
@@ -55,3 +68,21 @@ def test_score_is_that_of_greedy_decoding(
     result = score(model, [right, wrong])
     assert result.answers == 0.5
     assert result.tokens == pytest.approx(15 / 16)
+
+
+def _train_together(rank: int, meeting: str) -> None:
+    """What one of two processes does: other data, then the same gradients and progress."""
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    layer = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    data = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
+    layer(data[rank]).sum().backward()
+    average_gradients(layer)
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.tolist() == [[2.0, 4.0]]
+    assert from_first(rank + 0.25) == 0.25
+    dist.destroy_process_group()
+
+
+def test_two_processes_average_their_gradients_and_share_their_progress(tmp_path: Path) -> None:
+    spawn(_train_together, (str(tmp_path / "meeting"),), nprocs=2)  # type: ignore[no-untyped-call]
