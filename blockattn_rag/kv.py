@@ -119,18 +119,31 @@ def assemble(context: Context, layouts: Sequence[RotaryLayout]) -> Iterator[tupl
         in the blocks' dtype. The stored tensors are not written; a context of one unshifted block
         yields the stored tensors themselves.
     """
-    shifts = torch.cat([torch.full((b.kv.num_tokens,), b.shift) for b in context.blocks])
-    moves = bool((shifts != 0).any())
     # Layers of one layout share the angles; there are one or two layouts in a model.
     tables: dict[RotaryLayout, tuple[Tensor, Tensor]] = {}
     for index, layout in enumerate(layouts):
-        keys = _joined([block.kv.keys[index] for block in context.blocks])
-        values = _joined([block.kv.values[index] for block in context.blocks])
-        if moves and layout.rotates:
-            if layout not in tables:
-                tables[layout] = layout.cos_sin(shifts, keys.device)
-            keys = rotate(keys, *tables[layout], layout)
-        yield keys, values
+        yield joined_states(context.blocks, index, layout, tables)
+
+
+def joined_states(
+    blocks: Sequence[PlacedBlock],
+    layer: int,
+    layout: RotaryLayout,
+    tables: dict[RotaryLayout, tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """One layer of :func:`assemble`.
+
+    Args:
+        tables: angles that earlier layers made, to which this one adds its own.
+    """
+    keys = _joined([block.kv.keys[layer] for block in blocks])
+    values = _joined([block.kv.values[layer] for block in blocks])
+    if layout.rotates and any(block.shift for block in blocks):
+        if layout not in tables:
+            shifts = [torch.full((b.kv.num_tokens,), b.shift) for b in blocks]
+            tables[layout] = layout.cos_sin(torch.cat(shifts), keys.device)
+        keys = rotate(keys, *tables[layout], layout)
+    return keys, values
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

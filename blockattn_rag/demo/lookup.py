@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 CONSTANT = 3.0  # of the constant direction, in units of the embedding's standard deviation
-RECENT_PAIRS, RECENCY = slice(17, 21), 4.0  # preference for near places
+RECENT_PAIRS, RECENCY = slice(17, 21), 1.0  # preference for near places: 4.0 blinds to far ones
 MATCH_PAIRS = 12  # rotary pairs, the slowest ones, over which identities are compared
 
 

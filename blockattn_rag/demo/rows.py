@@ -85,7 +85,7 @@ class RowWriter:
     def facts(self, entities: int = 5) -> Row:
         """Facts on several entities, then each of them asked for: the plain look-up, densely.
 
-        In half of the rows some facts are stated again with another value, which then holds.
+        In some rows, half of the facts are stated again with another value, which then holds.
         """
         writer = SceneWriter(self.rng, "train")
         kinds = self.rng.sample(KINDS, self.rng.randint(1, 2))
@@ -95,7 +95,7 @@ class RowWriter:
             name = writer.name(kind)
             stated = self.rng.sample(kind.attributes, self.rng.randint(1, 3))
             asked += [(attribute, name) for attribute in stated]
-        again = self.rng.sample(asked, len(asked) // 2 if self.rng.random() < 0.5 else 0)
+        again = self.rng.sample(asked, len(asked) // 2 if self.rng.random() < 0.3 else 0)
         holds: dict[tuple[Attribute, str], str] = {}
         sentences = []
         for attribute, name in self.rng.sample([*asked, *again], len(asked) + len(again)):

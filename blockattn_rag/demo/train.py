@@ -40,7 +40,7 @@ from .tokenizer import build_tokenizer
 class Plan:
     """How long each stage is: optimizer steps, and samples of block fine-tuning."""
 
-    warm_up_steps: int = 900
+    warm_up_steps: int = 1_000
     task_steps: int = 5_600
     block_samples: int = 6_000
     block_rate: float = 5e-4
@@ -82,7 +82,7 @@ def curriculum(progress: float) -> tuple[tuple[int, int], int | None]:
 
     Short prompts first: the task is learned from them in a fraction of the time.
     """
-    if progress < 0.1:
+    if progress < 0.16:
         return (1, 3), 250
     return ((2, 5) if progress < 0.4 else (2, 10)), None
 
@@ -129,7 +129,7 @@ def train_base(
     before = probe(model)
     warm_losses = warm_up(trainer, writer, plan.warm_up_steps)
     save(model, tokenizer, out)
-    log("warm-up done")
+    log(f"warm-up done, loss {sum(warm_losses[-50:]) / 50:.4f}")
     task_losses = learn_task(trainer, writer, plan.task_steps, minutes, probe)
     save(model, tokenizer, out)
     report = TrainReport(warm_losses, task_losses, before, probe(model))

@@ -20,10 +20,10 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from blockattn_rag.attention import RelayPlan
 from blockattn_rag.kv import Context, place
 from blockattn_rag.model.probe import vocabulary_size
 from blockattn_rag.model.requests import EncodeRequest
+from blockattn_rag.relay_plan import RelayPlan
 from blockattn_rag.rope import RotaryLayout, relative_error
 
 if TYPE_CHECKING:

@@ -86,6 +86,40 @@ def test_bench_measures_any_model_and_shows_a_table(cli: Command, model: Path) -
     assert "FLOPs" in output.stdout
 
 
+TINY = ("--shape", "tiny", "--device", "cpu", "--json")
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "fields"),
+    [
+        ("decode", ("--lengths", 32, "--block-tokens", "8,16", "--new-tokens", 2), {"relay_s"}),
+        ("batch", ("--length", 32, "--batch-sizes", "1,2", "--block-tokens", 16), {"copy_s"}),
+        (
+            "shared",
+            ("--system-tokens", 16, "--batch-sizes", "1,2", "--context-tokens", 8,
+             "--new-tokens", 2),
+            {"gain", "bytes_ratio"},
+        ),
+        ("ingest", ("--block-tokens", "8,16", "--total-tokens", 64), {"encode_over_plain"}),
+        ("memory", ("--lengths", "32,64", "--block-tokens", 16), {"relay_over_copy"}),
+    ],
+)  # fmt: skip
+def test_every_benchmark_prints_rows_and_writes_them_and_a_plot(
+    cli: Command, tmp_path: Path, command: str, options: tuple[object, ...], fields: set[str]
+) -> None:
+    files = ("--output", tmp_path / "rows.json", "--plot", tmp_path / "rows.svg")
+    once = () if command == "memory" else ("--repeats", 1)
+    output = cli("bench", command, *TINY, *options, *files, *once)
+    assert output.status == 0, output.stderr
+    assert json.loads((tmp_path / "rows.json").read_text("utf-8")) == output.json
+    assert len(output.json["rows"]) == 2
+    assert all(fields <= row.keys() for row in output.json["rows"])
+    assert "<svg" in (tmp_path / "rows.svg").read_text("utf-8")
+    shown = cli("bench", command, *TINY[:-1], *options, *once)
+    assert shown.status == 0, shown.stderr
+    assert "torch" in shown.stdout
+
+
 def test_bench_refuses_lengths_and_shapes_that_are_none(cli: Command) -> None:
     assert cli("bench", "ttft", "--lengths", "512,4k").status == 2
     assert cli("bench", "ttft", "--lengths", "0").status == 2

@@ -1,0 +1,161 @@
+"""Several requests at once: time to first token by batch size, and what sharing a prompt saves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from blockattn_rag.blocks import BlockPrompt
+from blockattn_rag.evaluation.efficiency.shapes import random_prompt
+from blockattn_rag.evaluation.efficiency.timing import OnProgress, Turns, check_sizes, fields
+from blockattn_rag.evaluation.efficiency.ttft import PATHS
+
+if TYPE_CHECKING:
+    from blockattn_rag.engine import BlockAttentionEngine
+
+
+def measure_batch(
+    engine: BlockAttentionEngine,
+    batch_sizes: Sequence[int],
+    *,
+    length: int = 8192,
+    block_tokens: int = 512,
+    question_tokens: int = 50,
+    repeats: int = 3,
+    on_progress: OnProgress | None = None,
+) -> list[dict[str, Any]]:
+    """Measure the time to the first tokens of a batch of unrelated requests (TurboRAG, table 4).
+
+    Args:
+        engine: as for :func:`measure_ttft`; its store must hold the largest batch's contexts.
+        batch_sizes: numbers of requests.
+        length: context tokens of each request.
+        block_tokens, question_tokens: tokens of a block and of the final block.
+        repeats: timed runs on each path.
+        on_progress: called with runs done and all runs.
+
+    Returns:
+        One row for each batch size: ``batch``, ``<path>_s`` (median seconds until every request
+        has its first token), the spreads, and ``full_over_<path>``.
+    """
+    check_sizes(length=length, block_tokens=block_tokens, batch=min(batch_sizes, default=0))
+    turns = Turns(repeats, len(batch_sizes), on_progress)
+    vocabulary = engine.model.config.vocab_size
+    prompts = [
+        random_prompt(length, block_tokens, question_tokens, vocabulary, seed)
+        for seed in range(max(batch_sizes))
+    ]
+    _encode(engine, prompts)
+    rows = []
+    for batch in batch_sizes:
+        ways = {
+            path: partial(_first_tokens, engine, prompts[:batch], path)
+            for path in _paths(engine, "full", "copy", "relay")
+        }
+        row: dict[str, Any] = {"batch": batch, "length": length, **fields(turns.measure(ways))}
+        for path in ways.keys() - {"full"}:
+            row[f"full_over_{path}"] = row["full_s"] / row[f"{path}_s"]
+        rows.append(row)
+    return rows
+
+
+def measure_shared(
+    engine: BlockAttentionEngine,
+    batch_sizes: Sequence[int],
+    *,
+    system_tokens: Sequence[int] = (512, 1024, 2048),
+    context_tokens: int = 128,
+    question_tokens: int = 16,
+    new_tokens: int = 32,
+    repeats: int = 3,
+    on_progress: OnProgress | None = None,
+) -> list[dict[str, Any]]:
+    """Measure tokens per second of requests that share a system prompt (RelayAttention, table 2).
+
+    Shared, the system prompt is read once per layer and step for the whole batch (relay);
+    unshared, every request has its own copy (copy). Both batches are one forward per step.
+
+    Args:
+        engine: as for :func:`measure_ttft`; it must support relay.
+        batch_sizes: numbers of requests.
+        system_tokens: lengths of the shared block.
+        context_tokens: tokens of each request's own block.
+        question_tokens: tokens of each request's final block.
+        new_tokens: tokens generated for each request, at least 2.
+        repeats: timed runs of each.
+        on_progress: called with runs done and all runs.
+
+    Returns:
+        One row for each length of the system prompt and batch size: ``system_tokens``, ``batch``;
+        ``shared_tokens_per_s`` and ``unshared_tokens_per_s`` from request to last token with
+        their spreads, and their quotient ``gain``; the same for the steps after the first token
+        alone, ``decode_gain``; and ``bytes_ratio``, how many times fewer keys and values
+        attention reads when shared: b (s + c) / (s + b c), the leading terms of
+        RelayAttention's equation 10, which is a bound that weights and other work keep away.
+    """
+    check_sizes(
+        context_tokens=context_tokens,
+        question_tokens=question_tokens,
+        **{"new_tokens less one": new_tokens - 1, "batch": min(batch_sizes, default=0)},
+    )
+    if not engine.model.supports_relay:
+        raise ValueError(f"{engine.model.name} does not share blocks: relay is not exact for it")
+    turns = Turns(repeats, len(batch_sizes) * len(system_tokens), on_progress)
+    rows = []
+    for system in system_tokens:
+        prompts = _sharing(engine, max(batch_sizes), system, context_tokens, question_tokens)
+        _encode(engine, prompts)
+        for batch in batch_sizes:
+            ways, decode = _shared_ways(engine, prompts[:batch], new_tokens)
+            spreads = turns.measure(ways)
+            row: dict[str, Any] = {"system_tokens": system, "batch": batch}
+            row |= fields(spreads, "tokens_per_s")
+            row["gain"] = spreads["shared"].median / spreads["unshared"].median
+            steps = {name: sorted(times)[len(times) // 2] for name, times in decode.items()}
+            row["decode_gain"] = steps["unshared"] / steps["shared"]
+            own = batch * context_tokens
+            row["bytes_ratio"] = (batch * system + own) / (system + own)
+            rows.append(row)
+    return rows
+
+
+def _shared_ways(
+    engine: BlockAttentionEngine, prompts: Sequence[BlockPrompt], new_tokens: int
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Ways that return tokens per second, and the seconds of decoding that they note by name."""
+    decode: dict[str, list[float]] = {"unshared": [], "shared": []}
+
+    def run(name: str, path: str) -> float:
+        stats = engine.generate_batch(
+            prompts, batch_size=len(prompts), max_new_tokens=new_tokens, **PATHS[path]
+        )[0].stats
+        decode[name].append(stats.total_s - stats.ttft_s)
+        return len(prompts) * new_tokens / stats.total_s
+
+    ways = {"unshared": partial(run, "unshared", "copy"), "shared": partial(run, "shared", "relay")}
+    return ways, decode
+
+
+def _sharing(
+    engine: BlockAttentionEngine, count: int, system: int, context: int, question: int
+) -> list[BlockPrompt]:
+    vocabulary = engine.model.config.vocab_size
+    shared = random_prompt(system, system, 1, vocabulary, seed=-1).context
+    own = [random_prompt(context, context, question, vocabulary, seed) for seed in range(count)]
+    return [BlockPrompt((*shared, *prompt.context), prompt.final) for prompt in own]
+
+
+def _encode(engine: BlockAttentionEngine, prompts: Sequence[BlockPrompt]) -> None:
+    for prompt in prompts:
+        engine.generate(prompt, max_new_tokens=1)
+
+
+def _paths(engine: BlockAttentionEngine, *paths: str) -> list[str]:
+    return [path for path in paths if path != "relay" or engine.model.supports_relay]
+
+
+def _first_tokens(engine: BlockAttentionEngine, prompts: Sequence[BlockPrompt], path: str) -> float:
+    options: Mapping[str, Any] = PATHS[path]
+    answers = engine.generate_batch(prompts, batch_size=len(prompts), max_new_tokens=1, **options)
+    return answers[0].stats.ttft_s

@@ -1,0 +1,87 @@
+"""Peak memory of one more request, by path: what is allocated beside weights and stored blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from blockattn_rag.evaluation.efficiency.shapes import random_prompt
+from blockattn_rag.evaluation.efficiency.timing import OnProgress, check_sizes
+from blockattn_rag.evaluation.efficiency.ttft import PATHS
+
+if TYPE_CHECKING:
+    from blockattn_rag.engine import BlockAttentionEngine
+
+
+def measure_memory(
+    engine: BlockAttentionEngine,
+    lengths: Sequence[int],
+    *,
+    block_tokens: int = 512,
+    question_tokens: int = 50,
+    new_tokens: int = 8,
+    on_progress: OnProgress | None = None,
+) -> list[dict[str, Any]]:
+    """Measure what a request allocates at most, from its start to its last token.
+
+    Every tensor that PyTorch allocates is counted, and nothing else; so the figures are exact and
+    the same every time. Blocks lie in the store beforehand and are not counted.
+
+    Args:
+        engine: as for :func:`measure_ttft`.
+        lengths: context lengths in tokens.
+        block_tokens, question_tokens: tokens of a block and of the final block.
+        new_tokens: tokens generated.
+        on_progress: called with runs done and all runs.
+
+    Returns:
+        One row for each length: ``length``; ``<path>_peak_bytes`` for full, copy and relay;
+        ``stored_bytes`` of the context's blocks; ``relay_over_copy``.
+    """
+    check_sizes(block_tokens=block_tokens, **{"the shortest length": min(lengths, default=0)})
+    paths = ["full", "copy"] + ["relay"] * engine.model.supports_relay
+    rows: list[dict[str, Any]] = []
+    for length in lengths:
+        prompt = random_prompt(
+            length, block_tokens, question_tokens, engine.model.config.vocab_size
+        )
+        engine.generate(prompt, max_new_tokens=1)
+        row: dict[str, Any] = {"length": length}
+        for path in paths:
+            row[f"{path}_peak_bytes"] = peak_bytes(
+                partial(engine.generate, prompt, max_new_tokens=new_tokens, **PATHS[path]),
+                engine.model.device,
+            )
+            if on_progress:
+                on_progress(
+                    len(rows) * len(paths) + paths.index(path) + 1, len(lengths) * len(paths)
+                )
+        row["stored_bytes"] = length * engine.model.bytes_per_token
+        if "relay" in paths:
+            row["relay_over_copy"] = row["relay_peak_bytes"] / row["copy_peak_bytes"]
+        rows.append(row)
+    return rows
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """The most bytes of tensors on ``device`` that ``work`` held at once, beside what was there."""
+    work()  # what the first run allocates to keep is not the request's
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    results: Any = profiler.profiler
+    held = peak = 0
+    events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

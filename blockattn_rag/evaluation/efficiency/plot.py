@@ -1,0 +1,60 @@
+"""A plot of benchmark rows: one line a path over one axis. Needs matplotlib (extra ``train``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LABELS = {
+    "full": "full prefill",
+    "copy": "blocks, copied",
+    "relay": "blocks, relay",
+    "floor": "question alone",
+    "shared": "shared (relay)",
+    "unshared": "unshared (copy)",
+    "encode": "encoding blocks",
+    "plain": "plain forward",
+}
+
+
+def plot(
+    rows: Sequence[Mapping[str, Any]], file: Path, *, x: str, unit: str, series: str | None = None
+) -> None:
+    """Write a plot of ``<path>_<unit>`` over ``x`` to ``file``; its ending tells the format.
+
+    Args:
+        rows: of one of the benchmarks.
+        file: where to.
+        x: the field of the horizontal axis.
+        unit: ``"s"``, ``"tokens_per_s"`` or ``"peak_bytes"``.
+        series: a field whose values each get lines of their own.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'blockattn-rag[train]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
+    for value in dict.fromkeys(row[series] for row in rows) if series else [None]:
+        chosen = [row for row in rows if series is None or row[series] == value]
+        for path in LABELS:
+            if f"{path}_{unit}" not in chosen[0]:
+                continue
+            label = LABELS[path] if series is None else f"{LABELS[path]}, {series} {value}"
+            axes.plot(
+                [row[x] for row in chosen],
+                [row[f"{path}_{unit}"] for row in chosen],
+                marker="o",
+                label=label,
+            )
+    axes.set(xscale="log", yscale="log", xlabel=x.replace("_", " "), ylabel=unit.replace("_", " "))
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(file)
+    pyplot.close(figure)

@@ -1,0 +1,94 @@
+"""Time to first token by context length: full prefill, reuse, and the question alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from blockattn_rag.blocks import BlockPrompt
+from blockattn_rag.evaluation.efficiency.shapes import prefill_flops, random_prompt
+from blockattn_rag.evaluation.efficiency.timing import (
+    OnProgress,
+    Spread,
+    Turns,
+    check_sizes,
+    fields,
+)
+
+if TYPE_CHECKING:
+    from blockattn_rag.engine import BlockAttentionEngine
+
+PATHS: Mapping[str, Mapping[str, Any]] = {
+    "full": {"mode": "full"},
+    "copy": {"mode": "block", "on_miss": "error", "assembly": "copy"},
+    "relay": {"mode": "block", "on_miss": "error", "assembly": "relay"},
+    "floor": {"mode": "full"},
+}
+"""How the engine is called on each path. The floor's prompt is the question without context."""
+
+
+def measure_ttft(
+    engine: BlockAttentionEngine,
+    lengths: Sequence[int],
+    *,
+    block_tokens: int = 512,
+    question_tokens: int = 50,
+    repeats: int = 3,
+    on_progress: OnProgress | None = None,
+) -> list[dict[str, Any]]:
+    """Measure the time from a request to its first token on every path, side by side.
+
+    Blocks are encoded beforehand and lie in the engine's store; a miss would be an error.
+
+    Args:
+        engine: its tokenizer must be ``shapes.counting_tokenizer`` of the model's vocabulary, and
+            its store must have room for the blocks of the longest context.
+        lengths: context lengths in tokens, the question not counted.
+        block_tokens: tokens of a block.
+        question_tokens: tokens of the final block.
+        repeats: timed runs on each path.
+        on_progress: called with runs done and all runs.
+
+    Returns:
+        One row for each length: ``length`` and ``blocks``; for each path ``<path>_s`` (median,
+        seconds), ``<path>_min_s`` and ``<path>_max_s``; for the paths that reuse,
+        ``full_over_<path>`` and ``<path>_over_floor``; and the operations ``full_flops``,
+        ``block_flops``, ``flops_ratio`` (full over block) and ``flops_over_floor`` (block over
+        the question alone).
+    """
+    check_sizes(
+        block_tokens=block_tokens,
+        question_tokens=question_tokens,
+        **{"the shortest length": min(lengths, default=0)},
+    )
+    config = engine.model.config
+    paths = [path for path in PATHS if path != "relay" or engine.model.supports_relay]
+    turns = Turns(repeats, len(lengths), on_progress)
+    rows = []
+    for length in lengths:
+        prompt = random_prompt(length, block_tokens, question_tokens, config.vocab_size)
+        engine.generate(prompt, max_new_tokens=1)
+        ways = {path: partial(_ttft, engine, prompt, path) for path in paths}
+        row = {"length": length, "blocks": len(prompt.context)}
+        rows.append(row | _figures(config, length, question_tokens, turns.measure(ways)))
+    return rows
+
+
+def _ttft(engine: BlockAttentionEngine, prompt: BlockPrompt, path: str) -> float:
+    asked = BlockPrompt((), prompt.final) if path == "floor" else prompt
+    return engine.generate(asked, max_new_tokens=1, **PATHS[path]).stats.ttft_s
+
+
+def _figures(
+    config: Any, length: int, question_tokens: int, spreads: Mapping[str, Spread]
+) -> dict[str, Any]:
+    row: dict[str, Any] = {**fields(spreads)}
+    for path in spreads.keys() - {"full", "floor"}:
+        row[f"full_over_{path}"] = row["full_s"] / row[f"{path}_s"]
+        row[f"{path}_over_floor"] = row[f"{path}_s"] / row["floor_s"]
+    full = prefill_flops(config, length + question_tokens)
+    block = prefill_flops(config, question_tokens, length)
+    floor = prefill_flops(config, question_tokens)
+    operations = {"full_flops": full, "block_flops": block}
+    return row | operations | {"flops_ratio": full / block, "flops_over_floor": block / floor}

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from blockattn_rag.evaluation.efficiency import measure_batch, measure_shared
+from blockattn_rag.evaluation.efficiency.batch import _sharing
+from tests.evaluation.efficiency.engines import tiny_engine
+
+
+def test_every_batch_size_has_a_row_with_all_paths() -> None:
+    rows = measure_batch(
+        tiny_engine(), [1, 3], length=32, block_tokens=16, question_tokens=4, repeats=1
+    )
+    assert [row["batch"] for row in rows] == [1, 3]
+    for row in rows:
+        assert all(row[f"{path}_s"] > 0 for path in ("full", "copy", "relay"))
+        assert row["full_over_relay"] == row["full_s"] / row["relay_s"]
+
+
+def test_requests_share_the_system_block_and_nothing_else() -> None:
+    prompts = _sharing(tiny_engine(), 3, system=20, context=8, question=4)
+    assert len({prompt.context[0] for prompt in prompts}) == 1
+    assert len({prompt.context[1] for prompt in prompts}) == 3
+    assert [len(block.text.split()) for block in prompts[0].context] == [20, 8]
+
+
+def test_shared_rows_hold_rates_gains_and_the_bound() -> None:
+    rows = measure_shared(
+        tiny_engine(),
+        [1, 4],
+        system_tokens=[32],
+        context_tokens=8,
+        question_tokens=4,
+        new_tokens=3,
+        repeats=1,
+    )
+    assert [(row["system_tokens"], row["batch"]) for row in rows] == [(32, 1), (32, 4)]
+    for row in rows:
+        assert row["gain"] == row["shared_tokens_per_s"] / row["unshared_tokens_per_s"]
+        assert row["decode_gain"] > 0
+    # 4 requests of 32 + 8 tokens: 160 read apart, 32 + 4 * 8 = 64 together.
+    assert [row["bytes_ratio"] for row in rows] == [1.0, 2.5]
+
+
+def test_a_model_that_cannot_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine()
+    monkeypatch.setattr(type(engine.model), "supports_relay", False)
+    with pytest.raises(ValueError, match="does not share blocks"):
+        measure_shared(engine, [2])
+
+
+@pytest.mark.parametrize("options", [{"batch_sizes": [0]}, {"batch_sizes": [1], "length": 0}])
+def test_sizes_below_one_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        measure_batch(tiny_engine(), **options)

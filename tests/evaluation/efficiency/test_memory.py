@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import torch
+
+from blockattn_rag.evaluation.efficiency import measure_memory
+from blockattn_rag.evaluation.efficiency.memory import peak_bytes
+from tests.evaluation.efficiency.engines import tiny_engine
+
+KIB = 1024
+
+
+def test_the_peak_is_what_was_held_at_once() -> None:
+    def work() -> None:
+        first = torch.zeros(256 * KIB, dtype=torch.uint8)
+        second = torch.zeros(512 * KIB, dtype=torch.uint8)
+        del first, second
+        torch.zeros(600 * KIB, dtype=torch.uint8)
+
+    peak = peak_bytes(work, torch.device("cpu"))
+    assert 768 * KIB <= peak < 780 * KIB
+
+
+def test_relay_does_not_grow_with_the_context_and_copy_does() -> None:
+    engine = tiny_engine(max_tokens=4500)
+    rows = measure_memory(engine, [1024, 4096], block_tokens=512, question_tokens=4, new_tokens=2)
+    small, large = rows
+    assert [row["stored_bytes"] for row in rows] == [1024 * 256, 4096 * 256]
+    # Each of 6 more blocks costs a partial result of the question: 4 tokens, 4 heads of 8, float32;
+    # turned queries, parts and their stack are three of it. A token costs its id and its mask, of
+    # 8 bytes each, and transformers makes copies of both.
+    partials, bookkeeping = 6 * 3 * 4 * 4 * (8 + 1) * 4, 3072 * 8 * 8
+    grown = large["relay_peak_bytes"] - small["relay_peak_bytes"]
+    assert grown <= partials + bookkeeping
+    assert large["copy_peak_bytes"] - small["copy_peak_bytes"] >= 3072 * 256
+    assert large["relay_over_copy"] == large["relay_peak_bytes"] / large["copy_peak_bytes"]

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from blockattn_rag.evaluation.efficiency import measure_ttft
+from blockattn_rag.evaluation.efficiency.shapes import random_prompt
+from tests.evaluation.efficiency.engines import tiny_engine
+
+
+def test_rows_hold_medians_spreads_ratios_and_operations() -> None:
+    steps: list[tuple[int, int]] = []
+    rows = measure_ttft(
+        tiny_engine(),
+        [32, 64],
+        block_tokens=16,
+        question_tokens=8,
+        repeats=2,
+        on_progress=lambda done, total: steps.append((done, total)),
+    )
+    assert [(row["length"], row["blocks"]) for row in rows] == [(32, 2), (64, 4)]
+    assert steps == [(i, 24) for i in range(1, 25)]
+    for row in rows:
+        for path in ("full", "copy", "relay", "floor"):
+            assert 0 < row[f"{path}_min_s"] <= row[f"{path}_s"] <= row[f"{path}_max_s"]
+        assert row["full_over_copy"] == row["full_s"] / row["copy_s"]
+        assert row["relay_over_floor"] == row["relay_s"] / row["floor_s"]
+        assert row["flops_ratio"] > 1
+
+
+def test_nothing_is_computed_on_the_copy_path() -> None:
+    engine = tiny_engine()
+    measure_ttft(engine, [32], block_tokens=16, question_tokens=8, repeats=1)
+    prompt = random_prompt(32, 16, 8, 512)
+    stats = engine.generate(prompt, max_new_tokens=1, on_miss="error").stats
+    assert (stats.hits, stats.misses, stats.computed_tokens) == (2, 0, 8)
+
+
+@pytest.mark.parametrize("option", ["block_tokens", "question_tokens", "repeats"])
+def test_sizes_below_one_are_refused(option: str) -> None:
+    sizes: dict[str, Any] = {option: 0}
+    with pytest.raises(ValueError, match=option):
+        measure_ttft(tiny_engine(), [32], **sizes)
+    with pytest.raises(ValueError, match="length"):
+        measure_ttft(tiny_engine(), [])
