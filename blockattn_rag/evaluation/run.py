@@ -150,7 +150,11 @@ def evaluate(
             if MODES[mode]["mode"] == "block":
                 engine.encode([block for p in prompts for block in p.context])
             answers = engine.generate_batch(
-                prompts, **MODES[mode], max_new_tokens=max_new_tokens, stop=stop
+                prompts,
+                **MODES[mode],
+                batch_size=batch_size,
+                max_new_tokens=max_new_tokens,
+                stop=stop,
             )
             new = [_record(s, mode, a) for s, a in zip(batch, answers, strict=True)]
             done.update({(record.id, mode): record for record in new})

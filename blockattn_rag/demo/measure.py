@@ -1,0 +1,118 @@
+"""Accuracy of models of the demo by mode: ``python -m blockattn_rag.demo.measure bundled``.
+
+Fresh questions on test entities, by kind and by number of passages, answered greedily in the chat
+format by the engine that users run: the table of the bundled model's card.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.evaluation import evaluate, read_samples
+from blockattn_rag.store import MemoryStore
+
+from .corpus import evaluation_record, generate_samples, write_jsonl
+from .scenes import QUESTION_KINDS
+
+SIZES = (2, 5, 10)
+
+
+def measure(
+    model: str,
+    modes: Sequence[str],
+    samples: int,
+    seed: int,
+    on_cell: Callable[[str], None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """A row for each kind of question, number of passages and mode: ``kind``, ``passages``,
+    ``mode``, ``samples``, ``accuracy`` with ``low`` and ``high`` (95 % bootstrap interval), and
+    ``difference`` from full mode (None where that is not measured).
+
+    Args:
+        model: name or folder.
+        modes: of ``blockattn_rag.evaluation.MODES``.
+        samples: questions in each cell.
+        seed: of the questions.
+        on_cell: told each finished cell.
+    """
+    rows = []
+    for kind in QUESTION_KINDS:
+        for passages in SIZES:
+            # A store for each cell: passages of one are never seen in another.
+            engine = BlockAttentionEngine.from_pretrained(model, store=MemoryStore(1 << 30))
+            drawn = generate_samples(seed, "test", kind, passages, samples)
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "questions.jsonl"
+                write_jsonl(file, (evaluation_record(s, str(i)) for i, s in enumerate(drawn)))
+                report = evaluate(
+                    engine, read_samples(file), modes, max_new_tokens=80, batch_size=32
+                )
+            cell = {"model": model, "kind": kind, "passages": passages}
+            rows += [{**cell, **_figures(result)} for result in report.results]
+            on_cell(f"{model} {kind} at {passages}")
+    return rows
+
+
+def _figures(result: Any) -> dict[str, Any]:
+    return {
+        "mode": result.mode,
+        "samples": result.samples,
+        "accuracy": result.accuracy.mean,
+        "low": result.accuracy.low,
+        "high": result.accuracy.high,
+        "difference": result.difference and result.difference.mean,
+    }
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as a table: a line for each model and mode, percent with half an interval."""
+    columns = [(kind, size) for kind in QUESTION_KINDS for size in SIZES]
+    heads = [f"{kind}, {size}" for kind, size in columns]
+    lines = [f"| model | mode | {' | '.join(heads)} |", "|---|---|" + "---|" * len(columns)]
+    for model, mode in dict.fromkeys((row["model"], row["mode"]) for row in rows):
+        cells = {
+            (row["kind"], row["passages"]): row
+            for row in rows
+            if (row["model"], row["mode"]) == (model, mode)
+        }
+        shown = [_cell(cells[column]) if column in cells else "-" for column in columns]
+        lines.append(f"| {Path(model).name} | {mode} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any]) -> str:
+    return f"{row['accuracy'] * 100:.1f} ± {(row['high'] - row['low']) * 50:.1f}"
+
+
+def main(
+    models: Annotated[list[str], typer.Argument(help="Names or folders of models.")],
+    modes: Annotated[
+        str, typer.Option(help="Modes, with commas between.")
+    ] = "full,block,block-composite",
+    samples: Annotated[int, typer.Option(min=1, help="Questions in each cell.")] = 500,
+    seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Processor cores.")] = 2,
+    output: Annotated[Path | None, typer.Option(help="Write the rows to this JSON file.")] = None,
+) -> None:
+    """Print the table of accuracies by mode, question kind and number of passages."""
+    torch.set_num_threads(threads)
+    rows: list[dict[str, Any]] = []
+    for model in models:
+        rows += measure(
+            model, modes.split(","), samples, seed, lambda cell: typer.echo(cell, err=True)
+        )
+    if output:
+        output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    print(markdown(rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)

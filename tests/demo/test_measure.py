@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.demo import measure as module
+from blockattn_rag.demo.measure import markdown, measure
+from tests.models import tiny_model, tiny_tokenizer
+
+
+def test_every_kind_size_and_mode_has_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SIZES", (2, 3))
+    tiny_model(max_position_embeddings=4096).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    cells: list[str] = []
+    rows = measure(str(tmp_path), ["full", "block"], samples=2, seed=1, on_cell=cells.append)
+    assert len(rows) == 3 * 2 * 2
+    assert len(cells) == 3 * 2
+    assert {(row["mode"], row["samples"]) for row in rows} == {("full", 2), ("block", 2)}
+    assert all(row["low"] <= row["accuracy"] <= row["high"] for row in rows)
+
+
+def test_the_table_has_a_line_for_each_model_and_mode_and_a_dash_for_what_is_missing() -> None:
+    row = {"model": "a/tuned", "mode": "block", "kind": "order", "passages": 5,
+           "accuracy": 0.925, "low": 0.9, "high": 0.95}  # fmt: skip
+    lines = markdown([row, {**row, "mode": "full", "accuracy": 1.0}]).splitlines()
+    assert len(lines) == 4
+    assert lines[2].startswith("| tuned | block | - |")
+    assert "| 92.5 ± 2.5 |" in lines[2]
+    assert "100.0" in lines[3]
