@@ -21,6 +21,8 @@ import typer
 from torch import distributed as dist
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from blockattn_rag.kv import Positions
+
 from .base import (
     TOKENS_PER_STEP,
     Probe,
@@ -42,8 +44,8 @@ class Plan:
 
     warm_up_steps: int = 1_000
     task_steps: int = 5_600
-    block_samples: int = 6_000
-    block_rate: float = 5e-4
+    block_samples: int = 3_000
+    block_rate: float = 3e-4
     probe_samples: int = 24
 
 
@@ -157,13 +159,18 @@ def write_block_data(path: Path, tokenizer: PreTrainedTokenizerFast, seed: int, 
     write_jsonl(path, (writer.record((2, 10)) for _ in range(n)))
 
 
-def block_finetune(base: Path, out: Path, plan: Plan, seed: int = 0) -> None:
-    """Stage 3: the fine-tuning that users run, every sample in block and in full mode."""
+def block_finetune(
+    base: Path, out: Path, plan: Plan, seed: int = 0, positions: Positions = "reordered"
+) -> None:
+    """Stage 3: the fine-tuning that users run, every sample in block and in full mode.
+
+    ``positions="composite"`` is the papers' ablation: without position re-encoding.
+    """
     from blockattn_rag.model.loading import load_tokenizer
     from blockattn_rag.training.config import FinetuneConfig
     from blockattn_rag.training.finetune import finetune
 
-    data = base / "block.jsonl"
+    data = out.with_name(out.name + "-data.jsonl")
     if is_first():
         write_block_data(data, load_tokenizer(base), seed, plan.block_samples)
     if processes() > 1:
@@ -180,6 +187,7 @@ def block_finetune(base: Path, out: Path, plan: Plan, seed: int = 0) -> None:
             context_loss_weight=0.1,
             adam_beta2=0.98,
             seed=seed,
+            positions=positions,
             progress=False,
             overwrite=True,
         )
@@ -191,6 +199,13 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of data and weights.")] = 0,
     minutes: Annotated[float, typer.Option(help="Limit of stage 2, in minutes.")] = math.inf,
     threads: Annotated[int, typer.Option(help="Processor cores.")] = 2,
+    base: Annotated[
+        Path | None, typer.Option(help="Fine-tune this model; without, OUT-base is trained.")
+    ] = None,
+    positions: Annotated[
+        Positions,
+        typer.Option(help="Of block fine-tuning: reordered, or composite (the ablation)."),
+    ] = "reordered",
     smoke: Annotated[
         bool, typer.Option("--smoke", help="A short run that shows it works.")
     ] = False,
@@ -200,9 +215,10 @@ def main(
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
     plan = SMOKE if smoke else Plan()
-    base = out.with_name(out.name + "-base")
-    train_base(base, plan, seed, minutes)
-    block_finetune(base, out, plan, seed)
+    if base is None:
+        base = out.with_name(out.name + "-base")
+        train_base(base, plan, seed, minutes)
+    block_finetune(base, out, plan, seed, positions)
 
 
 if __name__ == "__main__":
