@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -199,3 +199,46 @@ def test_relay_adds_no_copy_of_the_context_to_the_cache(llama: BlockModel) -> No
     assert cache is not None
     assert {layer.keys.shape[-2] for layer in cache.layers} == {FINAL}  # type: ignore[union-attr]
     assert cache.get_seq_length() == sum(LENGTHS) + FINAL
+
+
+def test_in_bfloat16_relay_errs_no_more_than_copying() -> None:
+    """Both against the float32 oracle of the same rounded weights.
+
+    A forward rounds each layer's few hidden states to 8 bits; over two layers of some ten roundings
+    that add up as a random walk, an error of sqrt(20) times half a unit in the last place, 2e-2,
+    is to be expected, and twice that allowed.
+    """
+    rounded: Any = tiny_model("llama")
+    rounded.to(torch.bfloat16)
+    half = BlockModel(rounded, tiny_tokenizer())
+    exact = tiny_model("llama")
+    exact.load_state_dict(rounded.state_dict())
+    assemblies: tuple[Literal["relay", "copy"], ...] = ("relay", "copy")
+    errors: dict[str, list[float]] = {name: [] for name in assemblies}
+    for seed in range(6):
+        blocks = [random_ids(20 + 7 * i, 10 * seed + i) for i in range(4)]
+        final = random_ids(FINAL, 100 + seed)
+        expected = oracle_logits(exact, [*blocks, final])[-1]
+        context = encoded(half, blocks)
+        for assembly in assemblies:
+            cache = half.cache_for(context, assembly=assembly)
+            found = half.next_logits(torch.tensor([final]), cache).float()
+            errors[assembly].append(relative_error(found, expected))
+    means = {name: sum(values) / len(values) for name, values in errors.items()}
+    assert means["relay"] <= 1.1 * means["copy"], means
+    assert max(errors["relay"]) <= 4e-2
+
+
+def test_stored_tensors_are_bit_identical_after_a_thousand_generations(llama: BlockModel) -> None:
+    context = encoded(llama, BLOCKS)
+    tensors = [t for b in context.blocks for t in (*b.kv.keys, *b.kv.values)]
+    before = [tensor.clone() for tensor in tensors]
+    first = None
+    for number in range(1000):
+        cache = llama.cache_for(context, assembly="copy" if number % 10 == 9 else "relay")
+        tokens = llama.generate(
+            context.token_ids, FINAL_IDS, Sampling(max_new_tokens=2), cache=cache
+        )
+        first = first or tokens
+        assert tokens == first
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
