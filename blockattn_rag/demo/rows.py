@@ -82,10 +82,11 @@ class RowWriter:
             parts += [(answer[:split], PASSAGE_WEIGHT), (answer[split:] + EOS, 1.0), ("\n", 0.0)]
         return self.row(parts)
 
-    def facts(self, entities: int = 5) -> Row:
+    def facts(self, entities: int = 5, again: float = 0.3) -> Row:
         """Facts on several entities, then each of them asked for: the plain look-up, densely.
 
-        In some rows, half of the facts are stated again with another value, which then holds.
+        In a share ``again`` of the rows, half of the facts are stated again with another value,
+        which then holds.
         """
         writer = SceneWriter(self.rng, "train")
         kinds = self.rng.sample(KINDS, self.rng.randint(1, 2))
@@ -95,10 +96,10 @@ class RowWriter:
             name = writer.name(kind)
             stated = self.rng.sample(kind.attributes, self.rng.randint(1, 3))
             asked += [(attribute, name) for attribute in stated]
-        again = self.rng.sample(asked, len(asked) // 2 if self.rng.random() < 0.3 else 0)
+        restated = self.rng.sample(asked, len(asked) // 2 if self.rng.random() < again else 0)
         holds: dict[tuple[Attribute, str], str] = {}
         sentences = []
-        for attribute, name in self.rng.sample([*asked, *again], len(asked) + len(again)):
+        for attribute, name in self.rng.sample([*asked, *restated], len(asked) + len(restated)):
             shown = holds[attribute, name] = writer.value(attribute)
             plain = self.rng.random() < 0.5
             named = self.rng.choice(attribute.named).format(name=name, value=shown)
@@ -125,10 +126,24 @@ class RowWriter:
         return x, y
 
     def scene(
-        self, passages: tuple[int, int], longest_frame: int | None = None, turns: int = 8
+        self,
+        passages: tuple[int, int],
+        longest_frame: int | None = None,
+        turns: int = 8,
+        *,
+        lookups: int = 8,
+        editions: float = 0.6,
     ) -> Row:
-        """A prompt in a random format, with up to ``turns`` questions over its passages."""
-        scene, asked = self._draw(passages, turns)
+        """A prompt in a random format, with up to ``turns`` questions over its passages.
+
+        Args:
+            passages: fewest and most passages.
+            longest_frame: most characters around them; None: any.
+            turns: most questions.
+            lookups: most questions on one passage among them.
+            editions: share of prompts in which entities have two passages.
+        """
+        scene, asked = self._draw(passages, turns, lookups, editions)
         prompt = draw_format(self.rng, longest_frame)
         parts = self._prompt(prompt, [a.passage for a in scene], asked[0].question)
         for i, turn in enumerate(asked):
@@ -154,14 +169,16 @@ class RowWriter:
             ],
         }
 
-    def _draw(self, passages: tuple[int, int], turns: int) -> tuple[list[Article], list[Turn]]:
+    def _draw(
+        self, passages: tuple[int, int], turns: int, lookups: int = 8, again: float = 0.6
+    ) -> tuple[list[Article], list[Turn]]:
         """A scene, and questions about it (at least one)."""
         while True:
             count = self.rng.randint(*passages)
             most = min(3, count // 2)
-            editions = self.rng.randint(1, most) if most and self.rng.random() < 0.6 else 0
+            editions = self.rng.randint(1, most) if most and self.rng.random() < again else 0
             scene = write_scene(self.rng, "train", count, editions, self.rng.randint(1, 3))
-            if asked := list(self._questions(scene, turns)):
+            if asked := list(self._questions(scene, turns, lookups)):
                 return scene, asked
 
     def sample(self, sample: Sample) -> Row:
@@ -177,10 +194,10 @@ class RowWriter:
         blocks = [(prompt.passage(passage, view), PASSAGE_WEIGHT) for passage in passages]
         return [(prompt.head, 0.0), *blocks, (prompt.tail.format(question=question), 0.0)]
 
-    def _questions(self, scene: list[Article], limit: int) -> Iterator[Turn]:
+    def _questions(self, scene: list[Article], limit: int, lookups: int) -> Iterator[Turn]:
         """Questions of all kinds in random order, none of which an earlier answer gives away."""
         pool = [
-            *turns_of(scene, self.rng, "one-passage")[:limit],
+            *turns_of(scene, self.rng, "one-passage")[:lookups],
             *turns_of(scene, self.rng, "comparison")[:4],
             *turns_of(scene, self.rng, "order")[:6],
         ]

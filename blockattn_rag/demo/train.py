@@ -1,7 +1,8 @@
 """Train the bundled model from scratch: ``python -m blockattn_rag.demo.train``.
 
-Three stages: a warm-up on copying and on comparing numbers, the task with full attention, and
-block fine-tuning, which is :func:`blockattn_rag.training.finetune.finetune`, as for any model.
+Four stages: a warm-up on copying and on comparing numbers, the task with full attention, more of
+its late learned questions, and block fine-tuning, which is
+:func:`blockattn_rag.training.finetune.finetune`, as for any model.
 On several cores, processes beat threads at this size: ``torchrun --nproc-per-node 2 -m
 blockattn_rag.demo.train --threads 1``.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -44,20 +45,23 @@ class Plan:
 
     warm_up_steps: int = 1_000
     task_steps: int = 5_600
+    late_steps: int = 5_600
     block_samples: int = 3_000
     block_rate: float = 3e-4
     probe_samples: int = 24
 
 
-SMOKE = Plan(warm_up_steps=60, task_steps=40, block_samples=16, probe_samples=6)
+SMOKE = Plan(warm_up_steps=60, task_steps=40, late_steps=4, block_samples=16, probe_samples=6)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
-    """What a run did: losses by step of the first two stages, scores before and after them."""
+    """What a run did: losses by step of the stages before block fine-tuning, and scores before
+    and after them."""
 
     warm_up: list[float]
     task: list[float]
+    late: list[float]
     before: dict[str, Score]
     after: dict[str, Score]
 
@@ -70,8 +74,7 @@ def _print(message: str) -> None:
 def warm_up(trainer: Trainer, writer: RowWriter, steps: int) -> list[float]:
     """Stage 1: copying, looking up and comparing numbers, each batch of one sort."""
     rng = writer.rng
-    writers = (writer.copy, writer.facts, writer.numbers)
-    sorts = [batches(write, TOKENS_PER_STEP // processes()) for write in writers]
+    sorts = [_batches(write) for write in (writer.copy, writer.facts, writer.numbers)]
 
     def source(_: float) -> list[Row]:
         return next(rng.choices(sorts, (0.2, 0.55, 0.25))[0])
@@ -95,10 +98,8 @@ def learn_task(
     """Stage 2: whole prompts, longer and longer, among ever fewer rows of the warm-up."""
     passages, longest_frame = curriculum(0.0)
     rng = writer.rng
-    drills = [
-        batches(write, TOKENS_PER_STEP // processes()) for write in (writer.facts, writer.numbers)
-    ]
-    scenes = batches(lambda: writer.scene(passages, longest_frame), TOKENS_PER_STEP // processes())
+    drills = [_batches(write) for write in (writer.facts, writer.numbers)]
+    scenes = _batches(lambda: writer.scene(passages, longest_frame))
 
     def source(progress: float) -> list[Row]:
         nonlocal passages, longest_frame
@@ -107,10 +108,34 @@ def learn_task(
             return next(rng.choices(drills, (0.65, 0.35))[0])
         return next(scenes)
 
-    def rate(progress: float) -> float:
-        return 0.03 + 0.97 * (1 + math.cos(math.pi * progress)) / 2
+    return trainer.run(source, steps, lambda progress: _cosine(progress, 1.0), minutes, probe)
 
-    return trainer.run(source, steps, rate, minutes, probe)
+
+def learn_late(
+    trainer: Trainer, writer: RowWriter, steps: int, minutes: float, probe: Probe
+) -> list[float]:
+    """Stage 3: mostly comparisons and order, which are learned long after the plain look-up: both
+    need to tell the first of two things from the second."""
+    rng = writer.rng
+    drills = [_batches(lambda: writer.facts(again=1.0)), _batches(writer.numbers)]
+    scenes = _batches(lambda: writer.scene((2, 10), lookups=3, editions=0.8))
+
+    def source(progress: float) -> list[Row]:
+        if rng.random() < 0.25 * (1 - progress):
+            return next(rng.choices(drills, (0.6, 0.4))[0])
+        return next(scenes)
+
+    return trainer.run(source, steps, lambda progress: _cosine(progress, 0.6), minutes, probe)
+
+
+def _batches(write: Callable[[], Row]) -> Iterator[list[Row]]:
+    """This process's share of each step."""
+    return batches(write, TOKENS_PER_STEP // processes())
+
+
+def _cosine(progress: float, peak: float) -> float:
+    """From ``peak`` of the learning rate down to a thirtieth of it."""
+    return peak * (0.03 + 0.97 * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def train_base(
@@ -120,7 +145,7 @@ def train_base(
     minutes: float = math.inf,
     log: Callable[[str], None] = _print,
 ) -> TrainReport:
-    """Stages 1 and 2: tokenizer and model from scratch to ``out``; full attention throughout."""
+    """Stages 1 to 3: tokenizer and model from scratch to ``out``; full attention throughout."""
     tokenizer = build_tokenizer(seed)
     model = build_model(tokenizer, seed)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -134,7 +159,10 @@ def train_base(
     log(f"warm-up done, loss {sum(warm_losses[-50:]) / 50:.4f}")
     task_losses = learn_task(trainer, writer, plan.task_steps, minutes, probe)
     save(model, tokenizer, out)
-    report = TrainReport(warm_losses, task_losses, before, probe(model))
+    late = Trainer(model, out, log), RowWriter(tokenizer, random.Random(f"{seed}/late/{rank}"))
+    late_losses = learn_late(*late, plan.late_steps, minutes, probe)
+    save(model, tokenizer, out)
+    report = TrainReport(warm_losses, task_losses, late_losses, before, probe(model))
     log("  ".join(f"{name} {score.answers:.2f}" for name, score in report.after.items()))
     return report
 
@@ -162,7 +190,7 @@ def write_block_data(path: Path, tokenizer: PreTrainedTokenizerFast, seed: int, 
 def block_finetune(
     base: Path, out: Path, plan: Plan, seed: int = 0, positions: Positions = "reordered"
 ) -> None:
-    """Stage 3: the fine-tuning that users run, every sample in block and in full mode.
+    """Stage 4: the fine-tuning that users run, every sample in block and in full mode.
 
     ``positions="composite"`` is the papers' ablation: without position re-encoding.
     """
@@ -197,7 +225,7 @@ def block_finetune(
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the finished model.")] = Path("bundled"),
     seed: Annotated[int, typer.Option(help="Seed of data and weights.")] = 0,
-    minutes: Annotated[float, typer.Option(help="Limit of stage 2, in minutes.")] = math.inf,
+    minutes: Annotated[float, typer.Option(help="Limit of stages 2 and 3, each.")] = math.inf,
     threads: Annotated[int, typer.Option(help="Processor cores.")] = 2,
     base: Annotated[
         Path | None, typer.Option(help="Fine-tune this model; without, OUT-base is trained.")
