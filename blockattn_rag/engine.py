@@ -23,7 +23,7 @@ from blockattn_rag.generation import (
 )
 from blockattn_rag.kv import Assembly, Context, Positions, place
 from blockattn_rag.model import BlockModel
-from blockattn_rag.store import KVStore, open_store
+from blockattn_rag.store import DEFAULT_RESIDENT_BYTES, KVStore, open_store
 from blockattn_rag.streams import stream_from_thread
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ class BlockAttentionEngine:
         positions: ``"reordered"`` re-encodes positions; ``"composite"`` is the papers' ablation.
         assembly: ``"relay"`` attends to blocks where they lie, ``"copy"`` joins them in new
             tensors; ``"auto"`` takes relay where the model allows it.
+        resident_bytes: blocks that were read from the store stay ready on the model's device, up
+            to this many bytes; 0 reads and checks them anew for every answer.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class BlockAttentionEngine:
         on_miss: OnMiss = "compute",
         positions: Positions = "reordered",
         assembly: Assembly = "auto",
+        resident_bytes: int = DEFAULT_RESIDENT_BYTES,
     ) -> None:
         self.model = model
         self.store = open_store(store)
@@ -101,7 +104,7 @@ class BlockAttentionEngine:
         self.positions = _one_of("positions", positions, Positions)
         self.assembly = _one_of("assembly", assembly, Assembly)
         self._lock = threading.Lock()
-        self._fetcher = BlockFetcher(model, self.store, self._lock)
+        self._fetcher = BlockFetcher(model, self.store, self._lock, resident_bytes)
         self._warned = False
 
     @classmethod
@@ -116,13 +119,21 @@ class BlockAttentionEngine:
         on_miss: OnMiss = "compute",
         positions: Positions = "reordered",
         assembly: Assembly = "auto",
+        resident_bytes: int = DEFAULT_RESIDENT_BYTES,
         **model_kwargs: Any,
     ) -> BlockAttentionEngine:
         """Load a model (path, hub id, ``"bundled"``, or ready with its tokenizer), open a store."""
         loaded = BlockModel.from_pretrained(
             model, tokenizer=tokenizer, device=device, dtype=dtype, **model_kwargs
         )
-        return cls(loaded, store, on_miss=on_miss, positions=positions, assembly=assembly)
+        return cls(
+            loaded,
+            store,
+            on_miss=on_miss,
+            positions=positions,
+            assembly=assembly,
+            resident_bytes=resident_bytes,
+        )
 
     # -- ingestion ---------------------------------------------------------------------------
 

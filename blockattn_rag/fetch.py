@@ -15,6 +15,7 @@ from blockattn_rag.blocks import Block
 from blockattn_rag.errors import MissError, StoreError
 from blockattn_rag.kv import BlockKV, store_key
 from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.store.memory import MemoryStore
 
 if TYPE_CHECKING:
     from blockattn_rag.store import KVStore
@@ -61,12 +62,20 @@ class BlockFetcher:
 
     Args:
         lock: held while the model computes.
+        resident_bytes: keep as many bytes of blocks that were read ready on the model's device,
+            the least recently used ones going first. They are checked when they are read, and
+            not again.
     """
 
-    def __init__(self, model: BlockModel, store: KVStore, lock: threading.Lock) -> None:
+    def __init__(
+        self, model: BlockModel, store: KVStore, lock: threading.Lock, resident_bytes: int = 0
+    ) -> None:
         self._model = model
         self._store = store
         self._lock = lock
+        # What lies in this process's memory, where the model is, is ready as it is.
+        ready = isinstance(store, MemoryStore) and model.device.type == "cpu"
+        self._resident = MemoryStore(resident_bytes) if resident_bytes and not ready else None
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether there is an entry for the block; whether it is sound is seen when it is read."""
@@ -141,9 +150,20 @@ class BlockFetcher:
         return store_key(self._model.fingerprint, digest)
 
     def _look_up(self, digest: str) -> BlockKV | None:
+        """The block's KV on the model's device, or None if it must be computed."""
+        key = self._key(digest)
+        if self._resident is None:
+            kv = self._read(key, digest)
+            return kv and kv.to(self._model.device)
+        if (kv := self._resident.get(key)) is None and (kv := self._read(key, digest)) is not None:
+            kv = kv.to(self._model.device)
+            self._resident.put(key, kv)
+        return kv
+
+    def _read(self, key: str, digest: str) -> BlockKV | None:
         """The stored KV if it is sound and is what was asked for. A bad entry is a miss."""
         try:
-            kv = self._store.get(self._key(digest))
+            kv = self._store.get(key)
         except StoreError as error:
             logger.warning("%s. The block is computed again and the entry overwritten.", error)
             return None
@@ -153,10 +173,10 @@ class BlockFetcher:
             logger.warning(
                 "The store holds under %s another block or another model's KV (digest %s, "
                 "fingerprint %s). The block is computed again and the entry overwritten.",
-                self._key(digest), kv.digest[:12], kv.fingerprint[:12],
+                key, kv.digest[:12], kv.fingerprint[:12],
             )  # fmt: skip
             return None
-        return kv.to(self._model.device)
+        return kv
 
     def _token_ids(self, one: _Wanted) -> list[int]:
         return self._model.tokenizer.block_ids(one.block, first=one.first)
@@ -176,6 +196,8 @@ class BlockFetcher:
 
     def _keep(self, kv: BlockKV) -> None:
         """Store what an answer needed. That it cannot be stored is no reason not to answer."""
+        if self._resident is not None:
+            self._resident.put(self._key(kv.digest), kv)
         try:
             self._store.put(self._key(kv.digest), kv)
         except StoreError as error:

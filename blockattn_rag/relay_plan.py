@@ -60,10 +60,11 @@ class _Segment:
 
 def _segments(contexts: Sequence[Context], tokens: int) -> list[_Segment]:
     """Every distinct block once; those under ``tokens`` tokens joined into segments of as many."""
-    readers: dict[int, tuple[BlockKV, list[tuple[int, int]]]] = {}
+    # By digest: two requests may have read the same block from disk, each for itself.
+    readers: dict[str, tuple[BlockKV, list[tuple[int, int]]]] = {}
     for request, context in enumerate(contexts):
         for kv, _, shift in context.blocks:
-            readers.setdefault(id(kv), (kv, []))[1].append((request, shift))
+            readers.setdefault(kv.digest, (kv, []))[1].append((request, shift))
     segments: list[_Segment] = []
     # Blocks may be joined in any order: attention asks where keys stand, not which come first.
     small: dict[tuple[tuple[int, int], ...], list[PlacedBlock]] = {}
@@ -108,6 +109,8 @@ class _Reading:
         self._segments = segments
         self._layouts = layouts
         self._num_requests = num_requests
+        # One request, no block twice: partial results need no sorting.
+        self._is_one_each = num_requests == 1 and all(len(s.readers) == 1 for s in segments)
         requests = [request for segment in segments for request, _ in segment.readers]
         shifts = [shift for segment in segments for _, shift in segment.readers]
         # Queries stand at their own positions; seen from a block that was moved by `shift`, they
@@ -131,7 +134,7 @@ class _Reading:
             pairs = slice(start, start + len(segment.readers))
             parts.append(_attend_shared(turned[pairs], key, value, scale))
             start = pairs.stop
-        return parts if self._num_requests == 1 else self._by_request(parts)
+        return parts if self._is_one_each else self._by_request(parts)
 
     def _by_request(self, parts: Sequence[Partial]) -> list[Partial]:
         """One partial per slot, each over all requests, from one per segment."""

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,10 +15,11 @@ from blockattn_rag.errors import ContextOverflowError, CorruptEntryError, MissEr
 from blockattn_rag.fetch import BlockFetcher
 from blockattn_rag.kv import BlockKV
 from blockattn_rag.model import BlockModel
-from blockattn_rag.store import MemoryStore
+from blockattn_rag.store import DirectoryStore, MemoryStore
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
 A, B, C = Block("first passage"), Block("second"), Block("third", BlockTemplate("- ", "\n"))
+D = Block("what stands first")
 
 
 class FaultyStore(MemoryStore):
@@ -222,3 +224,45 @@ def test_blocks_of_another_model_are_not_taken(store: FaultyStore, fetcher: Bloc
     other = BlockModel(tiny_model(seed=1), tiny_tokenizer())
     found = BlockFetcher(other, store, threading.Lock()).fetch([B, A], "compute")
     assert (found.hits, found.misses) == (0, 2)
+
+
+class CountingStore(DirectoryStore):
+    """Counts what is read from disk."""
+
+    reads = 0
+
+    def get(self, key: str) -> BlockKV | None:
+        self.reads += 1
+        return super().get(key)
+
+
+def test_a_resident_block_is_read_and_checked_once(model: BlockModel, tmp_path: Path) -> None:
+    store = CountingStore(tmp_path / "kv")
+    BlockFetcher(model, store, threading.Lock()).precompute([A, B])
+    fetcher = BlockFetcher(model, store, threading.Lock(), resident_bytes=1 << 20)
+    first = fetcher.fetch([D, C, B], "compute")
+    second = fetcher.fetch([D, B, C], "error")
+    assert (first.hits, second.hits, second.misses) == (1, 3, 0)
+    assert second.blocks[1] is first.blocks[2]
+    assert store.reads == 3
+
+
+def test_residents_go_when_there_is_no_room_and_are_read_again(
+    model: BlockModel, tmp_path: Path
+) -> None:
+    store = CountingStore(tmp_path / "kv")
+    one = BlockFetcher(model, store, threading.Lock()).precompute([B]).stored_bytes
+    BlockFetcher(model, store, threading.Lock()).precompute([A, C])
+    fetcher = BlockFetcher(model, store, threading.Lock(), resident_bytes=3 * one)
+    for block in (A, B, C, A):
+        fetcher.fetch([D, block], "compute")
+    assert store.reads > 4
+
+
+def test_without_residents_every_answer_reads_anew(model: BlockModel, tmp_path: Path) -> None:
+    store = CountingStore(tmp_path / "kv")
+    fetcher = BlockFetcher(model, store, threading.Lock())
+    fetcher.precompute([B])
+    for _ in range(3):
+        fetcher.fetch([D, B], "compute")
+    assert store.reads == 6

@@ -58,13 +58,20 @@ def by_moving_the_keys(
 RELAY_BUDGET = 2 * budget(torch.float32, 200)
 
 
+ORDERS = {
+    "one request": [[0, 1, 2, 3]],
+    "one block twice": [[2, 0, 2]],
+    "a batch that shares blocks": [[0, 1, 2, 3], [3, 0], [], [2, 2, 1]],
+}
+
+
+@pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("layout", [LAYOUT, NO_ROTATION], ids=["rotary", "nope"])
 @pytest.mark.parametrize("tokens", [1, 6])
-def test_turning_queries_equals_moving_keys_for_a_batch_that_shares_blocks(
-    layout: RotaryLayout, tokens: int
+def test_turning_queries_equals_moving_keys(
+    layout: RotaryLayout, tokens: int, orders: list[list[int]]
 ) -> None:
     blocks = blocks_of([40, 1, 17, 60])
-    orders = [[0, 1, 2, 3], [3, 0], [], [2, 2, 1]]  # another order, no block, one block twice
     contexts = [place([blocks[i] for i in order]) for order in orders]
     query = random(len(orders), HEADS, tokens, SIZE, seed=7)
     tail_key = random(len(orders), KV_HEADS, tokens, SIZE, seed=8)

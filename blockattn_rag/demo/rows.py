@@ -9,6 +9,7 @@ Each part of a prompt is tokenised alone, as the engine does it at inference.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -204,7 +205,8 @@ class RowWriter:
         self.rng.shuffle(pool)
         said: set[str] = set()
         for turn in pool:
-            sentences = turn.answer.removesuffix(".").split(". ")
+            sentences = re.split(r"\. |\([AB]\) ", turn.answer.removesuffix("."))
+            sentences = [sentence for sentence in sentences if sentence]
             if said.isdisjoint(sentences) and limit > 0:
                 said.update(sentences)
                 limit -= 1

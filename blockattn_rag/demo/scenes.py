@@ -213,9 +213,11 @@ def comparison_answer(of: Attribute, a: str, b: str, shown_a: str, shown_b: str)
     """The answer as a short chain (both values, the numbers compared, the winner), and its end.
 
     One comparison of two numbers that were just written is a far smaller step than naming
-    the winner straight from the passages.
+    the winner straight from the passages. The letters make the winner one of two words to look
+    up: to tell it by its place alone, first or second, is learned very late.
     """
     x, y = (int(shown.split()[0]) for shown in (shown_a, shown_b))
     verdict = f"{a if x > y else b} {of.wins}"
-    chain = f"{x} is {'more' if x > y else 'less'} than {y}, so {verdict}."
-    return f"{of.statement(a, shown_a)} {of.statement(b, shown_b)} {chain}", verdict
+    statements = f"(A) {of.statement(a, shown_a)} (B) {of.statement(b, shown_b)}"
+    compared = f"{x} is {'more' if x > y else 'less'} than {y}, so ({'A' if x > y else 'B'})"
+    return f"{statements} {compared} {verdict}.", verdict

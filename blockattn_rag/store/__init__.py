@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 DEFAULT_MEMORY_BYTES = 1 << 30
 """Size of the store that an engine makes when none is given: 1 GiB."""
 
+DEFAULT_RESIDENT_BYTES = 1 << 30
+"""What an engine keeps ready on the model's device of the blocks that it read: 1 GiB."""
+
 _HOMES = {
     "KVStore": "base",
     "StoreStats": "base",
@@ -29,6 +32,7 @@ _HOMES = {
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
+    "DEFAULT_RESIDENT_BYTES",
     "DirectoryStore",
     "EntryInfo",
     "GcReport",

@@ -1,0 +1,75 @@
+"""What the README and the documentation show must run, and print what they say it prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from blockattn_rag.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def code_of(page: Path, language: str) -> list[str]:
+    """The page's fenced blocks of a language, in order."""
+    fenced = rf"^```{language}\n(.*?)^```"
+    return re.findall(fenced, page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def promised(code: str) -> list[str]:
+    """What a ``print(...)  # text`` says it prints."""
+    return re.findall(r"^\s*print\(.*\)  # (.+)$", code, re.MULTILINE)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", [p for p in PAGES if code_of(p, "python")], ids=lambda p: p.stem)
+def test_the_python_code_of_a_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+    code = "\n".join(code_of(page, "python"))
+    (tmp_path / "page.py").write_text(code, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "page.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [text for text in promised(code) if text not in done.stdout] == [], done.stdout
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if code_of(p, "bash")], ids=lambda p: p.stem)
+def test_the_commands_of_a_page_have_the_options_that_it_shows(page: Path) -> None:
+    lines = "\n".join(code_of(page, "bash")).replace("\\\n", " ").splitlines()
+    shown = [shlex.split(line, comments=True) for line in lines]
+    for words in shown:
+        if words[:1] == ["blockattn-rag"]:
+            accept(words[1:])
+
+
+def accept(words: list[str]) -> None:
+    """Find a line's command, and its options among those that the command has."""
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        name, *words = words
+        assert name in command.commands, f"no command {name}"
+        command = command.commands[name]
+    known = {option for parameter in command.params for option in parameter.opts}
+    unknown = [word for word in words if word.startswith("--") and word.split("=")[0] not in known]
+    assert not unknown, f"{name} has no {', '.join(unknown)}"
+
+
+def test_unknown_options_and_commands_are_noticed() -> None:
+    accept(["bench", "ttft", "--lengths", "512"])
+    with pytest.raises(AssertionError, match="ttft has no --length"):
+        accept(["bench", "ttft", "--length", "512"])
+    with pytest.raises(AssertionError, match="no command ttfx"):
+        accept(["bench", "ttfx"])
