@@ -205,7 +205,8 @@ class RowWriter:
         self.rng.shuffle(pool)
         said: set[str] = set()
         for turn in pool:
-            sentences = re.split(r"\. |\([AB]\) ", turn.answer.removesuffix("."))
+            parts = re.split(r"\. |\([AB]\) ", turn.answer.removesuffix("."))
+            sentences = [part for part in parts if part]
             sentences = [sentence for sentence in sentences if sentence]
             if said.isdisjoint(sentences) and limit > 0:
                 said.update(sentences)
