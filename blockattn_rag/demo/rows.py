@@ -207,7 +207,6 @@ class RowWriter:
         for turn in pool:
             parts = re.split(r"\. |\([AB]\) ", turn.answer.removesuffix("."))
             sentences = [part for part in parts if part]
-            sentences = [sentence for sentence in sentences if sentence]
             if said.isdisjoint(sentences) and limit > 0:
                 said.update(sentences)
                 limit -= 1
