@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from blockattn_rag import __version__
-from blockattn_rag.cli import ask, bench, check, demo, evaluate, ingest, store, train
+from blockattn_rag.cli import ask, bench, check, demo, evaluate, ingest, plan, store, train
 from blockattn_rag.cli.output import fail
 
 INTERRUPTED = 130
@@ -67,6 +67,7 @@ app.command("ask")(ask.ask)
 app.command("check")(check.check)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
+app.command("plan")(plan.plan)
 app.add_typer(store.app, name="store")
 app.add_typer(bench.app, name="bench")
 

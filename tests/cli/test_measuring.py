@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
+from blockattn_rag.evaluation.efficiency.shapes import SHAPES
 from tests.cli.conftest import Command
 from tests.evaluation.samples import record, write_jsonl
 
@@ -125,6 +127,27 @@ def test_bench_refuses_lengths_and_shapes_that_are_none(cli: Command) -> None:
     assert cli("bench", "ttft", "--lengths", "0").status == 2
     output = cli("bench", "ttft", "--shape", "7b")
     assert (output.status, "unknown shape '7b'" in output.stderr) == (1, True)
+
+
+def test_plan_tells_what_a_collection_takes_without_weights(cli: Command, tmp_path: Path) -> None:
+    LlamaConfig(**SHAPES["tiny"]).save_pretrained(tmp_path)
+    command = ("plan", "--passages", 10, "--tokens", 100, "--model", tmp_path, "--tflops", 1)
+    output = cli(*command, "--json")
+    assert output.status == 0, output.stderr
+    assert output.json["passage_bytes"] == 100 * 256
+    assert [tier["name"] for tier in output.json["tiers"]] == ["memory", "disk"]
+    shown = cli(*command, "--gpu-memory", 1, "--disk", 0.001)
+    assert shown.status == 0, shown.stderr
+    assert "all" in shown.stdout
+    assert "gpu" in shown.stdout
+
+
+def test_plan_asks_for_the_speed_of_a_gpu_that_is_not_here(
+    cli: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    output = cli("plan", "--passages", 10, "--model", "8b", "--gpu-memory", 80)
+    assert (output.status, "add --tflops" in output.stderr) == (1, True)
 
 
 def test_train_writes_a_model_that_is_known_to_be_block_tuned(

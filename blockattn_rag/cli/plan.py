@@ -1,0 +1,142 @@
+"""``blockattn-rag plan``: what a collection's keys and values take, and what they save."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from blockattn_rag.cli.names import existing_model
+from blockattn_rag.cli.output import JsonOption, duration, emit, size, table, working
+
+if TYPE_CHECKING:
+    from blockattn_rag.evaluation.efficiency.plan import Machine, Plan
+
+GIB = 1 << 30
+
+
+def plan(
+    passages: Annotated[int, typer.Option(min=1, help="Passages in the collection.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Model name or folder (only its config is read), or a shape: 135m, 1b, 8b.",
+            callback=existing_model,
+        ),
+    ] = "bundled",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a passage.")] = 256,
+    top_k: Annotated[int, typer.Option(min=1, help="Passages in a prompt.")] = 10,
+    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 50,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of keys and values; the model's own if not given.")
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=0, help="GiB of the GPU's memory; without, CPU alone.")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(min=0, help="GiB of main memory; this machine's if not given.")
+    ] = None,
+    disk: Annotated[
+        float | None, typer.Option(min=0, help="GiB on disk; what is free here if not given.")
+    ] = None,
+    tflops: Annotated[
+        float | None,
+        typer.Option(min=0, help="Speed in 10^12 operations a second; measured if not given."),
+    ] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(min=0, help="GB/s of the device's own memory; 10 (CPU), 2000 (GPU)."),
+    ] = None,
+    transfer: Annotated[float, typer.Option(min=0, help="GB/s from memory to GPU.")] = 25.0,
+    disk_speed: Annotated[float, typer.Option(min=0, help="GB/s from disk.")] = 2.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Storage, ingestion time and time to first token of a collection, from a config alone."""
+    with working(as_json):
+        import torch
+
+        from blockattn_rag.evaluation.efficiency.plan import Machine, measured_operations_per_s
+        from blockattn_rag.evaluation.efficiency.plan import plan as make_plan
+
+        config, kind = _config(model, dtype)
+        if tflops is None and gpu_memory is not None and not torch.cuda.is_available():
+            raise ValueError(
+                "--gpu-memory was given, but no GPU is here to measure: add --tflops with what "
+                "it reaches in practice (some 600 for an H100 in bfloat16, 100 for an RTX 4090)"
+            )
+        device = "cuda" if gpu_memory is not None else "cpu"
+        machine = Machine(
+            memory_bytes=_bytes(memory, _memory_here()),
+            disk_bytes=_bytes(disk, shutil.disk_usage(Path.cwd()).free),
+            gpu_bytes=None if gpu_memory is None else int(gpu_memory * GIB),
+            operations_per_s=tflops * 1e12 if tflops else measured_operations_per_s(kind, device),
+            device_bytes_per_s=1e9 * (bandwidth or (10.0 if gpu_memory is None else 2000.0)),
+            transfer_bytes_per_s=transfer * 1e9,
+            disk_bytes_per_s=disk_speed * 1e9,
+        )
+        found = make_plan(
+            config,
+            kind,
+            machine,
+            passages=passages,
+            passage_tokens=tokens,
+            top_k=top_k,
+            question_tokens=question_tokens,
+        )
+    settings = {"model": model, "dtype": str(kind).removeprefix("torch."), "passages": passages}
+    emit(as_json, {**settings, **found.to_dict()}, *_shown(settings, found, machine))
+
+
+def _config(model: str, dtype: str | None) -> tuple[Any, Any]:
+    """The config of a model or shape, and the type of its keys and values."""
+    import torch
+    from transformers import LlamaConfig
+
+    from blockattn_rag.evaluation.efficiency.shapes import SHAPES
+    from blockattn_rag.model.loading import load_config
+
+    config = LlamaConfig(**SHAPES[model]) if model in SHAPES else load_config(model)
+    kind = getattr(torch, dtype, None) if dtype else config.dtype or torch.float32
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise ValueError(f"dtype must name a floating type such as bfloat16, found {dtype!r}")
+    return config, kind
+
+
+def _memory_here() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on this system
+        raise ValueError("this system does not tell its memory: add --memory") from None
+
+
+def _bytes(gib: float | None, otherwise: int) -> int:
+    return otherwise if gib is None else int(gib * GIB)
+
+
+def _shown(settings: dict[str, Any], found: Plan, machine: Machine) -> list[Any]:
+    passages = settings["passages"]
+    rows = [
+        (
+            tier.name,
+            f"{tier.passages:,}",
+            "all" if tier.passages >= passages else f"{tier.passages / passages:.0%}",
+            duration(tier.ttft_s),
+            f"{found.full_ttft_s / tier.ttft_s:.1f} x",
+        )
+        for tier in found.tiers
+    ]
+    title = f"{passages:,} passages, {settings['model']}, {settings['dtype']}"
+    columns = ("blocks in", "room for", "of yours", "first token", "against full prefill")
+    return [
+        table(title, columns, rows),
+        f"A passage takes {size(found.passage_bytes)}, all take {size(found.total_bytes)} "
+        f"({size(found.footprint.bytes_per_token)} a token); encoding all takes "
+        f"{duration(found.ingest_s)}. Full prefill: {duration(found.full_ttft_s)}.",
+        f"Estimated at {machine.operations_per_s / 1e12:.2f} * 10^12 operations/s, "
+        f"{machine.device_bytes_per_s / 1e9:.0f} GB/s of the device's memory, "
+        f"{machine.transfer_bytes_per_s / 1e9:.0f} GB/s to a GPU, "
+        f"{machine.disk_bytes_per_s / 1e9:.1f} GB/s from disk; `blockattn-rag bench` measures.",
+    ]

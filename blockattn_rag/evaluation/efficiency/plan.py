@@ -1,0 +1,167 @@
+"""What storing a collection's keys and values takes, and what it gives: from a config alone."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from blockattn_rag.evaluation.efficiency.shapes import prefill_flops
+from blockattn_rag.evaluation.efficiency.timing import check_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What there is to store in and to compute with: bytes, and bytes or operations per second.
+
+    Args:
+        gpu_bytes: None where the model runs on the CPU.
+        device_bytes_per_s: memory bandwidth of what the model runs on.
+        transfer_bytes_per_s: from main memory to the GPU.
+    """
+
+    memory_bytes: int
+    disk_bytes: int
+    gpu_bytes: int | None = None
+    operations_per_s: float = 1e11
+    device_bytes_per_s: float = 1e10
+    transfer_bytes_per_s: float = 25e9
+    disk_bytes_per_s: float = 2e9
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of a model's weights, and of keys and values per token."""
+
+    weight_bytes: int
+    bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Where blocks may lie: how many passages fit, and the time to first token from there."""
+
+    name: str
+    passages: int
+    ttft_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Storage, ingestion and time to first token of a collection. Bytes and seconds.
+
+    ``full_ttft_s`` is the full prefill that reuse saves.
+    """
+
+    footprint: Footprint
+    passage_bytes: int
+    total_bytes: int
+    ingest_s: float
+    full_ttft_s: float
+    tiers: tuple[Tier, ...]
+    machine: Machine
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        return asdict(self)
+
+
+def footprint(config: Any, dtype: torch.dtype) -> Footprint:
+    """What a model of this config takes; no weights are made or loaded.
+
+    The model is built and run once on PyTorch's meta device, which computes shapes alone; so the
+    figures hold for any architecture.
+    """
+    factory: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        # Counted in elements; some kernels know only this type there.
+        model = factory.from_config(config, dtype=torch.bfloat16)
+        cache = DynamicCache()
+        model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    layers: list[Any] = list(cache.layers)
+    states = sum(t.numel() for layer in layers for t in (layer.keys, layer.values))
+    return Footprint(weights * dtype.itemsize, states * dtype.itemsize)
+
+
+def plan(
+    config: Any,
+    dtype: torch.dtype,
+    machine: Machine,
+    *,
+    passages: int,
+    passage_tokens: int,
+    top_k: int = 10,
+    question_tokens: int = 50,
+) -> Plan:
+    """Plan a collection.
+
+    A forward takes as long as its operations or the reading of weights and blocks, whichever is
+    longer; what must be fetched first comes on top. At the speeds that ``machine`` states, that is
+    an estimate, for choosing; ``blockattn-rag bench`` measures.
+
+    Args:
+        config: of a model with gated feed-forward layers (for the operations).
+        dtype: of weights, keys and values.
+        machine: see there.
+        passages: how many there are.
+        passage_tokens: tokens of a passage.
+        top_k: passages in a prompt.
+        question_tokens: tokens of the question.
+    """
+    check_sizes(
+        passages=passages,
+        passage_tokens=passage_tokens,
+        top_k=top_k,
+        question_tokens=question_tokens,
+    )
+    config = config.get_text_config(decoder=True)
+    model = footprint(config, dtype)
+    passage = model.bytes_per_token * passage_tokens
+    context = top_k * passage_tokens
+    moved = top_k * passage
+
+    def forward_s(operations: float, read: int = 0) -> float:
+        reading = (model.weight_bytes + read) / machine.device_bytes_per_s
+        return max(operations / machine.operations_per_s, reading)
+
+    reuse = forward_s(prefill_flops(config, question_tokens, context), moved)
+    tiers = []
+    room = machine.memory_bytes
+    if machine.gpu_bytes is None:
+        room -= model.weight_bytes
+    else:
+        # A tenth of the GPU's memory is left to activations and the allocator.
+        free = math.floor(0.9 * machine.gpu_bytes) - model.weight_bytes
+        tiers.append(Tier("gpu", max(0, free) // passage, reuse))
+    transfer = moved / machine.transfer_bytes_per_s if machine.gpu_bytes is not None else 0.0
+    tiers.append(Tier("memory", max(0, room) // passage, reuse + transfer))
+    from_disk = reuse + transfer + moved / machine.disk_bytes_per_s
+    tiers.append(Tier("disk", machine.disk_bytes // passage, from_disk))
+    return Plan(
+        footprint=model,
+        passage_bytes=passage,
+        total_bytes=passage * passages,
+        # In batches, where reading the weights hardly counts.
+        ingest_s=passages * prefill_flops(config, passage_tokens) / machine.operations_per_s,
+        full_ttft_s=forward_s(prefill_flops(config, context + question_tokens)),
+        tiers=tuple(tiers),
+        machine=machine,
+    )
+
+
+def measured_operations_per_s(dtype: torch.dtype, device: str, size: int = 1024) -> float:
+    """Operations per second of a matrix product on this machine: what a forward comes near to."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = math.inf
+    for _ in range(6):
+        started = time.perf_counter()
+        a @ b
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best

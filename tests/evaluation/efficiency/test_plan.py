@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from blockattn_rag.evaluation.efficiency.plan import Machine, footprint, plan
+from blockattn_rag.evaluation.efficiency.shapes import SHAPES, prefill_flops
+from tests.evaluation.efficiency.engines import tiny_engine
+from tests.models import tiny_model
+
+LLAMA_8B = LlamaConfig(**SHAPES["8b"])
+GIB = 1 << 30
+
+
+def test_an_8b_llama_takes_128_kib_a_token_in_16_bits() -> None:
+    found = footprint(LLAMA_8B, torch.bfloat16)
+    assert found.bytes_per_token == 128 * 1024
+    assert found.weight_bytes == pytest.approx(16.06e9, rel=0.001)
+
+
+def test_the_footprint_is_that_of_the_model_itself() -> None:
+    model = tiny_engine().model
+    found = footprint(model.config, torch.float32)
+    assert found.bytes_per_token == model.bytes_per_token
+    weights = sum(p.numel() * p.element_size() for p in model.hf_model.parameters())
+    assert found.weight_bytes == weights
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_neox", "mixtral"])
+def test_other_families_are_measured_not_assumed(family: str) -> None:
+    model = tiny_model(family)
+    found = footprint(model.config, torch.float32)
+    assert found.weight_bytes == sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_times_and_room_follow_from_operations_bytes_and_speeds() -> None:
+    machine = Machine(
+        memory_bytes=64 * GIB,
+        disk_bytes=1000 * GIB,
+        gpu_bytes=80 * GIB,
+        operations_per_s=1e12,
+        device_bytes_per_s=1e15,
+        transfer_bytes_per_s=10e9,
+        disk_bytes_per_s=1e9,
+    )
+    found = plan(LLAMA_8B, torch.bfloat16, machine, passages=1000, passage_tokens=512, top_k=4)
+    assert found.passage_bytes == 64 << 20
+    assert found.total_bytes == 1000 * (64 << 20)
+    assert found.full_ttft_s == pytest.approx(prefill_flops(LLAMA_8B, 2048 + 50) / 1e12)
+    assert found.ingest_s == pytest.approx(1000 * prefill_flops(LLAMA_8B, 512) / 1e12)
+    gpu, memory, disk = found.tiers
+    reuse = prefill_flops(LLAMA_8B, 50, 2048) / 1e12
+    moved = 4 * (64 << 20)
+    assert gpu.ttft_s == pytest.approx(reuse)
+    assert memory.ttft_s == pytest.approx(reuse + moved / 10e9)
+    assert disk.ttft_s == pytest.approx(reuse + moved / 10e9 + moved / 1e9)
+    assert gpu.passages == int((0.9 * 80 * GIB - found.footprint.weight_bytes) // (64 << 20))
+    assert (memory.passages, disk.passages) == (1024, 16000)
+
+
+def test_reading_the_weights_bounds_a_short_forward() -> None:
+    machine = Machine(64 * GIB, GIB, operations_per_s=1e18, device_bytes_per_s=1e10)
+    found = plan(LLAMA_8B, torch.bfloat16, machine, passages=1, passage_tokens=8, top_k=1)
+    assert found.full_ttft_s == pytest.approx(found.footprint.weight_bytes / 1e10)
+
+
+def test_weights_take_their_part_of_a_memory_that_may_be_too_small() -> None:
+    found = plan(LLAMA_8B, torch.bfloat16, Machine(8 * GIB, GIB), passages=1, passage_tokens=512)
+    assert [tier.name for tier in found.tiers] == ["memory", "disk"]
+    assert found.tiers[0].passages == 0
+
+
+def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="passages must be at least 1"):
+        plan(LLAMA_8B, torch.bfloat16, Machine(1, 1), passages=0, passage_tokens=8)
