@@ -153,9 +153,16 @@ class RowWriter:
             parts.append((turn.answer + EOS, 1.0))
         return self.row(parts)
 
-    def record(self, passages: tuple[int, int], turns: int = 8) -> dict[str, Any]:
+    def record(
+        self,
+        passages: tuple[int, int],
+        turns: int = 8,
+        *,
+        lookups: int = 8,
+        editions: float = 0.6,
+    ) -> dict[str, Any]:
         """What :meth:`scene` writes, as a training record of blocks and turns."""
-        scene, asked = self._draw(passages, turns)
+        scene, asked = self._draw(passages, turns, lookups, editions)
         prompt = draw_format(self.rng)
         view = self.rng.choice(prompt.views)
         template = {"before": prompt.before, "after": prompt.after}
@@ -171,14 +178,14 @@ class RowWriter:
         }
 
     def _draw(
-        self, passages: tuple[int, int], turns: int, lookups: int = 8, again: float = 0.6
+        self, passages: tuple[int, int], turns: int, lookups: int, editions: float
     ) -> tuple[list[Article], list[Turn]]:
         """A scene, and questions about it (at least one)."""
         while True:
             count = self.rng.randint(*passages)
             most = min(3, count // 2)
-            editions = self.rng.randint(1, most) if most and self.rng.random() < again else 0
-            scene = write_scene(self.rng, "train", count, editions, self.rng.randint(1, 3))
+            second = self.rng.randint(1, most) if most and self.rng.random() < editions else 0
+            scene = write_scene(self.rng, "train", count, second, self.rng.randint(1, 3))
             if asked := list(self._questions(scene, turns, lookups)):
                 return scene, asked
 

@@ -184,7 +184,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 def write_block_data(path: Path, tokenizer: PreTrainedTokenizerFast, seed: int, n: int) -> None:
     """``n`` prompts over training entities, in all formats, as training data of block records."""
     writer = RowWriter(tokenizer, random.Random(f"{seed}/block"))
-    write_jsonl(path, (writer.record((2, 10)) for _ in range(n)))
+    write_jsonl(path, (writer.record((2, 10), lookups=4, editions=0.7) for _ in range(n)))
 
 
 def block_finetune(
