@@ -46,7 +46,7 @@ class Plan:
     warm_up_steps: int = 1_000
     task_steps: int = 5_600
     late_steps: int = 5_600
-    block_samples: int = 3_000
+    block_samples: int = 2_000
     block_rate: float = 3e-4
     probe_samples: int = 24
 
