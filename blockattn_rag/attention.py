@@ -92,6 +92,8 @@ def attend_cuda(
         )
         return Partial(output.float(), lse[..., : query.shape[2]].float())
     bias = _additive(mask, query) if mask is not None else None
+    if bias is not None:
+        bias = bias.expand(*query.shape[:2], *bias.shape[2:])
     output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, scale=scale
     )
@@ -99,8 +101,11 @@ def attend_cuda(
 
 
 def _additive(mask: Tensor, query: Tensor) -> Tensor:
-    """0 where seen, the dtype's minimum where not, at full size as the kernels want it."""
-    bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+    """0 where seen, the dtype's minimum where not. Rows start at multiples of 8 elements, as the
+    CUDA kernel wants them."""
+    *rows, keys = mask.shape
+    bias = torch.zeros(*rows, -(-keys // 8) * 8, dtype=query.dtype, device=query.device)
+    bias = bias[..., :keys]
     bias.masked_fill_(~mask, torch.finfo(query.dtype).min)
     return bias
 

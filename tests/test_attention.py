@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,22 @@ from blockattn_rag.attention import (
     Partial,
     attend,
     attend_cpu,
+    attend_cuda,
     attend_plain,
     merge,
 )
 
-BACKENDS = [attend_plain, attend_cpu]
 KV_HEADS, SIZE = 2, 16
+pytestmark = pytest.mark.usefixtures("device")
+
+
+def fused(*arguments: Any) -> Partial:
+    """The kernel of the device that is tested."""
+    kernel = attend_cuda if torch.get_default_device().type == "cuda" else attend_cpu
+    return kernel(*arguments)
+
+
+BACKENDS = [attend_plain, fused]
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Partial:
@@ -40,7 +51,9 @@ def budget(dtype: torch.dtype, keys: int) -> float:
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    """The same numbers on every device."""
+    drawn = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device(), dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -48,11 +61,12 @@ def test_one_query_over_two_keys_gives_the_numbers_worked_out_by_hand(
     backend: Callable[..., Partial],
 ) -> None:
     # Scores 0 and ln 3: weights 1/4 and 3/4, log-sum-exp ln 4.
-    query = torch.tensor([[[[1.0, 0.0]]]])
-    key = torch.tensor([[[[0.0, 0.0], [math.log(3), 5.0]]]])
-    value = torch.tensor([[[[4.0, 0.0], [0.0, 8.0]]]])
+    rest = [0.0] * 6  # fused kernels want heads of 8
+    query = torch.tensor([[[[1.0, 0.0, *rest]]]])
+    key = torch.tensor([[[[0.0, 0.0, *rest], [math.log(3), 5.0, *rest]]]])
+    value = torch.tensor([[[[4.0, 0.0, *rest], [0.0, 8.0, *rest]]]])
     part = backend(query, key, value, 1.0, None)
-    torch.testing.assert_close(part.output, torch.tensor([[[[1.0, 6.0]]]]))
+    torch.testing.assert_close(part.output, torch.tensor([[[[1.0, 6.0, *rest]]]]))
     torch.testing.assert_close(part.lse, torch.tensor([[[math.log(4)]]]))
 
 

@@ -13,6 +13,7 @@ from blockattn_rag.rope import NO_ROTATION, RotaryLayout, rotate, shift_position
 from tests.test_attention import KV_HEADS, SIZE, budget, exact, random
 
 HEADS = 6
+pytestmark = pytest.mark.usefixtures("device")
 LAYOUT = RotaryLayout(10_000.0 ** (-torch.arange(0, SIZE, 2) / SIZE), "half")
 
 
@@ -77,7 +78,7 @@ def test_turning_queries_equals_moving_keys(
     tail_key = random(len(orders), KV_HEADS, tokens, SIZE, seed=8)
     tail_value = random(len(orders), KV_HEADS, tokens, SIZE, seed=9)
     mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None]
-    plan = RelayPlan(contexts, [layout, layout], torch.device("cpu"))
+    plan = RelayPlan(contexts, [layout, layout], torch.get_default_device())
     found = plan.attend(1, query, tail_key, tail_value, 0.25, mask.expand(len(orders), -1, -1, -1))
     for row, context in enumerate(contexts):
         tail = tail_key[row], tail_value[row]
@@ -92,7 +93,7 @@ def test_beams_of_one_request_see_the_same_context() -> None:
         random(3, KV_HEADS, 2, SIZE, seed=8),
         random(3, KV_HEADS, 2, SIZE, seed=9),
     )
-    plan = RelayPlan([context], [LAYOUT], torch.device("cpu"))
+    plan = RelayPlan([context], [LAYOUT], torch.get_default_device())
     found = plan.attend(0, query, tail_key, tail_value, 0.25, None)
     for beam in range(3):
         tail = tail_key[beam], tail_value[beam]
@@ -103,7 +104,7 @@ def test_beams_of_one_request_see_the_same_context() -> None:
 def test_the_stored_tensors_are_bit_identical_afterwards() -> None:
     blocks = blocks_of([12, 5])
     before = [tensor.clone() for kv in blocks for tensor in (*kv.keys, *kv.values)]
-    plan = RelayPlan([place(blocks)], [LAYOUT, LAYOUT], torch.device("cpu"))
+    plan = RelayPlan([place(blocks)], [LAYOUT, LAYOUT], torch.get_default_device())
     states = random(1, KV_HEADS, 3, SIZE)
     for layer in (0, 1):
         plan.attend(layer, random(1, HEADS, 3, SIZE), states, states, 0.25, None)
@@ -156,7 +157,7 @@ def test_joined_blocks_give_what_single_ones_give(
     for limit in (0, 25):
         monkeypatch.setattr(relay_plan, "PREFILL_TOKENS", limit)
         monkeypatch.setattr(relay_plan, "DECODE_TOKENS", limit)
-        plan = RelayPlan(contexts, [LAYOUT, NO_ROTATION], torch.device("cpu"))
+        plan = RelayPlan(contexts, [LAYOUT, NO_ROTATION], torch.get_default_device())
         found.append([plan.attend(layer, query, *tail, 0.25, None) for layer in (0, 1)])
     for single, joined in zip(*found, strict=True):
         assert (single - joined).abs().max() <= RELAY_BUDGET
@@ -165,7 +166,7 @@ def test_joined_blocks_give_what_single_ones_give(
 
 def test_an_answer_joins_small_blocks_and_a_prompt_does_not() -> None:
     context = place(blocks_of([40, 40]))
-    plan = RelayPlan([context], [LAYOUT], torch.device("cpu"))
+    plan = RelayPlan([context], [LAYOUT], torch.get_default_device())
     tail = random(1, KV_HEADS, 3, SIZE, seed=8)
     plan.attend(0, random(1, HEADS, 3, SIZE), tail, tail, 0.25, None)
     assert "_decode" not in vars(plan)

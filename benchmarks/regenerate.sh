@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Measure again every figure that README and docs show; results go to benchmarks/results, plots to
+# docs/figures. Two cores take about an hour and a half; let nothing else run.
+#
+#   bash benchmarks/regenerate.sh [NAME ...]      # names as below; all without
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PATH="$PWD/.venv/bin:$PATH"
+mkdir -p benchmarks/results docs/figures
+
+bench() { # NAME, then the arguments of `blockattn-rag bench`
+  local name=$1
+  shift
+  if [ ${#wanted[@]} -gt 0 ] && [[ " ${wanted[*]} " != *" $name "* ]]; then return; fi
+  echo "== $name"
+  blockattn-rag bench "$@" --output "benchmarks/results/$name.json" --plot "docs/figures/$name.svg"
+}
+
+wanted=("$@")
+bench ttft-float32 ttft --lengths 512,1024,2048,4096,8192 --repeats 3
+bench ttft-bfloat16 ttft --lengths 512,1024,2048,4096,8192 --repeats 3 --dtype bfloat16
+bench decode decode --lengths 2048,8192 --block-tokens 128,512 --repeats 3
+bench decode-bfloat16 decode --lengths 2048,8192 --block-tokens 128,512 --repeats 3 --dtype bfloat16
+bench batch batch --batch-sizes 1,2,4 --length 4096 --repeats 1
+bench shared shared --batch-sizes 1,8,32 --system-tokens 512,1024,2048 --repeats 3
+bench ingest ingest --block-tokens 64,128,512 --repeats 3
+bench memory memory --lengths 2048,8192
