@@ -25,3 +25,4 @@ bench batch batch --batch-sizes 1,2,4 --length 4096 --repeats 1
 bench shared shared --batch-sizes 1,8,32 --system-tokens 512,1024,2048 --repeats 3
 bench ingest ingest --block-tokens 64,128,512 --repeats 3
 bench memory memory --lengths 2048,8192
+bench memory-small memory --lengths 2048,8192 --block-tokens 128

@@ -62,9 +62,10 @@ class BlockFetcher:
 
     Args:
         lock: held while the model computes.
-        resident_bytes: keep as many bytes of blocks that were read ready on the model's device,
-            the least recently used ones going first. They are checked when they are read, and
-            not again.
+        resident_bytes: keep as many bytes of blocks that were read from disk, or wherever the
+            store has them, in memory of the model's device, the least recently used ones going
+            first. They are checked when they are read, and not again. A ``MemoryStore`` holds
+            blocks where they were computed, and needs none of this.
     """
 
     def __init__(
@@ -73,9 +74,10 @@ class BlockFetcher:
         self._model = model
         self._store = store
         self._lock = lock
-        # What lies in this process's memory, where the model is, is ready as it is.
-        ready = isinstance(store, MemoryStore) and model.device.type == "cpu"
-        self._resident = MemoryStore(resident_bytes) if resident_bytes and not ready else None
+        if resident_bytes < 0:
+            raise ValueError(f"resident_bytes must be 0 or more, found {resident_bytes}")
+        wanted = resident_bytes > 0 and not isinstance(store, MemoryStore)
+        self._resident = MemoryStore(resident_bytes) if wanted else None
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether there is an entry for the block; whether it is sound is seen when it is read."""
@@ -156,9 +158,14 @@ class BlockFetcher:
             kv = self._read(key, digest)
             return kv and kv.to(self._model.device)
         if (kv := self._resident.get(key)) is None and (kv := self._read(key, digest)) is not None:
-            kv = kv.to(self._model.device)
-            self._resident.put(key, kv)
+            # A copy: what was read may be a view of a file, which may change after its check.
+            kv = kv.copy_to(self._model.device)
+            self._keep_resident(key, kv)
         return kv
+
+    def _keep_resident(self, key: str, kv: BlockKV) -> None:
+        if self._resident is not None and kv.nbytes <= self._resident.max_bytes:
+            self._resident.put(key, kv)
 
     def _read(self, key: str, digest: str) -> BlockKV | None:
         """The stored KV if it is sound and is what was asked for. A bad entry is a miss."""
@@ -196,8 +203,7 @@ class BlockFetcher:
 
     def _keep(self, kv: BlockKV) -> None:
         """Store what an answer needed. That it cannot be stored is no reason not to answer."""
-        if self._resident is not None:
-            self._resident.put(self._key(kv.digest), kv)
+        self._keep_resident(self._key(kv.digest), kv)
         try:
             self._store.put(self._key(kv.digest), kv)
         except StoreError as error:

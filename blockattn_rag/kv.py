@@ -53,8 +53,12 @@ class BlockKV:
         """This block on ``device``; itself if it is there."""
         if self.keys[0].device == device:
             return self
-        keys = tuple(t.to(device, non_blocking=True) for t in self.keys)
-        values = tuple(t.to(device, non_blocking=True) for t in self.values)
+        return self.copy_to(device)
+
+    def copy_to(self, device: torch.device) -> BlockKV:
+        """A copy on ``device`` that shares no memory with this one."""
+        keys = tuple(t.to(device, non_blocking=True, copy=True) for t in self.keys)
+        values = tuple(t.to(device, non_blocking=True, copy=True) for t in self.values)
         return replace(self, keys=keys, values=values)
 
 

@@ -3,7 +3,7 @@
 A score depends only on the distance of query and key. So instead of rotating a block's keys by the
 block's offset, the few queries are rotated the other way, once per block, and attend to the stored
 keys as they are. The partial results are merged by their log-sum-exp. No key is copied, rotated or
-rounded again, but for small blocks, which are joined while decoding (:data:`DECODE_TOKENS`).
+rounded again, but for small blocks, which are joined (:data:`DECODE_TOKENS`).
 
 Shapes: ``B`` requests, ``H`` query heads, ``K`` key-value heads, ``G = H / K``, ``Q`` query tokens,
 ``N`` key tokens, ``D`` head size.
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from blockattn_rag.kv import BlockKV, Context
 
 #: A call of the attention kernel costs some 30 microseconds whatever it does. A prompt is read in
-#: one pass, so blocks are worth joining only if they are tiny; an answer is many passes.
+#: one pass, so blocks are worth joining only if they are tiny; an answer is many passes. Joined
+#: blocks are copies, which live as long as the answer takes.
 PREFILL_TOKENS = 32
 DECODE_TOKENS = 512
 
@@ -173,22 +174,32 @@ class RelayPlan:
         contexts: the placed blocks of each request.
         layouts: rotary layout per layer.
         device: where queries are.
+        prefill_tokens, decode_tokens: join blocks of fewer tokens, where the same requests read
+            them at the same distances, for queries of several tokens and of one token.
     """
 
     def __init__(
-        self, contexts: Sequence[Context], layouts: Sequence[RotaryLayout], device: torch.device
+        self,
+        contexts: Sequence[Context],
+        layouts: Sequence[RotaryLayout],
+        device: torch.device,
+        *,
+        prefill_tokens: int = PREFILL_TOKENS,
+        decode_tokens: int = DECODE_TOKENS,
     ) -> None:
+        self._prefill_tokens = prefill_tokens
+        self._decode_tokens = decode_tokens
         self._contexts = contexts
         self._layouts = layouts
         self._device = device
 
     @cached_property
     def _prefill(self) -> _Reading:
-        return self._reading(PREFILL_TOKENS)
+        return self._reading(self._prefill_tokens)
 
     @cached_property
     def _decode(self) -> _Reading:
-        return self._reading(DECODE_TOKENS)
+        return self._reading(self._decode_tokens)
 
     def _reading(self, tokens: int) -> _Reading:
         segments = _segments(self._contexts, tokens)

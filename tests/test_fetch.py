@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from blockattn_rag.blocks import Block, BlockTemplate
 from blockattn_rag.errors import ContextOverflowError, CorruptEntryError, MissError, StoreError
@@ -266,3 +267,38 @@ def test_without_residents_every_answer_reads_anew(model: BlockModel, tmp_path: 
     for _ in range(3):
         fetcher.fetch([D, B], "compute")
     assert store.reads == 6
+
+
+def test_a_resident_block_does_not_follow_a_file_that_changes(
+    model: BlockModel, tmp_path: Path
+) -> None:
+    store = DirectoryStore(tmp_path / "kv")
+    fetcher = BlockFetcher(model, store, threading.Lock(), resident_bytes=1 << 20)
+    fetcher.precompute([B])
+    before = fetcher.fetch([D, B], "compute").blocks[1]
+    kept = [tensor.clone() for tensor in (*before.keys, *before.values)]
+    for entry in (tmp_path / "kv").rglob("*.safetensors"):
+        size = entry.stat().st_size
+        with entry.open("r+b") as file:
+            file.seek(size // 2)
+            file.write(b"\xff" * (size - size // 2))
+    again = fetcher.fetch([D, B], "error").blocks[1]
+    tensors = (*again.keys, *again.values)
+    assert all(torch.equal(a, b) for a, b in zip(kept, tensors, strict=True))
+
+
+def test_a_block_too_large_to_stay_is_answered_without_a_word(
+    model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CountingStore(tmp_path / "kv")
+    fetcher = BlockFetcher(model, store, threading.Lock(), resident_bytes=1)
+    fetcher.precompute([B])
+    for _ in range(2):
+        fetcher.fetch([D, B], "compute")
+    assert store.reads == 4
+    assert not caplog.records
+
+
+def test_a_negative_room_for_residents_is_refused(model: BlockModel, store: FaultyStore) -> None:
+    with pytest.raises(ValueError, match="resident_bytes must be 0 or more, found -1"):
+        BlockFetcher(model, store, threading.Lock(), resident_bytes=-1)

@@ -145,9 +145,7 @@ def test_only_blocks_that_all_readers_see_alike_are_joined() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 6])
-def test_joined_blocks_give_what_single_ones_give(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joined_blocks_give_what_single_ones_give(tokens: int) -> None:
     """Joined keys are rotated in float32 and rounded once more, as on the copy path."""
     blocks = blocks_of([9, 9, 1, 30, 2])
     contexts = [place([blocks[i] for i in order]) for order in ([0, 1, 2, 3], [0, 1, 4, 2])]
@@ -155,9 +153,9 @@ def test_joined_blocks_give_what_single_ones_give(
     tail = random(2, KV_HEADS, tokens, SIZE, seed=8), random(2, KV_HEADS, tokens, SIZE, seed=9)
     found = []
     for limit in (0, 25):
-        monkeypatch.setattr(relay_plan, "PREFILL_TOKENS", limit)
-        monkeypatch.setattr(relay_plan, "DECODE_TOKENS", limit)
-        plan = RelayPlan(contexts, [LAYOUT, NO_ROTATION], torch.get_default_device())
+        device = torch.get_default_device()
+        layouts = [LAYOUT, NO_ROTATION]
+        plan = RelayPlan(contexts, layouts, device, prefill_tokens=limit, decode_tokens=limit)
         found.append([plan.attend(layer, query, *tail, 0.25, None) for layer in (0, 1)])
     for single, joined in zip(*found, strict=True):
         assert (single - joined).abs().max() <= RELAY_BUDGET

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 from collections.abc import Sequence
@@ -29,8 +30,30 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")]
 BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens of a block.")]
 QuestionTokens = Annotated[int, typer.Option(min=1, help="Tokens of the question.")]
-Output = Annotated[Path | None, typer.Option(help="Write the JSON object to this file, too.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw the rows to this file (svg, png, pdf).")]
+
+
+def _writable(file: Path | None) -> Path | None:
+    """Seen before anything is measured, not after."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"no such folder: {file.absolute().parent}")
+    return file
+
+
+def _drawable(file: Path | None) -> Path | None:
+    if file is not None and file.suffix not in (".svg", ".png", ".pdf"):
+        raise typer.BadParameter(f"expected a name that ends in .svg, .png or .pdf, found {file}")
+    if file is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("plots need matplotlib: pip install 'blockattn-rag[train]'")
+    return _writable(file)
+
+
+Output = Annotated[
+    Path | None, typer.Option(help="Write the JSON object to this file, too.", callback=_writable)
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(help="Draw the rows to this file (svg, png, pdf).", callback=_drawable),
+]
 
 
 @app.callback()
@@ -340,7 +363,7 @@ def _data(
         "device": str(engine.model.device),
         **settings,
         "rows": rows,
-        "machine": machine(),
+        "machine": machine(engine.model.device),
     }
 
 

@@ -141,7 +141,8 @@ class Database:
         return self.client.get_or_create_collection(
             self.manifest.collection,
             embedding_function=None,
-            # Chroma's default looks at 100 candidates: too few for the same answer every time.
+            # Chroma's default looks at 100 candidates, and small collections shall give the same
+            # answer every time.
             configuration={"hnsw": {"space": "cosine", "ef_search": 200}},
         )
 

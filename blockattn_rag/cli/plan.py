@@ -72,8 +72,10 @@ def plan(
             memory_bytes=_bytes(memory, _memory_here()),
             disk_bytes=_bytes(disk, shutil.disk_usage(Path.cwd()).free),
             gpu_bytes=None if gpu_memory is None else int(gpu_memory * GIB),
-            operations_per_s=tflops * 1e12 if tflops else measured_operations_per_s(kind, device),
-            device_bytes_per_s=1e9 * (bandwidth or (10.0 if gpu_memory is None else 2000.0)),
+            operations_per_s=measured_operations_per_s(kind, device)
+            if tflops is None
+            else tflops * 1e12,
+            device_bytes_per_s=1e9 * (_bandwidth(gpu_memory) if bandwidth is None else bandwidth),
             transfer_bytes_per_s=transfer * 1e9,
             disk_bytes_per_s=disk_speed * 1e9,
         )
@@ -103,6 +105,11 @@ def _config(model: str, dtype: str | None) -> tuple[Any, Any]:
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ValueError(f"dtype must name a floating type such as bfloat16, found {dtype!r}")
     return config, kind
+
+
+def _bandwidth(gpu_memory: float | None) -> float:
+    """GB/s to count with where none is given."""
+    return 10.0 if gpu_memory is None else 2000.0
 
 
 def _memory_here() -> int:

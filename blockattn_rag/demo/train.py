@@ -51,6 +51,9 @@ class Plan:
     probe_samples: int = 24
 
 
+BLOCK_BATCH = 8
+"""Samples of a step of block fine-tuning, over all processes."""
+
 SMOKE = Plan(warm_up_steps=60, task_steps=40, late_steps=4, block_samples=16, probe_samples=6)
 
 
@@ -156,7 +159,7 @@ def train_base(
     before = probe(model)
     warm_losses = warm_up(trainer, writer, plan.warm_up_steps)
     save(model, tokenizer, out)
-    log(f"warm-up done, loss {sum(warm_losses[-50:]) / 50:.4f}")
+    log(f"warm-up done, loss {sum(warm_losses[-50:]) / len(warm_losses[-50:]):.4f}")
     task_losses = learn_task(trainer, writer, plan.task_steps, minutes, probe)
     save(model, tokenizer, out)
     late = Trainer(model, out, log), RowWriter(tokenizer, random.Random(f"{seed}/late/{rank}"))
@@ -199,6 +202,7 @@ def block_finetune(
     from blockattn_rag.training.finetune import finetune
 
     data = out.with_name(out.name + "-data.jsonl")
+    out.parent.mkdir(parents=True, exist_ok=True)
     if is_first():
         write_block_data(data, load_tokenizer(base), seed, plan.block_samples)
     if processes() > 1:
@@ -210,8 +214,8 @@ def block_finetune(
             train_data=[data],
             learning_rate=plan.block_rate,
             lr_scheduler="cosine",
-            batch_size=8,
-            per_device_batch_size=8 // processes(),
+            batch_size=BLOCK_BATCH,
+            per_device_batch_size=BLOCK_BATCH // processes(),
             context_loss_weight=0.1,
             adam_beta2=0.98,
             seed=seed,
@@ -242,6 +246,8 @@ def main(
     torch.set_num_threads(threads)
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
+    if BLOCK_BATCH % processes():
+        raise typer.BadParameter(f"{processes()} processes; expected 1, 2, 4 or {BLOCK_BATCH}")
     plan = SMOKE if smoke else Plan()
     if base is None:
         base = out.with_name(out.name + "-base")

@@ -78,7 +78,8 @@ class _OnToken(BaseStreamer):
 
     def put(self, value: Tensor) -> None:
         if self._prompt_seen:
-            self._on_token(int(value))
+            for token in value.flatten().tolist():  # several at once with a draft
+                self._on_token(token)
         self._prompt_seen = True
         if self._caller is not None:
             self._caller.put(value)
@@ -95,6 +96,7 @@ class _AfterEachStep(StoppingCriteria):
         self._ends = ends
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        input_ids[:, -1].tolist()  # waits for the device: a step ends when its tokens are there
         return torch.full((input_ids.shape[0],), self._ends(), device=input_ids.device)
 
 

@@ -113,6 +113,11 @@ class BlockModel:
         """Identity of what decides keys and values: 64 hex digits. Reads all weights once."""
         return model_fingerprint(self.hf_model, self.tokenizer)
 
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of one encoding batch, padding included, unless the call says otherwise."""
+        return _BATCH_TOKENS.get(self.device.type, _BATCH_TOKENS_ACCELERATOR)
+
     @cached_property
     def bytes_per_token(self) -> int:
         """Bytes of keys and values per token."""
@@ -135,7 +140,7 @@ class BlockModel:
         Raises:
             ContextOverflowError: a block alone is longer than the model's context window.
         """
-        budget = batch_tokens or _BATCH_TOKENS.get(self.device.type, _BATCH_TOKENS_ACCELERATOR)
+        budget = batch_tokens or self.batch_tokens
         order = sorted(requests, key=lambda request: -len(request.token_ids))
         if order and len(order[0].token_ids) > self.max_context_tokens:
             raise ContextOverflowError(

@@ -122,6 +122,17 @@ def test_every_benchmark_prints_rows_and_writes_them_and_a_plot(
     assert "torch" in shown.stdout
 
 
+@pytest.mark.parametrize(
+    ("option", "name", "message"),
+    [("--output", "none/x.json", "no such folder"), ("--plot", "x.txt", "ends in .svg")],
+)
+def test_bench_sees_files_that_cannot_be_written_before_it_measures(
+    cli: Command, tmp_path: Path, option: str, name: str, message: str
+) -> None:
+    output = cli("bench", "ttft", "--shape", "none such", option, tmp_path / name)
+    assert (output.status, message in " ".join(output.stderr.split())) == (2, True)
+
+
 def test_bench_refuses_lengths_and_shapes_that_are_none(cli: Command) -> None:
     assert cli("bench", "ttft", "--lengths", "512,4k").status == 2
     assert cli("bench", "ttft", "--lengths", "0").status == 2

@@ -1,4 +1,4 @@
-"""A tiny model that writes letters, the bundled model if it is there, and Chroma in both forms."""
+"""A tiny model that writes letters, the bundled model, and Chroma in both forms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from langchain_chroma import Chroma
 from langchain_core.documents import Document
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.demo import bundled_model_path
 from blockattn_rag.langchain import ChatBlockAttention, HashingEmbeddings
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
@@ -49,17 +48,6 @@ def tiny_block_model() -> BlockModel:
 @lru_cache(maxsize=1)
 def bundled_block_model() -> BlockModel:
     return BlockModel.from_pretrained("bundled")
-
-
-has_bundled_weights = (bundled_model_path() / "model.safetensors").is_file()
-needs_bundled_weights = pytest.mark.skipif(
-    not has_bundled_weights, reason="the bundled model's weights are not in this checkout yet"
-)
-needs_tuned_bundled_model = pytest.mark.skipif(
-    not has_bundled_weights
-    or "block_attention" not in (bundled_model_path() / "config.json").read_text("utf-8"),
-    reason="the bundled model is the interim one, which is not block-fine-tuned and errs",
-)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from blockattn_rag.langchain import (
     ChatBlockAttention,
     format_blocks,
 )
-from tests.langchain.conftest import bundled_block_model, needs_tuned_bundled_model
+from tests.langchain.conftest import bundled_block_model
 
 HEAD = "Answer the question using only the context below.\n\nContext:\n"
 PROMPT = ChatPromptTemplate.from_messages([("system", HEAD + "{context}"), ("human", "{input}")])
@@ -125,7 +125,6 @@ def test_the_second_question_reuses_every_passage_in_another_order(
     assert len(first.text) == 6
 
 
-@needs_tuned_bundled_model
 @pytest.mark.parametrize("way", WAYS)
 def test_the_bundled_model_answers_right(vector_store: Chroma, way: Callable[..., Ask]) -> None:
     engine = BlockAttentionEngine(bundled_block_model())

@@ -22,7 +22,6 @@ from blockattn_rag.prompts import BLANK_LINE
 from blockattn_rag.store import DirectoryStore, gc
 from tests.langchain.conftest import (
     bundled_block_model,
-    needs_bundled_weights,
     passages,
     tiny_block_model,
 )
@@ -119,7 +118,6 @@ def test_the_kv_of_a_deleted_document_is_collected(
     assert is_stored(engine, found(filled)["p1"])
 
 
-@needs_bundled_weights
 def test_the_answer_follows_an_upserted_text(vector_store: Chroma) -> None:
     engine = BlockAttentionEngine(bundled_block_model())
     chat = ChatBlockAttention(engine=engine, max_tokens=40)

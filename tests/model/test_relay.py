@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from blockattn_rag import relay_plan
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.generation import Sampling
 from blockattn_rag.kv import Context, place
@@ -242,3 +244,27 @@ def test_stored_tensors_are_bit_identical_after_a_thousand_generations(llama: Bl
         first = first or tokens
         assert tokens == first
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+
+
+def test_the_probe_notices_queries_that_are_not_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unturned(self: Any, _: int, query: Tensor) -> Tensor:
+        return query.expand(len(self._request_of), *query.shape[1:])
+
+    monkeypatch.setattr(relay_plan._Reading, "_turned", unturned)
+    assert not BlockModel(tiny_model("llama"), tiny_tokenizer()).supports_relay
+
+
+def test_tokens_that_come_several_at_once_are_all_handed_out(llama: BlockModel) -> None:
+    handed: list[int] = []
+    context = encoded(llama, BLOCKS)
+    plain, drafted = (
+        llama.generate(
+            context.token_ids,
+            FINAL_IDS,
+            Sampling(max_new_tokens=8, extra=extra),
+            cache=llama.cache_for(context, assembly="copy"),
+            on_token=on_token,
+        )
+        for extra, on_token in (({}, print), ({"prompt_lookup_num_tokens": 3}, handed.append))
+    )
+    assert plain == drafted == handed

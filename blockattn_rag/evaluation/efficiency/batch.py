@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.blocks import BlockPrompt
+from blockattn_rag.evaluation.efficiency.decode import check_full_length
 from blockattn_rag.evaluation.efficiency.shapes import random_prompt
 from blockattn_rag.evaluation.efficiency.timing import OnProgress, Turns, check_sizes, fields
 from blockattn_rag.evaluation.efficiency.ttft import PATHS
+from blockattn_rag.generation import Sampling
 
 if TYPE_CHECKING:
     from blockattn_rag.engine import BlockAttentionEngine
@@ -40,6 +43,7 @@ def measure_batch(
         has its first token), the spreads, and ``full_over_<path>``.
     """
     check_sizes(length=length, block_tokens=block_tokens, batch=min(batch_sizes, default=0))
+    _check_batches(engine)
     turns = Turns(repeats, len(batch_sizes), on_progress)
     vocabulary = engine.model.config.vocab_size
     prompts = [
@@ -99,6 +103,7 @@ def measure_shared(
         question_tokens=question_tokens,
         **{"new_tokens less one": new_tokens - 1, "batch": min(batch_sizes, default=0)},
     )
+    _check_batches(engine)
     if not engine.model.supports_relay:
         raise ValueError(f"{engine.model.name} does not share blocks: relay is not exact for it")
     turns = Turns(repeats, len(batch_sizes) * len(system_tokens), on_progress)
@@ -112,7 +117,8 @@ def measure_shared(
             row: dict[str, Any] = {"system_tokens": system, "batch": batch}
             row |= fields(spreads, "tokens_per_s")
             row["gain"] = spreads["shared"].median / spreads["unshared"].median
-            steps = {name: sorted(times)[len(times) // 2] for name, times in decode.items()}
+            # The first run of each warmed up.
+            steps = {name: statistics.median(times[1:]) for name, times in decode.items()}
             row["decode_gain"] = steps["unshared"] / steps["shared"]
             own = batch * context_tokens
             row["bytes_ratio"] = (batch * system + own) / (system + own)
@@ -127,9 +133,12 @@ def _shared_ways(
     decode: dict[str, list[float]] = {"unshared": [], "shared": []}
 
     def run(name: str, path: str) -> float:
-        stats = engine.generate_batch(
+        answers = engine.generate_batch(
             prompts, batch_size=len(prompts), max_new_tokens=new_tokens, **PATHS[path]
-        )[0].stats
+        )
+        stats = answers[0].stats
+        for answer in answers:
+            check_full_length(answer.stats, new_tokens)
         decode[name].append(stats.total_s - stats.ttft_s)
         return len(prompts) * new_tokens / stats.total_s
 
@@ -144,6 +153,15 @@ def _sharing(
     shared = random_prompt(system, system, 1, vocabulary, seed=-1).context
     own = [random_prompt(context, context, question, vocabulary, seed) for seed in range(count)]
     return [BlockPrompt((*shared, *prompt.context), prompt.final) for prompt in own]
+
+
+def _check_batches(engine: BlockAttentionEngine) -> None:
+    """Refuse what the engine would answer one by one: the times would be those of one request."""
+    if not engine.model.batches_exactly(Sampling(max_new_tokens=1)):
+        raise ValueError(
+            f"{engine.model.name} is not answered in batches (sliding windows, or a generation "
+            "config with penalties or beams); measure `bench ttft` and `bench decode`"
+        )
 
 
 def _encode(engine: BlockAttentionEngine, prompts: Sequence[BlockPrompt]) -> None:

@@ -13,6 +13,7 @@ from blockattn_rag.evaluation.efficiency.ttft import PATHS
 
 if TYPE_CHECKING:
     from blockattn_rag.engine import BlockAttentionEngine
+    from blockattn_rag.generation import ReuseStats
 
 
 def measure_decode(
@@ -64,9 +65,14 @@ def _per_token(
     engine: BlockAttentionEngine, prompt: BlockPrompt, path: str, new_tokens: int
 ) -> float:
     stats = engine.generate(prompt, max_new_tokens=new_tokens, **PATHS[path]).stats
+    check_full_length(stats, new_tokens)
+    return (stats.total_s - stats.ttft_s) / (new_tokens - 1)
+
+
+def check_full_length(stats: ReuseStats, new_tokens: int) -> None:
+    """Refuse an answer that ended early: its time is not that of ``new_tokens`` tokens."""
     if stats.generated_tokens < new_tokens:
         raise ValueError(
             f"an answer ended after {stats.generated_tokens} of {new_tokens} tokens: measure a "
             "model without an end token, or one of the shapes"
         )
-    return (stats.total_s - stats.ttft_s) / (new_tokens - 1)

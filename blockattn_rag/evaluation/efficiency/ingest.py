@@ -17,8 +17,6 @@ from blockattn_rag.model import BlockModel, EncodeRequest
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROW_TOKENS = 2048  # of one plain forward, as many as a batch of blocks has
-
 
 def measure_ingest(
     model: BlockModel,
@@ -30,8 +28,8 @@ def measure_ingest(
 ) -> list[dict[str, Any]]:
     """Measure tokens per second of encoding, without a store, and of a plain forward.
 
-    The plain forward has rows of the mean block's length, without padding, and fills a cache, as
-    encoding must; so its rate is what there is to reach.
+    The plain forward has batches of as many tokens, rows of the mean block's length, without
+    padding, and fills a cache, as encoding must; so its rate is what there is to reach.
 
     Args:
         model: any.
@@ -86,16 +84,22 @@ def _encode_rate(model: BlockModel, requests: Sequence[EncodeRequest]) -> float:
     started = time.perf_counter()
     for _ in model.encode(requests):
         pass
+    _wait_for(model.device)
     return sum(len(r.token_ids) for r in requests) / (time.perf_counter() - started)
 
 
 @torch.inference_mode()
 def _plain_rate(model: BlockModel, rows: Tensor) -> float:
     started = time.perf_counter()
-    for batch in torch.split(rows.to(model.device), max(1, ROW_TOKENS // rows.shape[1])):
+    for batch in torch.split(rows.to(model.device), max(1, model.batch_tokens // rows.shape[1])):
         model.hf_model(
             input_ids=batch, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1
         )
-    if rows.numel() and model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
+    _wait_for(model.device)
     return rows.numel() / (time.perf_counter() - started)
+
+
+def _wait_for(device: torch.device) -> None:
+    """Until the accelerator has done what was asked of it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -69,6 +69,8 @@ def measure_memory(
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     """The most bytes of tensors on ``device`` that ``work`` held at once, beside what was there."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"memory can be measured on cpu and cuda, found {device.type}")
     work()  # what the first run allocates to keep is not the request's
     if device.type == "cuda":
         torch.cuda.synchronize(device)

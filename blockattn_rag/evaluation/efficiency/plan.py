@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.evaluation.efficiency.shapes import prefill_flops
-from blockattn_rag.evaluation.efficiency.timing import check_sizes
+from blockattn_rag.evaluation.efficiency.timing import check_positive, check_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,9 @@ def footprint(config: Any, dtype: torch.dtype) -> Footprint:
 
     The model is built and run once on PyTorch's meta device, which computes shapes alone; so the
     figures hold for any architecture.
+
+    Raises:
+        UnsupportedModelError: its layers have no keys and values to store.
     """
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
@@ -84,6 +88,11 @@ def footprint(config: Any, dtype: torch.dtype) -> Footprint:
         model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
     weights = sum(parameter.numel() for parameter in model.parameters())
     layers: list[Any] = list(cache.layers)
+    if not layers or any(getattr(layer, "keys", None) is None for layer in layers):
+        raise UnsupportedModelError(
+            f"a {config.model_type} model has layers without keys and values; expected attention "
+            "in every layer"
+        )
     states = sum(t.numel() for layer in layers for t in (layer.keys, layer.values))
     return Footprint(weights * dtype.itemsize, states * dtype.itemsize)
 
@@ -119,6 +128,8 @@ def plan(
         top_k=top_k,
         question_tokens=question_tokens,
     )
+    speeds = {name: value for name, value in asdict(machine).items() if name.endswith("_per_s")}
+    check_positive(**speeds)
     config = config.get_text_config(decoder=True)
     model = footprint(config, dtype)
     passage = model.bytes_per_token * passage_tokens
@@ -154,8 +165,9 @@ def plan(
     )
 
 
-def measured_operations_per_s(dtype: torch.dtype, device: str, size: int = 1024) -> float:
+def measured_operations_per_s(dtype: torch.dtype, device: str) -> float:
     """Operations per second of a matrix product on this machine: what a forward comes near to."""
+    size = 8192 if device == "cuda" else 1024  # a GPU would hardly notice the smaller one
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = math.inf
     for _ in range(6):

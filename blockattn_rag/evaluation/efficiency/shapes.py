@@ -121,7 +121,8 @@ def prefill_flops(config: Any, new_tokens: int, cached_tokens: int = 0) -> float
     multiply-add; each token attends to the cached tokens and to the new ones up to itself.
 
     Args:
-        config: of a Llama-like transformers model (gated feed-forward layers).
+        config: of a Llama-like transformers model (gated feed-forward layers); of experts, those
+            that a token goes through are counted.
         new_tokens: tokens computed now.
         cached_tokens: tokens whose keys and values are there already.
     """
@@ -129,7 +130,16 @@ def prefill_flops(config: Any, new_tokens: int, cached_tokens: int = 0) -> float
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     attention = 2 * hidden * head_dim * (heads + kv_heads)  # q and output, k and v
-    weights = attention + 3 * hidden * config.intermediate_size
+    weights = attention + 3 * hidden * _active_width(config)
     pairs = new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2
     layer = 2 * new_tokens * weights + 4 * heads * head_dim * pairs
     return float(config.num_hidden_layers * layer + 2 * hidden * config.vocab_size)
+
+
+def _active_width(config: Any) -> int:
+    """Width of the feed-forward layer that a token goes through, all its experts together."""
+    experts = getattr(config, "num_experts_per_tok", None)
+    if not experts:
+        return int(config.intermediate_size)
+    each = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return int(experts * each + (getattr(config, "shared_expert_intermediate_size", None) or 0))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+import torch
+
 OnProgress = Callable[[int, int], None]
 """Called with runs done and all runs."""
 
@@ -68,6 +70,17 @@ def fields(spreads: Mapping[str, Spread], unit: str = "s") -> dict[str, float]:
     return row
 
 
+def check_positive(**values: float) -> None:
+    """Refuse what is not above 0.
+
+    Raises:
+        ValueError: naming the value.
+    """
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0, found {value}")
+
+
 def check_sizes(**sizes: int) -> None:
     """Refuse what is below 1.
 
@@ -79,9 +92,11 @@ def check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name} must be at least 1, found {value}")
 
 
-def machine() -> dict[str, Any]:
-    """What the figures depend on: processor, threads, accelerator, versions."""
-    import torch
+def machine(device: str | torch.device = "cpu") -> dict[str, Any]:
+    """What the figures depend on: processor, threads, accelerator, versions.
+
+    ``accelerator`` is the one that ``device`` names; None for the CPU.
+    """
 
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
     return {
@@ -89,9 +104,15 @@ def machine() -> dict[str, Any]:
         "system": platform.system(),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "accelerator": _accelerator(torch.device(device)),
         "versions": versions,
     }
+
+
+def _accelerator(device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return None
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def processor() -> str:

@@ -55,3 +55,18 @@ def test_a_model_that_cannot_share_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_sizes_below_one_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         measure_batch(tiny_engine(), **options)
+
+
+def test_an_engine_that_answers_one_by_one_is_refused() -> None:
+    engine = tiny_engine()
+    engine.model.hf_model.generation_config.repetition_penalty = 1.05
+    for measure in (measure_batch, measure_shared):
+        with pytest.raises(ValueError, match="is not answered in batches"):
+            measure(engine, [2])
+
+
+def test_answers_that_end_early_are_an_error() -> None:
+    engine = tiny_engine()
+    engine.model.hf_model.generation_config.eos_token_id = list(range(512))
+    with pytest.raises(ValueError, match="ended after 1 of 4 tokens"):
+        measure_shared(engine, [2], system_tokens=[16], context_tokens=8, new_tokens=4, repeats=1)

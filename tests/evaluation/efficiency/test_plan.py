@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MambaConfig
 
+from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.evaluation.efficiency.plan import Machine, footprint, plan
 from blockattn_rag.evaluation.efficiency.shapes import SHAPES, prefill_flops
 from tests.evaluation.efficiency.engines import tiny_engine
@@ -74,3 +75,14 @@ def test_weights_take_their_part_of_a_memory_that_may_be_too_small() -> None:
 def test_sizes_below_one_are_refused() -> None:
     with pytest.raises(ValueError, match="passages must be at least 1"):
         plan(LLAMA_8B, torch.bfloat16, Machine(1, 1), passages=0, passage_tokens=8)
+
+
+def test_speeds_of_zero_are_refused_by_name() -> None:
+    machine = Machine(GIB, GIB, disk_bytes_per_s=0)
+    with pytest.raises(ValueError, match="disk_bytes_per_s must be above 0, found 0"):
+        plan(LLAMA_8B, torch.bfloat16, machine, passages=1, passage_tokens=8)
+
+
+def test_a_model_without_keys_and_values_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="mamba model has layers without keys"):
+        footprint(MambaConfig(num_hidden_layers=1, hidden_size=16), torch.float32)

@@ -52,3 +52,11 @@ def test_unknown_shapes_and_types_are_refused() -> None:
         random_llama("7b", max_tokens=64)
     with pytest.raises(ValueError, match="floating type"):
         random_llama("tiny", max_tokens=64, dtype="int8")
+
+
+def test_of_experts_those_that_a_token_goes_through_are_counted() -> None:
+    dense = SimpleNamespace(**SHAPES["tiny"])
+    experts = SimpleNamespace(**{**SHAPES["tiny"], "intermediate_size": 32}, num_experts_per_tok=2)
+    assert prefill_flops(experts, 10) == prefill_flops(dense, 10)
+    small = SimpleNamespace(**SHAPES["tiny"], num_experts_per_tok=4, moe_intermediate_size=16)
+    assert prefill_flops(small, 10) == prefill_flops(dense, 10)
