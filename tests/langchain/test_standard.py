@@ -1,4 +1,4 @@
-"""LangChain's own tests of chat models, on the bundled model (a random one until it is there)."""
+"""LangChain's own tests of chat models, on the bundled model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
-from tests.langchain.conftest import (
-    bundled_block_model,
-    has_bundled_weights,
-    passages,
-    tiny_block_model,
-)
+from tests.langchain.conftest import bundled_block_model, passages
 
 Detail = Literal[
     "audio_input", "audio_output", "reasoning_output", "cache_read_input", "cache_creation_input"
@@ -31,14 +26,11 @@ class UnderTest:
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        model = bundled_block_model() if has_bundled_weights else tiny_block_model()
-        return {"engine": BlockAttentionEngine(model)}
+        return {"engine": BlockAttentionEngine(bundled_block_model())}
 
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
-        # The suite's 100 tokens are too many for a random model that never ends by itself.
-        longest = 40 if has_bundled_weights else 5
-        return {"temperature": 0, "max_tokens": longest, "stop": [], "timeout": 60}
+        return {"temperature": 0, "max_tokens": 40, "stop": [], "timeout": 60}
 
 
 class Usage:
