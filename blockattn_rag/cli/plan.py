@@ -95,12 +95,11 @@ def plan(
 def _config(model: str, dtype: str | None) -> tuple[Any, Any]:
     """The config of a model or shape, and the type of its keys and values."""
     import torch
-    from transformers import LlamaConfig
 
-    from blockattn_rag.evaluation.efficiency.shapes import SHAPES
+    from blockattn_rag.evaluation.efficiency.shapes import SHAPES, shape_config
     from blockattn_rag.model.loading import load_config
 
-    config = LlamaConfig(**SHAPES[model]) if model in SHAPES else load_config(model)
+    config = shape_config(model) if model in SHAPES else load_config(model)
     kind = getattr(torch, dtype, None) if dtype else config.dtype or torch.float32
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ValueError(f"dtype must name a floating type such as bfloat16, found {dtype!r}")

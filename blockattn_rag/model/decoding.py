@@ -133,6 +133,8 @@ def generate(
     """New tokens after ``ids``, of which ``cache`` already holds the first ones."""
     input_ids = torch.tensor([list(ids)], device=hf_model.device)
     arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
+    if cache is not None:
+        _check_no_draft(hf_model, arguments)
     if is_cancelled is not None:
         arguments = _with_step(arguments, is_cancelled)
     # Beam search has no tokens to hand out before it ends.
@@ -236,6 +238,20 @@ def _arguments(
     if "stop_strings" in sampling.extra:
         arguments["tokenizer"] = tokenizer
     return arguments | sampling.extra
+
+
+_DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+
+
+def _check_no_draft(hf_model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Refuse drafts: with a cache that it did not fill itself, ``generate`` gets them wrong."""
+    config: Any = arguments.get("generation_config", hf_model.generation_config)
+    asked = [n for n in _DRAFTS if arguments.get(n) or getattr(config, n, None)]
+    if asked:
+        raise ValueError(
+            f"{', '.join(asked)}: drafted tokens are not exact on stored blocks; leave it out, or "
+            "use mode='full'"
+        )
 
 
 def _beams(hf_model: PreTrainedModel, arguments: dict[str, Any]) -> int:

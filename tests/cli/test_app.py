@@ -92,7 +92,9 @@ def test_a_mistyped_model_folder_is_named(cli: Command) -> None:
 
 def test_ctrl_c_ends_with_one_line_and_status_130(tmp_path: Path) -> None:
     code = (
-        "import sys, time, blockattn_rag.cli.ask as ask\n"
+        "import signal, sys, time, blockattn_rag.cli.ask as ask\n"
+        # A shell's background jobs ignore it, and so would this process.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def wait(*a, **k):\n"
         "    print('ready', file=sys.stderr, flush=True)\n"
         "    time.sleep(60)\n"

@@ -34,9 +34,9 @@ FINAL_IDS = random_ids(FINAL, 99)
 
 
 def encoded(model: BlockModel, blocks: list[list[int]]) -> Context:
-    requests = [EncodeRequest(ids, str(i), "") for i, ids in enumerate(blocks)]
+    requests = [EncodeRequest(ids, str(ids), "") for ids in blocks]
     found = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
-    return place([found[str(i)] for i in range(len(blocks))])
+    return place([found[str(ids)] for ids in blocks])
 
 
 @pytest.fixture(scope="module")
@@ -254,17 +254,19 @@ def test_the_probe_notices_queries_that_are_not_turned(monkeypatch: pytest.Monke
     assert not BlockModel(tiny_model("llama"), tiny_tokenizer()).supports_relay
 
 
+@pytest.mark.parametrize("assembly", ["copy", "relay"])
+def test_drafted_tokens_are_refused_on_stored_blocks(
+    llama: BlockModel, assembly: Literal["copy", "relay"]
+) -> None:
+    context = encoded(llama, BLOCKS)
+    options = Sampling(max_new_tokens=8, extra={"prompt_lookup_num_tokens": 3})
+    cache = llama.cache_for(context, assembly=assembly)
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens: drafted tokens"):
+        llama.generate(context.token_ids, FINAL_IDS, options, cache=cache)
+
+
 def test_tokens_that_come_several_at_once_are_all_handed_out(llama: BlockModel) -> None:
     handed: list[int] = []
-    context = encoded(llama, BLOCKS)
-    plain, drafted = (
-        llama.generate(
-            context.token_ids,
-            FINAL_IDS,
-            Sampling(max_new_tokens=8, extra=extra),
-            cache=llama.cache_for(context, assembly="copy"),
-            on_token=on_token,
-        )
-        for extra, on_token in (({}, print), ({"prompt_lookup_num_tokens": 3}, handed.append))
-    )
-    assert plain == drafted == handed
+    options = Sampling(max_new_tokens=8, extra={"prompt_lookup_num_tokens": 3})
+    tokens = llama.generate(BLOCKS[0], FINAL_IDS, options, on_token=handed.append)
+    assert tokens == handed == llama.generate(BLOCKS[0], FINAL_IDS, Sampling(max_new_tokens=8))

@@ -53,6 +53,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 """Values for ``LlamaConfig``, by name."""
 
 
+def shape_config(shape: str, **settings: Any) -> Any:
+    """The transformers config of a shape."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**SHAPES[shape], **settings)
+
+
 def random_llama(
     shape: str, *, max_tokens: int, device: str = "auto", dtype: str = "float32", seed: int = 0
 ) -> PreTrainedModel:
@@ -68,14 +75,14 @@ def random_llama(
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM
 
     from blockattn_rag.model.loading import default_device
 
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ValueError(f"dtype must name a floating type such as float32, found {dtype!r}")
-    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=max_tokens)
+    config = shape_config(shape, max_position_embeddings=max_tokens)
     # No pre-filled answer ends early, and none is padded.
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     with torch.random.fork_rng(), torch.device(default_device() if device == "auto" else device):
