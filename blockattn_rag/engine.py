@@ -137,12 +137,21 @@ class BlockAttentionEngine:
 
     # -- ingestion ---------------------------------------------------------------------------
 
-    def encode(self, texts: Sequence[str | Block], *, show_progress: bool = False) -> list[str]:
-        """Compute and store the KV of texts that are not stored yet; their handles, in order."""
+    def encode(
+        self, texts: Sequence[str | Block] | BlockPrompt, *, show_progress: bool = False
+    ) -> list[str]:
+        """Compute and store the KV of texts that are not stored yet; their handles, in order.
+
+        Of a ``BlockPrompt``, the context is encoded, its first block as the beginning of a prompt:
+        a block of its own, since it holds the BOS token.
+        """
         if isinstance(texts, str):
             raise TypeError("encode takes a list of texts, found one str; pass [text]")
-        blocks = [text if isinstance(text, Block) else Block(text) for text in texts]
-        self.precompute(blocks, show_progress=show_progress)
+        given = texts.context if isinstance(texts, BlockPrompt) else texts
+        blocks = [text if isinstance(text, Block) else Block(text) for text in given]
+        self._fetcher.precompute(
+            blocks, as_prompt=isinstance(texts, BlockPrompt), show_progress=show_progress
+        )
         return [block.handle for block in blocks]
 
     def precompute(

@@ -111,6 +111,7 @@ class BlockFetcher:
         self,
         blocks: Sequence[Block],
         *,
+        as_prompt: bool = False,
         show_progress: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
         batch_tokens: int | None = None,
@@ -119,12 +120,17 @@ class BlockFetcher:
         interruption loses one batch at most.
 
         Args:
+            as_prompt: the first of the blocks begins a prompt, and so holds the BOS token.
             on_progress: called with (blocks done, distinct blocks in all).
             batch_tokens: tokens of one encoding batch, padding included.
         """
         started = time.perf_counter()
-        distinct = {b.digest(first=False): b for b in blocks}
-        wanted = [_Wanted(digest, block, False) for digest, block in distinct.items()]
+        each = [
+            _Wanted(self._digest(block, first), block, first)
+            for index, block in enumerate(blocks)
+            for first in (as_prompt and index == 0,)
+        ]
+        wanted = list({one.digest: one for one in each}.values())
         absent = [one for one in wanted if self._key(one.digest) not in self._store]
         stats = EncodeStats(reused=len(wanted) - len(absent))
         done = stats.reused

@@ -378,3 +378,12 @@ def test_threads_that_stream_at_once_get_their_own_answers(engine: BlockAttentio
     for thread in threads:
         thread.join(60)
     assert [found[index] for index in range(len(prompts))] == expected
+
+
+def test_a_prompt_is_encoded_with_its_beginning() -> None:
+    engine = BlockAttentionEngine(BlockModel(tiny_model("llama"), tiny_tokenizer()))
+    prompt = BlockPrompt((Block(A), Block(B)), Q)
+    assert engine.encode(prompt) == [Block(A).handle, Block(B).handle]
+    stats = engine.generate(prompt, max_new_tokens=1, on_miss="error").stats
+    assert (stats.hits, stats.misses) == (2, 0)
+    assert engine.store.stats().entries == 2

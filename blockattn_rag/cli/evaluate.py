@@ -28,7 +28,14 @@ if TYPE_CHECKING:
 
 def evaluate(
     model: Annotated[str, typer.Option(help=ModelArgument, callback=existing_model)],
-    data: Annotated[Path, typer.Option(help="Questions with passages: .jsonl or .jsonl.gz.")],
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="Questions, .jsonl or .jsonl.gz; a line: "
+            '{"id": "1", "question": "...", "answers": ["..."], '
+            '"passages": [{"title": "...", "text": "...", "gold": true}]}'
+        ),
+    ],
     modes: Annotated[
         str, typer.Option(help="Of full, block, block-composite, closed-book; commas between.")
     ] = "full,block",

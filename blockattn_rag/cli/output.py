@@ -46,7 +46,9 @@ def emit(as_json: bool, data: dict[str, Any], *shown: RenderableType) -> None:
         typer.echo(json.dumps(data, ensure_ascii=True, allow_nan=False))
         return
     for renderable in shown:
-        stdout.print(renderable, highlight=False, soft_wrap=isinstance(renderable, str))
+        # Square brackets in passages, names and answers are text, not markup.
+        plain = isinstance(renderable, str)
+        stdout.print(renderable, highlight=False, markup=not plain, soft_wrap=plain)
 
 
 def table(

@@ -163,3 +163,12 @@ def test_chroma_is_asked_for_no_embedding_of_its_own(database: Path, model: Path
     collection = Database.open(database).collection
     [metadata] = collection.get(include=["metadatas"])["metadatas"] or []
     assert len(str(metadata["kv_handle"])) == 32
+
+
+def test_square_brackets_in_a_passage_are_text(cli: Command, model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "brackets.txt"
+    text.write_text("[/bold] The depth is 45 feet. [link=x] [red]", encoding="utf-8")
+    assert cli("ingest", text, "--db", tmp_path / "db", "--model", model).status == 0
+    output = cli("ask", "How deep?", "--db", tmp_path / "db", "--max-new-tokens", 2)
+    assert output.status == 0, output.stderr
+    assert "[/bold] The depth is 45 feet. [link=x] [red]" in output.stdout
