@@ -43,7 +43,7 @@ def write_texts(folder: Path, count: int) -> None:
 def kill_once(texts: Path, db: Path, delay_s: float) -> bool:
     """Start an ingestion and kill it; whether it was still running."""
     process = subprocess.Popen(
-        [*COMMAND, "ingest", str(texts), "--db", str(db), "--json"],
+        [*COMMAND, "ingest", str(texts), "--model", "bundled", "--db", str(db), "--json"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -66,7 +66,7 @@ def main() -> int:
         texts.mkdir()
         write_texts(texts, options.files)
         started = time.perf_counter()
-        run("ingest", str(texts), "--db", str(Path(folder, "whole")))
+        run("ingest", str(texts), "--model", "bundled", "--db", str(Path(folder, "whole")))
         whole_s = time.perf_counter() - started
         interrupted, damaged, entries = 0, 0, []
         for _ in range(options.kills):
@@ -75,8 +75,8 @@ def main() -> int:
                 report = run("store", "verify", str(db / "kv"))
                 damaged += len(report["damaged"])
                 entries.append(report["ok"])
-        last = run("ingest", str(texts), "--db", str(db))
-        again = run("ingest", str(texts), "--db", str(db))
+        last = run("ingest", str(texts), "--model", "bundled", "--db", str(db))
+        again = run("ingest", str(texts), "--model", "bundled", "--db", str(db))
     result = {
         "uninterrupted_s": whole_s,
         "kills": options.kills,
