@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blockattn_rag.blocks import Block, BlockPrompt
 from blockattn_rag.fetch import BlockFetcher, EncodeStats, OnMiss
@@ -19,10 +18,10 @@ from blockattn_rag.generation import (
     GenerationChunk,
     Mode,
     ReuseStats,
-    Sampling,
 )
 from blockattn_rag.kv import Assembly, Context, Positions, place
 from blockattn_rag.model import BlockModel
+from blockattn_rag.request import Prompt, Request, Reuse
 from blockattn_rag.store import DEFAULT_RESIDENT_BYTES, KVStore, open_store
 from blockattn_rag.streams import stream_from_thread
 
@@ -31,22 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger("blockattn_rag")
-
-Prompt = BlockPrompt | Sequence["str | Block"]
-
-_SAMPLING_FIELDS = {field.name for field in fields(Sampling)} - {"extra"}
-
-
-class _Request(NamedTuple):
-    """One question to the engine, checked."""
-
-    prompt: BlockPrompt
-    mode: Mode
-    positions: Positions
-    on_miss: OnMiss
-    assembly: Assembly
-    sampling: Sampling
-    started: float
 
 
 class _Prepared(NamedTuple):
@@ -100,9 +83,7 @@ class BlockAttentionEngine:
     ) -> None:
         self.model = model
         self.store = open_store(store)
-        self.on_miss = _one_of("on_miss", on_miss, OnMiss)
-        self.positions = _one_of("positions", positions, Positions)
-        self.assembly = _one_of("assembly", assembly, Assembly)
+        self.reuse = Reuse(on_miss, positions, assembly).checked()
         self._lock = threading.Lock()
         self._fetcher = BlockFetcher(model, self.store, self._lock, resident_bytes)
         self._warned = False
@@ -147,24 +128,28 @@ class BlockAttentionEngine:
         """
         if isinstance(texts, str):
             raise TypeError("encode takes a list of texts, found one str; pass [text]")
+        as_prompt = isinstance(texts, BlockPrompt)
         given = texts.context if isinstance(texts, BlockPrompt) else texts
         blocks = [text if isinstance(text, Block) else Block(text) for text in given]
-        self._fetcher.precompute(
-            blocks, as_prompt=isinstance(texts, BlockPrompt), show_progress=show_progress
-        )
+        self.precompute(blocks, as_prompt=as_prompt, show_progress=show_progress)
         return [block.handle for block in blocks]
 
     def precompute(
         self,
         blocks: Sequence[Block],
         *,
+        as_prompt: bool = False,
         show_progress: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
         batch_tokens: int | None = None,
     ) -> EncodeStats:
         """``encode`` with figures of what was done; see ``BlockFetcher.precompute``."""
         return self._fetcher.precompute(
-            blocks, show_progress=show_progress, on_progress=on_progress, batch_tokens=batch_tokens
+            blocks,
+            as_prompt=as_prompt,
+            show_progress=show_progress,
+            on_progress=on_progress,
+            batch_tokens=batch_tokens,
         )
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
@@ -205,11 +190,19 @@ class BlockAttentionEngine:
             ContextOverflowError: the prompt does not fit in the model's context window.
             MissError: a block is not stored and ``on_miss`` is ``"error"``.
         """
-        sampling = Sampling(
-            max_new_tokens, temperature, top_p, top_k, tuple(_strings(stop)), seed, generate_kwargs
-        )
-        own = {"positions": positions, "on_miss": on_miss, "assembly": assembly}
-        request = self._request(prompt, mode, own, sampling)
+        options = {
+            "mode": mode,
+            "positions": positions,
+            "on_miss": on_miss,
+            "assembly": assembly,
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "stop": stop,
+            "seed": seed,
+        }
+        request = self._request(prompt, options | generate_kwargs)
         return self._answer(request, self._prepare(request))
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[GenerationChunk]:
@@ -218,7 +211,7 @@ class BlockAttentionEngine:
         The last chunk carries the whole ``Generation``. Leaving the iterator early ends the
         generation and frees the model.
         """
-        request = self._request_from(prompt, options)
+        request = self._request(prompt, options)
         return stream_from_thread(
             lambda on_text, is_cancelled: self._answer(
                 request, self._prepare(request), on_text, is_cancelled
@@ -234,7 +227,7 @@ class BlockAttentionEngine:
         models with sliding windows, seeded sampling, and options that look back at the prompt
         (beams, penalties) are answered one by one. Times are those of the whole batch.
         """
-        requests = [self._request_from(prompt, options) for prompt in prompts]
+        requests = [self._request(prompt, options) for prompt in prompts]
         answers: list[Generation] = []
         for at in range(0, len(requests), batch_size):
             answers += self._answer_batch(requests[at : at + batch_size])
@@ -242,29 +235,9 @@ class BlockAttentionEngine:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _request_from(self, prompt: Prompt, options: dict[str, Any]) -> _Request:
-        """``generate``'s keyword arguments, sorted into what each part takes."""
-        rest = dict(options)
-        mode = rest.pop("mode", "block")
-        own = {name: rest.pop(name, None) for name in ("positions", "on_miss", "assembly")}
-        named = {name: rest.pop(name) for name in _SAMPLING_FIELDS & rest.keys()}
-        named["stop"] = tuple(_strings(named.get("stop", ())))
-        return self._request(prompt, mode, own, Sampling(**named, extra=rest))
-
-    def _request(
-        self, prompt: Prompt, mode: Mode, own: dict[str, Any], sampling: Sampling
-    ) -> _Request:
-        """Check a request; ``own`` holds what overrides the engine's settings, or None."""
-        request = _Request(
-            prompt if isinstance(prompt, BlockPrompt) else BlockPrompt.from_texts(prompt),
-            _one_of("mode", mode, Mode),
-            _one_of("positions", own["positions"] or self.positions, Positions),
-            _one_of("on_miss", own["on_miss"] or self.on_miss, OnMiss),
-            _one_of("assembly", own["assembly"] or self.assembly, Assembly),
-            sampling,
-            time.perf_counter(),
-        )
-        if mode == "block" and request.prompt.context:
+    def _request(self, prompt: Prompt, options: Mapping[str, Any]) -> Request:
+        request = Request.parse(prompt, options, self.reuse)
+        if request.mode == "block" and request.prompt.context:
             self._warn_if_untuned()
         return request
 
@@ -280,7 +253,7 @@ class BlockAttentionEngine:
             self.model.name,
         )
 
-    def _prepare(self, request: _Request) -> _Prepared:
+    def _prepare(self, request: Request) -> _Prepared:
         """Tokenise the prompt (full mode), or fetch and place its blocks (block mode)."""
         prompt, tokenizer = request.prompt, self.model.tokenizer
         if request.mode == "full":
@@ -291,8 +264,8 @@ class BlockAttentionEngine:
             return _Prepared(context_ids, ids.final, None, limit, stats)
         started = time.perf_counter()
         context, final = self._with_final_tokens(prompt)
-        blocks, hits, misses, missed_tokens = self._fetcher.fetch(context, request.on_miss)
-        placed = place(blocks, request.positions)
+        blocks, hits, misses, missed_tokens = self._fetcher.fetch(context, request.reuse.on_miss)
+        placed = place(blocks, request.reuse.positions)
         limit = self.model.room_for(placed.num_tokens + len(final), request.sampling)
         stats = ReuseStats(
             "block",
@@ -317,7 +290,7 @@ class BlockAttentionEngine:
 
     def _answer(
         self,
-        request: _Request,
+        request: Request,
         prepared: _Prepared,
         on_text: Callable[[str], object] = _ignore,
         is_cancelled: Callable[[], bool] = _never,
@@ -334,7 +307,7 @@ class BlockAttentionEngine:
             if is_cancelled():  # while waiting for the model
                 return self._generation(answer, [], prepared, clock)
             clock.assembling = time.perf_counter()
-            cache = self._cache([prepared], request.assembly)
+            cache = self._cache([prepared], request.reuse.assembly)
             clock.prefilling = time.perf_counter()
             ids = self.model.generate(
                 prepared.context_ids,
@@ -351,7 +324,7 @@ class BlockAttentionEngine:
             on_text(rest)
         return self._generation(answer, ids, prepared, clock)
 
-    def _answer_batch(self, requests: Sequence[_Request]) -> list[Generation]:
+    def _answer_batch(self, requests: Sequence[Request]) -> list[Generation]:
         prepared = [self._prepare(request) for request in requests]
         sampling, clock = requests[0].sampling, Clock(requests[0].started)
         limits = {one.limit for one in prepared}
@@ -359,7 +332,7 @@ class BlockAttentionEngine:
             return [self._answer(*pair) for pair in zip(requests, prepared, strict=True)]
         with self._lock:
             clock.assembling = time.perf_counter()
-            cache = self._cache(prepared, requests[0].assembly)
+            cache = self._cache(prepared, requests[0].reuse.assembly)
             clock.prefilling = time.perf_counter()
             rows = self.model.generate_batch(
                 [(p.context_ids, p.final_ids) for p in prepared],
@@ -393,16 +366,3 @@ class BlockAttentionEngine:
         stopped = answer.stopped or ended or len(ids) < prepared.limit
         stats = clock.complete(prepared.stats, len(ids))
         return Generation(answer.text, ids, "stop" if stopped else "length", stats)
-
-
-_T = TypeVar("_T")
-
-
-def _strings(stop: Sequence[str]) -> Sequence[str]:
-    return [stop] if isinstance(stop, str) else stop or ()
-
-
-def _one_of(name: str, value: _T, literal: Any) -> _T:
-    if value not in get_args(literal):
-        raise ValueError(f"{name} must be one of {', '.join(get_args(literal))}; found {value!r}")
-    return value

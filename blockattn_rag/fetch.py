@@ -125,10 +125,10 @@ class BlockFetcher:
             batch_tokens: tokens of one encoding batch, padding included.
         """
         started = time.perf_counter()
+        firsts = [as_prompt and index == 0 for index in range(len(blocks))]
         each = [
             _Wanted(self._digest(block, first), block, first)
-            for index, block in enumerate(blocks)
-            for first in (as_prompt and index == 0,)
+            for block, first in zip(blocks, firsts, strict=True)
         ]
         wanted = list({one.digest: one for one in each}.values())
         absent = [one for one in wanted if self._key(one.digest) not in self._store]

@@ -230,7 +230,7 @@ class RelayPlan:
         tail_mask = _fold_mask(tail_mask, groups)
         tail = attend(_fold(query, groups), tail_key, tail_value, scale, tail_mask)
         parts = [*self._attend_blocks(layer, query, groups, scale), tail]
-        whole = merge(*map(torch.stack, zip(*parts, strict=True))) if len(parts) > 1 else tail
+        whole = merge(parts) if len(parts) > 1 else tail
         return _unfold(whole.output, query).to(query.dtype)
 
     def _attend_blocks(self, layer: int, query: Tensor, groups: int, scale: float) -> list[Partial]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from blockattn_rag.attention import (
     attend,
     attend_cpu,
     attend_cuda,
+    attend_matmul,
     attend_plain,
     merge,
 )
@@ -87,6 +89,22 @@ def test_each_backend_stays_within_the_rounding_of_its_type(
     assert (found.lse - expected.lse).abs().max() <= budget(dtype, 40)
 
 
+@pytest.mark.parametrize("spread", [1.0, 1e3])
+def test_a_question_over_a_long_block_is_attended_by_matrix_products_as_exactly(
+    spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A spread of 1000 puts scores far beyond what exp can take as it stands.
+    query = random(1, KV_HEADS, 20, SIZE) * spread
+    key, value = random(1, KV_HEADS, 600, SIZE, seed=1), random(1, KV_HEADS, 600, SIZE, seed=2)
+    spy = Mock(wraps=attend_matmul)
+    monkeypatch.setattr("blockattn_rag.attention.attend_matmul", spy)
+    found = attend_cpu(query, key, value, 0.25, None)
+    expected = exact(query, key, value, 0.25, None)
+    spy.assert_called_once()
+    assert (found.output - expected.output).abs().max() <= budget(torch.float32, 600) * spread
+    assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 600) * spread
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_query_that_sees_nothing_has_output_zero_and_minus_infinity(
     backend: Callable[..., Partial],
@@ -112,7 +130,7 @@ def test_parts_merge_to_attention_over_the_whole() -> None:
     whole = exact(query, key, value, 0.25, None)
     cuts = [slice(0, 1), slice(1, 30), slice(30, 60)]
     parts = [attend(query, key[:, :, cut], value[:, :, cut], 0.25) for cut in cuts]
-    merged = merge(torch.stack([p.output for p in parts]), torch.stack([p.lse for p in parts]))
+    merged = merge(parts)
     assert (merged.output - whole.output).abs().max() <= budget(torch.float32, 60)
     assert (merged.lse - whole.lse).abs().max() <= budget(torch.float32, 60)
 
@@ -120,7 +138,7 @@ def test_parts_merge_to_attention_over_the_whole() -> None:
 def test_merging_with_parts_that_see_nothing_changes_nothing_and_stays_finite() -> None:
     outputs, lses = random(3, 2, 4), torch.tensor([[1.0, -math.inf]] * 3)
     lses[1:] = -math.inf
-    merged = merge(outputs, lses)
+    merged = merge([Partial(*part) for part in zip(outputs, lses, strict=True)])
     torch.testing.assert_close(merged.output[0], outputs[0, 0])
     assert merged.output.isfinite().all()
     assert merged.lse.tolist() == [1.0, -math.inf]

@@ -33,7 +33,8 @@ FLOORS = {
     "model": "blocks errors generation kv reference relay_plan rope tokenization",
     "fetch": "blocks errors kv model store",
     "streams": "generation",
-    "engine": "blocks fetch generation kv model store streams",
+    "request": "blocks fetch generation kv",
+    "engine": "blocks fetch generation kv model request store streams",
 }
 FRAMEWORKS = {"llama_index", "langchain", "langchain_core", "langchain_chroma", "chromadb"}
 # Where the seam to transformers is.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -45,7 +45,7 @@ class Plan:
 
     warm_up_steps: int = 1_000
     task_steps: int = 5_600
-    late_steps: int = 5_600
+    late_steps: int = 8_000
     block_samples: int = 2_000
     block_rate: float = 3e-4
     probe_samples: int = 24
@@ -100,16 +100,15 @@ def learn_task(
 ) -> list[float]:
     """Stage 2: whole prompts, longer and longer, among ever fewer rows of the warm-up."""
     passages, longest_frame = curriculum(0.0)
-    rng = writer.rng
-    drills = [_batches(write) for write in (writer.facts, writer.numbers)]
-    scenes = _batches(lambda: writer.scene(passages, longest_frame))
+    mixed = _fading(
+        (writer.facts, writer.numbers), (0.65, 0.35), 0.2,
+        lambda: writer.scene(passages, longest_frame), writer.rng,
+    )  # fmt: skip
 
     def source(progress: float) -> list[Row]:
         nonlocal passages, longest_frame
         passages, longest_frame = curriculum(progress)
-        if rng.random() < 0.2 * (1 - progress):
-            return next(rng.choices(drills, (0.65, 0.35))[0])
-        return next(scenes)
+        return mixed(progress)
 
     return trainer.run(source, steps, lambda progress: _cosine(progress, 1.0), minutes, probe)
 
@@ -119,16 +118,29 @@ def learn_late(
 ) -> list[float]:
     """Stage 3: mostly comparisons and order, which are learned long after the plain look-up: both
     need to tell the first of two things from the second."""
-    rng = writer.rng
-    drills = [_batches(lambda: writer.facts(again=1.0)), _batches(writer.numbers)]
-    scenes = _batches(lambda: writer.scene((2, 10), lookups=3, editions=0.8))
+    source = _fading(
+        (lambda: writer.facts(again=1.0), writer.numbers), (0.6, 0.4), 0.25,
+        lambda: writer.scene((2, 10), lookups=4, editions=0.8), writer.rng,
+    )  # fmt: skip
+    return trainer.run(source, steps, lambda progress: _cosine(progress, 0.6), minutes, probe)
+
+
+def _fading(
+    drills: Sequence[Callable[[], Row]],
+    weights: Sequence[float],
+    share: float,
+    scene: Callable[[], Row],
+    rng: random.Random,
+) -> Callable[[float], list[Row]]:
+    """Batches of whole prompts, a ``share`` of them drills at first and none at the end."""
+    drilling, scenes = [_batches(write) for write in drills], _batches(scene)
 
     def source(progress: float) -> list[Row]:
-        if rng.random() < 0.25 * (1 - progress):
-            return next(rng.choices(drills, (0.6, 0.4))[0])
+        if rng.random() < share * (1 - progress):
+            return next(rng.choices(drilling, weights)[0])
         return next(scenes)
 
-    return trainer.run(source, steps, lambda progress: _cosine(progress, 0.6), minutes, probe)
+    return source
 
 
 def _batches(write: Callable[[], Row]) -> Iterator[list[Row]]:

@@ -1,0 +1,45 @@
+"""What a database's passages were read from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blockattn_rag.cli.documents import SOURCE_KEY
+
+if TYPE_CHECKING:
+    from chromadb.api.models.Collection import Collection
+
+_PASSAGES_PER_CALL = 1_000
+_SOURCES_PER_CALL = 100
+
+
+def all_sources(collection: Collection) -> list[str]:
+    """Every source that passages of the collection name, sorted."""
+    found: set[str] = set()
+    for at in range(0, collection.count(), _PASSAGES_PER_CALL):
+        page = collection.get(include=["metadatas"], limit=_PASSAGES_PER_CALL, offset=at)
+        found.update(
+            str(data[SOURCE_KEY]) for data in page["metadatas"] or () if SOURCE_KEY in data
+        )
+    return sorted(found)
+
+
+def vanished_sources(collection: Collection) -> list[str]:
+    """Files that are no longer there, though their passages are."""
+    names = all_sources(collection)
+    return [name for name in names if Path(name).is_absolute() and not Path(name).exists()]
+
+
+def ids_of(collection: Collection, sources: Sequence[str]) -> Iterator[str]:
+    """Ids of the passages that come from these sources."""
+    for at in range(0, len(sources), _SOURCES_PER_CALL):
+        where: Any = {SOURCE_KEY: {"$in": list(sources[at : at + _SOURCES_PER_CALL])}}
+        yield from collection.get(where=where, include=[])["ids"]
+
+
+def delete_passages(collection: Collection, ids: Sequence[str]) -> None:
+    """Delete passages, in calls that Chroma takes."""
+    for at in range(0, len(ids), _PASSAGES_PER_CALL):
+        collection.delete(ids=list(ids[at : at + _PASSAGES_PER_CALL]))
