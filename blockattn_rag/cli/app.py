@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from blockattn_rag import __version__
-from blockattn_rag.cli import ask, bench, check, demo, evaluate, ingest, plan, store, train
+from blockattn_rag.cli import ask, bench, check, demo, evaluate, ingest, plan, remove, store, train
 from blockattn_rag.cli.output import fail
 
 INTERRUPTED = 130
@@ -63,6 +63,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("ingest")(ingest.ingest)
+app.command("remove")(remove.remove)
 app.command("ask")(ask.ask)
 app.command("check")(check.check)
 app.command("train")(train.train)

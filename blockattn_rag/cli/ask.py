@@ -36,7 +36,7 @@ def ask(
         ),
     ] = None,
     mode: ModeOption = Mode.block,
-    top_k: Annotated[int, typer.Option(min=1, help="Passages to retrieve.")] = 5,
+    top_k: Annotated[int, typer.Option(min=1, max=200, help="Passages to retrieve.")] = 5,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
@@ -74,8 +74,11 @@ def _sources(answer: Answer) -> list[str]:
 
 def reuse_line(answer: Answer) -> str:
     """What an answer reused, in one line."""
+    tokens = answer.reused_tokens + answer.computed_tokens
+    first = f"first token after {duration(answer.ttft_s)}"
+    if answer.mode == "full":
+        return f"full mode: nothing reused, {tokens} prompt tokens computed; {first}"
     return (
-        f"{answer.mode} mode: {answer.hits} blocks reused, {answer.misses} computed; "
-        f"{answer.reused_tokens} of {answer.reused_tokens + answer.computed_tokens} prompt tokens "
-        f"reused; first token after {duration(answer.ttft_s)}"
+        f"block mode: {answer.hits} blocks reused, {answer.misses} computed; "
+        f"{answer.reused_tokens} of {tokens} prompt tokens reused; {first}"
     )

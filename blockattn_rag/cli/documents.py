@@ -77,7 +77,10 @@ def _read(file: Path) -> list[Document]:
     if file.suffix.lower() not in SimpleDirectoryReader.supported_suffix_fn():
         with file.open("rb") as raw:
             if b"\0" in raw.read(_SNIFFED_BYTES):
-                raise UnreadableFileError(f"{file}: a binary file that no reader knows")
+                raise UnreadableFileError(
+                    f"{file}: binary, in no format that a reader knows (text in UTF-16 must be "
+                    "saved as UTF-8)"
+                )
     try:
         reader = SimpleDirectoryReader(input_files=[file], filename_as_id=True, raise_on_error=True)
         found = reader.load_data()

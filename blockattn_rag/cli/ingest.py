@@ -13,6 +13,7 @@ from blockattn_rag.cli.documents import load_documents
 from blockattn_rag.cli.names import existing_model
 from blockattn_rag.cli.output import JsonOption, ModelArgument, duration, emit, note, size, working
 from blockattn_rag.cli.rag import ingest_documents
+from blockattn_rag.cli.sources import vanished_sources
 
 
 def ingest(
@@ -53,6 +54,13 @@ def ingest(
             note(f"left out: {reason}")
         database = Database.create(db, wanted, device=device, dtype=dtype)
         report = ingest_documents(database, loaded.documents)
+        vanished = vanished_sources(database.collection)
+    if vanished:
+        others = f" and {len(vanished) - 3} more" if len(vanished) > 3 else ""
+        note(
+            f"note: no longer on disk, but still in {db}: {', '.join(vanished[:3])}{others}; "
+            f"`blockattn-rag remove PATH --db {db}` removes them"
+        )
     data = {
         **asdict(report),
         "db": str(db),
@@ -60,6 +68,7 @@ def ingest(
         "fingerprint": database.manifest.fingerprint,
         "embedding": database.manifest.embedding,
         "collection": database.manifest.collection,
+        "vanished": vanished,
         "skipped": [{"file": str(file), "reason": reason} for file, reason in loaded.skipped],
     }
     emit(

@@ -86,12 +86,17 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds for people: ``45 ms``, ``1.20 s``."""
+    """Seconds for people: ``45 ms``, ``1.20 s``, ``3.5 h``."""
     if seconds is None:
         return "-"
     if seconds < 0.01:
         return f"{seconds * 1000:.1f} ms"
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    for unit, length_s, most in (("s", 1, 300), ("min", 60, 300), ("h", 3600, 72)):
+        if (count := seconds / length_s) < most:
+            return f"{count:.2f} {unit}" if unit == "s" else f"{count:.1f} {unit}"
+    return f"{seconds / 86400:.1f} days"
 
 
 def percent(share: float | None) -> str:

@@ -31,7 +31,10 @@ def plan(
     top_k: Annotated[int, typer.Option(min=1, help="Passages in a prompt.")] = 10,
     question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 50,
     dtype: Annotated[
-        str | None, typer.Option(help="Of keys and values; the model's own if not given.")
+        str | None,
+        typer.Option(
+            help="Of keys and values; if not given, float32 on a CPU, on a GPU the model's own."
+        ),
     ] = None,
     gpu_memory: Annotated[
         float | None, typer.Option(min=0, help="GiB of the GPU's memory; without, CPU alone.")
@@ -61,7 +64,13 @@ def plan(
         from blockattn_rag.evaluation.efficiency.plan import Machine, measured_operations_per_s
         from blockattn_rag.evaluation.efficiency.plan import plan as make_plan
 
-        config, kind = _config(model, dtype)
+        for option, value in (
+            ("--tflops", tflops), ("--bandwidth", bandwidth),
+            ("--transfer", transfer), ("--disk-speed", disk_speed),
+        ):  # fmt: skip
+            if value == 0:
+                raise typer.BadParameter("must be above 0", param_hint=option)
+        config, kind = _config(model, dtype, on_gpu=gpu_memory is not None)
         if tflops is None and gpu_memory is not None and not torch.cuda.is_available():
             raise ValueError(
                 "--gpu-memory was given, but no GPU is here to measure: add --tflops with what "
@@ -92,15 +101,16 @@ def plan(
     emit(as_json, {**settings, **found.to_dict()}, *_shown(settings, found, machine))
 
 
-def _config(model: str, dtype: str | None) -> tuple[Any, Any]:
-    """The config of a model or shape, and the type of its keys and values."""
+def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
+    """The config of a model or shape, and the type of its keys and values as it will be loaded."""
     import torch
 
     from blockattn_rag.evaluation.efficiency.shapes import SHAPES, shape_config
     from blockattn_rag.model.loading import load_config
 
     config = shape_config(model) if model in SHAPES else load_config(model)
-    kind = getattr(torch, dtype, None) if dtype else config.dtype or torch.float32
+    own = config.dtype or torch.bfloat16
+    kind = getattr(torch, dtype, None) if dtype else own if on_gpu else torch.float32
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ValueError(f"dtype must name a floating type such as bfloat16, found {dtype!r}")
     return config, kind

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.cli.documents import SOURCE_KEY
+from blockattn_rag.cli.sources import delete_passages, ids_of
 
 if TYPE_CHECKING:
     from chromadb.api import ClientAPI
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 _ADD_BATCH = 512
 """Passages embedded at once: bounds what an interruption loses."""
-
-_SOURCES_PER_QUERY = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,21 +126,14 @@ def _synchronise(
     from blockattn_rag.llama_index import add_nodes
 
     sources = sorted({str(node.metadata[SOURCE_KEY]) for node in passages})
-    existing = set(_ids_of(collection, sources))
+    existing = set(ids_of(collection, sources))
     new = [node for node in passages if node.node_id not in existing]
     vectors = ChromaVectorStore(chroma_collection=collection)
     for start in range(0, len(new), _ADD_BATCH):
         add_nodes(vectors, embedding(new[start : start + _ADD_BATCH]), client)
     stale = sorted(existing - {node.node_id for node in passages})
-    for start in range(0, len(stale), _ADD_BATCH):
-        collection.delete(ids=stale[start : start + _ADD_BATCH])
+    delete_passages(collection, stale)
     return len(new), len(stale)
-
-
-def _ids_of(collection: Collection, sources: Sequence[str]) -> Iterator[str]:
-    for start in range(0, len(sources), _SOURCES_PER_QUERY):
-        where: Any = {SOURCE_KEY: {"$in": list(sources[start : start + _SOURCES_PER_QUERY])}}
-        yield from collection.get(where=where, include=[])["ids"]
 
 
 @dataclass(frozen=True, slots=True)

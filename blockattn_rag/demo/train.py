@@ -45,7 +45,7 @@ class Plan:
 
     warm_up_steps: int = 1_000
     task_steps: int = 5_600
-    late_steps: int = 8_000
+    late_steps: int = 5_600
     block_samples: int = 2_000
     block_rate: float = 3e-4
     probe_samples: int = 24
@@ -120,7 +120,7 @@ def learn_late(
     need to tell the first of two things from the second."""
     source = _fading(
         (lambda: writer.facts(again=1.0), writer.numbers), (0.6, 0.4), 0.25,
-        lambda: writer.scene((2, 10), lookups=4, editions=0.8), writer.rng,
+        lambda: writer.scene((2, 10), lookups=3, editions=0.8), writer.rng,
     )  # fmt: skip
     return trainer.run(source, steps, lambda progress: _cosine(progress, 0.6), minutes, probe)
 

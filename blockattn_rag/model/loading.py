@@ -10,11 +10,22 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 BUNDLED = "bundled"
+_MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 def resolve_name(model: str | Path) -> str:
-    """The path behind ``"bundled"``, or the name as it stands."""
+    """The path behind ``"bundled"``, or the name as it stands.
+
+    Raises:
+        FileNotFoundError: a folder without a model.
+    """
     if str(model) != BUNDLED:
+        folder = Path(model)
+        if folder.is_dir() and not any((folder / name).is_file() for name in _MODEL_FILES):
+            raise FileNotFoundError(
+                f"{folder} holds no model: expected {' or '.join(_MODEL_FILES)} there, as "
+                "save_pretrained writes them"
+            )
         return str(model)
     from blockattn_rag.demo import bundled_model_path
 

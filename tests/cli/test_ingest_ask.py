@@ -115,6 +115,8 @@ def test_full_mode_reuses_nothing(cli: Command, database: Path) -> None:
     answer = cli(*command, "--mode", "full").json
     assert (answer["mode"], answer["hits"], answer["reused_tokens"]) == ("full", 0, 0)
     assert cli(*command, "--mode", "fast").status == 2
+    shown = cli(*command[:-1], "--mode", "full").stdout
+    assert "full mode: nothing reused, " in shown
 
 
 def test_another_model_computes_the_passages_and_says_so(

@@ -161,6 +161,18 @@ def test_plan_asks_for_the_speed_of_a_gpu_that_is_not_here(
     assert (output.status, "add --tflops" in output.stderr) == (1, True)
 
 
+def test_plan_counts_in_the_type_that_the_model_will_be_loaded_in(cli: Command) -> None:
+    command = ("plan", "--passages", 10, "--model", "135m", "--tflops", 1, "--json")
+    assert cli(*command).json["dtype"] == "float32"
+    assert cli(*command, "--gpu-memory", 8).json["dtype"] == "bfloat16"
+    assert cli(*command, "--dtype", "float16").json["dtype"] == "float16"
+
+
+def test_plan_names_the_option_whose_speed_is_none(cli: Command) -> None:
+    output = cli("plan", "--passages", 10, "--model", "135m", "--tflops", 0)
+    assert (output.status, "--tflops" in output.stderr) == (2, True)
+
+
 def test_train_writes_a_model_that_is_known_to_be_block_tuned(
     cli: Command, model: Path, tmp_path: Path
 ) -> None:

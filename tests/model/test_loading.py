@@ -74,6 +74,13 @@ def test_an_adapter_is_merged_into_its_base(saved: Path, tmp_path: Path) -> None
     assert load_config(tmp_path).hidden_size == 32
 
 
+def test_a_folder_without_a_model_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no model: expected config\.json or adapter"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_name(tmp_path) == str(tmp_path)
+
+
 def test_a_name_is_itself() -> None:
     assert resolve_name("org/model") == "org/model"
     assert resolve_name(Path("/a/b")) == "/a/b"

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+
+
+@pytest.fixture
+def database(cli: Command, model: Path, documents: Path, tmp_path: Path) -> Path:
+    """A database of two documents, whose files are there."""
+    assert cli("ingest", documents, "--db", tmp_path / "db", "--model", model).status == 0
+    return tmp_path / "db"
+
+
+def test_a_removed_file_answers_no_more_and_gc_frees_its_blocks(
+    cli: Command, database: Path, documents: Path
+) -> None:
+    report = cli("remove", documents / "tower.txt", "--db", database, "--json").json
+    assert report["removed"] == 1
+    assert report["sources"] == [str(documents / "tower.txt")]
+    freed = cli("store", "gc", database, "--grace", "0s", "--json").json
+    assert len(freed["deleted"]) == 1
+    command = ("ask", "How high is Halden Tower?", "--db", database, "--max-new-tokens", 2)
+    found = cli(*command, "--json").json
+    assert all("Halden" not in source["text"] for source in found["sources"])
+
+
+def test_a_deleted_file_is_named_by_the_next_ingestion_and_removed_by_its_old_path(
+    cli: Command, database: Path, documents: Path
+) -> None:
+    gone = documents / "tower.txt"
+    gone.unlink()
+    output = cli("ingest", documents, "--db", database)
+    assert f"no longer on disk, but still in {database}: {gone}" in output.stderr
+    assert cli("ingest", documents, "--db", database, "--json").json["vanished"] == [str(gone)]
+    assert cli("remove", gone, "--db", database, "--json").json["removed"] == 1
+    assert cli("ingest", documents, "--db", database, "--json").json["vanished"] == []
+
+
+def test_a_folder_stands_for_all_that_was_read_below_it(
+    cli: Command, database: Path, documents: Path
+) -> None:
+    assert cli("remove", documents, "--db", database, "--json").json["removed"] == 2
+    output = cli("ask", "How?", "--db", database)
+    assert output.status == 1
+    assert "holds no passage" in output.stderr
+
+
+def test_what_was_never_ingested_is_an_error_and_nothing_is_removed(
+    cli: Command, database: Path, documents: Path, tmp_path: Path
+) -> None:
+    output = cli("remove", documents / "tower.txt", tmp_path / "other.txt", "--db", database)
+    assert output.status == 1
+    assert f"has nothing from {tmp_path / 'other.txt'}" in output.stderr
+    report = cli("remove", documents / "tower.txt", "--db", database, "--json")
+    assert json.loads(report.stdout)["removed"] == 1
+    assert cli("remove", "x.txt", "--db", tmp_path).status == 1  # no database
