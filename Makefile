@@ -25,8 +25,8 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.docs  ## build the documentation into site/
-	$(OFFLINE) $(BIN)/mkdocs build --strict
+docs: $(VENV)/.docs  ## run the notebooks and build the documentation into site/
+	$(OFFLINE) NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=2 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

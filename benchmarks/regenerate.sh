@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measure again every figure that README and docs show; results go to benchmarks/results, plots to
-# docs/figures. Two cores take about an hour and a half; let nothing else run.
+# docs/figures. Two cores take about half an hour; let nothing else run.
 #
 #   bash benchmarks/regenerate.sh [NAME ...]      # names as below; all without
 set -euo pipefail
@@ -18,11 +18,10 @@ bench() { # NAME, then the arguments of `blockattn-rag bench`
 
 wanted=("$@")
 bench ttft-float32 ttft --lengths 512,1024,2048,4096,8192 --repeats 3
-bench ttft-bfloat16 ttft --lengths 512,1024,2048,4096,8192 --repeats 3 --dtype bfloat16
-bench decode decode --lengths 2048,8192 --block-tokens 128,512 --repeats 3
-bench decode-bfloat16 decode --lengths 2048,8192 --block-tokens 128,512 --repeats 3 --dtype bfloat16
-bench batch batch --batch-sizes 1,2,4 --length 4096 --repeats 1
-bench shared shared --batch-sizes 1,8,32 --system-tokens 512,1024,2048 --repeats 3
-bench ingest ingest --block-tokens 64,128,512 --repeats 3
+bench ttft-bfloat16 ttft --lengths 4096,8192 --repeats 1 --dtype bfloat16
+bench decode decode --lengths 2048,8192 --block-tokens 128,512 --repeats 2
+bench shared shared --batch-sizes 8,32 --system-tokens 2048 --repeats 1
 bench memory memory --lengths 2048,8192
-bench memory-small memory --lengths 2048,8192 --block-tokens 128
+bench ingest ingest --block-tokens 64,128,512 --repeats 3
+bench batch batch --batch-sizes 1,2,4 --length 4096 --repeats 1
+python benchmarks/tables.py

@@ -1,0 +1,113 @@
+"""Write the tables of docs/benchmarks.md and README from benchmarks/results/*.json.
+
+    python benchmarks/tables.py
+
+One Markdown file beside each JSON file; the documentation includes them as they stand.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from blockattn_rag.cli.output import duration, size
+
+RESULTS = Path(__file__).parent / "results"
+Row = Mapping[str, Any]
+Columns = Sequence[tuple[str, Callable[[Row], str]]]
+
+
+def seconds(name: str) -> Callable[[Row], str]:
+    return lambda row: duration(row.get(f"{name}_s"))
+
+
+def number(name: str, digits: int = 1) -> Callable[[Row], str]:
+    return lambda row: f"{row[name]:.{digits}f}"
+
+
+def count(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[name]:,}"
+
+
+def peak(name: str) -> Callable[[Row], str]:
+    return lambda row: size(row[f"{name}_peak_bytes"])
+
+
+TABLES: Mapping[str, Columns] = {
+    "ttft": (
+        ("tokens of context", count("length")),
+        ("full prefill", seconds("full")),
+        ("copy", seconds("copy")),
+        ("relay", seconds("relay")),
+        ("question alone", seconds("floor")),
+        ("full / relay", number("full_over_relay")),
+        ("relay / copy", lambda row: f"{row['relay_s'] / row['copy_s']:.2f}"),
+        ("FLOPs ratio", number("flops_ratio", 0)),
+    ),
+    "decode": (
+        ("tokens of context", count("length")),
+        ("tokens of a block", count("block_tokens")),
+        ("full", seconds("full")),
+        ("copy", seconds("copy")),
+        ("relay", seconds("relay")),
+        ("relay / copy", number("relay_over_copy", 2)),
+    ),
+    "shared": (
+        ("tokens of the system prompt", count("system_tokens")),
+        ("requests", count("batch")),
+        ("tokens/s, each its own copy", number("unshared_tokens_per_s")),
+        ("tokens/s, shared", number("shared_tokens_per_s")),
+        ("gain", number("gain", 2)),
+        ("gain of decoding", number("decode_gain", 2)),
+        ("equation 10", number("bytes_ratio")),
+    ),
+    "memory": (
+        ("tokens of context", count("length")),
+        ("full", peak("full")),
+        ("copy", peak("copy")),
+        ("relay", peak("relay")),
+        ("stored blocks", lambda row: size(row["stored_bytes"])),
+        ("relay / copy", number("relay_over_copy", 3)),
+    ),
+    "ingest": (
+        ("tokens of a block", count("block_tokens")),
+        ("encoding, tokens/s", number("encode_tokens_per_s", 0)),
+        ("plain forward, tokens/s", number("plain_tokens_per_s", 0)),
+        ("encoding / plain", number("encode_over_plain", 2)),
+    ),
+    "batch": (
+        ("requests", count("batch")),
+        ("full", seconds("full")),
+        ("copy", seconds("copy")),
+        ("relay", seconds("relay")),
+        ("full / relay", number("full_over_relay")),
+    ),
+}
+
+
+def table(data: Mapping[str, Any], columns: Columns) -> str:
+    """Rows as Markdown, and a line on what they were measured on."""
+    heads = [head for head, _ in columns]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    lines += [f"| {' | '.join(show(row) for _, show in columns)} |" for row in data["rows"]]
+    machine = data["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    where = f"{machine['accelerator'] or machine['processor']}, {machine['threads']} threads"
+    what = f"{data['model']} shape, {data['dtype']} on {data['device']}"
+    return "\n".join(lines) + f"\n\n*{what}; {where}; {versions}. Medians.*\n"
+
+
+def main() -> int:
+    for file in sorted(RESULTS.glob("*.json")):
+        if columns := TABLES.get(file.stem.split("-")[0]):
+            data = json.loads(file.read_text(encoding="utf-8"))
+            file.with_suffix(".md").write_text(table(data, columns), encoding="utf-8")
+            print(file.with_suffix(".md"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
