@@ -16,6 +16,15 @@ LABELS = {
     "encode": "encoding blocks",
     "plain": "plain forward",
 }
+AXES = {
+    "length": "tokens of context",
+    "block_tokens": "tokens of a block",
+    "batch": "requests",
+    "system_tokens": "tokens of the system prompt",
+    "s": "seconds",
+    "tokens_per_s": "tokens per second",
+    "peak_bytes": "bytes",
+}
 
 
 def plot(
@@ -46,14 +55,17 @@ def plot(
         for path in LABELS:
             if f"{path}_{unit}" not in chosen[0]:
                 continue
-            label = LABELS[path] if series is None else f"{LABELS[path]}, {series} {value}"
+            label = LABELS[path] if series is None else f"{LABELS[path]}, {value} {AXES[series]}"
             axes.plot(
                 [row[x] for row in chosen],
                 [row[f"{path}_{unit}"] for row in chosen],
                 marker="o",
                 label=label,
             )
-    axes.set(xscale="log", yscale="log", xlabel=x.replace("_", " "), ylabel=unit.replace("_", " "))
+    axes.set(xscale="log", yscale="log", xlabel=AXES[x], ylabel=AXES[unit])
+    places = sorted({row[x] for row in rows})
+    axes.set_xticks(places, [f"{place:,}" for place in places])
+    axes.set_xticks([], minor=True)
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(file)
