@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,6 +88,18 @@ def test_a_block_on_its_device_is_itself() -> None:
     away = one.to(torch.device("meta"))
     assert away.keys[0].device.type == "meta"
     assert away.digest == one.digest
+
+
+def test_a_copy_holds_the_same_numbers_in_one_piece_of_memory_of_its_own() -> None:
+    one = block(3, 1)
+    one = replace(one, values=tuple(t[..., :2] for t in one.values))  # heads of another size
+    copy = one.copy_to(torch.device("cpu"))
+    for mine, theirs in zip((*one.keys, *one.values), (*copy.keys, *copy.values), strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr()
+    places = {t.untyped_storage().data_ptr() for t in (*copy.keys, *copy.values)}
+    assert len(places) == 1
+    assert copy.nbytes == one.nbytes
 
 
 def test_figures_of_a_block() -> None:
