@@ -18,10 +18,11 @@ bench() { # NAME, then the arguments of `blockattn-rag bench`
 
 wanted=("$@")
 bench ttft-float32 ttft --lengths 512,1024,2048,4096,8192 --repeats 3
-bench ttft-bfloat16 ttft --lengths 4096,8192 --repeats 1 --dtype bfloat16
 bench decode decode --lengths 2048,8192 --block-tokens 128,512 --repeats 2
-bench shared shared --batch-sizes 8,32 --system-tokens 2048 --repeats 1
+bench shared shared --batch-sizes 32 --system-tokens 2048 --repeats 1
 bench memory memory --lengths 2048,8192
 bench ingest ingest --block-tokens 64,128,512 --repeats 3
 bench batch batch --batch-sizes 1,2,4 --length 4096 --repeats 1
 python benchmarks/tables.py
+python benchmarks/capture_demo.py
+python benchmarks/kill_ingestion.py --kills 20 > benchmarks/results/kill-ingestion.json

@@ -86,11 +86,11 @@ def attend_cpu(
 
 def _matmul_is_faster(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     """For a question's rows over a long block, where the fused kernel works on 32 rows at a time:
-    up to twice as fast in float32. More keys than this, and the scores would take much memory."""
-    rows, keys = query.shape[2], key.shape[2]
-    return (
-        mask is None and query.dtype == torch.float32 and 16 <= rows < 192 and 512 <= keys <= 8192
-    )
+    up to twice as fast in float32. Not for more scores than 64 MiB hold."""
+    requests, heads, rows, _ = query.shape
+    keys = key.shape[2]
+    fits = 16 <= rows < 192 and keys >= 512 and requests * heads * rows * keys <= 1 << 24
+    return fits and mask is None and query.dtype == key.dtype == torch.float32
 
 
 def attend_matmul(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:

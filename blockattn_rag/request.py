@@ -51,7 +51,8 @@ class Request(NamedTuple):
         started, rest = time.perf_counter(), dict(options)
         mode = one_of("mode", rest.pop("mode", "block"), Mode)
         own = {name: rest.pop(name, None) for name in Reuse._fields}
-        reuse = defaults._replace(**{name: value for name, value in own.items() if value})
+        given = {name: value for name, value in own.items() if value is not None}
+        reuse = defaults._replace(**given)
         named = {name: rest.pop(name) for name in _SAMPLING_FIELDS & rest.keys()}
         stop = named.pop("stop", ()) or ()
         stop = (stop,) if isinstance(stop, str) else tuple(stop)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from blockattn_rag.attention import (
     Partial,
+    _matmul_is_faster,
     attend,
     attend_cpu,
     attend_cuda,
@@ -87,6 +88,27 @@ def test_each_backend_stays_within_the_rounding_of_its_type(
     assert found.output.dtype == found.lse.dtype == torch.float32
     assert (found.output - expected.output).abs().max() <= budget(dtype, 40)
     assert (found.lse - expected.lse).abs().max() <= budget(dtype, 40)
+
+
+@pytest.mark.parametrize(
+    ("shape", "keys", "faster"),
+    [
+        ((1, 3, 150), 512, True),
+        ((1, 3, 16), 8192, True),
+        ((1, 3, 15), 512, False),
+        ((1, 3, 192), 512, False),
+        ((1, 3, 150), 511, False),
+        ((16, 8, 150), 1024, False),  # scores of 79 MB
+    ],
+)
+def test_matrix_products_are_taken_for_questions_over_long_blocks_that_fit(
+    shape: tuple[int, int, int], keys: int, faster: bool
+) -> None:
+    query = torch.empty(*shape, SIZE, device="meta")
+    key = torch.empty(shape[0], shape[1], keys, SIZE, device="meta")
+    assert _matmul_is_faster(query, key, None) == faster
+    assert not _matmul_is_faster(query, key, torch.empty(1, device="meta"))
+    assert not _matmul_is_faster(query.half(), key.half(), None)
 
 
 @pytest.mark.parametrize("spread", [1.0, 1e3])

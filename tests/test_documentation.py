@@ -86,3 +86,8 @@ def test_a_promise_is_kept_by_a_line_of_its_own() -> None:
     assert missing(["b", "b"], "a b\nb\n") == []
     assert missing(["b", "b"], "a b\n") == ["b"]
     assert missing(["b", "a"], "a\nb\n") == ["a"]
+
+
+def test_the_readme_shows_the_table_that_was_measured() -> None:
+    measured = (ROOT / "benchmarks/results/ttft-float32.md").read_text(encoding="utf-8")
+    assert measured in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -25,7 +25,7 @@ class Loaded:
 
 
 class UnreadableFileError(ValueError):
-    """A file yields no text."""
+    """A file yields no text; the message says why, without the file's name."""
 
 
 def load_documents(paths: Sequence[Path], *, exclude: Path | None = None) -> Loaded:
@@ -47,7 +47,8 @@ def load_documents(paths: Sequence[Path], *, exclude: Path | None = None) -> Loa
         for file in _files(path.resolve(), exclude and exclude.resolve()):
             _add(loaded, file, required=path.is_file())
     if not loaded.documents:
-        raise UnreadableFileError(f"no readable document in {', '.join(map(str, paths))}")
+        first = "".join(f"; {file}: {reason}" for file, reason in loaded.skipped[:1])
+        raise UnreadableFileError(f"no readable document in {', '.join(map(str, paths))}{first}")
     return loaded
 
 
@@ -56,7 +57,7 @@ def _add(loaded: Loaded, file: Path, *, required: bool) -> None:
         loaded.documents += _read(file)
     except UnreadableFileError as error:
         if required:
-            raise
+            raise UnreadableFileError(f"{file}: {error}") from error
         loaded.skipped.append((file, str(error)))
 
 
@@ -78,22 +79,33 @@ def _read(file: Path) -> list[Document]:
         with file.open("rb") as raw:
             if b"\0" in raw.read(_SNIFFED_BYTES):
                 raise UnreadableFileError(
-                    f"{file}: binary, in no format that a reader knows (text in UTF-16 must be "
-                    "saved as UTF-8)"
+                    "binary, in no format that a reader knows (text in UTF-16 must be saved as "
+                    "UTF-8)"
                 )
     try:
-        reader = SimpleDirectoryReader(input_files=[file], filename_as_id=True, raise_on_error=True)
+        reader = SimpleDirectoryReader(
+            input_files=[file],
+            filename_as_id=True,
+            raise_on_error=True,
+            errors="strict",  # the default drops what is not UTF-8, silently
+        )
         found = reader.load_data()
     except Exception as error:
         # Readers are plugins for dozens of formats and raise whatever theirs raise.
-        cause = error.__cause__ or error
-        raise UnreadableFileError(f"{file}: cannot be read ({cause})") from error
+        raise UnreadableFileError(f"cannot be read ({_cause(error)})") from error
     documents = [document for document in found if document.text.strip()]
     if not documents:
-        raise UnreadableFileError(f"{file}: holds no text")
+        raise UnreadableFileError("holds no text")
     for document in documents:
         set_source(document, str(file))
     return documents
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What lies behind an error of a reader, some of which try several times."""
+    cause = error.__cause__ or error
+    attempt = getattr(cause, "last_attempt", None)
+    return (attempt.exception() if attempt else None) or cause
 
 
 def set_source(document: Document, source: str) -> None:

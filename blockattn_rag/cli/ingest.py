@@ -13,7 +13,7 @@ from blockattn_rag.cli.documents import load_documents
 from blockattn_rag.cli.names import existing_model
 from blockattn_rag.cli.output import JsonOption, ModelArgument, duration, emit, note, size, working
 from blockattn_rag.cli.rag import ingest_documents
-from blockattn_rag.cli.sources import vanished_sources
+from blockattn_rag.cli.sources import orphaned_sources
 
 
 def ingest(
@@ -50,16 +50,18 @@ def ingest(
     with working(as_json):
         wanted = _manifest(db, model, chunk_size, collection, embedding)
         loaded = load_documents(paths, exclude=db)
-        for _, reason in loaded.skipped:
-            note(f"left out: {reason}")
+        for file, reason in loaded.skipped:
+            note(f"left out: {file}: {reason}")
+        note(f"{len(loaded.documents)} documents read; splitting them into passages ...")
         database = Database.create(db, wanted, device=device, dtype=dtype)
         report = ingest_documents(database, loaded.documents)
-        vanished = vanished_sources(database.collection)
-    if vanished:
-        others = f" and {len(vanished) - 3} more" if len(vanished) > 3 else ""
+        unread = {str(file) for file, _ in loaded.skipped}
+        orphaned = orphaned_sources(database.collection, unread)
+    if orphaned:
+        others = f" and {len(orphaned) - 3} more" if len(orphaned) > 3 else ""
         note(
-            f"note: no longer on disk, but still in {db}: {', '.join(vanished[:3])}{others}; "
-            f"`blockattn-rag remove PATH --db {db}` removes them"
+            f"note: gone or without text, but still answering from {db}: "
+            f"{', '.join(orphaned[:3])}{others}; `blockattn-rag remove PATH --db {db}` removes them"
         )
     data = {
         **asdict(report),
@@ -68,7 +70,7 @@ def ingest(
         "fingerprint": database.manifest.fingerprint,
         "embedding": database.manifest.embedding,
         "collection": database.manifest.collection,
-        "vanished": vanished,
+        "orphaned": orphaned,
         "skipped": [{"file": str(file), "reason": reason} for file, reason in loaded.skipped],
     }
     emit(

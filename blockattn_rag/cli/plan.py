@@ -108,7 +108,10 @@ def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
     from blockattn_rag.evaluation.efficiency.shapes import SHAPES, shape_config
     from blockattn_rag.model.loading import load_config
 
-    config = shape_config(model) if model in SHAPES else load_config(model)
+    try:
+        config = shape_config(model) if model in SHAPES else load_config(model)
+    except OSError as error:
+        raise ValueError(f"{model!r} is no shape ({', '.join(SHAPES)}), and: {error}") from error
     own = config.dtype or torch.bfloat16
     kind = getattr(torch, dtype, None) if dtype else own if on_gpu else torch.float32
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
@@ -139,8 +142,8 @@ def _shown(settings: dict[str, Any], found: Plan, machine: Machine) -> list[Any]
             tier.name,
             f"{tier.passages:,}",
             "all" if tier.passages >= passages else f"{tier.passages / passages:.0%}",
-            duration(tier.ttft_s),
-            f"{found.full_ttft_s / tier.ttft_s:.1f} x",
+            duration(tier.ttft_s) if tier.passages else "does not fit",
+            f"{found.full_ttft_s / tier.ttft_s:.1f} x" if tier.passages else "-",
         )
         for tier in found.tiers
     ]

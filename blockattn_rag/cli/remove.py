@@ -35,14 +35,17 @@ def remove(
         sources = sorted({source for found in wanted.values() for source in found})
         ids = list(ids_of(collection, sources))
         delete_passages(collection, ids)
+        # An empty collection looks to gc as if it were the wrong one.
+        force = "" if collection.count() else " --force"
     emit(
         as_json,
         {"db": str(db), "sources": sources, "removed": len(ids)},
         f"{len(ids)} passages of {len(sources)} documents removed",
-        f"Free their keys and values: blockattn-rag store gc {db}",
+        f"Free their keys and values: blockattn-rag store gc {db} --grace 0s{force}",
     )
 
 
 def _at_or_below(path: Path, sources: list[str]) -> list[str]:
-    wanted = path.absolute().resolve()
-    return [source for source in sources if Path(source).is_relative_to(wanted)]
+    """Sources are named by a resolved folder and what lies below it, links as they stand."""
+    wanted = (path.resolve(), path.parent.resolve() / path.name)
+    return [s for s in sources if any(Path(s).is_relative_to(place) for place in wanted)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection as Collection_
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,18 @@ def all_sources(collection: Collection) -> list[str]:
     return sorted(found)
 
 
-def vanished_sources(collection: Collection) -> list[str]:
-    """Files that are no longer there, though their passages are."""
+def orphaned_sources(collection: Collection, unread: Collection_[str]) -> list[str]:
+    """Files that are gone, or were left out when they were read last (``unread``), though their
+    passages are still there."""
     names = all_sources(collection)
-    return [name for name in names if Path(name).is_absolute() and not Path(name).exists()]
+    return [name for name in names if name in unread or _is_gone(Path(name))]
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        return path.is_absolute() and not path.exists()
+    except OSError:  # no permission to look
+        return False
 
 
 def ids_of(collection: Collection, sources: Sequence[str]) -> Iterator[str]:

@@ -100,8 +100,9 @@ class BlockPromptHelper(PromptHelper):
         size = self._get_available_chunk_size(prompt, num_chunks, padding, llm, tools)
         if size <= 0:
             raise ValueError(
-                f"the prompt template and the answer leave {size} tokens for passages; use a "
-                "larger context_window or a smaller max_new_tokens"
+                f"the question, the prompt template and the answer leave no room for passages "
+                f"({1 - size} tokens too many); shorten the question or max_new_tokens, or "
+                "use a larger context_window"
             )
         own = llm.block_template if isinstance(llm, BlockAttentionLLM) else None
         return BlockTextSplitter(

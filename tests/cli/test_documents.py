@@ -82,3 +82,19 @@ def two_pages(*texts: str) -> bytes:
     buffer = BytesIO()
     writer.write(buffer)
     return buffer.getvalue()
+
+
+def test_text_that_is_not_utf8_is_refused_and_not_thinned_out(tmp_path: Path) -> None:
+    file = tmp_path / "old.txt"
+    file.write_bytes("Stra\u00dfe".encode("latin-1"))
+    with pytest.raises(UnreadableFileError, match=r"cannot be read .*utf-8"):
+        load_documents([file])
+    (tmp_path / "good.txt").write_text("Text.", encoding="utf-8")
+    assert [file.name for file, _ in load_documents([tmp_path]).skipped] == ["old.txt"]
+
+
+def test_a_folder_of_unreadable_files_says_why(documents: Path) -> None:
+    (documents / "tower.txt").unlink()
+    (documents / "more" / "river.md").unlink()
+    with pytest.raises(UnreadableFileError, match=r"no readable document .*picture\.raw: binary"):
+        load_documents([documents])

@@ -34,10 +34,10 @@ def test_a_deleted_file_is_named_by_the_next_ingestion_and_removed_by_its_old_pa
     gone = documents / "tower.txt"
     gone.unlink()
     output = cli("ingest", documents, "--db", database)
-    assert f"no longer on disk, but still in {database}: {gone}" in output.stderr
-    assert cli("ingest", documents, "--db", database, "--json").json["vanished"] == [str(gone)]
+    assert f"still answering from {database}: {gone}" in output.stderr
+    assert cli("ingest", documents, "--db", database, "--json").json["orphaned"] == [str(gone)]
     assert cli("remove", gone, "--db", database, "--json").json["removed"] == 1
-    assert cli("ingest", documents, "--db", database, "--json").json["vanished"] == []
+    assert cli("ingest", documents, "--db", database, "--json").json["orphaned"] == []
 
 
 def test_a_folder_stands_for_all_that_was_read_below_it(
@@ -58,3 +58,32 @@ def test_what_was_never_ingested_is_an_error_and_nothing_is_removed(
     report = cli("remove", documents / "tower.txt", "--db", database, "--json")
     assert json.loads(report.stdout)["removed"] == 1
     assert cli("remove", "x.txt", "--db", tmp_path).status == 1  # no database
+
+
+def test_a_file_that_holds_no_text_any_more_is_named_and_can_be_removed(
+    cli: Command, database: Path, documents: Path
+) -> None:
+    emptied = documents / "tower.txt"
+    emptied.write_text("")
+    report = cli("ingest", documents, "--db", database, "--json").json
+    assert report["orphaned"] == [str(emptied)]
+    assert cli("remove", emptied, "--db", database, "--json").json["removed"] == 1
+
+
+def test_a_link_is_removed_by_the_name_it_was_ingested_under(
+    cli: Command, database: Path, documents: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere.txt"
+    elsewhere.write_text("The Vell Bridge is 40 metres long.")
+    link = documents / "link.txt"
+    link.symlink_to(elsewhere)
+    assert cli("ingest", documents, "--db", database).status == 0
+    assert cli("remove", link, "--db", database, "--json").json["sources"] == [str(link)]
+
+
+def test_the_command_that_is_suggested_frees_everything(
+    cli: Command, database: Path, documents: Path
+) -> None:
+    suggestion = cli("remove", documents, "--db", database).stdout.split("blockattn-rag ")[1]
+    words = suggestion.replace("\n", "").split()
+    assert len(cli(*words, "--json").json["deleted"]) == 2
