@@ -14,6 +14,7 @@ def test_a_plot_names_the_paths_that_the_rows_hold(tmp_path: Path) -> None:
     file = tmp_path / "plot.svg"
     plot(rows, file, x="length", unit="s", series="block_tokens")
     drawn = file.read_text("utf-8")
-    assert drawn.count("full prefill, block_tokens 128") >= 1
-    assert "blocks, relay, block_tokens 512" in drawn
+    assert "full prefill, 128 tokens of a block" in drawn
+    assert "blocks, relay, 512 tokens of a block" in drawn
     assert "blocks, copied" not in drawn
+    assert "tokens of context" in drawn
