@@ -8,6 +8,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 ANONYMIZED_TELEMETRY=False
 WORKERS ?= 2
 
+# Notebooks are shown with what they print: without progress bars and notes of other packages.
+QUIET := NO_MKDOCS_2_WARNING=1 HF_HUB_DISABLE_PROGRESS_BARS=1 PYTHONWARNINGS=ignore
+
 .PHONY: demo test lint format docs clean
 
 demo: $(VENV)/.demo  ## ingest the bundled encyclopedia and answer questions about it
@@ -26,7 +29,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.docs  ## run the notebooks and build the documentation into site/
-	$(OFFLINE) NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=2 $(BIN)/mkdocs build --strict --quiet
+	$(OFFLINE) $(QUIET) OMP_NUM_THREADS=2 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
