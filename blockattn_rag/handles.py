@@ -7,7 +7,7 @@ its text was made from; where that no longer agrees, the handle belongs to a tex
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from blockattn_rag.blocks import handle_of
@@ -42,12 +42,17 @@ def live_handles(collections: Iterable[Any]) -> set[str]:
     """
     handles: set[str] = set()
     for collection in collections:
-        for offset in range(0, collection.count(), _PAGE):
-            page = collection.get(limit=_PAGE, offset=offset, include=["metadatas", "documents"])
+        for page in pages_of(collection, "metadatas", "documents"):
             for metadata, text in zip(page["metadatas"], page["documents"], strict=True):
                 if metadata and metadata.get(HANDLE_KEY) and _agrees(metadata, text):
                     handles.add(metadata[HANDLE_KEY])
     return handles
+
+
+def pages_of(collection: Any, *include: str) -> Iterator[Any]:
+    """All records of a Chroma collection, with these fields, in pages that Chroma takes."""
+    for offset in range(0, collection.count(), _PAGE):
+        yield collection.get(limit=_PAGE, offset=offset, include=list(include))
 
 
 def _agrees(metadata: Mapping[str, Any], text: str | None) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.cli.documents import SOURCE_KEY
+from blockattn_rag.handles import pages_of
 
 if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection
@@ -19,10 +20,9 @@ _SOURCES_PER_CALL = 100
 def all_sources(collection: Collection) -> list[str]:
     """Every source that passages of the collection name, sorted."""
     found: set[str] = set()
-    for at in range(0, collection.count(), _PASSAGES_PER_CALL):
-        page = collection.get(include=["metadatas"], limit=_PASSAGES_PER_CALL, offset=at)
+    for page in pages_of(collection, "metadatas"):
         found.update(
-            str(data[SOURCE_KEY]) for data in page["metadatas"] or () if SOURCE_KEY in data
+            str(data[SOURCE_KEY]) for data in page["metadatas"] if data and SOURCE_KEY in data
         )
     return sorted(found)
 
