@@ -23,6 +23,9 @@ bench shared shared --batch-sizes 32 --system-tokens 2048 --repeats 1
 bench memory memory --lengths 2048,8192
 bench ingest ingest --block-tokens 64,128,512 --repeats 3
 bench batch batch --batch-sizes 1,2,4 --length 4096 --repeats 1
+if [ ${#wanted[@]} -eq 0 ] || [[ " ${wanted[*]} " == *" packing "* ]]; then
+  python benchmarks/packing.py > benchmarks/results/packing.json
+fi
 python benchmarks/tables.py
 python benchmarks/capture_demo.py
 python benchmarks/kill_ingestion.py --kills 20 > benchmarks/results/kill-ingestion.json

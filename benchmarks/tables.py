@@ -78,6 +78,13 @@ TABLES: Mapping[str, Columns] = {
         ("plain forward", number("plain_tokens_per_s", 0)),
         ("encoding / plain", number("encode_over_plain", 2)),
     ),
+    "packing": (
+        ("layer", lambda row: f"{row['in']:,} to {row['out']:,}"),
+        ("rows", count("rows")),
+        ("plain", seconds("plain")),
+        ("packed", seconds("packed")),
+        ("plain / packed", number("gain", 2)),
+    ),
     "batch": (
         ("requests", count("batch")),
         ("full", seconds("full")),

@@ -16,6 +16,7 @@ from blockattn_rag.generation import Sampling
 from blockattn_rag.kv import Assembly, BlockKV, Context
 from blockattn_rag.model import decoding, loading, relay
 from blockattn_rag.model.fingerprint import model_fingerprint
+from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.probe import AttentionProfile, layer_states, profile_attention
 from blockattn_rag.model.requests import EncodeRequest
 from blockattn_rag.tokenization import BlockTokenizer
@@ -57,6 +58,7 @@ class BlockModel:
         self.profile: AttentionProfile = profile_attention(hf_model)
         parameters = inspect.signature(hf_model.forward).parameters
         self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        pack_linears(hf_model)
 
     @classmethod
     def from_pretrained(

@@ -1,0 +1,63 @@
+"""Time of a linear layer with plain and with packed weights, by rows of input.
+
+    python benchmarks/packing.py > benchmarks/results/packing.json
+
+The reason for blockattn_rag/model/packing.py, and for the rows that it chooses.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from blockattn_rag.evaluation.efficiency import machine
+from blockattn_rag.model.packing import pack_linears
+
+WIDTHS = ((576, 1536), (1536, 576), (2048, 2048), (2048, 8192))
+ROWS = (1, 2, 4, 8, 16, 50, 64, 128, 255)
+LAYERS = 12  # more than the processor's cache holds, as in a model
+
+
+def median_s(run: Callable[[], object], repeats: int = 15) -> float:
+    times = []
+    for _ in range(repeats + 2):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[2:])
+
+
+def through(
+    layers: list[nn.Linear], weights: Callable[[nn.Linear, Tensor], Tensor], x: Tensor
+) -> float:
+    return median_s(lambda: [weights(layer, x) for layer in layers]) / len(layers)
+
+
+@torch.inference_mode()
+def measure() -> list[dict[str, float]]:
+    """Seconds a layer, plain and packed, for each shape and number of rows."""
+    rows = []
+    for width_in, width_out in WIDTHS:
+        with torch.inference_mode(False):
+            layers = [nn.Linear(width_in, width_out, bias=False) for _ in range(LAYERS)]
+            for layer in layers:
+                if not pack_linears(layer):
+                    raise SystemExit("this machine's PyTorch does not pack weights")
+        for count in ROWS:
+            x = torch.randn(1, count, width_in)
+            plain = through(layers, lambda layer, x: nn.functional.linear(x, layer.weight), x)
+            packed = through(layers, lambda layer, x: layer.forward.product(x), x)
+            row = {"in": width_in, "out": width_out, "rows": count}
+            rows.append(row | {"plain_s": plain, "packed_s": packed, "gain": plain / packed})
+    return rows
+
+
+if __name__ == "__main__":
+    cpu = torch.device("cpu")
+    about = {"model": "one layer of each", "dtype": "float32", "device": "cpu"}
+    print(json.dumps({**about, "machine": machine(cpu), "rows": measure()}, indent=2))

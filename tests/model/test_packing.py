@@ -1,0 +1,135 @@
+"""Packed weights: the same numbers, and plain weights wherever packed ones would be wrong."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blockattn_rag.model import packing
+from blockattn_rag.model.packing import pack_linears
+from tests.models import tiny_model
+
+M = TypeVar("M", bound=nn.Module)
+
+needs_packing = pytest.mark.skipif(not packing._is_available(), reason="nothing packs here")
+
+
+def a_layer(bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(57, 83, bias=bias)
+
+
+def packed(module: M) -> M:
+    assert pack_linears(module) > 0
+    return module
+
+
+@needs_packing
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [4, 5, 50, 64, 255])
+def test_a_packed_layer_gives_the_product_within_rounding(rows: int, bias: bool) -> None:
+    plain = a_layer(bias)
+    layer = packed(copy.deepcopy(plain))
+    input = torch.randn(1, rows, 57)
+    with torch.inference_mode():
+        found, expected = layer(input), plain(input)
+    # A sum of 57 products, in any order: at most 57 roundings of the sum of absolute products.
+    budget = 58 * 2.0**-24 * (input.abs() @ plain.weight.abs().T + 1)
+    assert found.shape == expected.shape
+    assert ((found - expected).abs() <= 2 * budget).all()
+
+
+@needs_packing
+def test_a_question_goes_through_the_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, rows = packed(a_layer()), []
+    product = packing._packed_linear
+
+    def seen(input: Tensor, *rest: Any) -> Tensor:
+        rows.append(input.shape[-2])
+        return product(input, *rest)
+
+    monkeypatch.setattr(packing, "_packed_linear", seen)
+    with torch.inference_mode():
+        for count in (1, 3, 4, 50, 255, 256):
+            layer(torch.randn(count, 57))
+            layer(torch.randn(1, count, 57))
+    layer(torch.randn(50, 57))  # gradients may be wanted
+    with torch.inference_mode():
+        layer.bfloat16()(torch.randn(50, 57).bfloat16())  # no gain there
+    assert rows == [4, 4, 50, 50, 255, 255]
+
+
+@needs_packing
+def test_weights_that_change_are_packed_again() -> None:
+    layer, input = packed(a_layer()), torch.randn(8, 57)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with torch.inference_mode():
+        found = layer(input)
+    assert torch.allclose(found, nn.functional.linear(input, layer.weight, layer.bias), atol=1e-5)
+
+
+@needs_packing
+def test_a_copy_of_a_packed_layer_has_weights_of_its_own() -> None:
+    layer, input = packed(a_layer()), torch.randn(8, 57)
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        other.weight.zero_()
+    with torch.inference_mode():
+        assert torch.equal(other(input), layer.bias.expand(8, -1))
+        assert not torch.equal(layer(input), other(input))
+
+
+@needs_packing
+def test_a_packed_model_is_saved_moved_and_trained_as_before() -> None:
+    model, plain = packed(tiny_model()), tiny_model()
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    ids = torch.arange(6)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    plain(input_ids=ids, labels=ids).loss.backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)  # type: ignore[arg-type]
+    with torch.inference_mode():
+        halves = model.bfloat16()(input_ids=ids).logits
+        assert torch.equal(halves, plain.bfloat16()(input_ids=ids).logits)
+
+
+def test_a_model_that_would_fill_the_memory_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = a_layer()
+    need = 4 * layer.weight.nbytes
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=need - 1))
+    assert pack_linears(layer) == 0
+    assert "forward" not in vars(layer)
+
+
+def test_other_layers_and_types_are_left_alone() -> None:
+    class Other(nn.Linear):
+        pass
+
+    replaced = a_layer()
+    replaced.forward = lambda input: input  # type: ignore[method-assign]
+    for module in (Other(57, 83), a_layer().bfloat16(), replaced, nn.Conv1d(3, 3, 1)):
+        assert pack_linears(module) == 0
+
+
+@pytest.mark.parametrize("fault", [AttributeError, RuntimeError, TypeError])
+def test_a_pytorch_that_cannot_pack_is_no_fault(
+    fault: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(weight: object) -> None:
+        raise fault("no such thing")
+
+    monkeypatch.setattr(packing, "_pack", fail)
+    assert pack_linears(a_layer()) == 0
+
+
+def test_packing_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_pack", lambda weight: weight)
+    monkeypatch.setattr(packing, "_packed_linear", lambda *_: torch.zeros(1, 8, 40))
+    assert pack_linears(a_layer()) == 0
