@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from blockattn_rag.batching import BATCH_SIZE
 from blockattn_rag.blocks import Block, BlockPrompt
 from blockattn_rag.fetch import BlockFetcher, EncodeStats, OnMiss
 from blockattn_rag.generation import (
@@ -219,18 +220,25 @@ class BlockAttentionEngine:
         )
 
     def generate_batch(
-        self, prompts: Sequence[Prompt], *, batch_size: int = 16, **options: Any
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        batch_size: int = BATCH_SIZE,
+        is_cancelled: Callable[[], bool] = _never,
+        **options: Any,
     ) -> list[Generation]:
         """Answer several prompts, in order; ``options`` are those of ``generate``.
 
         Up to ``batch_size`` prompts share each forward where that gives ``generate``'s answers:
         models with sliding windows, seeded sampling, and options that look back at the prompt
         (beams, penalties) are answered one by one. Times are those of the whole batch.
+
+        ``is_cancelled`` is asked after each step; True ends all answers where they are.
         """
         requests = [self._request(prompt, options) for prompt in prompts]
         answers: list[Generation] = []
         for at in range(0, len(requests), batch_size):
-            answers += self._answer_batch(requests[at : at + batch_size])
+            answers += self._answer_batch(requests[at : at + batch_size], is_cancelled)
         return answers
 
     # -- inside ------------------------------------------------------------------------------
@@ -324,12 +332,20 @@ class BlockAttentionEngine:
             on_text(rest)
         return self._generation(answer, ids, prepared, clock)
 
-    def _answer_batch(self, requests: Sequence[Request]) -> list[Generation]:
+    def _answer_batch(
+        self, requests: Sequence[Request], is_cancelled: Callable[[], bool]
+    ) -> list[Generation]:
         prepared = [self._prepare(request) for request in requests]
         sampling, clock = requests[0].sampling, Clock(requests[0].started)
         limits = {one.limit for one in prepared}
         if len(prepared) == 1 or len(limits) > 1 or not self.model.batches_exactly(sampling):
-            return [self._answer(*pair) for pair in zip(requests, prepared, strict=True)]
+            pairs = zip(requests, prepared, strict=True)
+            return [self._answer(*pair, is_cancelled=is_cancelled) for pair in pairs]
+
+        def on_step() -> bool:
+            clock.note_token()
+            return is_cancelled()
+
         with self._lock:
             clock.assembling = time.perf_counter()
             cache = self._cache(prepared, requests[0].reuse.assembly)
@@ -338,7 +354,7 @@ class BlockAttentionEngine:
                 [(p.context_ids, p.final_ids) for p in prepared],
                 sampling,
                 cache=cache,
-                on_step=clock.note_token,
+                on_step=on_step,
             )
         answers = []
         for ids, one in zip(rows, prepared, strict=True):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from blockattn_rag.batching import Gathering, MakePrompt
 from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.generation import Generation
 from blockattn_rag.model.loading import load_config, load_tokenizer
 from blockattn_rag.model.probe import position_limit
 from blockattn_rag.store import KVStore
@@ -52,6 +55,7 @@ class EngineSource:
             self._model_kwargs["dtype"] = self._model_kwargs.pop("torch_dtype")
         self._block_tokenizer: BlockTokenizer | None = None
         self._lock = threading.RLock()
+        self._gathering = Gathering(self._generate_batch)
 
     @property
     def live_parts(self) -> list[str]:
@@ -107,6 +111,19 @@ class EngineSource:
                     **self._model_kwargs,
                 )
             return self._engine
+
+    async def agenerate(self, make_prompt: MakePrompt, options: dict[str, Any]) -> Generation:
+        """``engine.generate`` for event loops: calls side by side share a batch."""
+        return await self._gathering.answer(make_prompt, options)
+
+    def _generate_batch(
+        self,
+        options: dict[str, Any],
+        prompts: Sequence[MakePrompt],
+        is_cancelled: Callable[[], bool],
+    ) -> list[Generation]:
+        made = [make() for make in prompts]
+        return self.engine.generate_batch(made, is_cancelled=is_cancelled, **options)
 
     @property
     def tokenizer(self) -> BlockTokenizer:

@@ -280,6 +280,19 @@ def test_every_row_of_a_batch_has_its_own_figures(engine: BlockAttentionEngine) 
     assert engine.generate_batch([]) == []
 
 
+def test_a_cancelled_batch_ends_after_the_step_it_is_in(engine: BlockAttentionEngine) -> None:
+    asked: list[None] = []
+
+    def after_three() -> bool:
+        asked.append(None)
+        return len(asked) >= 3
+
+    answers = engine.generate_batch(
+        [["a", "b"], ["c", "d"]], max_new_tokens=NEW, is_cancelled=after_three
+    )
+    assert [answer.stats.generated_tokens for answer in answers] == [3, 3]
+
+
 # -- streams ---------------------------------------------------------------------------------------
 
 

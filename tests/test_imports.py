@@ -25,6 +25,7 @@ FLOORS = {
     "relay_plan": "attention kv rope",
     "handles": "blocks errors",
     "generation": "",
+    "batching": "blocks generation",
     "tokenization": "blocks",
     "prompts": "blocks",
     "segmentation": "blocks errors prompts",
@@ -34,7 +35,7 @@ FLOORS = {
     "fetch": "blocks errors kv model store",
     "streams": "generation",
     "request": "blocks fetch generation kv",
-    "engine": "blocks fetch generation kv model request store streams",
+    "engine": "batching blocks fetch generation kv model request store streams",
 }
 FRAMEWORKS = {"llama_index", "langchain", "langchain_core", "langchain_chroma", "chromadb"}
 # Where the seam to transformers is.

@@ -7,24 +7,13 @@ error. All of that stays as it is; only the innermost step, the model, is taken 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
 
-from blockattn_rag.blocks import BlockPrompt
-from blockattn_rag.generation import Generation
-
-BATCH_SIZE = 16
-"""Calls that are answered together at most."""
+from blockattn_rag.batching import Answer, MakePrompt, Seat, serve
 
 _CURRENT: ContextVar[BatchMeeting | None] = ContextVar("blockattn_batch", default=None)
-
-
-class _Seat(NamedTuple):
-    prompt: BlockPrompt
-    answer: Future[Generation]
 
 
 class BatchMeeting:
@@ -39,7 +28,7 @@ class BatchMeeting:
 
     def __init__(
         self,
-        answer: Callable[[Sequence[BlockPrompt]], list[Generation]],
+        answer: Answer,
         options: dict[str, object],
         calls: int,
         at_once: int,
@@ -48,7 +37,7 @@ class BatchMeeting:
         self._options = options
         self._remaining = calls
         self._at_once = at_once
-        self._waiting: list[_Seat] = []
+        self._waiting: list[Seat] = []
         self._lock = threading.Lock()
 
     @contextmanager
@@ -70,48 +59,25 @@ class BatchMeeting:
         meeting = _CURRENT.get()
         return meeting if meeting is not None and meeting._options == options else None
 
-    def join(self, prompt: BlockPrompt) -> Future[Generation]:
+    def join(self, make_prompt: MakePrompt) -> Seat:
         """Ask for an answer; it comes when the batch is complete."""
-        seat = _Seat(prompt, Future())
+        seat = Seat(make_prompt)
         with self._lock:
             self._waiting.append(seat)
             batch = self._take_batch()
         self._start(batch)
-        return seat.answer
+        return seat
 
-    def _take_batch(self) -> list[_Seat]:
+    def _take_batch(self) -> list[Seat]:
         """Those waiting, if all calls under way wait; else nobody."""
         if len(self._waiting) < min(self._at_once, self._remaining):
             return []
         batch, self._waiting = self._waiting, []
         return batch
 
-    def _start(self, batch: list[_Seat]) -> None:
+    def _start(self, batch: list[Seat]) -> None:
         if batch:
             work = threading.Thread(
-                target=self._run, args=(batch,), name="blockattn-batch", daemon=True
+                target=serve, args=(batch, self._answer), name="blockattn-batch", daemon=True
             )
             work.start()
-
-    def _run(self, batch: list[_Seat]) -> None:
-        seats = [seat for seat in batch if seat.answer.set_running_or_notify_cancel()]
-        if not seats:
-            return
-        try:
-            answers = self._answer([seat.prompt for seat in seats])
-        except BaseException as error:  # noqa: BLE001 -- raised again by the calls
-            if len(seats) == 1:
-                seats[0].answer.set_exception(error)
-                return
-            # A batch fails as a whole; alone, each call gets its own answer or its own error.
-            for seat in seats:
-                self._run_alone(seat)
-            return
-        for seat, answer in zip(seats, answers, strict=True):
-            seat.answer.set_result(answer)
-
-    def _run_alone(self, seat: _Seat) -> None:
-        try:
-            seat.answer.set_result(self._answer([seat.prompt])[0])
-        except BaseException as error:  # noqa: BLE001 -- raised again by the call
-            seat.answer.set_exception(error)

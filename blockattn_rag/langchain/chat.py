@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from contextlib import aclosing, closing
 from typing import Any
@@ -16,9 +15,10 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import get_config_list, get_executor_for_config
 from langchain_core.runnables.utils import gather_with_concurrency
 
+from blockattn_rag.batching import BATCH_SIZE
 from blockattn_rag.blocks import BlockPrompt, segment, strip_markers
 from blockattn_rag.generation import Generation, GenerationChunk
-from blockattn_rag.langchain.batching import BATCH_SIZE, BatchMeeting
+from blockattn_rag.langchain.batching import BatchMeeting
 from blockattn_rag.langchain.fields import GenerationFields
 from blockattn_rag.langchain.messages import (
     PROVIDER,
@@ -134,7 +134,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
     ) -> ChatResult:
         prompt, options = self.to_prompt(messages), self.engine_options(stop, kwargs)
         if meeting := BatchMeeting.of_this_call(options):
-            return self._result(meeting.join(prompt).result())
+            return self._result(meeting.join(lambda: prompt).answer.result())
         return self._result(self.engine.generate(prompt, **options))
 
     async def _agenerate(
@@ -144,15 +144,10 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        if meeting := BatchMeeting.of_this_call(self.engine_options(stop, kwargs)):
-            prompt = await asyncio.to_thread(self.to_prompt, messages)
-            return self._result(await asyncio.wrap_future(meeting.join(prompt)))
-        # By way of a stream, since that can be left: a cancelled call must free the model.
-        answer: Generation | None = None
-        async with aclosing(self._apieces(messages, stop, kwargs)) as pieces:
-            async for piece in pieces:
-                answer = piece.generation
-        assert answer is not None
+        options = self.engine_options(stop, kwargs)
+        if meeting := BatchMeeting.of_this_call(options):
+            return self._result(await meeting.join(lambda: self.to_prompt(messages)).wait())
+        answer = await self.source.agenerate(lambda: self.to_prompt(messages), options)
         return self._result(answer)
 
     def _stream(
@@ -271,7 +266,9 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         if at_once < 2 or options["seed"] is not None:
             return None
         return BatchMeeting(
-            lambda prompts: self.engine.generate_batch(prompts, **options),
+            lambda prompts, is_cancelled: self.engine.generate_batch(
+                [make() for make in prompts], is_cancelled=is_cancelled, **options
+            ),
             options,
             calls,
             at_once,

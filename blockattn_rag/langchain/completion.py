@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import aclosing, closing
+from functools import partial
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -56,10 +57,8 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         options = self.engine_options(stop, kwargs)
-        # Rows of a batch draw from one random state; a seed must give what a single call gives.
-        size = {} if options["seed"] is None else {"batch_size": 1}
         blocks = [segment(prompt, self.block_template) for prompt in prompts]
-        return self._result(self.engine.generate_batch(blocks, **size, **options))
+        return self._result(self.engine.generate_batch(blocks, **options))
 
     async def _agenerate(
         self,
@@ -70,12 +69,8 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):
     ) -> LLMResult:
         if len(prompts) != 1:
             return await asyncio.to_thread(self._generate, prompts, stop, None, **kwargs)
-        # By way of a stream, since that can be left: a cancelled call must free the model.
-        answer: Generation | None = None
-        async with aclosing(self._apieces(prompts[0], stop, kwargs)) as pieces:
-            async for piece in pieces:
-                answer = piece.generation
-        assert answer is not None
+        blocks = partial(segment, prompts[0], self.block_template)
+        answer = await self.source.agenerate(blocks, self.engine_options(stop, kwargs))
         return self._result([answer])
 
     def _stream(

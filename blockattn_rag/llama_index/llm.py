@@ -246,12 +246,13 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
                 text = step.text
                 yield step
 
-    async def _aanswer(self, *request: Any) -> CompletionResponse:
-        # By way of a stream, since that can be left: a cancelled call must free the model.
-        async with aclosing(self._astream(*request)) as steps:
-            async for step in steps:
-                last = step
-        return CompletionResponse(text=last.text, raw=last.raw)
+    async def _aanswer(
+        self, prompt: str | Sequence[ChatMessage], formatted: bool, call: dict[str, Any]
+    ) -> CompletionResponse:
+        generation = await self._source.agenerate(
+            lambda: self.to_prompt(prompt, formatted), self._options(call)
+        )
+        return self._finished(generation)
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:

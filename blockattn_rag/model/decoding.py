@@ -151,7 +151,7 @@ def generate_batch(
     sampling: Sampling,
     max_new_tokens: int,
     cache: DynamicCache | None,
-    on_step: Callable[[], None] | None,
+    on_step: Callable[[], bool] | None,
 ) -> list[list[int]]:
     """New tokens for several (context ids, final ids), padded on the left of each part.
 
@@ -168,7 +168,7 @@ def generate_batch(
     mask = torch.cat([context_mask, final_mask], dim=1).to(hf_model.device)
     arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
     if on_step is not None:
-        arguments = _with_step(arguments, lambda: bool(on_step()))
+        arguments = _with_step(arguments, on_step)
     lengths: dict[int, int] = {}
     if stop := arguments.pop("stop_strings", None):
         criterion = _RowLengths(StopStringCriteria(tokenizer, stop), input_ids.shape[1])

@@ -267,11 +267,12 @@ class BlockModel:
         sampling: Sampling,
         *,
         cache: DynamicCache | None = None,
-        on_step: Callable[[], None] | None = None,
+        on_step: Callable[[], bool] | None = None,
     ) -> list[list[int]]:
         """Generate for several (context ids, final ids) in one batch; see ``generate``.
 
-        ``cache`` holds the contexts, one a row; ``on_step`` is called after each step of the batch.
+        ``cache`` holds the contexts, one a row; ``on_step`` is called after each step of the batch,
+        and ends it by True.
         """
         longest = max(len(context) + len(final) for context, final in prompts)
         limit = self.room_for(longest, sampling)

@@ -31,11 +31,22 @@ class RecordingEngine(BlockAttentionEngine):
     def __init__(self, model: BlockModel, **kwargs: Any) -> None:
         super().__init__(model, MemoryStore(1 << 28), **kwargs)
         self.calls: list[Call] = []
+        self.batches: list[int] = []
 
     def generate(self, prompt: Any, **options: Any) -> Generation:
         answer = super().generate(prompt, **options)
         self.calls.append(Call(prompt, options, answer))
         return answer
+
+    def generate_batch(
+        self, prompts: Sequence[Any], *, is_cancelled: Any = lambda: False, **options: Any
+    ) -> list[Generation]:
+        answers = super().generate_batch(prompts, is_cancelled=is_cancelled, **options)
+        if not is_cancelled():
+            pairs = zip(prompts, answers, strict=True)
+            self.calls += [Call(prompt, options, answer) for prompt, answer in pairs]
+            self.batches.append(len(prompts))
+        return answers
 
     def stream(self, prompt: Any, **options: Any) -> Iterator[GenerationChunk]:
         for chunk in super().stream(prompt, **options):

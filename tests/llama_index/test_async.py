@@ -157,3 +157,24 @@ async def test_a_failing_engine_ends_the_stream(
     assert (await anext(steps)).text == "one"
     with pytest.raises(RuntimeError, match="out of memory"):
         await anext(steps)
+
+
+async def test_gathered_calls_share_a_batch_and_answer_as_alone(
+    llm: BlockAttentionLLM, engine: RecordingEngine
+) -> None:
+    prompts = [f"Question {n}?" for n in range(5)]
+    alone = [llm.complete(prompt).text for prompt in prompts]
+    gathered = await asyncio.gather(*(llm.acomplete(prompt) for prompt in prompts))
+    assert [answer.text for answer in gathered] == alone
+    assert engine.batches == [5]
+
+
+async def test_of_two_gathered_calls_one_cancelled_the_other_gets_its_answer(
+    llm: BlockAttentionLLM, engine: RecordingEngine
+) -> None:
+    expected = llm.complete("x" * 50, max_new_tokens=LONG).text
+    calls = [asyncio.create_task(llm.acomplete("x" * 50, max_new_tokens=LONG)) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    calls[0].cancel()
+    assert (await calls[1]).text == expected
+    assert calls[0].cancelled()
