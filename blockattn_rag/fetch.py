@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -16,6 +16,7 @@ from blockattn_rag.errors import MissError, StoreError
 from blockattn_rag.kv import BlockKV, store_key
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.store.memory import MemoryStore
+from blockattn_rag.transfer import bring
 
 if TYPE_CHECKING:
     from blockattn_rag.store import KVStore
@@ -90,7 +91,7 @@ class BlockFetcher:
             for index, block in enumerate(context)
         ]
         distinct = {one.digest: one for one in wanted}
-        found = {digest: self._look_up(digest) for digest in distinct}
+        found = self._look_up(distinct)
         absent = [one for one in distinct.values() if found[one.digest] is None]
         # A text of no tokens has no KV: nothing is missing, and it leaves no trace in the prompt.
         missing = [(one, ids) for one in absent if (ids := self._token_ids(one))]
@@ -157,17 +158,20 @@ class BlockFetcher:
     def _key(self, digest: str) -> str:
         return store_key(self._model.fingerprint, digest)
 
-    def _look_up(self, digest: str) -> BlockKV | None:
-        """The block's KV on the model's device, or None if it must be computed."""
-        key = self._key(digest)
-        if self._resident is None:
-            kv = self._read(key, digest)
-            return kv and kv.to(self._model.device)
-        if (kv := self._resident.get(key)) is None and (kv := self._read(key, digest)) is not None:
-            # A copy: what was read may be a view of a file, which may change after its check.
-            kv = kv.copy_to(self._model.device)
-            self._keep_resident(key, kv)
-        return kv
+    def _look_up(self, digests: Collection[str]) -> dict[str, BlockKV | None]:
+        """Each block's KV on the model's device, or None if it must be computed."""
+        resident, read = self._resident, dict[str, BlockKV]()
+        found = {d: resident.get(self._key(d)) if resident is not None else None for d in digests}
+        for digest in digests:
+            if found[digest] is None and (kv := self._read(self._key(digest), digest)) is not None:
+                read[digest] = kv
+        # Copies, to be kept: what was read may be a view of a file, which may change after its
+        # check.
+        brought = bring(list(read.values()), self._model.device, copy=resident is not None)
+        for digest, kv in zip(read, brought, strict=True):
+            self._keep_resident(self._key(digest), kv)
+            found[digest] = kv
+        return found
 
     def _keep_resident(self, key: str, kv: BlockKV) -> None:
         if self._resident is not None and kv.nbytes <= self._resident.max_bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 import torch
 
@@ -13,6 +13,13 @@ from blockattn_rag.rope import RotaryLayout, rotate
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class Arrival(Protocol):
+    """States on their way to a device."""
+
+    def wait(self, layer: int) -> None:
+        """Return when a layer may be read by what the caller does next."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +34,7 @@ class BlockKV:
         fingerprint: identity of the model, tokenizer and dtype that computed it.
         digest: ``Block.digest`` of what was encoded; compared on every hit.
         handle: ``Block.handle``; lets ``store gc`` find the entries of a passage.
+        arrival: what to wait for before a layer is read, if they are still on their way here.
     """
 
     keys: tuple[Tensor, ...]
@@ -35,6 +43,17 @@ class BlockKV:
     fingerprint: str
     digest: str
     handle: str
+    arrival: Arrival | None = None
+
+    def states(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, when they are there."""
+        if self.arrival is not None:
+            self.arrival.wait(layer)
+        return self.keys[layer], self.values[layer]
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys[0].device
 
     @property
     def num_tokens(self) -> int:
@@ -51,25 +70,18 @@ class BlockKV:
 
     def to(self, device: torch.device) -> BlockKV:
         """This block on ``device``; itself if it is there."""
-        if self.keys[0].device == device:
-            return self
-        return self.copy_to(device)
+        return self if self.device == device else self.copy_to(device)
 
     def copy_to(self, device: torch.device) -> BlockKV:
-        """A copy on ``device`` that shares no memory with this one, made by one transfer.
-
-        To CUDA it goes from page-locked memory, so that it does not wait for the host.
-        """
-        states = (*self.keys, *self.values)
-        pinned = device.type == "cuda" and self.keys[0].device.type == "cpu"
-        joined = torch.empty(
-            sum(t.numel() for t in states),
-            dtype=states[0].dtype, device=self.keys[0].device, pin_memory=pinned,
-        )  # fmt: skip
-        torch.cat([t.reshape(-1) for t in states], out=joined)
-        parts = torch.split(joined.to(device, non_blocking=True), [t.numel() for t in states])
+        """A copy on ``device`` that shares no memory with this one, made by one transfer."""
+        layers = [self.states(layer) for layer in range(self.num_layers)]
+        states = [*(keys for keys, _ in layers), *(values for _, values in layers)]
+        joined = torch.cat([t.reshape(-1) for t in states]).to(device)
+        parts = torch.split(joined, [t.numel() for t in states])
         copies = tuple(part.view(t.shape) for part, t in zip(parts, states, strict=True))
-        return replace(self, keys=copies[: self.num_layers], values=copies[self.num_layers :])
+        return replace(
+            self, keys=copies[: self.num_layers], values=copies[self.num_layers :], arrival=None
+        )
 
 
 def store_key(fingerprint: str, digest: str) -> str:
@@ -150,8 +162,8 @@ def joined_states(
     Args:
         tables: angles that earlier layers made, to which this one adds its own.
     """
-    keys = _joined([block.kv.keys[layer] for block in blocks])
-    values = _joined([block.kv.values[layer] for block in blocks])
+    states = [block.kv.states(layer) for block in blocks]
+    keys, values = (_joined(list(tensors)) for tensors in zip(*states, strict=True))
     if layout.rotates and any(block.shift for block in blocks):
         if layout not in tables:
             shifts = [torch.full((b.kv.num_tokens,), b.shift) for b in blocks]

@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 
     from blockattn_rag.kv import BlockKV, Context
 
-#: A call of the attention kernel costs some 30 microseconds whatever it does. A prompt is read in
-#: one pass, so blocks are worth joining only if they are tiny; an answer is many passes. Joined
-#: blocks are copies, which live as long as the answer takes.
-PREFILL_TOKENS = 32
-DECODE_TOKENS = 512
+#: Blocks of fewer tokens are joined, for a prompt and for the tokens of an answer. A call of the
+#: attention kernel costs some 30 microseconds whatever it does, and on an accelerator hardly more
+#: than that. A prompt is read in one pass, so on the CPU blocks are worth joining only if they are
+#: tiny; an answer is many passes. Joined blocks are copies, which live as long as the answer takes.
+PREFILL_TOKENS, DECODE_TOKENS = 32, 512
+ACCELERATOR_TOKENS = 8192  # reasoned from launch costs, not measured yet
 
 
 class _Segment:
@@ -52,8 +53,7 @@ class _Segment:
     def states(self, layer: int, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
         """Keys and values ``[K, N, D]``, keys standing as the readers' shifts expect."""
         if len(self.blocks) == 1:
-            kv = self.blocks[0].kv
-            return kv.keys[layer], kv.values[layer]
+            return self.blocks[0].kv.states(layer)
         if layer not in self._joined:
             self._joined[layer] = joined_states(self.blocks, layer, layout, self._tables)
         return self._joined[layer]
@@ -164,6 +164,13 @@ class _Reading:
         return rotate(chosen, *self._tables[layout], layout) if layout in self._tables else chosen
 
 
+def _tokens_to_join(device: torch.device) -> tuple[int, int]:
+    """Below how many tokens blocks are joined, for a prompt and for an answer."""
+    if device.type == "cpu":
+        return PREFILL_TOKENS, DECODE_TOKENS
+    return ACCELERATOR_TOKENS, ACCELERATOR_TOKENS
+
+
 class RelayPlan:
     """Who attends to which block, for one batch of requests. Made once, used by every layer.
 
@@ -175,7 +182,8 @@ class RelayPlan:
         layouts: rotary layout per layer.
         device: where queries are.
         prefill_tokens, decode_tokens: join blocks of fewer tokens, where the same requests read
-            them at the same distances, for queries of several tokens and of one token.
+            them at the same distances, for queries of several tokens and of one token; None: what
+            is good on the device.
     """
 
     def __init__(
@@ -184,11 +192,12 @@ class RelayPlan:
         layouts: Sequence[RotaryLayout],
         device: torch.device,
         *,
-        prefill_tokens: int = PREFILL_TOKENS,
-        decode_tokens: int = DECODE_TOKENS,
+        prefill_tokens: int | None = None,
+        decode_tokens: int | None = None,
     ) -> None:
-        self._prefill_tokens = prefill_tokens
-        self._decode_tokens = decode_tokens
+        defaults = _tokens_to_join(device)
+        self._prefill_tokens = defaults[0] if prefill_tokens is None else prefill_tokens
+        self._decode_tokens = defaults[1] if decode_tokens is None else decode_tokens
         self._contexts = contexts
         self._layouts = layouts
         self._device = device
