@@ -16,6 +16,7 @@ from blockattn_rag.generation import Sampling
 from blockattn_rag.kv import Assembly, BlockKV, Context
 from blockattn_rag.model import decoding, loading, relay
 from blockattn_rag.model.fingerprint import model_fingerprint
+from blockattn_rag.model.graphs import record_graphs
 from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.probe import AttentionProfile, layer_states, profile_attention
 from blockattn_rag.model.requests import EncodeRequest
@@ -44,12 +45,22 @@ class BlockModel:
         hf_model: the model, on its device, in its dtype.
         tokenizer: its transformers tokenizer.
         name: what to call it in messages; default: where it was loaded from.
+        cuda_graphs: record the forwards of questions and of single tokens as CUDA graphs when they
+            first come (not run on a GPU yet).
 
     Raises:
         UnsupportedModelError: blocks of this model cannot be moved exactly.
+        ValueError: CUDA graphs were asked for and the model is elsewhere.
     """
 
-    def __init__(self, hf_model: PreTrainedModel, tokenizer: Any, *, name: str = "") -> None:
+    def __init__(
+        self,
+        hf_model: PreTrainedModel,
+        tokenizer: Any,
+        *,
+        name: str = "",
+        cuda_graphs: bool = False,
+    ) -> None:
         self.hf_model = hf_model.eval()
         self.tokenizer = BlockTokenizer(tokenizer)
         self.name = name or str(
@@ -59,6 +70,8 @@ class BlockModel:
         parameters = inspect.signature(hf_model.forward).parameters
         self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         pack_linears(hf_model)
+        if cuda_graphs:
+            record_graphs(hf_model)
 
     @classmethod
     def from_pretrained(
@@ -68,6 +81,7 @@ class BlockModel:
         tokenizer: Any = None,
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
+        cuda_graphs: bool = False,
         **kwargs: Any,
     ) -> BlockModel:
         """Load by path, hub id or ``"bundled"``; a ready model needs its ``tokenizer``.
@@ -79,12 +93,12 @@ class BlockModel:
             if tokenizer is None or isinstance(tokenizer, (str, Path)):
                 tokenizer = loading.load_tokenizer(tokenizer or model)
             loaded = loading.load_model(model, device=device, dtype=dtype, **kwargs)
-            return cls(loaded, tokenizer, name=str(model))
+            return cls(loaded, tokenizer, name=str(model), cuda_graphs=cuda_graphs)
         if tokenizer is None:
             raise ValueError("a ready model was given without its tokenizer; pass tokenizer=...")
         if isinstance(tokenizer, (str, Path)):
             tokenizer = loading.load_tokenizer(tokenizer)
-        return cls(model, tokenizer)
+        return cls(model, tokenizer, cuda_graphs=cuda_graphs)
 
     @property
     def config(self) -> Any:

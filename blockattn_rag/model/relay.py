@@ -157,7 +157,7 @@ def _attention_function(original: str) -> Any:
             return forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
         index: Any = module.layer_idx
-        mask = _tail_mask(attention_mask, query, key)
+        mask = tail_mask(attention_mask, query, key)
         output = plan.attend(index, query, key, value, scale, mask)
         return output.transpose(1, 2).contiguous(), None
 
@@ -178,7 +178,7 @@ def _mask_function(original: str) -> Any:
     return relay_mask
 
 
-def _tail_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+def tail_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """The mask over the tail, True where seen. None means causal to transformers."""
     if mask is not None:
         return mask if mask.dtype == torch.bool else mask >= 0

@@ -10,6 +10,7 @@ from blockattn_rag.cli.bench.options import (
     BatchSizes,
     BlockSizes,
     BlockTokens,
+    CudaGraphs,
     Device,
     Dtype,
     Lengths,
@@ -32,6 +33,7 @@ def ttft(
     lengths: Lengths = "512,4096",
     dtype: Dtype = "float32",
     device: Device = "auto",
+    cuda_graphs: CudaGraphs = False,
     repeats: Repeats = 3,
     block_tokens: BlockTokens = 512,
     question_tokens: QuestionTokens = 50,
@@ -44,7 +46,8 @@ def ttft(
     with working(as_json), progress("measuring") as tick:
         from blockattn_rag.evaluation.efficiency import measure_ttft
 
-        engine = open_engine(shape, model, dtype, device, max(counts) + question_tokens)
+        tokens = max(counts) + question_tokens
+        engine = open_engine(shape, model, dtype, device, tokens, cuda_graphs=cuda_graphs)
         sizes = {"block_tokens": block_tokens, "question_tokens": question_tokens}
         rows = measure_ttft(engine, counts, **sizes, repeats=repeats, on_progress=tick)
     data = report(engine, model or shape, rows, repeats=repeats, **sizes)
@@ -70,6 +73,7 @@ def decode(
     block_tokens: BlockSizes = "128,512",
     dtype: Dtype = "float32",
     device: Device = "auto",
+    cuda_graphs: CudaGraphs = False,
     new_tokens: NewTokens = 32,
     repeats: Repeats = 3,
     output: Output = None,
@@ -81,7 +85,8 @@ def decode(
     with working(as_json), progress("measuring") as tick:
         from blockattn_rag.evaluation.efficiency import measure_decode
 
-        engine = open_engine(shape, model, dtype, device, max(counts) + 50 + new_tokens)
+        tokens = max(counts) + 50 + new_tokens
+        engine = open_engine(shape, model, dtype, device, tokens, cuda_graphs=cuda_graphs)
         rows = measure_decode(
             engine,
             counts,

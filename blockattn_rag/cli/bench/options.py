@@ -18,6 +18,7 @@ Model = Annotated[
 Lengths = Annotated[str, typer.Option(help="Context lengths in tokens, with commas between.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")]
+CudaGraphs = Annotated[bool, typer.Option("--cuda-graphs", help="On a GPU: replay the question.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")]
 BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens of a block.")]
 BatchSizes = Annotated[str, typer.Option(help="Requests at once, with commas between.")]

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 
 def open_engine(
-    shape: str, model: str | None, dtype: str, device: str, tokens: int
+    shape: str,
+    model: str | None,
+    dtype: str,
+    device: str,
+    tokens: int,
+    *,
+    cuda_graphs: bool = False,
 ) -> BlockAttentionEngine:
     """An engine over a random shape or a real model, whose tokens are counted words."""
     from blockattn_rag.engine import BlockAttentionEngine
@@ -33,7 +39,9 @@ def open_engine(
     )
     tokenizer = counting_tokenizer(loaded.config.vocab_size)
     store = MemoryStore(1 << 40)
-    return BlockAttentionEngine.from_pretrained(loaded, tokenizer=tokenizer, store=store)
+    return BlockAttentionEngine.from_pretrained(
+        loaded, tokenizer=tokenizer, store=store, cuda_graphs=cuda_graphs
+    )
 
 
 def report(

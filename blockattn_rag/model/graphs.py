@@ -1,0 +1,268 @@
+"""CUDA graphs: a question's forward without the Python around it.
+
+On a GPU the kernels of a short forward take less time than Python needs to start them. A CUDA graph
+starts hundreds of kernels at once, but always the same ones on the same memory, while every prompt
+has blocks of its own. So the forward is recorded in pieces, cut at every attention: what lies
+between two attentions is replayed, and relay attention runs in between as it always does. Questions
+are padded on the right to a few lengths, the buckets, each of which is recorded once.
+
+*Tested on a CPU with a recorder that stands in for CUDA's; not run on a GPU yet.*
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from blockattn_rag.model.relay import RelayCache, active, enable_relay, tail_mask
+
+logger = logging.getLogger("blockattn_rag")
+
+BUCKETS = (1, 16, 32, 64, 128, 256, 512)
+"""Tokens of a recorded forward; longer ones are run as ever."""
+
+Replay = Callable[[], object]
+
+
+class Recorder(Protocol):
+    """Records what a device is told to do, in pieces."""
+
+    def session(self) -> AbstractContextManager[Any]:
+        """Surrounds the pieces of one forward."""
+
+    def begin(self) -> None:
+        """From here on, record."""
+
+    def end(self) -> Replay:
+        """Stop, and give what does it all again on the same memory."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs, which share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graph: Any = None
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        before = torch.cuda.current_stream(self._device)
+        stream: Any = torch.cuda.Stream(self._device)
+        stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            if self._graph is not None:  # an error came while it was recorded
+                with suppress(RuntimeError):
+                    self.end()
+            before.wait_stream(stream)
+
+    def begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads may go on allocating, as transfers of blocks do.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> Replay:
+        graph, self._graph = self._graph, None
+        graph.capture_end()
+        return graph.replay
+
+
+class _DryRun:
+    """Records nothing: a first forward, in which libraries set themselves up."""
+
+    def session(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> Replay:
+        return self.begin
+
+
+class _Piece(NamedTuple):
+    """What leads to one layer's attention: ``replay`` fills ``query``, ``key`` and ``value``
+    ``[1, heads, bucket, size]``; the next piece reads ``output``, like the query."""
+
+    replay: Replay
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    output: Tensor
+
+
+class _Cutter:
+    """Stands where a relay plan stands, and cuts the record at every attention."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.pieces: list[_Piece] = []
+        recorder.begin()
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, _: object
+    ) -> Tensor:
+        replay = self._recorder.end()
+        output = query.new_zeros(*query.shape[:3], value.shape[3])
+        self.pieces.append(_Piece(replay, layer, query, key, value, scale, output))
+        self._recorder.begin()
+        return output
+
+
+class _NoCache(RelayCache):
+    """Keeps nothing: attention is not part of the record."""
+
+    def __init__(self, num_layers: int, cutter: Any) -> None:
+        super().__init__(num_layers, 0, cutter)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
+class _Recorded:
+    """A model's forward over up to ``bucket`` tokens of one request.
+
+    Args:
+        forward: the model's own.
+        num_layers: of the model.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        num_layers: int,
+        bucket: int,
+        recorder: Recorder,
+        device: torch.device,
+    ) -> None:
+        self._ids = torch.zeros(1, bucket, dtype=torch.long, device=device)
+        self._positions = torch.zeros(1, bucket, dtype=torch.long, device=device)
+        self._last = torch.zeros(1, dtype=torch.long, device=device)
+        cutter = _Cutter(recorder)
+        cache = _NoCache(num_layers, cutter)
+        with active(cache):
+            out = forward(
+                input_ids=self._ids,
+                position_ids=self._positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=self._last,
+            )
+        self._pieces = cutter.pieces
+        self._finish = recorder.end()
+        self._logits: Tensor = out.logits
+
+    def __call__(self, ids: Tensor, positions: Tensor, cache: RelayCache) -> Tensor:
+        """Logits ``[1, 1, vocabulary]`` after ``ids`` ``[1, n]``, which the cache takes in."""
+        count = ids.shape[1]
+        self._ids[:, :count] = ids
+        self._positions[:, :count] = positions
+        self._last.fill_(count - 1)
+        for piece in self._pieces:
+            piece.replay()
+            # Without padding, which lies behind: nothing that is real looks at it.
+            query, key, value = (
+                states[:, :, :count] for states in (piece.query, piece.key, piece.value)
+            )
+            keys, values = cache.update(key, value, piece.layer)
+            mask = tail_mask(None, query, keys)
+            output = cache.plan.attend(piece.layer, query, keys, values, piece.scale, mask)
+            piece.output[:, :, :count] = output
+        self._finish()
+        return self._logits.clone()
+
+
+class GraphedForward:
+    """A model's ``forward`` that replays records where it can, and else is the model's own.
+
+    Args:
+        hf_model: of one device, ready for relay attention.
+        recorder: of that device.
+    """
+
+    def __init__(self, hf_model: PreTrainedModel, recorder: Recorder) -> None:
+        self._model = hf_model
+        self._original = hf_model.forward
+        self.__signature__ = inspect.signature(hf_model.forward)  # transformers looks at it
+        self._recorder = recorder
+        self._recorded: dict[int, _Recorded] = {}
+        self._works = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache: Any = kwargs.get("past_key_values")
+        if args or not self._works or not _can_replay(cache, kwargs):
+            return self._original(*args, **kwargs)
+        ids = kwargs["input_ids"]
+        recorded = self._record(next(b for b in BUCKETS if b >= ids.shape[1]), len(cache.layers))
+        if recorded is None:
+            return self._original(**kwargs)
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            start = cache.get_seq_length()
+            positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+        return CausalLMOutputWithPast(logits=recorded(ids, positions, cache), past_key_values=cache)
+
+    def _record(self, bucket: int, num_layers: int) -> _Recorded | None:
+        """The record of a bucket, made when it is first needed; None if this model has none."""
+        if bucket not in self._recorded:
+            details = num_layers, bucket
+            try:
+                with self._recorder.session():
+                    _Recorded(self._original, *details, _DryRun(), self._model.device)
+                    self._recorded[bucket] = _Recorded(
+                        self._original, *details, self._recorder, self._model.device
+                    )
+            except RuntimeError as error:
+                self._works = False
+                logger.warning(
+                    "%s cannot be recorded as CUDA graphs (%s); it runs without, as before",
+                    type(self._model).__name__, error,
+                )  # fmt: skip
+                return None
+        return self._recorded[bucket]
+
+
+_EXPECTED = {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache"}
+_HARMLESS = {"return_dict", "cache_position", "logits_to_keep"}
+
+
+def _can_replay(cache: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether this is one request over placed blocks, of which the last logits are wanted."""
+    ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+    if not isinstance(cache, RelayCache) or ids is None or ids.shape[0] > 1:
+        return False
+    count = ids.shape[1]
+    unknown = {name for name, value in kwargs.items() if value is not None and value is not False}
+    last_only = count == 1 or kwargs.get("logits_to_keep") == 1
+    is_plain = unknown <= _EXPECTED | _HARMLESS and last_only and count <= BUCKETS[-1]
+    return is_plain and (mask is None or (mask.ndim == 2 and bool(mask.all())))
+
+
+def record_graphs(hf_model: PreTrainedModel, recorder: Recorder | None = None) -> None:
+    """Let a model on CUDA answer from recorded graphs, where relay attention is exact for it.
+
+    Raises:
+        ValueError: the model is not on one CUDA device.
+    """
+    if recorder is None:
+        if hf_model.device.type != "cuda":
+            raise ValueError(f"CUDA graphs need a model on a GPU; this one is on {hf_model.device}")
+        recorder = CudaRecorder(hf_model.device)
+    enable_relay(hf_model)
+    forward: Any = GraphedForward(hf_model, recorder)
+    hf_model.forward = forward
