@@ -208,6 +208,8 @@ class RelayPlan:
 
     @cached_property
     def _decode(self) -> _Reading:
+        if self._decode_tokens == self._prefill_tokens:
+            return self._prefill  # joined once
         return self._reading(self._decode_tokens)
 
     def _reading(self, tokens: int) -> _Reading:

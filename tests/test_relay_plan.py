@@ -164,10 +164,25 @@ def test_joined_blocks_give_what_single_ones_give(tokens: int) -> None:
 
 def test_an_answer_joins_small_blocks_and_a_prompt_does_not() -> None:
     context = place(blocks_of([40, 40]))
-    plan = RelayPlan([context], [LAYOUT], torch.get_default_device())
+    prefill, decode = relay_plan._tokens_to_join(torch.device("cpu"))
+    plan = RelayPlan(
+        [context], [LAYOUT], torch.get_default_device(),
+        prefill_tokens=prefill, decode_tokens=decode,
+    )  # fmt: skip
     tail = random(1, KV_HEADS, 3, SIZE, seed=8)
     plan.attend(0, random(1, HEADS, 3, SIZE), tail, tail, 0.25, None)
     assert "_decode" not in vars(plan)
     plan.attend(0, random(1, HEADS, 1, SIZE), tail, tail, 0.25, None)
     assert [len(segment.blocks) for segment in plan._prefill._segments] == [1, 1]
     assert [len(segment.blocks) for segment in plan._decode._segments] == [2]
+
+
+def test_an_accelerator_joins_blocks_once_for_prompt_and_answer() -> None:
+    prefill, decode = relay_plan._tokens_to_join(torch.device("cuda"))
+    assert prefill == decode > 1000
+    plan = RelayPlan(
+        [place(blocks_of([40, 40]))], [LAYOUT], torch.get_default_device(),
+        prefill_tokens=prefill, decode_tokens=decode,
+    )  # fmt: skip
+    assert plan._prefill is plan._decode
+    assert [len(segment.blocks) for segment in plan._prefill._segments] == [2]
