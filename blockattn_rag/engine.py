@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blockattn_rag.batching import BATCH_SIZE
+from blockattn_rag.batching import BATCH_SIZE, Seat
 from blockattn_rag.blocks import Block, BlockPrompt
 from blockattn_rag.fetch import BlockFetcher, EncodeStats, OnMiss
 from blockattn_rag.generation import (
@@ -44,6 +44,13 @@ class _Prepared(NamedTuple):
     context: Context | None
     limit: int
     stats: ReuseStats
+
+
+class _Call(NamedTuple):
+    """A request, and who waits for its answer."""
+
+    request: Request
+    seat: Seat
 
 
 def _ignore(text: str) -> None:
@@ -224,22 +231,27 @@ class BlockAttentionEngine:
         prompts: Sequence[Prompt],
         *,
         batch_size: int = BATCH_SIZE,
-        is_cancelled: Callable[[], bool] = _never,
+        seats: Sequence[Seat] | None = None,
         **options: Any,
     ) -> list[Generation]:
         """Answer several prompts, in order; ``options`` are those of ``generate``.
 
         Up to ``batch_size`` prompts share each forward where that gives ``generate``'s answers:
         models with sliding windows, seeded sampling, and options that look back at the prompt
-        (beams, penalties) are answered one by one. Times are those of the whole batch.
+        (beams, penalties) are answered one by one. Times are those of the whole batch. Prompts of
+        more tokens to compute than ``BlockModel.batch_tokens`` go in smaller batches.
 
-        ``is_cancelled`` is asked after each step; True ends all answers where they are.
+        ``seats`` are the calls that wait, one for each prompt: each gets its answer as soon as it
+        is there, and an answer ends when those who wait for it have left.
         """
-        requests = [self._request(prompt, options) for prompt in prompts]
-        answers: list[Generation] = []
-        for at in range(0, len(requests), batch_size):
-            answers += self._answer_batch(requests[at : at + batch_size], is_cancelled)
-        return answers
+        seats = [Seat() for _ in prompts] if seats is None else seats
+        calls = [
+            _Call(self._request(prompt, options)._replace(started=seat.started), seat)
+            for prompt, seat in zip(prompts, seats, strict=True)
+        ]
+        for at in range(0, len(calls), batch_size):
+            self._answer_batch(calls[at : at + batch_size])
+        return [seat.answer.result() for seat in seats]
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -332,38 +344,60 @@ class BlockAttentionEngine:
             on_text(rest)
         return self._generation(answer, ids, prepared, clock)
 
-    def _answer_batch(
-        self, requests: Sequence[Request], is_cancelled: Callable[[], bool]
-    ) -> list[Generation]:
-        prepared = [self._prepare(request) for request in requests]
-        sampling, clock = requests[0].sampling, Clock(requests[0].started)
-        limits = {one.limit for one in prepared}
-        if len(prepared) == 1 or len(limits) > 1 or not self.model.batches_exactly(sampling):
-            pairs = zip(requests, prepared, strict=True)
-            return [self._answer(*pair, is_cancelled=is_cancelled) for pair in pairs]
+    def _answer_batch(self, calls: Sequence[_Call]) -> None:
+        prepared = [self._prepare(call.request) for call in calls]
+        can_share = self.model.batches_exactly(calls[0].request.sampling)
+        shares = can_share and len({one.limit for one in prepared}) == 1
+        for run in self._runs(prepared) if shares else [[i] for i in range(len(calls))]:
+            if len(run) == 1:
+                (request, seat), one = calls[run[0]], prepared[run[0]]
+                seat.answer.set_result(self._answer(request, one, is_cancelled=seat.left.is_set))
+            else:
+                self._answer_run([calls[i] for i in run], [prepared[i] for i in run])
+
+    def _runs(self, prepared: Sequence[_Prepared]) -> list[list[int]]:
+        """Cut a batch so that no forward has more tokens than the model encodes at once."""
+        runs: list[list[int]] = []
+        widest = 0
+        for index, one in enumerate(prepared):
+            width = len(one.final_ids) + (0 if one.context else len(one.context_ids))
+            widest = max(widest, width)
+            if not runs or widest * (len(runs[-1]) + 1) > self.model.batch_tokens:
+                runs.append([])
+                widest = width
+            runs[-1].append(index)
+        return runs
+
+    def _answer_run(self, calls: Sequence[_Call], prepared: Sequence[_Prepared]) -> None:
+        """Answer prompts in one forward of each step."""
+        request, clock = calls[0].request, Clock(calls[0].request.started)
+
+        def nobody_waits() -> bool:
+            return all(call.seat.left.is_set() for call in calls)
 
         def on_step() -> bool:
             clock.note_token()
-            return is_cancelled()
+            return nobody_waits()
 
         with self._lock:
             clock.assembling = time.perf_counter()
-            cache = self._cache(prepared, requests[0].reuse.assembly)
-            clock.prefilling = time.perf_counter()
-            rows = self.model.generate_batch(
-                [(p.context_ids, p.final_ids) for p in prepared],
-                sampling,
-                cache=cache,
-                on_step=on_step,
-            )
-        answers = []
-        for ids, one in zip(rows, prepared, strict=True):
-            answer = AnswerText(self.model.tokenizer.tokenizer, sampling.stop)
+            rows: Sequence[list[int]] = [[] for _ in calls]
+            if not nobody_waits():  # since before the model was free
+                cache = self._cache(prepared, request.reuse.assembly)
+                clock.prefilling = time.perf_counter()
+                rows = self.model.generate_batch(
+                    [(p.context_ids, p.final_ids) for p in prepared],
+                    request.sampling,
+                    cache=cache,
+                    on_step=on_step,
+                )
+        for call, ids, one in zip(calls, rows, prepared, strict=True):
+            answer = AnswerText(self.model.tokenizer.tokenizer, request.sampling.stop)
             for token in ids:
                 answer.push(token)
             answer.finish()
-            answers.append(self._generation(answer, ids, one, clock))
-        return answers
+            clock.started = call.request.started
+            call.seat.answer.set_result(self._generation(answer, ids, one, clock))
 
     def _cache(self, prepared: Sequence[_Prepared], assembly: Assembly) -> Any:
         """The prompts' contexts as a cache for the model; None in full mode."""

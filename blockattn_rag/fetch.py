@@ -161,7 +161,7 @@ class BlockFetcher:
     def _look_up(self, digests: Collection[str]) -> dict[str, BlockKV | None]:
         """Each block's KV on the model's device, or None if it must be computed."""
         resident, read = self._resident, dict[str, BlockKV]()
-        found = {d: resident.get(self._key(d)) if resident is not None else None for d in digests}
+        found = {digest: self._look_up_resident(digest) for digest in digests}
         for digest in digests:
             if found[digest] is None and (kv := self._read(self._key(digest), digest)) is not None:
                 read[digest] = kv
@@ -172,6 +172,11 @@ class BlockFetcher:
             self._keep_resident(self._key(digest), kv)
             found[digest] = kv
         return found
+
+    def _look_up_resident(self, digest: str) -> BlockKV | None:
+        kv = self._resident.get(self._key(digest)) if self._resident is not None else None
+        lost = kv is not None and kv.arrival is not None and kv.arrival.failed
+        return None if lost else kv
 
     def _keep_resident(self, key: str, kv: BlockKV) -> None:
         if self._resident is not None and kv.nbytes <= self._resident.max_bytes:

@@ -21,6 +21,10 @@ class Arrival(Protocol):
     def wait(self, layer: int) -> None:
         """Return when a layer may be read by what the caller does next."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether some layers will never be there."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockKV:

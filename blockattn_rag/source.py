@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from blockattn_rag.batching import Gathering, MakePrompt
+from blockattn_rag.batching import Gathering, Seat
+from blockattn_rag.blocks import BlockPrompt
 from blockattn_rag.engine import BlockAttentionEngine
 from blockattn_rag.generation import Generation
 from blockattn_rag.model.loading import load_config, load_tokenizer
@@ -55,7 +56,7 @@ class EngineSource:
             self._model_kwargs["dtype"] = self._model_kwargs.pop("torch_dtype")
         self._block_tokenizer: BlockTokenizer | None = None
         self._lock = threading.RLock()
-        self._gathering = Gathering(self._generate_batch)
+        self._gathering = Gathering(self.serve)
 
     @property
     def live_parts(self) -> list[str]:
@@ -112,18 +113,18 @@ class EngineSource:
                 )
             return self._engine
 
-    async def agenerate(self, make_prompt: MakePrompt, options: dict[str, Any]) -> Generation:
+    async def agenerate(
+        self, make_prompt: Callable[[], BlockPrompt], options: dict[str, Any]
+    ) -> Generation:
         """``engine.generate`` for event loops: calls side by side share a batch."""
         return await self._gathering.answer(make_prompt, options)
 
-    def _generate_batch(
-        self,
-        options: dict[str, Any],
-        prompts: Sequence[MakePrompt],
-        is_cancelled: Callable[[], bool],
-    ) -> list[Generation]:
-        made = [make() for make in prompts]
-        return self.engine.generate_batch(made, is_cancelled=is_cancelled, **options)
+    def serve(self, options: dict[str, Any], seats: Sequence[Seat]) -> None:
+        """Answer the calls on seats, which all ask for the same options."""
+        if foreign := options.keys() & {"batch_size", "seats"}:
+            raise TypeError(f"{', '.join(sorted(foreign))} cannot be given to a single call")
+        prompts = [seat.prompt() for seat in seats]
+        self.engine.generate_batch(prompts, seats=seats, **options)
 
     @property
     def tokenizer(self) -> BlockTokenizer:

@@ -10,6 +10,7 @@ from contextlib import closing
 from typing import TypeVar
 
 from blockattn_rag.generation import Generation, GenerationChunk
+from blockattn_rag.threads import start_thread
 
 T = TypeVar("T")
 _END = object()
@@ -33,7 +34,7 @@ def stream_from_thread(answering: Answering) -> Iterator[GenerationChunk]:
         except BaseException as error:  # noqa: BLE001 -- raised again by the reader
             chunks.put(error)
 
-    threading.Thread(target=work, name="blockattn-stream", daemon=True).start()
+    start_thread(work, "blockattn-stream", left.set)
     try:
         while True:
             chunk = chunks.get()

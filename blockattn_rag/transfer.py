@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.kv import BlockKV
+from blockattn_rag.threads import start_thread
 
 
 def bring(blocks: Sequence[BlockKV], device: torch.device, *, copy: bool) -> list[BlockKV]:
@@ -54,7 +55,7 @@ class _Transfer:
         self._stream = self._stream_beside() if self._is_cuda else None
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="blockattn-transfer", daemon=True).start()
+        start_thread(self._run, "blockattn-transfer", lambda: None)
 
     def wait(self, layer: int) -> None:
         """Return when a layer is there; on CUDA, let the current stream wait for it instead.
@@ -67,8 +68,13 @@ class _Transfer:
             raise RuntimeError(
                 f"moving blocks to {self._device} failed: {self._error}"
             ) from self._error
-        if self._is_cuda:
+        if self._is_cuda and not self._events[layer].query():
             torch.cuda.current_stream(self._device).wait_event(self._events[layer])
+
+    @property
+    def failed(self) -> bool:
+        """Whether some layers will never be there."""
+        return self._error is not None
 
     def _empty_copy(self, kv: BlockKV) -> BlockKV:
         """One tensor for all layers, so that a block can be freed by itself."""

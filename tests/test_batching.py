@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
 import torch
 
-from blockattn_rag.batching import BATCH_SIZE, Gathering, MakePrompt
+from blockattn_rag import batching
+from blockattn_rag.batching import BATCH_SIZE, Gathering, Seat
 from blockattn_rag.blocks import BlockPrompt
 from blockattn_rag.generation import Generation, ReuseStats
 
@@ -23,22 +25,21 @@ class Model:
         self.gate = threading.Event()
         self.gate.set()
         self.started = threading.Event()
-        self.cancelled: list[bool] = []
+        self.left: list[list[bool]] = []
 
-    def answer(
-        self,
-        options: dict[str, Any],
-        prompts: Sequence[MakePrompt],
-        is_cancelled: Callable[[], bool],
-    ) -> list[Generation]:
-        texts = [make().final for make in prompts]
+    def serve(self, options: dict[str, Any], seats: Sequence[Seat]) -> None:
+        texts = [seat.prompt().final for seat in seats]
         self.batches.append(texts)
         self.started.set()
         assert self.gate.wait(10)
-        self.cancelled.append(is_cancelled())
+        self.left.append([seat.left.is_set() for seat in seats])
+        if options.get("fails_late") and len(seats) > 1:
+            seats[0].answer.set_result(Generation("early", [], "stop", ReuseStats("block")))
         if "bad" in texts:
             raise ValueError("a bad prompt")
-        return [Generation(text, [], "stop", ReuseStats("block")) for text in texts]
+        for text, seat in zip(texts, seats, strict=True):
+            if not seat.answer.done():
+                seat.answer.set_result(Generation(text, [], "stop", ReuseStats("block")))
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def model() -> Model:
 
 @pytest.fixture
 def gathering(model: Model) -> Gathering:
-    return Gathering(model.answer)
+    return Gathering(model.serve)
 
 
 async def ask(gathering: Gathering, text: str, **options: Any) -> str:
@@ -128,6 +129,61 @@ async def test_a_prompt_that_cannot_be_made_is_an_error_of_its_call(gathering: G
     assert await ask(gathering, "next") == "next"
 
 
+async def test_an_answer_that_came_before_the_batch_failed_is_kept(
+    gathering: Gathering, model: Model
+) -> None:
+    found = await asyncio.gather(
+        *(ask(gathering, text, fails_late=True) for text in ("good", "bad")),
+        return_exceptions=True,
+    )
+    assert found[0] == "early"
+    assert isinstance(found[1], ValueError)
+    assert model.batches == [["good", "bad"], ["bad"]]
+
+
+async def test_an_error_that_no_task_can_hold_is_named(gathering: Gathering) -> None:
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        await asyncio.wait_for(gathering.answer(lambda: next(iter(())), {}), 5)
+
+
+class Incomparable:
+    def __eq__(self, other: object) -> bool:
+        raise AttributeError("no attribute")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+async def test_options_that_fail_to_compare_hang_nobody(gathering: Gathering) -> None:
+    calls = [ask(gathering, text, option=Incomparable()) for text in "ab"]
+    assert await asyncio.wait_for(asyncio.gather(*calls), 5) == ["a", "b"]
+    assert await asyncio.wait_for(ask(gathering, "next"), 5) == "next"
+
+
+async def test_a_thread_that_cannot_be_started_is_an_error_and_the_next_call_tries_again(
+    gathering: Gathering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(batching, "start_thread", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            await asyncio.wait_for(ask(gathering, "first"), 5)
+    assert await asyncio.wait_for(ask(gathering, "next"), 5) == "next"
+
+
+async def test_a_prompt_is_made_with_the_context_variables_of_its_call(
+    gathering: Gathering,
+) -> None:
+    user: ContextVar[str] = ContextVar("user")
+
+    async def call(name: str) -> str:
+        user.set(name)
+        return (await gathering.answer(lambda: BlockPrompt((), user.get()), {})).text
+
+    assert await asyncio.gather(*(call(name) for name in ("ann", "bob"))) == ["ann", "bob"]
+
+
 async def test_a_cancelled_call_leaves_and_the_others_get_their_answers(
     gathering: Gathering, model: Model
 ) -> None:
@@ -139,7 +195,7 @@ async def test_a_cancelled_call_leaves_and_the_others_get_their_answers(
     model.gate.set()
     assert await calls[1] == "b"
     assert calls[0].cancelled()
-    assert model.cancelled == [False]
+    assert model.left == [[True, False]]
 
 
 async def test_a_batch_that_nobody_waits_for_is_told_to_end(
@@ -153,7 +209,7 @@ async def test_a_batch_that_nobody_waits_for_is_told_to_end(
     await asyncio.gather(*calls, return_exceptions=True)
     model.gate.set()
     assert await ask(gathering, "next") == "next"
-    assert model.cancelled == [True, False]
+    assert model.left == [[True, True], [False]]
 
 
 async def test_a_call_cancelled_while_it_waits_is_never_answered(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from blockattn_rag.batching import Seat
 from blockattn_rag.blocks import Block, BlockPrompt, segment, wrap
 from blockattn_rag.engine import BlockAttentionEngine
 from blockattn_rag.errors import ContextOverflowError, MissError, UnsupportedModelError
@@ -280,17 +281,74 @@ def test_every_row_of_a_batch_has_its_own_figures(engine: BlockAttentionEngine) 
     assert engine.generate_batch([]) == []
 
 
-def test_a_cancelled_batch_ends_after_the_step_it_is_in(engine: BlockAttentionEngine) -> None:
-    asked: list[None] = []
+class SeatLeftAfter(threading.Event):
+    """Set once it has been asked so many times."""
 
-    def after_three() -> bool:
-        asked.append(None)
-        return len(asked) >= 3
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.asked, self.times = 0, times
 
-    answers = engine.generate_batch(
-        [["a", "b"], ["c", "d"]], max_new_tokens=NEW, is_cancelled=after_three
-    )
+    def is_set(self) -> bool:
+        self.asked += 1
+        return self.asked > self.times
+
+
+def test_a_batch_that_nobody_waits_for_ends_after_the_step_it_is_in(
+    engine: BlockAttentionEngine,
+) -> None:
+    seats = [Seat(left=SeatLeftAfter(3)), Seat(left=SeatLeftAfter(0))]
+    answers = engine.generate_batch([["a", "b"], ["c", "d"]], max_new_tokens=NEW, seats=seats)
     assert [answer.stats.generated_tokens for answer in answers] == [3, 3]
+
+
+def test_a_batch_that_all_have_left_is_not_begun(engine: BlockAttentionEngine) -> None:
+    seats = [Seat(), Seat()]
+    for seat in seats:
+        seat.left.set()
+    answers = engine.generate_batch([["a", "b"], ["c", "d"]], max_new_tokens=NEW, seats=seats)
+    assert [answer.token_ids for answer in answers] == [[], []]
+
+
+def test_answers_that_share_no_forward_come_one_by_one_and_end_one_by_one(
+    engine: BlockAttentionEngine,
+) -> None:
+    come: list[int] = []
+    seats = [Seat(), Seat(left=SeatLeftAfter(2)), Seat()]
+    for one in seats:
+        one.answer.add_done_callback(lambda _: come.append(sum(s.answer.done() for s in seats)))
+    options: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 1.0, "seed": 1}
+    prompts = [["a", "b"], ["c", "d"], ["e", "f"]]
+    answers = engine.generate_batch(prompts, seats=seats, **options)
+    alone = [engine.generate(prompt, **options).token_ids for prompt in prompts]
+    assert [answers[0].token_ids, answers[2].token_ids] == [alone[0], alone[2]]
+    assert answers[1].token_ids == alone[1][: len(answers[1].token_ids)]
+    assert len(answers[1].token_ids) < NEW
+    assert come == [1, 2, 3]
+
+
+def test_prompts_of_many_tokens_to_compute_go_in_smaller_batches(
+    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [["a" * n, "b" * 9] for n in (5, 5, 30, 5)]
+    expected = [a.token_ids for a in engine.generate_batch(prompts, max_new_tokens=2, mode="full")]
+    rows: list[int] = []
+    generate = type(engine.model).generate_batch
+
+    def counted(model: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
+        rows.append(len(prompts))
+        return generate(model, prompts, *args, **kwargs)
+
+    monkeypatch.setattr(type(engine.model), "generate_batch", counted)
+    monkeypatch.setattr(type(engine.model), "batch_tokens", 40)
+    found = engine.generate_batch(prompts, max_new_tokens=2, mode="full")
+    assert [answer.token_ids for answer in found] == expected
+    assert rows == [2]  # and two alone
+
+
+def test_an_answer_counts_the_time_since_its_call_came(engine: BlockAttentionEngine) -> None:
+    seats = [Seat(started=time.perf_counter() - waited) for waited in (100.0, 200.0)]
+    answers = engine.generate_batch([["a", "b"], ["c", "d"]], max_new_tokens=1, seats=seats)
+    assert 100 < answers[0].stats.ttft_s < 200 < answers[1].stats.ttft_s
 
 
 # -- streams ---------------------------------------------------------------------------------------

@@ -115,6 +115,25 @@ def test_a_transfer_that_fails_is_an_error_of_whoever_waits(
             copies[0].states(layer)
 
 
+def test_after_a_transfer_that_failed_blocks_are_read_again(
+    model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = BlockAttentionEngine(model, DirectoryStore(tmp_path))
+    expected = engine.generate(PROMPT, max_new_tokens=5)
+    monkeypatch.setattr("blockattn_rag.fetch.bring", lambda kvs, device, **_: send(kvs, device))
+    engine = BlockAttentionEngine(model, DirectoryStore(tmp_path))
+
+    def fail(self: _Transfer, layer: int) -> None:
+        raise OSError("out of page-locked memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Transfer, "_move", fail)
+        with pytest.raises(RuntimeError, match="page-locked"):
+            engine.generate(PROMPT, max_new_tokens=5)
+    found = engine.generate(PROMPT, max_new_tokens=5, on_miss="error")
+    assert found.token_ids == expected.token_ids
+
+
 def test_a_block_that_nobody_holds_is_freed_at_once(blocks: list[BlockKV]) -> None:
     copies = send(blocks, CPU)
     for layer in range(copies[0].num_layers):

@@ -7,11 +7,13 @@ error. All of that stays as it is; only the innermost step, the model, is taken 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from blockattn_rag.batching import Answer, MakePrompt, Seat, serve
+from blockattn_rag.batching import Seat, Serve, serve_all
+from blockattn_rag.blocks import BlockPrompt
+from blockattn_rag.threads import start_thread
 
 _CURRENT: ContextVar[BatchMeeting | None] = ContextVar("blockattn_batch", default=None)
 
@@ -20,7 +22,7 @@ class BatchMeeting:
     """Waits until every call under way has come to the model, or has ended without it.
 
     Args:
-        answer: answers prompts in one batch.
+        serve: answers the calls on seats in one batch.
         options: the engine's options of all these calls; calls with others do not take part.
         calls: how many calls there will be in all.
         at_once: how many of them run side by side.
@@ -28,12 +30,12 @@ class BatchMeeting:
 
     def __init__(
         self,
-        answer: Answer,
+        serve: Serve,
         options: dict[str, object],
         calls: int,
         at_once: int,
     ) -> None:
-        self._answer = answer
+        self._serve = serve
         self._options = options
         self._remaining = calls
         self._at_once = at_once
@@ -59,7 +61,7 @@ class BatchMeeting:
         meeting = _CURRENT.get()
         return meeting if meeting is not None and meeting._options == options else None
 
-    def join(self, make_prompt: MakePrompt) -> Seat:
+    def join(self, make_prompt: Callable[[], BlockPrompt]) -> Seat:
         """Ask for an answer; it comes when the batch is complete."""
         seat = Seat(make_prompt)
         with self._lock:
@@ -76,8 +78,16 @@ class BatchMeeting:
         return batch
 
     def _start(self, batch: list[Seat]) -> None:
-        if batch:
-            work = threading.Thread(
-                target=serve, args=(batch, self._answer), name="blockattn-batch", daemon=True
-            )
-            work.start()
+        if not batch:
+            return
+
+        def leave() -> None:
+            for seat in batch:
+                seat.left.set()
+
+        try:
+            start_thread(lambda: serve_all(batch, self._serve), "blockattn-batch", leave)
+        except RuntimeError as error:
+            for seat in batch:
+                if seat.answer.set_running_or_notify_cancel():
+                    seat.fail(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from contextlib import aclosing, closing
+from functools import partial
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -237,7 +238,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """``batch`` for event loops. A batch that the model has begun runs to its end."""
+        """``batch`` for event loops. A batch ends early when all of its calls are cancelled."""
         at_once = _at_once(inputs, config)
         meeting = self._meeting(len(inputs), at_once, kwargs)
         if meeting is None:
@@ -266,9 +267,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         if at_once < 2 or options["seed"] is not None:
             return None
         return BatchMeeting(
-            lambda prompts, is_cancelled: self.engine.generate_batch(
-                [make() for make in prompts], is_cancelled=is_cancelled, **options
-            ),
+            partial(self.source.serve, options),
             options,
             calls,
             at_once,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
@@ -56,16 +57,17 @@ class CudaRecorder:
     @contextmanager
     def session(self) -> Iterator[None]:
         before = torch.cuda.current_stream(self._device)
-        stream: Any = torch.cuda.Stream(self._device)
+        # Of high priority, so that it is none of those that transfers take from their pool.
+        stream: Any = torch.cuda.Stream(self._device, priority=-1)
         stream.wait_stream(before)
-        try:
-            with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):
+            try:
                 yield
-        finally:
-            if self._graph is not None:  # an error came while it was recorded
-                with suppress(RuntimeError):
-                    self.end()
-            before.wait_stream(stream)
+            finally:
+                if self._graph is not None:  # an error came while it was recorded
+                    with suppress(RuntimeError):
+                        self.end()
+        before.wait_stream(stream)
 
     def begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -85,7 +87,7 @@ class _DryRun:
         return nullcontext()
 
     def begin(self) -> None:
-        pass
+        """Nothing to do."""
 
     def end(self) -> Replay:
         return self.begin
@@ -196,60 +198,68 @@ class GraphedForward:
     """
 
     def __init__(self, hf_model: PreTrainedModel, recorder: Recorder) -> None:
-        self._model = hf_model
         self._original = hf_model.forward
+        self._device = hf_model.device
+        self._name = type(hf_model).__name__
         self.__signature__ = inspect.signature(hf_model.forward)  # transformers looks at it
         self._recorder = recorder
         self._recorded: dict[int, _Recorded] = {}
         self._works = True
+        # Several engines may share the model, and so the memory of its records.
+        self._lock = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache: Any = kwargs.get("past_key_values")
-        if args or not self._works or not _can_replay(cache, kwargs):
+        if args or not self._works or not _can_replay(kwargs):
             return self._original(*args, **kwargs)
-        ids = kwargs["input_ids"]
-        recorded = self._record(next(b for b in BUCKETS if b >= ids.shape[1]), len(cache.layers))
-        if recorded is None:
-            return self._original(**kwargs)
+        ids, cache = kwargs["input_ids"], kwargs["past_key_values"]
         positions = kwargs.get("position_ids")
         if positions is None:
             start = cache.get_seq_length()
             positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-        return CausalLMOutputWithPast(logits=recorded(ids, positions, cache), past_key_values=cache)
+        with self._lock:
+            recorded = self._record(next(b for b in BUCKETS if b >= ids.shape[1]), cache)
+            logits = recorded(ids, positions, cache) if recorded is not None else None
+        if logits is None:
+            return self._original(**kwargs)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
-    def _record(self, bucket: int, num_layers: int) -> _Recorded | None:
+    def _record(self, bucket: int, cache: RelayCache) -> _Recorded | None:
         """The record of a bucket, made when it is first needed; None if this model has none."""
-        if bucket not in self._recorded:
-            details = num_layers, bucket
-            try:
-                with self._recorder.session():
-                    _Recorded(self._original, *details, _DryRun(), self._model.device)
-                    self._recorded[bucket] = _Recorded(
-                        self._original, *details, self._recorder, self._model.device
-                    )
-            except RuntimeError as error:
-                self._works = False
-                logger.warning(
-                    "%s cannot be recorded as CUDA graphs (%s); it runs without, as before",
-                    type(self._model).__name__, error,
-                )  # fmt: skip
-                return None
-        return self._recorded[bucket]
+        if bucket in self._recorded:
+            return self._recorded[bucket]
+        size = len(cache.layers), bucket
+        try:
+            _Recorded(self._original, *size, _DryRun(), self._device)
+            with self._recorder.session():
+                recorded = _Recorded(self._original, *size, self._recorder, self._device)
+        except Exception as error:  # noqa: BLE001 -- whatever a device or a model objects to
+            self._works = False
+            self._recorded.clear()
+            logger.warning(
+                "%s cannot be recorded as CUDA graphs (%s: %s); it runs without, as before",
+                self._name, type(error).__name__, error,
+            )  # fmt: skip
+            return None
+        self._recorded[bucket] = recorded
+        return recorded
 
 
 _EXPECTED = {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache"}
 _HARMLESS = {"return_dict", "cache_position", "logits_to_keep"}
 
 
-def _can_replay(cache: Any, kwargs: dict[str, Any]) -> bool:
+def _can_replay(kwargs: dict[str, Any]) -> bool:
     """Whether this is one request over placed blocks, of which the last logits are wanted."""
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
-    if not isinstance(cache, RelayCache) or ids is None or ids.shape[0] > 1:
+    if not isinstance(kwargs.get("past_key_values"), RelayCache) or ids is None:
         return False
-    count = ids.shape[1]
-    unknown = {name for name, value in kwargs.items() if value is not None and value is not False}
-    last_only = count == 1 or kwargs.get("logits_to_keep") == 1
-    is_plain = unknown <= _EXPECTED | _HARMLESS and last_only and count <= BUCKETS[-1]
+    # Records are made and replayed by the engine, which wants no gradients.
+    if ids.shape[0] > 1 or ids.shape[1] > BUCKETS[-1] or not torch.is_inference_mode_enabled():
+        return False
+    wanted = kwargs.get("logits_to_keep", 0)
+    last_only = type(wanted) is int and (wanted == 1 or ids.shape[1] == 1)
+    given = {name for name, value in kwargs.items() if value is not None and value is not False}
+    is_plain = last_only and given <= _EXPECTED | _HARMLESS
     return is_plain and (mask is None or (mask.ndim == 2 and bool(mask.all())))
 
 
@@ -259,9 +269,15 @@ def record_graphs(hf_model: PreTrainedModel, recorder: Recorder | None = None) -
     Raises:
         ValueError: the model is not on one CUDA device.
     """
+    if isinstance(vars(hf_model).get("forward"), GraphedForward):
+        return
     if recorder is None:
-        if hf_model.device.type != "cuda":
-            raise ValueError(f"CUDA graphs need a model on a GPU; this one is on {hf_model.device}")
+        places = sorted({str(parameter.device) for parameter in hf_model.parameters()})
+        if len(places) > 1 or not places[0].startswith("cuda") or "forward" in vars(hf_model):
+            raise ValueError(
+                f"CUDA graphs need a model on one GPU, whole; this one is on {' and '.join(places)}"
+                f"{', its forward replaced' if 'forward' in vars(hf_model) else ''}"
+            )
         recorder = CudaRecorder(hf_model.device)
     enable_relay(hf_model)
     forward: Any = GraphedForward(hf_model, recorder)

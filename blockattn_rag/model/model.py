@@ -45,6 +45,8 @@ class BlockModel:
         hf_model: the model, on its device, in its dtype.
         tokenizer: its transformers tokenizer.
         name: what to call it in messages; default: where it was loaded from.
+        pack_weights: on the CPU, keep a second copy of the weights of linear layers that serves
+            questions faster, where it fits (``packing.pack_linears``).
         cuda_graphs: record the forwards of questions and of single tokens as CUDA graphs when they
             first come (not run on a GPU yet).
 
@@ -59,6 +61,7 @@ class BlockModel:
         tokenizer: Any,
         *,
         name: str = "",
+        pack_weights: bool = True,
         cuda_graphs: bool = False,
     ) -> None:
         self.hf_model = hf_model.eval()
@@ -69,7 +72,8 @@ class BlockModel:
         self.profile: AttentionProfile = profile_attention(hf_model)
         parameters = inspect.signature(hf_model.forward).parameters
         self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        pack_linears(hf_model)
+        if pack_weights:
+            pack_linears(hf_model)
         if cuda_graphs:
             record_graphs(hf_model)
 
@@ -81,6 +85,7 @@ class BlockModel:
         tokenizer: Any = None,
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
+        pack_weights: bool = True,
         cuda_graphs: bool = False,
         **kwargs: Any,
     ) -> BlockModel:
@@ -89,16 +94,17 @@ class BlockModel:
         ``device``, ``dtype`` and ``kwargs`` are those of ``loading.load_model``; a ready model is
         taken as it is.
         """
+        speed: dict[str, Any] = {"pack_weights": pack_weights, "cuda_graphs": cuda_graphs}
         if isinstance(model, (str, Path)):
             if tokenizer is None or isinstance(tokenizer, (str, Path)):
                 tokenizer = loading.load_tokenizer(tokenizer or model)
             loaded = loading.load_model(model, device=device, dtype=dtype, **kwargs)
-            return cls(loaded, tokenizer, name=str(model), cuda_graphs=cuda_graphs)
+            return cls(loaded, tokenizer, name=str(model), **speed)
         if tokenizer is None:
             raise ValueError("a ready model was given without its tokenizer; pass tokenizer=...")
         if isinstance(tokenizer, (str, Path)):
             tokenizer = loading.load_tokenizer(tokenizer)
-        return cls(model, tokenizer, cuda_graphs=cuda_graphs)
+        return cls(model, tokenizer, **speed)
 
     @property
     def config(self) -> Any:

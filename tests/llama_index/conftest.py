@@ -11,6 +11,7 @@ from llama_index.core import Settings
 from llama_index.core.schema import BaseNode, NodeWithScore, TextNode
 
 from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.batching import Seat
 from blockattn_rag.blocks import BlockPrompt
 from blockattn_rag.generation import Generation, GenerationChunk
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor, BlockKVTransform
@@ -39,13 +40,18 @@ class RecordingEngine(BlockAttentionEngine):
         return answer
 
     def generate_batch(
-        self, prompts: Sequence[Any], *, is_cancelled: Any = lambda: False, **options: Any
+        self, prompts: Sequence[Any], *, seats: Sequence[Seat] | None = None, **options: Any
     ) -> list[Generation]:
-        answers = super().generate_batch(prompts, is_cancelled=is_cancelled, **options)
-        if not is_cancelled():
-            pairs = zip(prompts, answers, strict=True)
-            self.calls += [Call(prompt, options, answer) for prompt, answer in pairs]
-            self.batches.append(len(prompts))
+        seats = seats or ()
+        # What came is recorded before those who wait for it go on.
+        inner = [Seat(left=seat.left, started=seat.started) for seat in seats] or None
+        answers = super().generate_batch(prompts, seats=inner, **options)
+        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            if not seats or not seats[index].left.is_set():
+                self.calls.append(Call(prompt, options, answer))
+        self.batches.append(len(prompts))
+        for seat, answer in zip(seats, answers, strict=bool(seats)):
+            seat.answer.set_result(answer)
         return answers
 
     def stream(self, prompt: Any, **options: Any) -> Iterator[GenerationChunk]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.graphs import BUCKETS, record_graphs
+from blockattn_rag.model.relay import active
 from blockattn_rag.store import MemoryStore
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -161,12 +163,24 @@ def test_sampling_and_streaming_go_by_records() -> None:
     assert last.generation.token_ids == own.generate(prompt, **options).token_ids
 
 
+@pytest.mark.parametrize("piece", [0, 2])
 def test_a_model_that_cannot_be_recorded_answers_all_the_same(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, piece: int
 ) -> None:
     class Refusing(LogRecorder):
-        def begin(self) -> None:
-            raise RuntimeError("operation not permitted when stream is capturing")
+        @contextmanager
+        def session(self) -> Iterator[None]:
+            try:
+                yield
+            finally:
+                if self._log is not None:
+                    self.end()
+
+        def end(self) -> Callable[[], object]:
+            if self.recorded == piece:
+                self.recorded += 1
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return super().end()
 
     own, recorded = engine_of("llama"), engine_of("llama", Refusing())
     with caplog.at_level(logging.WARNING):
@@ -177,8 +191,48 @@ def test_a_model_that_cannot_be_recorded_answers_all_the_same(
     assert "operation not permitted" in warning.getMessage()
 
 
+def test_two_engines_over_one_recorded_model_are_both_right() -> None:
+    engine = engine_of("llama", LogRecorder())
+    other = BlockAttentionEngine(
+        BlockModel(engine.model.hf_model, tiny_tokenizer()), MemoryStore(1 << 28), assembly="relay"
+    )
+    record_graphs(engine.model.hf_model, LogRecorder())  # once is enough
+    prompts = [[*CONTEXT, "Why?"], [*CONTEXT[1:], "And where?"]]
+    expected = [engine_of("llama").generate(p, max_new_tokens=8).token_ids for p in prompts]
+    wrong: list[object] = []
+
+    def ask(asked: BlockAttentionEngine, which: int) -> None:
+        for _ in range(6):
+            found = asked.generate(prompts[which], max_new_tokens=8).token_ids
+            if found != expected[which]:
+                wrong.append(found)
+
+    threads = [threading.Thread(target=ask, args=(e, i)) for i, e in enumerate((engine, other))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("wanted", [torch.tensor([1]), torch.tensor([0, 1]), 2])
+def test_other_logits_than_the_last_come_from_the_models_own_forward(wanted: Any) -> None:
+    recorder = LogRecorder()
+    own, recorded = engine_of("llama").model, engine_of("llama", recorder).model
+    ids = torch.arange(20, 25)[None]
+    found, expected = (forward_over(model, ids, logits_to_keep=wanted) for model in (recorded, own))
+    assert torch.equal(found, expected)
+
+
+def forward_over(model: BlockModel, ids: Tensor, **options: Any) -> Tensor:
+    cache = cache_over(model, CONTEXT)
+    with torch.inference_mode(), active(cache):
+        logits: Tensor = model.hf_model(input_ids=ids, past_key_values=cache, **options).logits
+    return logits
+
+
 def test_graphs_on_the_cpu_are_refused() -> None:
-    with pytest.raises(ValueError, match="need a model on a GPU; this one is on cpu"):
+    with pytest.raises(ValueError, match="need a model on one GPU, whole; this one is on cpu"):
         BlockModel.from_pretrained(tiny_model(), tokenizer=tiny_tokenizer(), cuda_graphs=True)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -103,7 +106,7 @@ def test_a_packed_model_is_saved_moved_and_trained_as_before() -> None:
 def test_a_model_that_would_fill_the_memory_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = a_layer()
     need = 4 * layer.weight.nbytes
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=need - 1))
+    monkeypatch.setattr(packing, "free_memory", lambda: need - 1)
     assert pack_linears(layer) == 0
     assert "forward" not in vars(layer)
 
@@ -112,10 +115,78 @@ def test_other_layers_and_types_are_left_alone() -> None:
     class Other(nn.Linear):
         pass
 
-    replaced = a_layer()
+    class Quantised(torch.Tensor):
+        """Says that it is float32, as quantised weights do."""
+
+    replaced, quantised = a_layer(), a_layer()
+    quantised.weight = nn.Parameter(torch.Tensor._make_subclass(Quantised, quantised.weight.data))
+    assert quantised.weight.dtype == torch.float32
     replaced.forward = lambda input: input  # type: ignore[method-assign]
-    for module in (Other(57, 83), a_layer().bfloat16(), replaced, nn.Conv1d(3, 3, 1)):
+    for module in (Other(57, 83), a_layer().bfloat16(), replaced, quantised, nn.Conv1d(3, 3, 1)):
         assert pack_linears(module) == 0
+
+
+def test_free_memory_is_what_the_container_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    assert packing.free_memory(tmp_path) == 1000
+    (tmp_path / "memory.max").write_text("max\n", "utf-8")
+    (tmp_path / "memory.current").write_text("300\n", "utf-8")
+    assert packing.free_memory(tmp_path) == 1000
+    (tmp_path / "memory.max").write_text("700\n", "utf-8")
+    assert packing.free_memory(tmp_path) == 400
+    (tmp_path / "memory.max").write_text("200\n", "utf-8")
+    assert packing.free_memory(tmp_path) == 0
+
+
+@needs_packing
+def test_weights_that_an_optimizer_changed_are_packed_again() -> None:
+    layer, input = packed(a_layer()), torch.randn(8, 57)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    for _ in range(2):
+        with torch.inference_mode():
+            layer(input)
+        layer(input).square().mean().backward()
+        optimizer.step()  # writes without a trace
+    with torch.inference_mode():
+        found = layer(input)
+        expected = nn.functional.linear(input, layer.weight, layer.bias)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+@needs_packing
+def test_a_new_engine_packs_the_weights_as_they_are_now() -> None:
+    layer, input = packed(a_layer()), torch.randn(8, 57)
+    with torch.inference_mode():
+        layer(input)
+    layer.weight.data.mul_(2)  # leaves no trace
+    packed(layer)
+    with torch.inference_mode():
+        found = layer(input)
+        expected = nn.functional.linear(input, layer.weight, layer.bias)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+@needs_packing
+def test_a_packed_layer_that_nobody_holds_is_freed_at_once() -> None:
+    layer = packed(a_layer())
+    with torch.inference_mode():
+        layer(torch.randn(8, 57))
+    weight = weakref.ref(layer.weight)
+    gc.disable()
+    try:
+        del layer
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+@needs_packing
+def test_under_autocast_all_rows_have_its_type() -> None:
+    layer = packed(a_layer())
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert {layer(torch.randn(rows, 57)).dtype for rows in (2, 8)} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("fault", [AttributeError, RuntimeError, TypeError])
@@ -126,10 +197,12 @@ def test_a_pytorch_that_cannot_pack_is_no_fault(
         raise fault("no such thing")
 
     monkeypatch.setattr(packing, "_pack", fail)
+    monkeypatch.setattr(packing, "_is_available", packing._is_available.__wrapped__)
     assert pack_linears(a_layer()) == 0
 
 
 def test_packing_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_pack", lambda weight: weight)
+    monkeypatch.setattr(packing, "_is_available", packing._is_available.__wrapped__)
     monkeypatch.setattr(packing, "_packed_linear", lambda *_: torch.zeros(1, 8, 40))
     assert pack_linears(a_layer()) == 0
