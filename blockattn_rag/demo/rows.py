@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,38 @@ from transformers import PreTrainedTokenizerFast
 from .catalog import KINDS, Attribute
 from .corpus import Sample
 from .formats import Format, draw_format, follow_up
-from .scenes import Article, Passage, SceneWriter, Turn, comparison_answer, turns_of, write_scene
+from .scenes import (
+    PRONOUNS,
+    Article,
+    Passage,
+    SceneWriter,
+    Turn,
+    comparison_answer,
+    turns_of,
+    write_scene,
+)
 from .tokenizer import EOS, SPECIAL_TOKENS
 
 #: Loss weight of passage tokens: names recur there, which is worth learning; values do not.
 PASSAGE_WEIGHT = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """What prompts are made of.
+
+    Args:
+        lookups: most questions on one passage, among those of a prompt.
+        editions: share of prompts in which entities have two passages.
+        pronouns: share of passages that name their entity once.
+    """
+
+    lookups: int = 8
+    editions: float = 0.6
+    pronouns: float = PRONOUNS
+
+
+USUAL = Mix()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +132,44 @@ class RowWriter:
             plain = self.rng.random() < 0.5
             named = self.rng.choice(attribute.named).format(name=name, value=shown)
             sentences.append(attribute.statement(name, shown) if plain else named)
+        return self._told_and_asked(sentences, self.rng.sample(asked, len(asked)), holds)
+
+    def articles(self, entities: int = 5, questions: int = 10) -> Row:
+        """Facts on several entities, those of one in a row and all but the first with pronouns,
+        then asked for: whose fact a pronoun tells, densely.
+
+        In half of the rows, some entities are told of again with other values, which then hold.
+        """
+        writer = SceneWriter(self.rng, "train")
+        kinds = self.rng.sample(KINDS, self.rng.randint(1, 2))
+        firsts = []
+        for _ in range(self.rng.randint(2, entities)):
+            kind = self.rng.choice(kinds)
+            name = writer.name(kind)
+            firsts.append((name, self.rng.sample(kind.attributes, self.rng.randint(2, 4))))
+        most = len(firsts) // 2 + 1
+        seconds = self.rng.sample(
+            firsts, self.rng.randint(1, most) if self.rng.random() < 0.5 else 0
+        )
+        holds: dict[tuple[Attribute, str], str] = {}
+        sentences = []
+        for name, stated in self.rng.sample([*firsts, *seconds], len(firsts) + len(seconds)):
+            for i, attribute in enumerate(self.rng.sample(stated, len(stated))):
+                shown = holds[attribute, name] = writer.value(attribute)
+                form = self.rng.choice(attribute.pronoun if i else attribute.named)
+                sentences.append(form.format(name=name, value=shown))
+        asked = self.rng.sample(list(holds), min(len(holds), questions))
+        return self._told_and_asked(sentences, asked, holds)
+
+    def _told_and_asked(
+        self,
+        sentences: Sequence[str],
+        asked: Sequence[tuple[Attribute, str]],
+        holds: Mapping[tuple[Attribute, str], str],
+    ) -> Row:
+        """Sentences, and what they say of each attribute and name, with loss on the values."""
         parts = [(f"Facts: {' '.join(sentences)}\n", 0.0)]
-        for attribute, name in self.rng.sample(asked, len(asked)):
+        for attribute, name in asked:
             shown = holds[attribute, name]
             head, _, end = attribute.statement(name, shown).rpartition(f" {shown}")
             parts += [(head, 0.0), (f" {shown}{end}", 1.0), ("\n", 0.0)]
@@ -131,9 +194,7 @@ class RowWriter:
         passages: tuple[int, int],
         longest_frame: int | None = None,
         turns: int = 8,
-        *,
-        lookups: int = 8,
-        editions: float = 0.6,
+        mix: Mix = USUAL,
     ) -> Row:
         """A prompt in a random format, with up to ``turns`` questions over its passages.
 
@@ -141,10 +202,8 @@ class RowWriter:
             passages: fewest and most passages.
             longest_frame: most characters around them; None: any.
             turns: most questions.
-            lookups: most questions on one passage among them.
-            editions: share of prompts in which entities have two passages.
         """
-        scene, asked = self._draw(passages, turns, lookups, editions)
+        scene, asked = self._draw(passages, turns, mix)
         prompt = draw_format(self.rng, longest_frame)
         parts = self._prompt(prompt, [a.passage for a in scene], asked[0].question)
         for i, turn in enumerate(asked):
@@ -157,12 +216,10 @@ class RowWriter:
         self,
         passages: tuple[int, int],
         turns: int = 8,
-        *,
-        lookups: int = 8,
-        editions: float = 0.6,
+        mix: Mix = USUAL,
     ) -> dict[str, Any]:
         """What :meth:`scene` writes, as a training record of blocks and turns."""
-        scene, asked = self._draw(passages, turns, lookups, editions)
+        scene, asked = self._draw(passages, turns, mix)
         prompt = draw_format(self.rng)
         view = self.rng.choice(prompt.views)
         template = {"before": prompt.before, "after": prompt.after}
@@ -178,15 +235,16 @@ class RowWriter:
         }
 
     def _draw(
-        self, passages: tuple[int, int], turns: int, lookups: int, editions: float
+        self, passages: tuple[int, int], turns: int, mix: Mix
     ) -> tuple[list[Article], list[Turn]]:
         """A scene, and questions about it (at least one)."""
         while True:
             count = self.rng.randint(*passages)
             most = min(3, count // 2)
-            second = self.rng.randint(1, most) if most and self.rng.random() < editions else 0
-            scene = write_scene(self.rng, "train", count, second, self.rng.randint(1, 3))
-            if asked := list(self._questions(scene, turns, lookups)):
+            second = self.rng.randint(1, most) if most and self.rng.random() < mix.editions else 0
+            kinds = self.rng.randint(1, 3)
+            scene = write_scene(self.rng, "train", count, second, kinds, mix.pronouns)
+            if asked := list(self._questions(scene, turns, mix.lookups)):
                 return scene, asked
 
     def sample(self, sample: Sample) -> Row:

@@ -29,6 +29,8 @@ ORDER_QUESTIONS = (
     "What is the current {noun} of {name}?",
     "What is the latest {noun} of {name}?",
 )
+#: Share of passages that go on with pronouns after naming their entity once.
+PRONOUNS = 0.3
 WHICH_QUESTIONS = ("Which {which}, {a} or {b}?", "Of {a} and {b}, which {which}?")
 
 
@@ -69,11 +71,15 @@ class Article:
 
 
 class SceneWriter:
-    """Writes articles of one split; a word names at most one thing in a scene."""
+    """Writes articles of one split; a word names at most one thing in a scene.
 
-    def __init__(self, rng: random.Random, split: Split) -> None:
+    ``pronouns`` is the share of passages that name their entity in the first sentence alone.
+    """
+
+    def __init__(self, rng: random.Random, split: Split, pronouns: float = PRONOUNS) -> None:
         self.rng = rng
         self.split: Split = split
+        self.pronouns = pronouns
         self._used: set[str] = set()
 
     def word(self) -> str:
@@ -112,12 +118,12 @@ class SceneWriter:
         return Article(kind, name, values, Passage(name, self._text(name, stated, values)))
 
     def _text(self, name: str, stated: list[Attribute], values: Mapping[str, str]) -> str:
-        """Three or four sentences; three passages in ten go on with pronouns.
+        """Three or four sentences, some with pronouns after the first.
 
         The first sentence never begins with the name: a name is then always written after
         a space, and the tokenizer cuts it in one way only.
         """
-        pronouns = self.rng.random() < 0.3
+        pronouns = self.rng.random() < self.pronouns
         sentences = []
         for i, attribute in enumerate(stated):
             forms = attribute.pronoun if pronouns and i else attribute.named
@@ -127,11 +133,16 @@ class SceneWriter:
 
 
 def write_scene(
-    rng: random.Random, split: Split, num_passages: int, second_editions: int, kinds: int = 3
+    rng: random.Random,
+    split: Split,
+    num_passages: int,
+    second_editions: int,
+    kinds: int = 3,
+    pronouns: float = PRONOUNS,
 ) -> list[Article]:
     """``num_passages`` articles in prompt order, ``second_editions`` of them on an entity
     that another article describes too, on entities of at most ``kinds`` kinds."""
-    writer = SceneWriter(rng, split)
+    writer = SceneWriter(rng, split, pronouns)
     chosen = rng.sample(KINDS, min(kinds, len(KINDS)))
     firsts = [
         # The first two are of one kind, so that there is always something to compare.

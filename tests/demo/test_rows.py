@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 
+import pytest
 from transformers import PreTrainedTokenizerFast
 
 from blockattn_rag.demo.corpus import generate_samples
@@ -32,15 +34,33 @@ def test_copy_rows_teach_the_repeat_alone(tokenizer: PreTrainedTokenizerFast) ->
     assert row.weights == [0.0] * (len(row.ids) - 9) + [1.0] * 9
 
 
-def test_fact_rows_ask_only_for_what_they_state(tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.parametrize("sort", ["facts", "articles"])
+def test_fact_rows_ask_only_for_what_they_state(
+    tokenizer: PreTrainedTokenizerFast, sort: str
+) -> None:
     writer = RowWriter(tokenizer, random.Random(0))
     for _ in range(10):
-        row = writer.facts()
+        row = getattr(writer, sort)()
         stated = str(tokenizer.decode(row.ids)).split("\n")[0]
         values = learned(tokenizer, row.ids, row.weights).split(".")
         assert values.pop() == ""
         assert len(values) >= 2
         assert all(value in stated for value in values)
+
+
+def test_article_rows_name_an_entity_once_each_time_they_tell_of_it(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    writer = RowWriter(tokenizer, random.Random(0))
+    told_again = 0
+    for _ in range(20):
+        stated, _, questions = str(tokenizer.decode(writer.articles().ids)).partition("\n")
+        names = Counter(re.findall(r" of (.+?) is ", questions))
+        for name, asked in names.items():
+            assert 1 <= stated.count(name) <= 2
+            told_again += stated.count(name) == 2
+            assert asked <= 4
+    assert told_again
 
 
 def test_number_rows_state_true_comparisons(tokenizer: PreTrainedTokenizerFast) -> None:
