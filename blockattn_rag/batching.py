@@ -90,6 +90,13 @@ def _serve_alone(seat: Seat, serve: Serve) -> None:
         seat.fail(error)
 
 
+def fail_all(seats: Sequence[Seat], error: BaseException) -> None:
+    """Raise the error in every call that still waits."""
+    for seat in seats:
+        if seat.answer.set_running_or_notify_cancel():
+            seat.fail(error)
+
+
 class Gathering:
     """Answers calls of event loops. Those that come in the same turn of a loop, or while the model
     is at work, are answered together if they ask for the same options; none waits for company.
@@ -126,9 +133,7 @@ class Gathering:
         except RuntimeError as error:
             with self._lock:
                 waiting, self._waiting, self._works = self._waiting, [], False
-            for _, seat in waiting:
-                if seat.answer.set_running_or_notify_cancel():
-                    seat.fail(error)
+            fail_all([seat for _, seat in waiting], error)
 
     def _work(self) -> None:
         while batch := self._next_batch():

@@ -117,13 +117,8 @@ class RowWriter:
         which then holds.
         """
         writer = SceneWriter(self.rng, "train")
-        kinds = self.rng.sample(KINDS, self.rng.randint(1, 2))
-        asked = []
-        for _ in range(self.rng.randint(2, entities)):
-            kind = self.rng.choice(kinds)
-            name = writer.name(kind)
-            stated = self.rng.sample(kind.attributes, self.rng.randint(1, 3))
-            asked += [(attribute, name) for attribute in stated]
+        told = self._entities(writer, entities, attributes=(1, 3))
+        asked = [(attribute, name) for name, stated in told for attribute in stated]
         restated = self.rng.sample(asked, len(asked) // 2 if self.rng.random() < again else 0)
         holds: dict[tuple[Attribute, str], str] = {}
         sentences = []
@@ -141,12 +136,7 @@ class RowWriter:
         In half of the rows, some entities are told of again with other values, which then hold.
         """
         writer = SceneWriter(self.rng, "train")
-        kinds = self.rng.sample(KINDS, self.rng.randint(1, 2))
-        firsts = []
-        for _ in range(self.rng.randint(2, entities)):
-            kind = self.rng.choice(kinds)
-            name = writer.name(kind)
-            firsts.append((name, self.rng.sample(kind.attributes, self.rng.randint(2, 4))))
+        firsts = self._entities(writer, entities, attributes=(2, 4))
         most = len(firsts) // 2 + 1
         seconds = self.rng.sample(
             firsts, self.rng.randint(1, most) if self.rng.random() < 0.5 else 0
@@ -160,6 +150,18 @@ class RowWriter:
                 sentences.append(form.format(name=name, value=shown))
         asked = self.rng.sample(list(holds), min(len(holds), questions))
         return self._told_and_asked(sentences, asked, holds)
+
+    def _entities(
+        self, writer: SceneWriter, most: int, attributes: tuple[int, int]
+    ) -> list[tuple[str, list[Attribute]]]:
+        """Two to ``most`` new entities, and fewest to most attributes of each."""
+        kinds = self.rng.sample(KINDS, self.rng.randint(1, 2))
+        found = []
+        for _ in range(self.rng.randint(2, most)):
+            kind = self.rng.choice(kinds)
+            name = writer.name(kind)
+            found.append((name, self.rng.sample(kind.attributes, self.rng.randint(*attributes))))
+        return found
 
     def _told_and_asked(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from blockattn_rag.batching import Seat, Serve, serve_all
+from blockattn_rag.batching import Seat, Serve, fail_all, serve_all
 from blockattn_rag.blocks import BlockPrompt
 from blockattn_rag.threads import start_thread
 
@@ -88,6 +88,4 @@ class BatchMeeting:
         try:
             start_thread(lambda: serve_all(batch, self._serve), "blockattn-batch", leave)
         except RuntimeError as error:
-            for seat in batch:
-                if seat.answer.set_running_or_notify_cancel():
-                    seat.fail(error)
+            fail_all(batch, error)

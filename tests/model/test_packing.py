@@ -33,6 +33,13 @@ def packed(module: M) -> M:
     return module
 
 
+def assert_computed_by_its_weights(layer: nn.Linear, input: Tensor) -> None:
+    with torch.inference_mode():
+        found = layer(input)
+        expected = nn.functional.linear(input, layer.weight, layer.bias)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
 @needs_packing
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [4, 5, 50, 64, 255])
@@ -149,10 +156,7 @@ def test_weights_that_an_optimizer_changed_are_packed_again() -> None:
             layer(input)
         layer(input).square().mean().backward()
         optimizer.step()  # writes without a trace
-    with torch.inference_mode():
-        found = layer(input)
-        expected = nn.functional.linear(input, layer.weight, layer.bias)
-    assert torch.allclose(found, expected, atol=1e-5)
+    assert_computed_by_its_weights(layer, input)
 
 
 @needs_packing
@@ -162,10 +166,7 @@ def test_a_new_engine_packs_the_weights_as_they_are_now() -> None:
         layer(input)
     layer.weight.data.mul_(2)  # leaves no trace
     packed(layer)
-    with torch.inference_mode():
-        found = layer(input)
-        expected = nn.functional.linear(input, layer.weight, layer.bias)
-    assert torch.allclose(found, expected, atol=1e-5)
+    assert_computed_by_its_weights(layer, input)
 
 
 @needs_packing
