@@ -102,6 +102,33 @@ def attend_matmul(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Pa
     return Partial((weights @ value).div_(total), total.log_().add_(highest).squeeze(-1))
 
 
+def attend_jointly(
+    queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor], scale: float
+) -> Tensor:
+    """Attention of a few rows over several sets of keys, by one softmax over all scores.
+
+    In place of a partial result for each set and their merge, for the token of an answer: scores
+    are few then, and a call of the fused kernel takes longer than the work in it.
+
+    Args:
+        queries: ``[K, Q, D]`` for each set: the same rows, turned as the set sees them; float32.
+        keys, values: ``[K, N, D]`` for each set.
+        scale: factor of the scores, natural exponent.
+
+    Returns:
+        ``[K, Q, D]``.
+    """
+    scores = [
+        torch.bmm(query, key.transpose(1, 2)) for query, key in zip(queries, keys, strict=True)
+    ]
+    weights = torch.cat(scores, dim=-1).mul_(scale).softmax(dim=-1)
+    first, *others = torch.split(weights, [key.shape[1] for key in keys], dim=-1)
+    output = torch.bmm(first, values[0])
+    for weight, value in zip(others, values[1:], strict=True):
+        output.baddbmm_(weight, value)
+    return output
+
+
 def attend_cuda(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
 ) -> Partial:

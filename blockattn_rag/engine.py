@@ -7,20 +7,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from blockattn_rag.answering import Answerer, Call, Prepared
 from blockattn_rag.batching import BATCH_SIZE, Seat
 from blockattn_rag.blocks import Block, BlockPrompt
 from blockattn_rag.fetch import BlockFetcher, EncodeStats, OnMiss
 from blockattn_rag.generation import (
-    AnswerText,
-    Clock,
     Generation,
     GenerationChunk,
     Mode,
     ReuseStats,
 )
-from blockattn_rag.kv import Assembly, Context, Positions, place
+from blockattn_rag.kv import Assembly, Positions, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.request import Prompt, Request, Reuse
 from blockattn_rag.store import DEFAULT_RESIDENT_BYTES, KVStore, open_store
@@ -31,35 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger("blockattn_rag")
-
-
-class _Prepared(NamedTuple):
-    """A request ready for the model: token ids, placed blocks (block mode), figures so far.
-
-    ``limit``: tokens that may be generated.
-    """
-
-    context_ids: list[int]
-    final_ids: list[int]
-    context: Context | None
-    limit: int
-    stats: ReuseStats
-
-
-class _Call(NamedTuple):
-    """A request, and who waits for its answer."""
-
-    request: Request
-    seat: Seat
-
-
-def _ignore(text: str) -> None:
-    """For answers that nobody reads as they come."""
-
-
-def _never() -> bool:
-    """For answers that nobody cancels."""
-    return False
 
 
 class BlockAttentionEngine:
@@ -93,6 +63,7 @@ class BlockAttentionEngine:
         self.store = open_store(store)
         self.reuse = Reuse(on_miss, positions, assembly).checked()
         self._lock = threading.Lock()
+        self._answerer = Answerer(model, self._lock)
         self._fetcher = BlockFetcher(model, self.store, self._lock, resident_bytes)
         self._warned = False
 
@@ -211,7 +182,7 @@ class BlockAttentionEngine:
             "seed": seed,
         }
         request = self._request(prompt, options | generate_kwargs)
-        return self._answer(request, self._prepare(request))
+        return self._answerer.answer(request, self._prepare(request))
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[GenerationChunk]:
         """Answer a prompt piece by piece; ``options`` are those of ``generate``.
@@ -221,7 +192,7 @@ class BlockAttentionEngine:
         """
         request = self._request(prompt, options)
         return stream_from_thread(
-            lambda on_text, is_cancelled: self._answer(
+            lambda on_text, is_cancelled: self._answerer.answer(
                 request, self._prepare(request), on_text, is_cancelled
             )
         )
@@ -245,12 +216,15 @@ class BlockAttentionEngine:
         is there, and an answer ends when those who wait for it have left.
         """
         seats = [Seat() for _ in prompts] if seats is None else seats
-        calls = [
-            _Call(self._request(prompt, options)._replace(started=seat.started), seat)
+        requests = [
+            self._request(prompt, options)._replace(started=seat.started)
             for prompt, seat in zip(prompts, seats, strict=True)
         ]
-        for at in range(0, len(calls), batch_size):
-            self._answer_batch(calls[at : at + batch_size])
+        for at in range(0, len(requests), batch_size):
+            batch = slice(at, at + batch_size)
+            prepared = [self._prepare(request) for request in requests[batch]]
+            calls = map(Call, requests[batch], prepared, seats[batch])
+            self._answerer.answer_batch(list(calls))
         return [seat.answer.result() for seat in seats]
 
     # -- inside ------------------------------------------------------------------------------
@@ -273,7 +247,7 @@ class BlockAttentionEngine:
             self.model.name,
         )
 
-    def _prepare(self, request: Request) -> _Prepared:
+    def _prepare(self, request: Request) -> Prepared:
         """Tokenise the prompt (full mode), or fetch and place its blocks (block mode)."""
         prompt, tokenizer = request.prompt, self.model.tokenizer
         if request.mode == "full":
@@ -281,7 +255,7 @@ class BlockAttentionEngine:
             limit = self.model.room_for(len(ids.flat), request.sampling)
             context_ids = [token for block in ids.context for token in block]
             stats = ReuseStats("full", computed_tokens=len(ids.flat))
-            return _Prepared(context_ids, ids.final, None, limit, stats)
+            return Prepared(context_ids, ids.final, None, limit, stats)
         started = time.perf_counter()
         context, final = self._with_final_tokens(prompt)
         blocks, hits, misses, missed_tokens = self._fetcher.fetch(context, request.reuse.on_miss)
@@ -295,7 +269,7 @@ class BlockAttentionEngine:
             computed_tokens=missed_tokens + len(final),
             fetch_s=time.perf_counter() - started,
         )
-        return _Prepared(placed.token_ids, final, placed, limit, stats)
+        return Prepared(placed.token_ids, final, placed, limit, stats)
 
     def _with_final_tokens(self, prompt: BlockPrompt) -> tuple[list[Block], list[int]]:
         """Context blocks, and the final block's tokens: the last block's if that is empty, since
@@ -307,112 +281,3 @@ class BlockAttentionEngine:
         if not final:
             raise ValueError("the prompt holds no token")
         return context, final
-
-    def _answer(
-        self,
-        request: Request,
-        prepared: _Prepared,
-        on_text: Callable[[str], object] = _ignore,
-        is_cancelled: Callable[[], bool] = _never,
-    ) -> Generation:
-        answer = AnswerText(self.model.tokenizer.tokenizer, request.sampling.stop)
-        clock = Clock(request.started)
-
-        def on_token(token: int) -> None:
-            clock.note_token()
-            if text := answer.push(token):
-                on_text(text)
-
-        with self._lock:
-            if is_cancelled():  # while waiting for the model
-                return self._generation(answer, [], prepared, clock)
-            clock.assembling = time.perf_counter()
-            cache = self._cache([prepared], request.reuse.assembly)
-            clock.prefilling = time.perf_counter()
-            ids = self.model.generate(
-                prepared.context_ids,
-                prepared.final_ids,
-                request.sampling,
-                cache=cache,
-                on_token=on_token,
-                is_cancelled=lambda: answer.stopped or is_cancelled(),
-            )
-        if clock.first_token is None:  # beam search hands out no token before its end
-            for token in ids:
-                on_token(token)
-        if rest := answer.finish():
-            on_text(rest)
-        return self._generation(answer, ids, prepared, clock)
-
-    def _answer_batch(self, calls: Sequence[_Call]) -> None:
-        prepared = [self._prepare(call.request) for call in calls]
-        can_share = self.model.batches_exactly(calls[0].request.sampling)
-        shares = can_share and len({one.limit for one in prepared}) == 1
-        for run in self._runs(prepared) if shares else [[i] for i in range(len(calls))]:
-            if len(run) == 1:
-                (request, seat), one = calls[run[0]], prepared[run[0]]
-                seat.answer.set_result(self._answer(request, one, is_cancelled=seat.left.is_set))
-            else:
-                self._answer_run([calls[i] for i in run], [prepared[i] for i in run])
-
-    def _runs(self, prepared: Sequence[_Prepared]) -> list[list[int]]:
-        """Cut a batch so that no forward has more tokens than the model encodes at once."""
-        runs: list[list[int]] = []
-        widest = 0
-        for index, one in enumerate(prepared):
-            width = len(one.final_ids) + (0 if one.context else len(one.context_ids))
-            widest = max(widest, width)
-            if not runs or widest * (len(runs[-1]) + 1) > self.model.batch_tokens:
-                runs.append([])
-                widest = width
-            runs[-1].append(index)
-        return runs
-
-    def _answer_run(self, calls: Sequence[_Call], prepared: Sequence[_Prepared]) -> None:
-        """Answer prompts in one forward of each step."""
-        request, clock = calls[0].request, Clock(calls[0].request.started)
-
-        def nobody_waits() -> bool:
-            return all(call.seat.left.is_set() for call in calls)
-
-        def on_step() -> bool:
-            clock.note_token()
-            return nobody_waits()
-
-        with self._lock:
-            clock.assembling = time.perf_counter()
-            rows: Sequence[list[int]] = [[] for _ in calls]
-            if not nobody_waits():  # since before the model was free
-                cache = self._cache(prepared, request.reuse.assembly)
-                clock.prefilling = time.perf_counter()
-                rows = self.model.generate_batch(
-                    [(p.context_ids, p.final_ids) for p in prepared],
-                    request.sampling,
-                    cache=cache,
-                    on_step=on_step,
-                )
-        for call, ids, one in zip(calls, rows, prepared, strict=True):
-            answer = AnswerText(self.model.tokenizer.tokenizer, request.sampling.stop)
-            for token in ids:
-                answer.push(token)
-            answer.finish()
-            clock.started = call.request.started
-            call.seat.answer.set_result(self._generation(answer, ids, one, clock))
-
-    def _cache(self, prepared: Sequence[_Prepared], assembly: Assembly) -> Any:
-        """The prompts' contexts as a cache for the model; None in full mode."""
-        contexts = [p.context or Context(()) for p in prepared]
-        if not any(context.blocks for context in contexts):
-            return None
-        longest = max(len(p.final_ids) for p in prepared)
-        chosen = self.model.choose_assembly(assembly, longest)
-        return self.model.cache_for(*contexts, assembly=chosen)
-
-    def _generation(
-        self, answer: AnswerText, ids: list[int], prepared: _Prepared, clock: Clock
-    ) -> Generation:
-        ids = ids[: answer.num_tokens]  # one more came before the stop string was seen
-        ended = bool(ids) and ids[-1] in self.model.end_token_ids
-        stopped = answer.stopped or ended or len(ids) < prepared.limit
-        stats = clock.complete(prepared.stats, len(ids))
-        return Generation(answer.text, ids, "stop" if stopped else "length", stats)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blockattn_rag.attention import Partial, attend, merge
+from blockattn_rag.attention import Partial, attend, attend_jointly, merge
 from blockattn_rag.kv import PlacedBlock, joined_states
 from blockattn_rag.rope import RotaryLayout, rotate
 
@@ -111,7 +111,7 @@ class _Reading:
         self._layouts = layouts
         self._num_requests = num_requests
         # One request, no block twice: partial results need no sorting.
-        self._is_one_each = num_requests == 1 and all(len(s.readers) == 1 for s in segments)
+        self.is_one_each = num_requests == 1 and all(len(s.readers) == 1 for s in segments)
         requests = [request for segment in segments for request, _ in segment.readers]
         shifts = [shift for segment in segments for _, shift in segment.readers]
         # Queries stand at their own positions; seen from a block that was moved by `shift`, they
@@ -135,7 +135,18 @@ class _Reading:
             pairs = slice(start, start + len(segment.readers))
             parts.append(_attend_shared(turned[pairs], key, value, scale))
             start = pairs.stop
-        return parts if self._is_one_each else self._by_request(parts)
+        return parts if self.is_one_each else self._by_request(parts)
+
+    def attend_jointly(
+        self, layer: int, query: Tensor, tail_key: Tensor, tail_value: Tensor, scale: float
+    ) -> Tensor:
+        """Attention ``[1, K, G, D]`` over all segments and the tail, for one token's query
+        ``[1, H, 1, D]`` of one request that reads every segment once."""
+        groups = query.shape[1] // tail_key.shape[1]
+        queries = [*_fold(self._turned(layer, query), groups), _fold(query, groups)[0]]
+        states = [segment.states(layer, self._layouts[layer]) for segment in self._segments]
+        keys, values = zip(*states, (tail_key[0], tail_value[0]), strict=True)
+        return attend_jointly(queries, keys, values, scale)[None]
 
     def _by_request(self, parts: Sequence[Partial]) -> list[Partial]:
         """One partial per slot, each over all requests, from one per segment."""
@@ -156,12 +167,11 @@ class _Reading:
 
     def _turned(self, layer: int, query: Tensor) -> Tensor:
         """Each pair's queries ``[pairs, H, Q, D]`` as its segment sees them."""
-        layout = self._layouts[layer]
-        if self._num_requests > 1:
-            chosen = query[self._request_of]
-        else:
-            chosen = query.expand(len(self._request_of), *query.shape[1:])
-        return rotate(chosen, *self._tables[layout], layout) if layout in self._tables else chosen
+        layout, pairs = self._layouts[layer], len(self._request_of)
+        chosen = query[self._request_of] if self._num_requests > 1 else query
+        if layout in self._tables:
+            return rotate(chosen, *self._tables[layout], layout)
+        return chosen.expand(pairs, *query.shape[1:])
 
 
 def _tokens_to_join(device: torch.device) -> tuple[int, int]:
@@ -237,12 +247,21 @@ class RelayPlan:
         Returns:
             ``[B, H, Q, D]`` in the query's dtype.
         """
+        if tail_mask is None and self._is_one_token(query, tail_value):
+            output = self._decode.attend_jointly(layer, query, tail_key, tail_value, scale)
+            return _unfold(output, query)
         groups = query.shape[1] // tail_key.shape[1]
         tail_mask = _fold_mask(tail_mask, groups)
         tail = attend(_fold(query, groups), tail_key, tail_value, scale, tail_mask)
         parts = [*self._attend_blocks(layer, query, groups, scale), tail]
         whole = merge(parts) if len(parts) > 1 else tail
         return _unfold(whole.output, query).to(query.dtype)
+
+    def _is_one_token(self, query: Tensor, value: Tensor) -> bool:
+        """Whether a query is one token of one answer, and scores in its dtype lose nothing."""
+        rows, _, tokens, _ = query.shape
+        exact = query.dtype == value.dtype == torch.float32 and query.device.type == "cpu"
+        return exact and rows == tokens == len(self._contexts) == 1 and self._decode.is_one_each
 
     def _attend_blocks(self, layer: int, query: Tensor, groups: int, scale: float) -> list[Partial]:
         """Partials over the context's blocks, each ``[B, K, G * Q, D]``."""

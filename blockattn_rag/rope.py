@@ -46,14 +46,17 @@ class RotaryLayout:
         return self.pairing == other.pairing and torch.equal(self.frequencies, other.frequencies)
 
     def cos_sin(self, offsets: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin of ``offset * frequencies``, float32.
+        """What :func:`rotate` takes: for each rotary dimension the cosine of
+        ``offset * frequency``, and the sine with the sign of the dimension's partner.
 
-        ``[1, rotary_dim / 2]`` for one offset, ``[tokens, rotary_dim / 2]`` for one per token. The
+        Float32 ``[1, rotary_dim]`` for one offset, ``[tokens, rotary_dim]`` for one per token. The
         angle is formed in float64: in float32 the product loses 2e-3 rad at offset 32768.
         """
         column = torch.as_tensor(offsets, dtype=torch.float64, device="cpu").reshape(-1, 1)
         angle = column * self.frequencies.to("cpu", torch.float64)
-        return angle.cos().to(device, torch.float32), angle.sin().to(device, torch.float32)
+        cos, sin = angle.cos(), angle.sin()
+        cos, sin = _join(cos, cos, self.pairing), _join(-sin, sin, self.pairing)
+        return cos.to(device, torch.float32), sin.to(device, torch.float32)
 
 
 NO_ROTATION = RotaryLayout(torch.empty(0), "half")
@@ -79,21 +82,22 @@ def shift_positions(states: Tensor, offset: int, layout: RotaryLayout) -> Tensor
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Tensor:
     """Turn the pairs of dimensions of ``[..., tokens, head_dim]`` by the angle of cos and sin.
 
-    ``cos`` and ``sin`` are ``[1 or tokens, rotary_dim / 2]``, float32, as from ``cos_sin``.
+    ``cos`` and ``sin`` are as from ``cos_sin``, ``[1 or tokens, rotary_dim]``, or anything that
+    broadcasts with the states.
     """
-    first, second = _split(states[..., : layout.rotary_dim].float(), layout.pairing)
-    turned = _join(first * cos - second * sin, second * cos + first * sin, layout.pairing)
-    turned = turned.to(states.dtype)
+    rotary = states[..., : layout.rotary_dim].float()
+    turned = (rotary * cos).addcmul_(_partners(rotary, layout.pairing), sin).to(states.dtype)
     if layout.rotary_dim == states.shape[-1]:
         return turned
-    return torch.cat([turned, states[..., layout.rotary_dim :]], dim=-1)
+    rest = states[..., layout.rotary_dim :]
+    return torch.cat([turned, rest.expand(*turned.shape[:-1], -1)], dim=-1)
 
 
-def _split(states: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
+def _partners(states: Tensor, pairing: Pairing) -> Tensor:
+    """Each dimension's partner in its place."""
     if pairing == "half":
-        half = states.shape[-1] // 2
-        return states[..., :half], states[..., half:]
-    return states[..., 0::2], states[..., 1::2]
+        return states.roll(states.shape[-1] // 2, dims=-1)
+    return states.reshape(*states.shape[:-1], -1, 2).flip(-1).flatten(-2)
 
 
 def _join(first: Tensor, second: Tensor, pairing: Pairing) -> Tensor:

@@ -17,6 +17,7 @@ from blockattn_rag.attention import (
     attend,
     attend_cpu,
     attend_cuda,
+    attend_jointly,
     attend_matmul,
     attend_plain,
     merge,
@@ -164,3 +165,17 @@ def test_merging_with_parts_that_see_nothing_changes_nothing_and_stays_finite() 
     torch.testing.assert_close(merged.output[0], outputs[0, 0])
     assert merged.output.isfinite().all()
     assert merged.lse.tolist() == [1.0, -math.inf]
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e3])
+def test_one_softmax_over_several_sets_of_keys_is_attention_over_all_of_them(spread: float) -> None:
+    # Each set sees the query turned its own way: here by a factor, which exact attention puts on
+    # the set's keys. A spread of 1000 puts scores far beyond what exp can take as it stands.
+    lengths, factors = [30, 1, 9], [1.0, -0.5, 2.0]
+    query = random(KV_HEADS, 3, SIZE) * spread
+    keys = [random(KV_HEADS, n, SIZE, seed=n) for n in lengths]
+    values = [random(KV_HEADS, n, SIZE, seed=50 + n) for n in lengths]
+    found = attend_jointly([query * factor for factor in factors], keys, values, 0.25)
+    moved = torch.cat([key * factor for key, factor in zip(keys, factors, strict=True)], dim=1)
+    expected = exact(query, moved, torch.cat(values, dim=1), 0.25, None).output
+    assert (found - expected).abs().max() <= budget(torch.float32, 40) * spread

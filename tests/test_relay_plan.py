@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import Tensor
 
 from blockattn_rag import relay_plan
+from blockattn_rag.attention import attend_jointly
 from blockattn_rag.kv import BlockKV, Context, place
 from blockattn_rag.relay_plan import RelayPlan
 from blockattn_rag.rope import NO_ROTATION, RotaryLayout, rotate, shift_positions
@@ -14,7 +17,13 @@ from tests.test_attention import KV_HEADS, SIZE, budget, exact, random
 
 HEADS = 6
 pytestmark = pytest.mark.usefixtures("device")
-LAYOUT = RotaryLayout(10_000.0 ** (-torch.arange(0, SIZE, 2) / SIZE), "half")
+FREQUENCIES = 10_000.0 ** (-torch.arange(0, SIZE, 2) / SIZE)
+LAYOUT = RotaryLayout(FREQUENCIES, "half")
+OTHER_LAYOUTS = {
+    "interleaved": RotaryLayout(FREQUENCIES, "interleaved"),
+    "partial": RotaryLayout(FREQUENCIES[: SIZE // 4], "half"),
+    "nope": NO_ROTATION,
+}
 
 
 def blocks_of(lengths: list[int], layers: int = 2) -> list[BlockKV]:
@@ -186,3 +195,43 @@ def test_an_accelerator_joins_blocks_once_for_prompt_and_answer() -> None:
     )  # fmt: skip
     assert plan._prefill is plan._decode
     assert [len(segment.blocks) for segment in plan._prefill._segments] == [2]
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
+@pytest.mark.parametrize("joined", [0, 50], ids=["one by one", "joined"])
+def test_a_token_of_an_answer_attends_to_all_blocks_at_once(
+    layout: RotaryLayout, joined: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = place(blocks_of([40, 1, 17, 60]))
+    plan = RelayPlan([context], [layout], torch.get_default_device(), decode_tokens=joined)
+    query = random(1, HEADS, 1, SIZE, seed=7)
+    tail = random(1, KV_HEADS, 5, SIZE, seed=8), random(1, KV_HEADS, 5, SIZE, seed=9)
+    spy = Mock(wraps=attend_jointly)
+    monkeypatch.setattr(relay_plan, "attend_jointly", spy)
+    found = plan.attend(0, query, *tail, 0.25, None)
+    assert spy.call_count == (query.device.type == "cpu")
+    ours = tail[0][0], tail[1][0]
+    expected = by_moving_the_keys(query[0], context, ours, None, 0, layout)
+    assert (found[0] - expected).abs().max() <= RELAY_BUDGET
+    everywhere = torch.ones(1, 1, 1, 5, dtype=torch.bool)
+    masked = plan.attend(0, query, *tail, 0.25, everywhere)
+    assert spy.call_count == (query.device.type == "cpu")
+    assert (masked - found).abs().max() <= RELAY_BUDGET
+
+
+def test_what_is_not_one_token_of_one_answer_in_float32_is_merged_from_parts() -> None:
+    device = torch.get_default_device()
+    blocks = blocks_of([4, 3])
+    one, two = RelayPlan([place(blocks)], [LAYOUT], device), place([*blocks, blocks[0]])
+    value = torch.empty(1, device=device)
+
+    def query(rows: int, tokens: int) -> Tensor:
+        return torch.empty(rows, HEADS, tokens, SIZE, device=device)
+
+    assert one._is_one_token(query(1, 1), value) == (device.type == "cpu")
+    assert not one._is_one_token(query(1, 2), value)  # a question
+    assert not one._is_one_token(query(2, 1), value)  # two beams
+    assert not one._is_one_token(query(1, 1).bfloat16(), value.bfloat16())
+    assert not RelayPlan([two], [LAYOUT], device)._is_one_token(query(1, 1), value)
+    batch = RelayPlan([place(blocks)] * 2, [LAYOUT], device)
+    assert not batch._is_one_token(query(2, 1), value)
