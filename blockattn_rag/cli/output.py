@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -18,8 +20,14 @@ JsonOption = Annotated[
 ]
 ModelArgument = "Model name or folder; [bold]bundled[/bold] is the model inside this package."
 
+
+def _width() -> int | None:
+    """Columns of what is no terminal, which rich would take for 80 and break numbers in two."""
+    return None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+
+
 stderr = Console(stderr=True)
-stdout = Console()
+stdout = Console(width=_width())
 
 
 def fail(message: str) -> None:
@@ -55,7 +63,14 @@ def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, left: Sequence[int] = (0,)
 ) -> Table:
     """A table; the columns in ``left`` are aligned left, the others right."""
-    result = Table(title=escape(title), title_justify="left")
+    result = Table(
+        title=escape(title),
+        title_justify="left",
+        box=SIMPLE_HEAD,  # narrow: the widest table fits into 80 columns
+        collapse_padding=True,
+        pad_edge=False,
+        show_edge=False,
+    )
     for i, column in enumerate(columns):
         result.add_column(
             column, justify="left" if i in left else "right", overflow="fold", no_wrap=i == 0

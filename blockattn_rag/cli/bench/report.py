@@ -90,5 +90,7 @@ def show(
 
 
 def spread(row: dict[str, Any], path: str) -> str:
-    low, high = row[f"{path}_min_s"], row[f"{path}_max_s"]
-    return f"{duration(row[f'{path}_s'])} ({duration(low)} - {duration(high)})"
+    """``101 ms (93 - 177 ms)``: the median, the fastest and the slowest."""
+    middle, low, high = (duration(row[f"{path}{end}_s"]) for end in ("", "_min", "_max"))
+    number, unit = low.split()
+    return f"{middle} ({number if unit == high.split()[1] else low} - {high})"
