@@ -77,6 +77,7 @@ def attend_cpu(
     """PyTorch's fused CPU kernel, which gives the log-sum-exp besides the output."""
     if _matmul_is_faster(query, key, mask):
         return attend_matmul(query, key, value, scale)
+    query, key, value = map(_with_whole_rows, (query, key, value))
     bias = _additive(mask, query) if mask is not None else None
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, False, attn_mask=bias, scale=scale
@@ -133,6 +134,7 @@ def attend_cuda(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
 ) -> Partial:
     """PyTorch's CUDA kernels: flash for 16-bit types without a mask, else memory-efficient."""
+    query, key, value = map(_with_whole_rows, (query, key, value))
     if mask is None and query.dtype in (torch.float16, torch.bfloat16):
         output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, False, False, scale=scale
@@ -145,6 +147,11 @@ def attend_cuda(
         query, key, value, bias, True, scale=scale
     )
     return _without_blind_rows(output, lse[..., : query.shape[2]], mask)
+
+
+def _with_whole_rows(states: Tensor) -> Tensor:
+    """The kernels take it for granted that a head's numbers lie side by side in memory."""
+    return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def _additive(mask: Tensor, query: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class BlockAttentionEngine:
         assembly: Assembly = "auto",
         resident_bytes: int = DEFAULT_RESIDENT_BYTES,
     ) -> None:
-        self.model = model
+        self._model = model
         self.store = open_store(store)
         self.reuse = Reuse(on_miss, positions, assembly).checked()
         self._lock = threading.Lock()
@@ -94,6 +94,11 @@ class BlockAttentionEngine:
             assembly=assembly,
             resident_bytes=resident_bytes,
         )
+
+    @property
+    def model(self) -> BlockModel:
+        """The model; another model takes an engine of its own."""
+        return self._model
 
     # -- ingestion ---------------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 A score depends only on the distance of query and key. So instead of rotating a block's keys by the
 block's offset, the few queries are rotated the other way, once per block, and attend to the stored
-keys as they are. The partial results are merged by their log-sum-exp. No key is copied, rotated or
-rounded again, but for small blocks, which are joined (:data:`DECODE_TOKENS`).
+keys as they are. The partial results are merged by their log-sum-exp; for a token of an answer on
+the CPU, one softmax goes over the scores of all blocks. No key is copied, rotated or rounded again,
+but for small blocks, which are joined (:data:`DECODE_TOKENS`).
 
 Shapes: ``B`` requests, ``H`` query heads, ``K`` key-value heads, ``G = H / K``, ``Q`` query tokens,
 ``N`` key tokens, ``D`` head size.
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 
     from blockattn_rag.kv import BlockKV, Context
 
-#: Blocks of fewer tokens are joined, for a prompt and for the tokens of an answer. A call of the
-#: attention kernel costs some 30 microseconds whatever it does, and on an accelerator hardly more
-#: than that. A prompt is read in one pass, so on the CPU blocks are worth joining only if they are
-#: tiny; an answer is many passes. Joined blocks are copies, which live as long as the answer takes.
+#: Blocks of fewer tokens are joined, for a prompt and for the tokens of an answer. One more block
+#: costs some 30 to 40 microseconds a layer in calls, whatever its size, and on an accelerator
+#: hardly more than that. A prompt is read in one pass, so on the CPU blocks are worth joining only
+#: if they are tiny; an answer is many passes. Joined blocks are copies, which live as long as the
+#: answer takes.
 PREFILL_TOKENS, DECODE_TOKENS = 32, 512
 ACCELERATOR_TOKENS = 8192  # reasoned from launch costs, not measured yet
 
@@ -137,7 +139,7 @@ class _Reading:
             start = pairs.stop
         return parts if self.is_one_each else self._by_request(parts)
 
-    def attend_jointly(
+    def attend_token(
         self, layer: int, query: Tensor, tail_key: Tensor, tail_value: Tensor, scale: float
     ) -> Tensor:
         """Attention ``[1, K, G, D]`` over all segments and the tail, for one token's query
@@ -247,8 +249,8 @@ class RelayPlan:
         Returns:
             ``[B, H, Q, D]`` in the query's dtype.
         """
-        if tail_mask is None and self._is_one_token(query, tail_value):
-            output = self._decode.attend_jointly(layer, query, tail_key, tail_value, scale)
+        if tail_mask is None and self._fits_one_softmax(query, tail_value):
+            output = self._decode.attend_token(layer, query, tail_key, tail_value, scale)
             return _unfold(output, query)
         groups = query.shape[1] // tail_key.shape[1]
         tail_mask = _fold_mask(tail_mask, groups)
@@ -257,10 +259,13 @@ class RelayPlan:
         whole = merge(parts) if len(parts) > 1 else tail
         return _unfold(whole.output, query).to(query.dtype)
 
-    def _is_one_token(self, query: Tensor, value: Tensor) -> bool:
-        """Whether a query is one token of one answer, and scores in its dtype lose nothing."""
+    def _fits_one_softmax(self, query: Tensor, value: Tensor) -> bool:
+        """Whether a query is one token of one answer that reads no block twice, in float32 on the
+        CPU: elsewhere scores would be rounded, or kernels do better."""
         rows, _, tokens, _ = query.shape
-        exact = query.dtype == value.dtype == torch.float32 and query.device.type == "cpu"
+        if query.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+            return False
+        exact = query.dtype == value.dtype == torch.float32
         return exact and rows == tokens == len(self._contexts) == 1 and self._decode.is_one_each
 
     def _attend_blocks(self, layer: int, query: Tensor, groups: int, scale: float) -> list[Partial]:

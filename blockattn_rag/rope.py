@@ -97,7 +97,7 @@ def _partners(states: Tensor, pairing: Pairing) -> Tensor:
     """Each dimension's partner in its place."""
     if pairing == "half":
         return states.roll(states.shape[-1] // 2, dims=-1)
-    return states.reshape(*states.shape[:-1], -1, 2).flip(-1).flatten(-2)
+    return states.reshape(*states.shape[:-1], states.shape[-1] // 2, 2).flip(-1).flatten(-2)
 
 
 def _join(first: Tensor, second: Tensor, pairing: Pairing) -> Tensor:

@@ -179,3 +179,13 @@ def test_one_softmax_over_several_sets_of_keys_is_attention_over_all_of_them(spr
     moved = torch.cat([key * factor for key, factor in zip(keys, factors, strict=True)], dim=1)
     expected = exact(query, moved, torch.cat(values, dim=1), 0.25, None).output
     assert (found - expected).abs().max() <= budget(torch.float32, 40) * spread
+
+
+def test_states_whose_numbers_do_not_lie_side_by_side_are_read_right() -> None:
+    query = random(1, KV_HEADS, SIZE, 3).mT
+    key = random(1, KV_HEADS, SIZE, 40, seed=1).mT
+    value = random(1, KV_HEADS, 40, 2 * SIZE, seed=2)[..., ::2]
+    found = fused(query, key, value, 0.25, None)
+    expected = exact(query, key, value, 0.25, None)
+    assert (found.output - expected.output).abs().max() <= budget(torch.float32, 40)
+    assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 40)

@@ -228,10 +228,12 @@ def test_what_is_not_one_token_of_one_answer_in_float32_is_merged_from_parts() -
     def query(rows: int, tokens: int) -> Tensor:
         return torch.empty(rows, HEADS, tokens, SIZE, device=device)
 
-    assert one._is_one_token(query(1, 1), value) == (device.type == "cpu")
-    assert not one._is_one_token(query(1, 2), value)  # a question
-    assert not one._is_one_token(query(2, 1), value)  # two beams
-    assert not one._is_one_token(query(1, 1).bfloat16(), value.bfloat16())
-    assert not RelayPlan([two], [LAYOUT], device)._is_one_token(query(1, 1), value)
+    assert one._fits_one_softmax(query(1, 1), value) == (device.type == "cpu")
+    assert not one._fits_one_softmax(query(1, 2), value)  # a question
+    assert not one._fits_one_softmax(query(2, 1), value)  # two beams
+    assert not one._fits_one_softmax(query(1, 1).bfloat16(), value.bfloat16())
+    assert not RelayPlan([two], [LAYOUT], device)._fits_one_softmax(query(1, 1), value)
+    with torch.autocast(device.type):
+        assert not one._fits_one_softmax(query(1, 1), value)
     batch = RelayPlan([place(blocks)] * 2, [LAYOUT], device)
-    assert not batch._is_one_token(query(2, 1), value)
+    assert not batch._fits_one_softmax(query(2, 1), value)

@@ -134,3 +134,8 @@ def test_offsets_may_differ_from_token_to_token(pairing: Pairing) -> None:
     for index, offset in enumerate(offsets.tolist()):
         expected = shift_positions(states, offset, layout)
         assert torch.equal(found[:, index], expected[:, index])
+
+
+@layouts
+def test_no_token_may_be_shifted(layout: RotaryLayout) -> None:
+    assert shift_positions(unrotated()[:, :0], 5, layout).shape == unrotated()[:, :0].shape

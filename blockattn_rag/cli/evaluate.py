@@ -21,7 +21,7 @@ from blockattn_rag.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from blockattn_rag.evaluation import Interval, ModeResult
 
@@ -87,7 +87,7 @@ def evaluate(
     emit(as_json, report.to_dict(), *tables)
 
 
-def _table(title: str, results: list[ModeResult]) -> Table:
+def _table(title: str, results: list[ModeResult]) -> RenderableType:
     # "same" and "diff": answers equal to those of full mode, and accuracy less its accuracy.
     columns = ("mode", "accuracy (95 %)", "exact", "F1", "diff", "same", "TTFT", "reused")
     return table(f"{title}, {results[0].samples} questions", columns, map(_row, results))

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")
@@ -22,8 +23,9 @@ ModelArgument = "Model name or folder; [bold]bundled[/bold] is the model inside 
 
 
 def _width() -> int | None:
-    """Columns of what is no terminal, which rich would take for 80 and break numbers in two."""
-    return None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+    """Columns where nothing tells them: rich would take 80, and break numbers in two."""
+    told = any(map(os.isatty, range(3))) or os.environ.get("COLUMNS", "").isdigit()
+    return None if told else 160
 
 
 stderr = Console(stderr=True)
@@ -61,23 +63,17 @@ def emit(as_json: bool, data: dict[str, Any], *shown: RenderableType) -> None:
 
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, left: Sequence[int] = (0,)
-) -> Table:
-    """A table; the columns in ``left`` are aligned left, the others right."""
-    result = Table(
-        title=escape(title),
-        title_justify="left",
-        box=SIMPLE_HEAD,  # narrow: the widest table fits into 80 columns
-        collapse_padding=True,
-        pad_edge=False,
-        show_edge=False,
-    )
+) -> RenderableType:
+    """A title and a table; the columns in ``left`` are aligned left, the others right."""
+    # As narrow as can be: many columns have to fit into a terminal.
+    result = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False)
     for i, column in enumerate(columns):
         result.add_column(
             column, justify="left" if i in left else "right", overflow="fold", no_wrap=i == 0
         )
     for row in rows:
         result.add_row(*(escape(str(cell)) for cell in row))
-    return result
+    return Group(Text(title, style="italic"), result)  # a table's own title is folded to its width
 
 
 @contextlib.contextmanager

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import io
-
 import pytest
 from rich.console import Console
 
 from blockattn_rag.cli.bench.report import spread
 from blockattn_rag.cli.evaluate import _table
-from blockattn_rag.cli.output import _width, duration, size
+from blockattn_rag.cli.output import _width, duration, size, table
 from blockattn_rag.evaluation import Interval, ModeResult
 
 
@@ -43,24 +41,33 @@ def test_the_widest_table_of_eval_breaks_no_number_on_a_terminal_of_80_columns()
     console = Console(width=80)
     with console.capture() as capture:
         console.print(_table("bundled on questions.jsonl", [result]))
-    lines = [line for line in capture.get().splitlines() if line.strip(" ─╶╴")]
+    lines = [line for line in capture.get().splitlines() if line.strip(" ─")]
     assert len(lines) == 3  # title, columns, the row
     shown = ["block-composite", "100.0 (100.0-100.0)", "100.0", "-12.5", "123 ms", "99.9"]
     assert [cell in lines[2] for cell in shown] == [True] * len(shown)
 
 
-def test_what_is_no_terminal_is_not_taken_for_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr("sys.stdout", io.StringIO())
-    assert _width() == 160
-    monkeypatch.setenv("COLUMNS", "72")
-    assert _width() is None
-    monkeypatch.delenv("COLUMNS")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    assert _width() is None
+@pytest.mark.parametrize(
+    ("terminal", "columns", "width"),
+    [(None, "", 160), (None, "wide", 160), (None, "72", None), (1, "", None), (2, "", None)],
+)
+def test_where_nothing_tells_the_width_it_is_not_taken_for_80_columns(
+    terminal: int | None, columns: str, width: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.isatty", lambda fd: fd == terminal)
+    monkeypatch.setenv("COLUMNS", columns)
+    assert _width() == width
+
+
+def test_a_title_is_not_folded_to_the_width_of_its_table() -> None:
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table("/a/path/that/is/longer/than/the/table", ("a",), [("1",)]))
+    assert capture.get().splitlines()[0].rstrip() == "/a/path/that/is/longer/than/the/table"
 
 
 def test_a_spread_tells_its_unit_once_where_that_is_enough() -> None:
     row = {"copy_s": 0.101, "copy_min_s": 0.093, "copy_max_s": 0.177}
-    assert spread(row, "copy") == "101 ms (93 - 177 ms)"
-    assert spread(row | {"copy_max_s": 1.5}, "copy") == "101 ms (93 ms - 1.50 s)"
+    assert spread(row, "copy") == "101 ms\n93-177 ms"
+    assert spread(row | {"copy_max_s": 1.5}, "copy") == "101 ms\n93 ms-1.50 s"
+    assert spread(dict.fromkeys(row), "copy") == "-\n---"

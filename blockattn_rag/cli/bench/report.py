@@ -83,14 +83,14 @@ def show(
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     title = f"{title}, {data['model']}, {data['dtype']} on {data['device']}"
     where = f"{machine['accelerator'] or machine['processor']}, {machine['threads']} threads"
-    note = "Medians of the repeats (fastest - slowest)." if unit == "s" else ""
+    note = "Medians of the repeats, below them fastest and slowest." if unit == "s" else ""
     emit(
         as_json, data, table(title, columns, cells, left=()), f"{note} {where}, {versions}.".strip()
     )
 
 
 def spread(row: dict[str, Any], path: str) -> str:
-    """``101 ms (93 - 177 ms)``: the median, the fastest and the slowest."""
+    """The median, and in a second line the fastest and the slowest: ``101 ms``, ``93-177 ms``."""
     middle, low, high = (duration(row[f"{path}{end}_s"]) for end in ("", "_min", "_max"))
-    number, unit = low.split()
-    return f"{middle} ({number if unit == high.split()[1] else low} - {high})"
+    number, _, unit = low.partition(" ")
+    return f"{middle}\n{number if high.endswith(f' {unit}') else low}-{high}"
