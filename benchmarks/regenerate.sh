@@ -18,6 +18,7 @@ bench() { # NAME, then the arguments of `blockattn-rag bench`
 
 wanted=("$@")
 bench ttft-float32 ttft --lengths 512,1024,2048,4096,8192 --repeats 3
+bench ttft-bfloat16 ttft --dtype bfloat16 --lengths 4096,8192 --repeats 1
 bench decode decode --lengths 2048,8192 --block-tokens 128,512 --repeats 2
 bench shared shared --batch-sizes 32 --system-tokens 2048 --repeats 1
 bench memory memory --lengths 2048,8192

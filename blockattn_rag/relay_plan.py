@@ -2,8 +2,8 @@
 
 A score depends only on the distance of query and key. So instead of rotating a block's keys by the
 block's offset, the few queries are rotated the other way, once per block, and attend to the stored
-keys as they are. The partial results are merged by their log-sum-exp; for a token of an answer on
-the CPU, one softmax goes over the scores of all blocks. No key is copied, rotated or rounded again,
+keys as they are. The partial results are merged by their log-sum-exp, or, for one request on the
+CPU, summed up without taking each set's own. No key is copied, rotated or rounded again,
 but for small blocks, which are joined (:data:`DECODE_TOKENS`).
 
 Shapes: ``B`` requests, ``H`` query heads, ``K`` key-value heads, ``G = H / K``, ``Q`` query tokens,
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blockattn_rag.attention import Partial, attend, attend_jointly, merge
+from blockattn_rag.attention import Partial, attend, attend_beyond, attend_jointly, merge
 from blockattn_rag.kv import PlacedBlock, joined_states
 from blockattn_rag.rope import RotaryLayout, rotate
 
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 #: answer takes.
 PREFILL_TOKENS, DECODE_TOKENS = 32, 512
 ACCELERATOR_TOKENS = 8192  # reasoned from launch costs, not measured yet
+
+#: Above so many rows, the kernel is as fast by itself; scores are kept to 64 MiB.
+MOST_ROWS, MOST_SCORES = 384, 1 << 24
 
 
 class _Segment:
@@ -146,9 +149,30 @@ class _Reading:
         ``[1, H, 1, D]`` of one request that reads every segment once."""
         groups = query.shape[1] // tail_key.shape[1]
         queries = [*_fold(self._turned(layer, query), groups), _fold(query, groups)[0]]
-        states = [segment.states(layer, self._layouts[layer]) for segment in self._segments]
-        keys, values = zip(*states, (tail_key[0], tail_value[0]), strict=True)
+        keys, values = self._states(layer)
+        keys, values = [*keys, tail_key[0]], [*values, tail_value[0]]
         return attend_jointly(queries, keys, values, scale)[None]
+
+    def attend_beyond(
+        self, layer: int, query: Tensor, tail: Partial, scale: float
+    ) -> Tensor | None:
+        """Attention ``[1, K, G * Q, D]`` over all segments and the tail, for queries
+        ``[1, H, Q, D]`` of one request that reads every segment once; None where that would take
+        too much memory or time, or overflow."""
+        heads, rows = tail.lse.shape[1:]
+        keys, values = self._states(layer)
+        longest = max((key.shape[1] for key in keys), default=0)
+        if rows > MOST_ROWS or not 0 < heads * rows * longest <= MOST_SCORES:
+            return None
+        queries = _fold(self._turned(layer, query), query.shape[1] // heads)
+        part = Partial(tail.output[0], tail.lse[0])
+        output = attend_beyond(part, queries, keys, values, scale)
+        return None if output is None else output[None]
+
+    def _states(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of every segment."""
+        states = [segment.states(layer, self._layouts[layer]) for segment in self._segments]
+        return [key for key, _ in states], [value for _, value in states]
 
     def _by_request(self, parts: Sequence[Partial]) -> list[Partial]:
         """One partial per slot, each over all requests, from one per segment."""
@@ -249,24 +273,30 @@ class RelayPlan:
         Returns:
             ``[B, H, Q, D]`` in the query's dtype.
         """
-        if tail_mask is None and self._fits_one_softmax(query, tail_value):
-            output = self._decode.attend_token(layer, query, tail_key, tail_value, scale)
-            return _unfold(output, query)
+        alone = self._reading_alone(query, tail_value)
+        if alone and tail_mask is None and query.shape[2] == 1:
+            joint = alone.attend_token(layer, query, tail_key, tail_value, scale)
+            return _unfold(joint, query)
         groups = query.shape[1] // tail_key.shape[1]
         tail_mask = _fold_mask(tail_mask, groups)
         tail = attend(_fold(query, groups), tail_key, tail_value, scale, tail_mask)
+        beyond = alone.attend_beyond(layer, query, tail, scale) if alone else None
+        if beyond is not None:
+            return _unfold(beyond, query)
         parts = [*self._attend_blocks(layer, query, groups, scale), tail]
         whole = merge(parts) if len(parts) > 1 else tail
         return _unfold(whole.output, query).to(query.dtype)
 
-    def _fits_one_softmax(self, query: Tensor, value: Tensor) -> bool:
-        """Whether a query is one token of one answer that reads no block twice, in float32 on the
-        CPU: elsewhere scores would be rounded, or kernels do better."""
+    def _reading_alone(self, query: Tensor, value: Tensor) -> _Reading | None:
+        """What one request reads that reads no block twice, in float32 on the CPU; else None: other
+        types would round the scores, and other devices have kernels that do better."""
         rows, _, tokens, _ = query.shape
-        if query.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
-            return False
-        exact = query.dtype == value.dtype == torch.float32
-        return exact and rows == tokens == len(self._contexts) == 1 and self._decode.is_one_each
+        if query.device.type != "cpu" or torch.is_autocast_enabled("cpu") or query.requires_grad:
+            return None
+        if not (query.dtype == value.dtype == torch.float32 and rows == len(self._contexts) == 1):
+            return None
+        reading = self._decode if tokens == 1 else self._prefill
+        return reading if reading.is_one_each else None
 
     def _attend_blocks(self, layer: int, query: Tensor, groups: int, scale: float) -> list[Partial]:
         """Partials over the context's blocks, each ``[B, K, G * Q, D]``."""

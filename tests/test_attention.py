@@ -15,6 +15,7 @@ from blockattn_rag.attention import (
     Partial,
     _matmul_is_faster,
     attend,
+    attend_beyond,
     attend_cpu,
     attend_cuda,
     attend_jointly,
@@ -189,3 +190,39 @@ def test_states_whose_numbers_do_not_lie_side_by_side_are_read_right() -> None:
     expected = exact(query, key, value, 0.25, None)
     assert (found.output - expected.output).abs().max() <= budget(torch.float32, 40)
     assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 40)
+
+
+@pytest.mark.parametrize("height", [-200.0, -20.0, 0.0, 20.0])
+def test_keys_beyond_a_part_are_attended_to_relative_to_it(height: float) -> None:
+    # Scores of the sets lie by `height` above those of the part: one dimension sees to that.
+    queries = random(3, KV_HEADS, 4, SIZE)
+    queries[..., 0] = 1.0
+    keys = [random(KV_HEADS, n, SIZE, seed=n) for n in (30, 1, 9)]
+    values = [random(KV_HEADS, n, SIZE, seed=50 + n) for n in (30, 1, 9)]
+    for key in keys:
+        key[..., 0] = height / 0.25
+    own, own_value = random(KV_HEADS, 5, SIZE, seed=3), random(KV_HEADS, 5, SIZE, seed=4)
+    part = Partial(*(exact(queries[0], own, own_value, 0.25, None)))
+    part = Partial(part.output.float(), part.lse.float())
+    before = part.output.clone()
+    found = attend_beyond(part, queries, keys, values, 0.25)
+    scores = [q.double() @ k.double().mT * 0.25 for q, k in zip(queries, keys, strict=True)]
+    scores.append(queries[0].double() @ own.double().mT * 0.25)
+    expected = torch.cat(scores, -1).softmax(-1) @ torch.cat([*values, own_value], 1).double()
+    assert found is not None
+    assert (found - expected).abs().max() <= budget(torch.float32, 45) * max(1.0, abs(height))
+    assert torch.equal(part.output, before)
+
+
+def test_scores_that_tower_over_the_part_are_left_to_others() -> None:
+    part = Partial(torch.zeros(1, 1, 2), torch.zeros(1, 1))
+    query, value = torch.tensor([[[[9.0, 0.0]]]]), torch.ones(1, 1, 2)
+
+    def beyond(score: float) -> Tensor | None:
+        key = torch.tensor([[[score / 9, 0.0]]])
+        return attend_beyond(part, query, [key], [value], 1.0)
+
+    assert beyond(45.0) is None  # exp(45) is more than 1e19
+    assert beyond(math.inf) is None
+    # By hand: the part counts 1 with output 0, the key counts 3 with value 1.
+    assert beyond(math.log(3.0)) == pytest.approx(torch.tensor([[[0.75, 0.75]]]), abs=1e-6)

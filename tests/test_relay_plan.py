@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockattn_rag import relay_plan
-from blockattn_rag.attention import attend_jointly
+from blockattn_rag.attention import attend_jointly, merge
 from blockattn_rag.kv import BlockKV, Context, place
 from blockattn_rag.relay_plan import RelayPlan
 from blockattn_rag.rope import NO_ROTATION, RotaryLayout, rotate, shift_positions
@@ -219,21 +219,63 @@ def test_a_token_of_an_answer_attends_to_all_blocks_at_once(
     assert (masked - found).abs().max() <= RELAY_BUDGET
 
 
-def test_what_is_not_one_token_of_one_answer_in_float32_is_merged_from_parts() -> None:
+@pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
+@pytest.mark.parametrize("spread", [1.0, 1e3])
+def test_a_question_attends_beyond_its_own_tokens_without_merging(
+    spread: float, layout: RotaryLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With a spread of 1000, some scores tower so high that they have to be merged after all.
+    context = place(blocks_of([40, 1, 17, 60]))
+    plan = RelayPlan([context], [layout], torch.get_default_device())
+    query = random(1, HEADS, 6, SIZE, seed=7) * spread
+    tail = random(1, KV_HEADS, 6, SIZE, seed=8), random(1, KV_HEADS, 6, SIZE, seed=9)
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    merged = Mock(wraps=merge)
+    monkeypatch.setattr(relay_plan, "merge", merged)
+    found = plan.attend(0, query, *tail, 0.25, mask)
+    assert merged.call_count == (spread > 1 or query.device.type != "cpu")
+    ours = tail[0][0], tail[1][0]
+    expected = by_moving_the_keys(query[0], context, ours, mask[0], 0, layout)
+    assert (found[0] - expected).abs().max() <= RELAY_BUDGET * spread
+    before = merged.call_count
+    for limit in ("MOST_ROWS", "MOST_SCORES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(relay_plan, limit, 17)
+            merging = plan.attend(0, query, *tail, 0.25, mask)
+        assert (merging - found).abs().max() <= RELAY_BUDGET * spread
+    assert merged.call_count == before + 2
+
+
+def test_a_prompt_without_context_attends_to_itself() -> None:
+    plan = RelayPlan([place([])], [LAYOUT], torch.get_default_device())
+    for tokens in (1, 3):
+        query = random(1, HEADS, tokens, SIZE, seed=7)
+        tail = random(1, KV_HEADS, 3, SIZE, seed=8), random(1, KV_HEADS, 3, SIZE, seed=9)
+        found = plan.attend(0, query, *tail, 0.25, None)
+        key, value = (states.repeat_interleave(HEADS // KV_HEADS, 1) for states in tail)
+        expected = exact(query, key, value, 0.25, None).output
+        assert (found - expected).abs().max() <= RELAY_BUDGET
+
+
+def test_a_batch_beams_repeated_blocks_and_other_types_are_merged_from_parts() -> None:
     device = torch.get_default_device()
     blocks = blocks_of([4, 3])
-    one, two = RelayPlan([place(blocks)], [LAYOUT], device), place([*blocks, blocks[0]])
+    one = RelayPlan([place(blocks)], [LAYOUT], device)
+    repeated = RelayPlan([place([*blocks, blocks[0]])], [LAYOUT], device)
+    batch = RelayPlan([place(blocks)] * 2, [LAYOUT], device)
     value = torch.empty(1, device=device)
 
     def query(rows: int, tokens: int) -> Tensor:
         return torch.empty(rows, HEADS, tokens, SIZE, device=device)
 
-    assert one._fits_one_softmax(query(1, 1), value) == (device.type == "cpu")
-    assert not one._fits_one_softmax(query(1, 2), value)  # a question
-    assert not one._fits_one_softmax(query(2, 1), value)  # two beams
-    assert not one._fits_one_softmax(query(1, 1).bfloat16(), value.bfloat16())
-    assert not RelayPlan([two], [LAYOUT], device)._fits_one_softmax(query(1, 1), value)
-    with torch.autocast(device.type):
-        assert not one._fits_one_softmax(query(1, 1), value)
-    batch = RelayPlan([place(blocks)] * 2, [LAYOUT], device)
-    assert not batch._fits_one_softmax(query(2, 1), value)
+    if device.type == "cpu":
+        assert one._reading_alone(query(1, 1), value) is one._decode
+        assert one._reading_alone(query(1, 2), value) is one._prefill
+    for tokens in (1, 2):
+        assert one._reading_alone(query(2, tokens), value) is None  # two beams
+        assert one._reading_alone(query(1, tokens).bfloat16(), value.bfloat16()) is None
+        assert one._reading_alone(query(1, tokens).requires_grad_(), value) is None
+        assert repeated._reading_alone(query(1, tokens), value) is None
+        assert batch._reading_alone(query(2, tokens), value) is None
+        with torch.autocast(device.type):
+            assert one._reading_alone(query(1, tokens), value) is None
