@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -166,9 +167,12 @@ def attend_beyond(
 def attend_cuda(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
 ) -> Partial:
-    """PyTorch's CUDA kernels: flash for 16-bit types without a mask, else memory-efficient."""
+    """Flash kernels for 16-bit types without a mask, the flash-attn package's where that is
+    installed, else PyTorch's; PyTorch's memory-efficient kernel for the rest."""
     query, key, value = map(_with_whole_rows, (query, key, value))
     if mask is None and query.dtype in (torch.float16, torch.bfloat16):
+        if query.shape[-1] <= 256 and (kernel := _flash_attn()) is not None:
+            return attend_flash(query, key, value, scale, kernel)
         output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, False, False, scale=scale
         )
@@ -180,6 +184,27 @@ def attend_cuda(
         query, key, value, bias, True, scale=scale
     )
     return _without_blind_rows(output, lse[..., : query.shape[2]], mask)
+
+
+def attend_flash(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Callable[..., Any]
+) -> Partial:
+    """flash-attn's kernel for few queries over many keys, which it splits among the GPU's
+    processors: PyTorch's leaves most of them idle. It wants ``[B, tokens, K, D]``."""
+    states = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    output, lse = kernel(*states, softmax_scale=scale, return_softmax_lse=True)
+    return Partial(output.transpose(1, 2).float(), lse.float())
+
+
+@cache
+def _flash_attn() -> Callable[..., Any] | None:
+    """The kernel, if the package is there and fits this PyTorch."""
+    try:
+        from flash_attn import flash_attn_with_kvcache
+    except ImportError:
+        return None
+    kernel: Callable[..., Any] = flash_attn_with_kvcache
+    return kernel
 
 
 def _with_whole_rows(states: Tensor) -> Tensor:

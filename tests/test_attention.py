@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
@@ -13,11 +14,13 @@ from torch import Tensor
 
 from blockattn_rag.attention import (
     Partial,
+    _flash_attn,
     _matmul_is_faster,
     attend,
     attend_beyond,
     attend_cpu,
     attend_cuda,
+    attend_flash,
     attend_jointly,
     attend_matmul,
     attend_plain,
@@ -226,3 +229,42 @@ def test_scores_that_tower_over_the_part_are_left_to_others() -> None:
     assert beyond(math.inf) is None
     # By hand: the part counts 1 with output 0, the key counts 3 with value 1.
     assert beyond(math.log(3.0)) == pytest.approx(torch.tensor([[[0.75, 0.75]]]), abs=1e-6)
+
+
+def flash_stand_in(
+    query: Tensor, key: Tensor, value: Tensor, *, softmax_scale: float, return_softmax_lse: bool
+) -> Partial:
+    """As flash-attn's documentation has it: tokens before heads, log-sum-exp ``[B, K, Q]``."""
+    assert return_softmax_lse
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    found = exact(query, key, value, softmax_scale, None)
+    return Partial(found.output.transpose(1, 2).to(query.dtype), found.lse.float())
+
+
+def test_flash_attn_is_handed_tokens_before_heads_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("blockattn_rag.attention._flash_attn", lambda: flash_stand_in)
+    query, key, value = (
+        random(1, KV_HEADS, n, SIZE, seed=n, dtype=torch.bfloat16) for n in (3, 40, 41)
+    )
+    value = value[:, :, :40]
+    expected = exact(query, key, value, 0.25, None)
+    for found in (
+        attend_cuda(query, key, value, 0.25, None),
+        attend_flash(query, key, value, 0.25, flash_stand_in),
+    ):
+        assert found.output.dtype == found.lse.dtype == torch.float32
+        assert (found.output - expected.output).abs().max() <= budget(torch.bfloat16, 40)
+        assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 40)
+
+
+def test_without_flash_attn_there_is_no_kernel_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _flash_attn.cache_clear()
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert _flash_attn() is None
+    monkeypatch.setitem(sys.modules, "flash_attn", Mock(flash_attn_with_kvcache=flash_stand_in))
+    assert _flash_attn() is None  # looked for once
+    _flash_attn.cache_clear()
+    assert _flash_attn() is flash_stand_in
+    _flash_attn.cache_clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -133,14 +133,15 @@ def batch(
         from blockattn_rag.evaluation.efficiency import measure_batch
 
         engine = open_engine(shape, model, dtype, device, length + question_tokens)
-        sizes = {
+        sizes: dict[str, Any] = {
             "length": length,
             "block_tokens": block_tokens,
             "question_tokens": question_tokens,
         }
         rows = measure_batch(engine, counts, **sizes, repeats=repeats, on_progress=tick)
     data = report(engine, model or shape, rows, repeats=repeats, **sizes)
-    paths = [path for path in ("full", "copy", "relay") if f"{path}_s" in rows[0]]
+    places = ("full", "copy", "relay", "copy_from_host", "relay_from_host")
+    paths = [path for path in places if f"{path}_s" in rows[0]]
     cells = [
         (
             row["batch"],
@@ -149,6 +150,7 @@ def batch(
         )
         for row in rows
     ]
-    columns = ("requests", *paths, *(f"full/{path}" for path in paths[1:]))
+    names = [path.replace("_", " ") for path in paths]
+    columns = ("requests", *names, *(f"full/{name}" for name in names[1:]))
     title = f"Time to first tokens at {length} tokens of context"
     show(title, data, columns, cells, as_json, output, plot, x="batch")

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from blockattn_rag.blocks import BlockPrompt
+from blockattn_rag.engine import BlockAttentionEngine
 from blockattn_rag.evaluation.efficiency.decode import check_full_length
 from blockattn_rag.evaluation.efficiency.shapes import random_prompt
 from blockattn_rag.evaluation.efficiency.timing import OnProgress, Turns, check_sizes, fields
 from blockattn_rag.evaluation.efficiency.ttft import PATHS
 from blockattn_rag.generation import Sampling
+from blockattn_rag.store import MemoryStore
 
 if TYPE_CHECKING:
-    from blockattn_rag.engine import BlockAttentionEngine
+    from blockattn_rag.kv import BlockKV
 
 
 def measure_batch(
@@ -25,6 +30,7 @@ def measure_batch(
     length: int = 8192,
     block_tokens: int = 512,
     question_tokens: int = 50,
+    from_host: bool | None = None,
     repeats: int = 3,
     on_progress: OnProgress | None = None,
 ) -> list[dict[str, Any]]:
@@ -35,12 +41,15 @@ def measure_batch(
         batch_sizes: numbers of requests.
         length: context tokens of each request.
         block_tokens, question_tokens: tokens of a block and of the final block.
+        from_host: measure also with blocks that lie in the host's memory and are transferred for
+            every batch; None: where the model is on another device.
         repeats: timed runs on each path.
         on_progress: called with runs done and all runs.
 
     Returns:
         One row for each batch size: ``batch``, ``<path>_s`` (median seconds until every request
-        has its first token), the spreads, and ``full_over_<path>``.
+        has its first token), the spreads, and ``full_over_<path>``. Paths that transfer blocks are
+        called ``copy_from_host`` and ``relay_from_host``.
     """
     check_sizes(length=length, block_tokens=block_tokens, batch=min(batch_sizes, default=0))
     _check_batches(engine)
@@ -50,12 +59,18 @@ def measure_batch(
         random_prompt(length, block_tokens, question_tokens, vocabulary, seed)
         for seed in range(max(batch_sizes))
     ]
-    _encode(engine, prompts)
+    engines = {"": engine}
+    if engine.model.device.type != "cpu" if from_host is None else from_host:
+        engines["_from_host"] = BlockAttentionEngine(engine.model, _HostStore(sys.maxsize))
+    for one in engines.values():
+        _encode(one, prompts)
     rows = []
     for batch in batch_sizes:
         ways = {
-            path: partial(_first_tokens, engine, prompts[:batch], path)
+            path + place: partial(_first_tokens, one, prompts[:batch], path)
+            for place, one in engines.items()
             for path in _paths(engine, "full", "copy", "relay")
+            if not (place and path == "full")
         }
         row: dict[str, Any] = {"batch": batch, "length": length, **fields(turns.measure(ways))}
         for path in ways.keys() - {"full"}:
@@ -162,6 +177,13 @@ def _check_batches(engine: BlockAttentionEngine) -> None:
             f"{engine.model.name} is not answered in batches (sliding windows, or a generation "
             "config with penalties or beams); measure `bench ttft` and `bench decode`"
         )
+
+
+class _HostStore(MemoryStore):
+    """Holds blocks in the host's memory, wherever they were computed."""
+
+    def put(self, key: str, kv: BlockKV) -> None:
+        super().put(key, kv.to(torch.device("cpu")))
 
 
 def _encode(engine: BlockAttentionEngine, prompts: Sequence[BlockPrompt]) -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
+import torch
 
 from blockattn_rag.evaluation.efficiency import measure_batch, measure_shared
-from blockattn_rag.evaluation.efficiency.batch import _sharing
+from blockattn_rag.evaluation.efficiency.batch import _HostStore, _sharing
+from blockattn_rag.kv import BlockKV
 from tests.evaluation.efficiency.engines import tiny_engine
 
 
@@ -17,6 +20,29 @@ def test_every_batch_size_has_a_row_with_all_paths() -> None:
     for row in rows:
         assert all(row[f"{path}_s"] > 0 for path in ("full", "copy", "relay"))
         assert row["full_over_relay"] == row["full_s"] / row["relay_s"]
+
+
+def test_blocks_can_be_measured_from_the_hosts_memory_too() -> None:
+    sizes: dict[str, Any] = {"length": 32, "block_tokens": 16, "question_tokens": 4}
+    (row,) = measure_batch(tiny_engine(), [2], **sizes, from_host=True, repeats=1)
+    for path in ("copy_from_host", "relay_from_host"):
+        assert row[f"full_over_{path}"] == row["full_s"] / row[f"{path}_s"]
+    assert "full_from_host_s" not in row
+    (row,) = measure_batch(tiny_engine(), [2], **sizes, repeats=1)  # the model is on the CPU
+    assert "relay_from_host_s" not in row
+
+
+def test_the_hosts_store_holds_what_was_computed_elsewhere_on_the_cpu() -> None:
+    kv = Mock(spec=BlockKV, nbytes=1)
+    with (
+        patch("blockattn_rag.store.memory.check_key_of"),
+        patch("blockattn_rag.store.memory.check_storable"),
+    ):
+        store = _HostStore(1 << 20)
+        kv.to.return_value.nbytes = 1
+        store.put("key", kv)
+    kv.to.assert_called_once_with(torch.device("cpu"))
+    assert store.get("key") is kv.to.return_value
 
 
 def test_requests_share_the_system_block_and_nothing_else() -> None:
