@@ -76,6 +76,8 @@ def attend_cpu(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
 ) -> Partial:
     """PyTorch's fused CPU kernel, which gives the log-sum-exp besides the output."""
+    if not key.shape[2]:
+        return attend_plain(query, key, value, scale, mask)  # the kernel divides by zero
     if _matmul_is_faster(query, key, mask):
         return attend_matmul(query, key, value, scale)
     query, key, value = map(_with_whole_rows, (query, key, value))
@@ -99,7 +101,7 @@ def attend_matmul(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Pa
     """Two matrix products and a softmax in place, for query and keys in float32."""
     scores = (query * scale) @ key.transpose(-1, -2)
     highest = scores.amax(dim=-1, keepdim=True)
-    weights = scores.sub_(highest).exp_()
+    weights = _weights(scores, highest)
     total = weights.sum(dim=-1, keepdim=True)
     return Partial((weights @ value).div_(total), total.log_().add_(highest).squeeze(-1))
 
@@ -131,37 +133,43 @@ def attend_jointly(
     return output
 
 
-def attend_beyond(
+def attend_onward(
     part: Partial, queries: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float
-) -> Tensor | None:
+) -> Tensor:
     """Attention over several sets of keys and over a part that was attended to before.
 
-    A score ``s`` weighs ``exp(s - part.lse)``, and the part itself 1. So no set needs a maximum or
-    a log-sum-exp of its own, nothing is merged, and one buffer serves all scores: for a question's
-    rows on the CPU faster than a partial result for each set.
+    Set by set, as flash attention does: weights are relative to the highest score so far, and what
+    is summed up already is rescaled when a higher one comes. So nothing is merged, and one buffer
+    serves all scores: for a question's rows on the CPU faster than a partial result for each set.
 
     Args:
-        part: ``[K, Q, D]`` and ``[K, Q]``, in which every row sees some key.
+        part: ``[K, Q, D]`` and ``[K, Q]``.
         queries: ``[sets, K, Q, D]``: the same rows, turned as each set sees them; float32.
-        keys, values: ``[K, N, D]`` for each set.
+        keys, values: ``[K, N, D]`` for each set, at least one set.
         scale: factor of the scores, natural exponent.
 
     Returns:
-        ``[K, Q, D]``, or None where scores tower so high over the part's that weights overflow.
+        ``[K, Q, D]``.
     """
     _, heads, rows, _ = queries.shape
-    longest = max(key.shape[1] for key in keys)
-    room = queries.new_empty(heads * rows * longest)
-    base = part.lse.unsqueeze(-1)
-    total, output = torch.ones_like(base), part.output.clone()
+    room = queries.new_empty(heads * rows * max(key.shape[1] for key in keys))
+    highest, output = part.lse.unsqueeze(-1), part.output
+    total = torch.ones_like(highest)
     for query, key, value in zip(queries * scale, keys, values, strict=True):
         scores = room[: heads * rows * key.shape[1]].view(heads, rows, -1)
         torch.bmm(query, key.transpose(1, 2), out=scores)
-        weights = scores.sub_(base).exp_()
-        total += weights.sum(dim=-1, keepdim=True)
-        output.baddbmm_(weights, value)
-    # The square root of the largest float: values may be as large before the sum overflows.
-    return output.div_(total) if bool((total < 1e19).all()) else None
+        before, highest = highest, highest.maximum(scores.amax(dim=-1, keepdim=True))
+        rescale = (before - highest).exp_()
+        weights = _weights(scores, highest)
+        total = weights.sum(dim=-1, keepdim=True).addcmul_(total, rescale)
+        output = torch.baddbmm(output * rescale, weights, value)
+    return output.div_(total)
+
+
+def _weights(scores: Tensor, highest: Tensor) -> Tensor:
+    """``exp(scores - highest)``, in place. Weights under e-60 count as e-60, far below rounding:
+    with results that are denormal numbers, the processor takes up to a hundred times as long."""
+    return scores.sub_(highest).clamp_(min=-60.0).exp_()
 
 
 def attend_cuda(

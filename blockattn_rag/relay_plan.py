@@ -3,8 +3,8 @@
 A score depends only on the distance of query and key. So instead of rotating a block's keys by the
 block's offset, the few queries are rotated the other way, once per block, and attend to the stored
 keys as they are. The partial results are merged by their log-sum-exp, or, for one request on the
-CPU, summed up without taking each set's own. No key is copied, rotated or rounded again,
-but for small blocks, which are joined (:data:`DECODE_TOKENS`).
+CPU, summed up block by block. No key is copied, rotated or rounded again, but for small blocks,
+which are joined (:data:`DECODE_TOKENS`).
 
 Shapes: ``B`` requests, ``H`` query heads, ``K`` key-value heads, ``G = H / K``, ``Q`` query tokens,
 ``N`` key tokens, ``D`` head size.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blockattn_rag.attention import Partial, attend, attend_beyond, attend_jointly, merge
+from blockattn_rag.attention import Partial, attend, attend_jointly, attend_onward, merge
 from blockattn_rag.kv import PlacedBlock, joined_states
 from blockattn_rag.rope import RotaryLayout, rotate
 
@@ -153,12 +153,12 @@ class _Reading:
         keys, values = [*keys, tail_key[0]], [*values, tail_value[0]]
         return attend_jointly(queries, keys, values, scale)[None]
 
-    def attend_beyond(
+    def attend_onward(
         self, layer: int, query: Tensor, tail: Partial, scale: float
     ) -> Tensor | None:
         """Attention ``[1, K, G * Q, D]`` over all segments and the tail, for queries
         ``[1, H, Q, D]`` of one request that reads every segment once; None where that would take
-        too much memory or time, or overflow."""
+        too much memory or time."""
         heads, rows = tail.lse.shape[1:]
         keys, values = self._states(layer)
         longest = max((key.shape[1] for key in keys), default=0)
@@ -166,8 +166,7 @@ class _Reading:
             return None
         queries = _fold(self._turned(layer, query), query.shape[1] // heads)
         part = Partial(tail.output[0], tail.lse[0])
-        output = attend_beyond(part, queries, keys, values, scale)
-        return None if output is None else output[None]
+        return attend_onward(part, queries, keys, values, scale)[None]
 
     def _states(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of every segment."""
@@ -280,9 +279,9 @@ class RelayPlan:
         groups = query.shape[1] // tail_key.shape[1]
         tail_mask = _fold_mask(tail_mask, groups)
         tail = attend(_fold(query, groups), tail_key, tail_value, scale, tail_mask)
-        beyond = alone.attend_beyond(layer, query, tail, scale) if alone else None
-        if beyond is not None:
-            return _unfold(beyond, query)
+        onward = alone.attend_onward(layer, query, tail, scale) if alone else None
+        if onward is not None:
+            return _unfold(onward, query)
         parts = [*self._attend_blocks(layer, query, groups, scale), tail]
         whole = merge(parts) if len(parts) > 1 else tail
         return _unfold(whole.output, query).to(query.dtype)
@@ -291,7 +290,12 @@ class RelayPlan:
         """What one request reads that reads no block twice, in float32 on the CPU; else None: other
         types would round the scores, and other devices have kernels that do better."""
         rows, _, tokens, _ = query.shape
-        if query.device.type != "cpu" or torch.is_autocast_enabled("cpu") or query.requires_grad:
+        # Gradients would need what the buffer held before.
+        if (
+            query.device.type != "cpu"
+            or torch.is_autocast_enabled("cpu")
+            or torch.is_grad_enabled()
+        ):
             return None
         if not (query.dtype == value.dtype == torch.float32 and rows == len(self._contexts) == 1):
             return None

@@ -16,13 +16,14 @@ from blockattn_rag.attention import (
     Partial,
     _flash_attn,
     _matmul_is_faster,
+    _weights,
     attend,
-    attend_beyond,
     attend_cpu,
     attend_cuda,
     attend_flash,
     attend_jointly,
     attend_matmul,
+    attend_onward,
     attend_plain,
     merge,
 )
@@ -195,40 +196,50 @@ def test_states_whose_numbers_do_not_lie_side_by_side_are_read_right() -> None:
     assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 40)
 
 
-@pytest.mark.parametrize("height", [-200.0, -20.0, 0.0, 20.0])
-def test_keys_beyond_a_part_are_attended_to_relative_to_it(height: float) -> None:
-    # Scores of the sets lie by `height` above those of the part: one dimension sees to that.
+@pytest.mark.parametrize("height", [-200.0, -20.0, 0.0, 20.0, 200.0])
+def test_keys_after_a_part_are_attended_to_wherever_their_scores_lie(height: float) -> None:
+    # Scores of the last two sets lie by `height` above those of the part: one dimension does it.
     queries = random(3, KV_HEADS, 4, SIZE)
     queries[..., 0] = 1.0
     keys = [random(KV_HEADS, n, SIZE, seed=n) for n in (30, 1, 9)]
     values = [random(KV_HEADS, n, SIZE, seed=50 + n) for n in (30, 1, 9)]
-    for key in keys:
+    for key in keys[1:]:
         key[..., 0] = height / 0.25
     own, own_value = random(KV_HEADS, 5, SIZE, seed=3), random(KV_HEADS, 5, SIZE, seed=4)
-    part = Partial(*(exact(queries[0], own, own_value, 0.25, None)))
-    part = Partial(part.output.float(), part.lse.float())
+    part = Partial(*(tensor.float() for tensor in exact(queries[0], own, own_value, 0.25, None)))
     before = part.output.clone()
-    found = attend_beyond(part, queries, keys, values, 0.25)
+    found = attend_onward(part, queries, keys, values, 0.25)
     scores = [q.double() @ k.double().mT * 0.25 for q, k in zip(queries, keys, strict=True)]
     scores.append(queries[0].double() @ own.double().mT * 0.25)
     expected = torch.cat(scores, -1).softmax(-1) @ torch.cat([*values, own_value], 1).double()
-    assert found is not None
     assert (found - expected).abs().max() <= budget(torch.float32, 45) * max(1.0, abs(height))
     assert torch.equal(part.output, before)
 
 
-def test_scores_that_tower_over_the_part_are_left_to_others() -> None:
+def test_going_on_from_a_part_gives_the_numbers_worked_out_by_hand() -> None:
+    query, value = torch.tensor([[[[1.0, 0.0]]]]), torch.ones(1, 1, 2)
+    key = torch.tensor([[[math.log(3.0), 0.0]]])
+    # The part counts 1 with output 0, the key counts 3 with value 1.
     part = Partial(torch.zeros(1, 1, 2), torch.zeros(1, 1))
-    query, value = torch.tensor([[[[9.0, 0.0]]]]), torch.ones(1, 1, 2)
+    found = attend_onward(part, query, [key], [value], 1.0)
+    assert found == pytest.approx(torch.tensor([[[0.75, 0.75]]]), abs=1e-6)
+    nothing = Partial(torch.zeros(1, 1, 2), torch.full((1, 1), -math.inf))
+    assert attend_onward(nothing, query, [key], [value], 1.0).tolist() == [[[1.0, 1.0]]]
 
-    def beyond(score: float) -> Tensor | None:
-        key = torch.tensor([[[score / 9, 0.0]]])
-        return attend_beyond(part, query, [key], [value], 1.0)
 
-    assert beyond(45.0) is None  # exp(45) is more than 1e19
-    assert beyond(math.inf) is None
-    # By hand: the part counts 1 with output 0, the key counts 3 with value 1.
-    assert beyond(math.log(3.0)) == pytest.approx(torch.tensor([[[0.75, 0.75]]]), abs=1e-6)
+def test_no_weight_is_a_denormal_number() -> None:
+    scores = -torch.arange(0.0, 200.0, 0.5).reshape(1, 1, -1)
+    weights = _weights(scores.clone(), torch.zeros(1, 1, 1))
+    # Nor does it become one beside a value that is not tiny itself.
+    assert weights.min() * 1e-9 > torch.finfo(torch.float32).tiny
+    assert (weights - scores.double().exp()).abs().max() < torch.finfo(torch.float32).eps
+
+
+def test_no_keys_at_all_are_attended_to_by_no_one() -> None:
+    query, empty = random(1, KV_HEADS, 3, SIZE), random(1, KV_HEADS, 0, SIZE)
+    found = attend(query, empty, empty, 0.25)
+    assert not found.output.any()
+    assert (found.lse == -math.inf).all()
 
 
 def flash_stand_in(
