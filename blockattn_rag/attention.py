@@ -134,7 +134,7 @@ def attend_jointly(
 
 
 def attend_onward(
-    part: Partial, queries: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float
+    part: Partial, queries: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> Tensor:
     """Attention over several sets of keys and over a part that was attended to before.
 
@@ -144,9 +144,9 @@ def attend_onward(
 
     Args:
         part: ``[K, Q, D]`` and ``[K, Q]``.
-        queries: ``[sets, K, Q, D]``: the same rows, turned as each set sees them; float32.
+        queries: ``[sets, K, Q, D]``: the same rows, turned as each set sees them and multiplied by
+            the factor of the scores; float32.
         keys, values: ``[K, N, D]`` for each set, at least one set.
-        scale: factor of the scores, natural exponent.
 
     Returns:
         ``[K, Q, D]``.
@@ -155,7 +155,7 @@ def attend_onward(
     room = queries.new_empty(heads * rows * max(key.shape[1] for key in keys))
     highest, output = part.lse.unsqueeze(-1), part.output
     total = torch.ones_like(highest)
-    for query, key, value in zip(queries * scale, keys, values, strict=True):
+    for query, key, value in zip(queries, keys, values, strict=True):
         scores = room[: heads * rows * key.shape[1]].view(heads, rows, -1)
         torch.bmm(query, key.transpose(1, 2), out=scores)
         before, highest = highest, highest.maximum(scores.amax(dim=-1, keepdim=True))

@@ -164,9 +164,9 @@ class _Reading:
         longest = max((key.shape[1] for key in keys), default=0)
         if rows > MOST_ROWS or not 0 < heads * rows * longest <= MOST_SCORES:
             return None
-        queries = _fold(self._turned(layer, query), query.shape[1] // heads)
+        queries = _fold(self._turned(layer, query * scale), query.shape[1] // heads)
         part = Partial(tail.output[0], tail.lse[0])
-        return attend_onward(part, queries, keys, values, scale)[None]
+        return attend_onward(part, queries, keys, values)[None]
 
     def _states(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of every segment."""

@@ -208,7 +208,7 @@ def test_keys_after_a_part_are_attended_to_wherever_their_scores_lie(height: flo
     own, own_value = random(KV_HEADS, 5, SIZE, seed=3), random(KV_HEADS, 5, SIZE, seed=4)
     part = Partial(*(tensor.float() for tensor in exact(queries[0], own, own_value, 0.25, None)))
     before = part.output.clone()
-    found = attend_onward(part, queries, keys, values, 0.25)
+    found = attend_onward(part, queries * 0.25, keys, values)
     scores = [q.double() @ k.double().mT * 0.25 for q, k in zip(queries, keys, strict=True)]
     scores.append(queries[0].double() @ own.double().mT * 0.25)
     expected = torch.cat(scores, -1).softmax(-1) @ torch.cat([*values, own_value], 1).double()
@@ -221,10 +221,10 @@ def test_going_on_from_a_part_gives_the_numbers_worked_out_by_hand() -> None:
     key = torch.tensor([[[math.log(3.0), 0.0]]])
     # The part counts 1 with output 0, the key counts 3 with value 1.
     part = Partial(torch.zeros(1, 1, 2), torch.zeros(1, 1))
-    found = attend_onward(part, query, [key], [value], 1.0)
+    found = attend_onward(part, query, [key], [value])
     assert found == pytest.approx(torch.tensor([[[0.75, 0.75]]]), abs=1e-6)
     nothing = Partial(torch.zeros(1, 1, 2), torch.full((1, 1), -math.inf))
-    assert attend_onward(nothing, query, [key], [value], 1.0).tolist() == [[[1.0, 1.0]]]
+    assert attend_onward(nothing, query, [key], [value]).tolist() == [[[1.0, 1.0]]]
 
 
 def test_no_weight_is_a_denormal_number() -> None:

@@ -37,7 +37,8 @@ FLOORS = {
     "fetch": "blocks errors kv model store transfer",
     "streams": "generation threads",
     "request": "blocks fetch generation kv",
-    "engine": "batching blocks fetch generation kv model request store streams",
+    "answering": "batching generation kv model request",
+    "engine": "answering batching blocks fetch generation kv model request store streams",
 }
 FRAMEWORKS = {"llama_index", "langchain", "langchain_core", "langchain_chroma", "chromadb"}
 # Where the seam to transformers is.
