@@ -251,6 +251,10 @@ class RelayPlan:
         segments = _segments(self._contexts, tokens)
         return _Reading(segments, self._layouts, len(self._contexts), self._device)
 
+    def _reading_for(self, tokens: int) -> _Reading:
+        """What queries of that many tokens read: a token of an answer, or a prompt."""
+        return self._decode if tokens == 1 else self._prefill
+
     def attend(
         self,
         layer: int,
@@ -299,12 +303,12 @@ class RelayPlan:
             return None
         if not (query.dtype == value.dtype == torch.float32 and rows == len(self._contexts) == 1):
             return None
-        reading = self._decode if tokens == 1 else self._prefill
+        reading = self._reading_for(tokens)
         return reading if reading.is_one_each else None
 
     def _attend_blocks(self, layer: int, query: Tensor, groups: int, scale: float) -> list[Partial]:
         """Partials over the context's blocks, each ``[B, K, G * Q, D]``."""
-        reading = self._decode if query.shape[2] == 1 else self._prefill
+        reading = self._reading_for(query.shape[2])
         beams = query.shape[0] // len(self._contexts)
         parts = reading.attend(layer, _beams_to_rows(query, beams), groups, scale)
         if beams == 1:

@@ -59,8 +59,10 @@ def measure_batch(
         random_prompt(length, block_tokens, question_tokens, vocabulary, seed)
         for seed in range(max(batch_sizes))
     ]
+    if from_host is None:
+        from_host = engine.model.device.type != "cpu"
     engines = {"": engine}
-    if engine.model.device.type != "cpu" if from_host is None else from_host:
+    if from_host:
         engines["_from_host"] = BlockAttentionEngine(engine.model, _HostStore(sys.maxsize))
     for one in engines.values():
         _encode(one, prompts)
