@@ -89,8 +89,8 @@ def _attend_back(
     half = len(query) // 2
     turned = slice(pairs.start + half, pairs.stop + half)
     amplitude = math.sqrt(sharpness)
-    query[:] = 0
-    key[:] = 0
+    query[:] = 0  # but not the keys: where both are 0, neither gets a gradient, ever
+    key[pairs] = key[turned] = 0
     key[pairs, 0] = amplitude
     query[pairs, 0] = amplitude * (distance * frequencies[pairs]).cos()
     query[turned, 0] = -amplitude * (distance * frequencies[pairs]).sin()
@@ -105,7 +105,6 @@ def _match(query: Tensor, key: Tensor, wanted: Tensor, found: Tensor, *, sharpne
     rows = torch.cat([torch.arange(end - MATCH_PAIRS, end) for end in (half, 2 * half)])
     scale = math.sqrt(sharpness * math.sqrt(len(query)) / len(rows))
     query[:] = 0
-    key[:] = 0
     query[rows] = scale * wanted
     key[rows] = scale * found
 

@@ -51,3 +51,13 @@ def test_an_untrained_model_finds_what_followed_like_words(
         weights = attention(model, ids)[1][2, -1]
         # Most of the attention lies on the value of the fact that is asked for.
         assert weights[start : start + 4].sum() > 0.5
+
+
+def test_every_part_of_a_head_can_still_be_learned(model: LlamaForCausalLM) -> None:
+    size = model.config.head_dim
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        queries = attention.q_proj.weight.unflatten(0, (2, 2, size)).abs().amax(dim=(1, 3))
+        keys = attention.k_proj.weight.unflatten(0, (2, size)).abs().amax(dim=2)
+        # A score is a product of the two: a part that is 0 in both has no gradient in either.
+        assert ((queries > 0) | (keys > 0)).all()
