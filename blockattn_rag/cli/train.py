@@ -12,6 +12,7 @@ from blockattn_rag.cli.names import existing_model
 from blockattn_rag.cli.output import JsonOption, ModelArgument, duration, emit, note, working
 
 if TYPE_CHECKING:
+    from blockattn_rag.training.config import LoraConfig
     from blockattn_rag.training.finetune import FinetuneReport
 
 
@@ -22,7 +23,7 @@ class OnError(str, Enum):
     skip = "skip"
 
 
-_TASK, _SPEED = "What is learned", "Memory and speed"
+_TASK, _RATE, _SPEED = "What is learned", "Optimizer and adapters", "Memory and speed"
 
 
 def train(
@@ -41,6 +42,14 @@ def train(
     prompt_format: Annotated[
         str, typer.Option(help="chat, block-attention or turborag.", rich_help_panel=_TASK)
     ] = "chat",
+    blocks_per_turn: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help='Of lines with "messages": most blocks of a turn; 1 keeps turns whole.',
+            rich_help_panel=_TASK,
+        ),
+    ] = 1,
     context_loss_weight: Annotated[
         float,
         typer.Option(
@@ -51,18 +60,48 @@ def train(
     max_steps: Annotated[int | None, typer.Option(min=1, help="Instead of epochs.")] = None,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-5,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of an optimizer step.")] = 64,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps of rising learning rate.")] = 20,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest sample.")] = None,
+    warmup_steps: Annotated[
+        int, typer.Option(min=0, help="Steps of rising learning rate.", rich_help_panel=_RATE)
+    ] = 20,
+    lr_scheduler: Annotated[
+        str, typer.Option(help="linear, cosine, constant, ...", rich_help_panel=_RATE)
+    ] = "linear",
+    weight_decay: Annotated[float, typer.Option(min=0, rich_help_panel=_RATE)] = 0.0,
+    adam_beta2: Annotated[float, typer.Option(min=0, max=1, rich_help_panel=_RATE)] = 0.999,
+    max_grad_norm: Annotated[
+        float, typer.Option(min=0, help="Longer gradients are cut.", rich_help_panel=_RATE)
+    ] = 1.0,
     lora: Annotated[
-        bool, typer.Option("--lora", help="Train low-rank adapters instead of all weights.")
+        bool,
+        typer.Option(
+            "--lora", help="Train low-rank adapters, not all weights.", rich_help_panel=_RATE
+        ),
     ] = False,
-    lora_rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16,
+    lora_rank: Annotated[
+        int, typer.Option(min=1, help="Of the adapters.", rich_help_panel=_RATE)
+    ] = 16,
+    lora_alpha: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of the adapters; twice the rank.", rich_help_panel=_RATE),
+    ] = None,
+    lora_dropout: Annotated[
+        float, typer.Option(min=0, max=1, help="Of the adapters.", rich_help_panel=_RATE)
+    ] = 0.0,
+    lora_target: Annotated[
+        list[str] | None,
+        typer.Option(help="Layers with adapters; repeatable; all-linear.", rich_help_panel=_RATE),
+    ] = None,
     per_device_batch_size: Annotated[
         int, typer.Option(min=1, help="Samples of one forward pass.", rich_help_panel=_SPEED)
     ] = 1,
     packing: Annotated[
         bool, typer.Option("--packing", help="Several samples a row.", rich_help_panel=_SPEED)
     ] = False,
+    group_by_length: Annotated[
+        bool,
+        typer.Option(help="Batches of samples of about one length.", rich_help_panel=_SPEED),
+    ] = True,
     attention: Annotated[
         str, typer.Option(help="auto, eager, sdpa, flex_attention.", rich_help_panel=_SPEED)
     ] = "auto",
@@ -80,7 +119,11 @@ def train(
     eval_steps: Annotated[
         int, typer.Option(min=0, help="Evaluate that often; 0: at start and end.")
     ] = 0,
+    logging_steps: Annotated[int, typer.Option(min=1, help="Steps between reports of loss.")] = 10,
     save_steps: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 200,
+    keep_checkpoints: Annotated[
+        bool, typer.Option("--keep-checkpoints", help="Leave them in OUTPUT.work at the end.")
+    ] = False,
     on_error: Annotated[OnError, typer.Option(help="Stop at a bad line, or leave it out.")] = (
         OnError.stop
     ),
@@ -90,6 +133,7 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier result.")
     ] = False,
+    progress: Annotated[bool, typer.Option(help="Show how far it is.")] = True,
     as_json: JsonOption = False,
 ) -> None:
     """Fine-tune a model so that it answers in block mode as well as in full mode.
@@ -102,20 +146,36 @@ def train(
     options: dict[str, Any] = dict(locals())
     as_json = options.pop("as_json")
     with working(as_json):
-        from blockattn_rag.training.config import FinetuneConfig, LoraConfig
+        from blockattn_rag.training.config import FinetuneConfig
         from blockattn_rag.training.finetune import finetune
 
-        rank, wanted = options.pop("lora_rank"), options.pop("lora")
         config = FinetuneConfig(
             train_data=options.pop("data"),
             eval_data=options.pop("eval_data") or (),
             modes=tuple(options.pop("modes").split(",")),
             on_error=options.pop("on_error").value,
-            lora=LoraConfig(rank=rank, alpha=2 * rank) if wanted else None,
+            lora=_adapters(options),
             **options,
         )
         report = finetune(config)
     _show(report, as_json)
+
+
+def _adapters(options: dict[str, Any]) -> LoraConfig | None:
+    """Take the options of adapters out of ``options``; None where none are wanted."""
+    from blockattn_rag.training.config import LoraConfig
+
+    wanted, rank = options.pop("lora"), options.pop("lora_rank")
+    alpha, dropout = options.pop("lora_alpha"), options.pop("lora_dropout")
+    targets = tuple(options.pop("lora_target") or ("all-linear",))
+    if not wanted:
+        return None
+    return LoraConfig(
+        rank=rank,
+        alpha=alpha or 2 * rank,
+        dropout=dropout,
+        target_modules="all-linear" if targets == ("all-linear",) else targets,
+    )
 
 
 def _show(report: FinetuneReport, as_json: bool) -> None:

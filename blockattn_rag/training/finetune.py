@@ -158,7 +158,6 @@ def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
         lora_dropout=config.lora.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
         task_type="CAUSAL_LM",
-        base_model_name_or_path=str(config.model),
     )
     torch.manual_seed(config.seed)
     return peft.get_peft_model(model, settings)

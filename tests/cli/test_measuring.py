@@ -1,4 +1,4 @@
-"""The commands that measure: check, eval, bench, and train, which ends in eval."""
+"""The commands that measure: check, eval, bench, plan."""
 
 from __future__ import annotations
 
@@ -179,24 +179,3 @@ def test_plan_counts_in_the_type_that_the_model_will_be_loaded_in(cli: Command) 
 def test_plan_names_the_option_whose_speed_is_none(cli: Command) -> None:
     output = cli("plan", "--passages", 10, "--model", "135m", "--tflops", 0)
     assert (output.status, "--tflops" in output.stderr) == (2, True)
-
-
-def test_train_writes_a_model_that_is_known_to_be_block_tuned(
-    cli: Command, model: Path, tmp_path: Path
-) -> None:
-    data = tmp_path / "train.jsonl"
-    sample = {
-        "question": "How high?",
-        "passages": [{"title": "Tower", "text": "It is 214 metres high."}],
-        "answer": "214 metres",
-    }
-    data.write_text((json.dumps(sample) + "\n") * 4 + "{}\n", encoding="utf-8")
-    command = ("train", "--model", model, "--data", data, "--output", tmp_path / "tuned",
-               "--max-steps", 2, "--batch-size", 2, "--json")  # fmt: skip
-    output = cli(*command)
-    assert (output.status, "line 5" in output.stderr) == (1, True)
-    output = cli(*command, "--on-error", "skip", "--overwrite")
-    assert output.status == 0, output.stderr
-    assert output.json["steps"] == 2
-    assert len(output.json["skipped"]) == 1
-    assert cli("check", tmp_path / "tuned", "--json").json["block_tuned"]
