@@ -8,6 +8,7 @@
     ├── ContextOverflowError         prompt + new tokens exceed what the model can hold
     ├── MissError                    a block was not in the store and on_miss="error"
     ├── DataError                    a training or evaluation record is malformed
+    ├── DivergedError                training came to a loss or weights that are not finite
     └── StoreError                   an entry of the KV store cannot be used
         ├── CorruptEntryError        damaged, truncated, or of another format version
         └── FingerprintMismatchError written by another model, tokenizer or dtype
@@ -41,6 +42,10 @@ class MissError(BlockAttnError):
 
 class DataError(BlockAttnError):
     """A record of training or evaluation data is malformed."""
+
+
+class DivergedError(BlockAttnError):
+    """Training came to a loss or to weights that are not finite; nothing was published."""
 
 
 class StoreError(BlockAttnError):

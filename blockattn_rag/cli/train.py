@@ -79,15 +79,15 @@ def train(
         ),
     ] = False,
     lora_rank: Annotated[
-        int, typer.Option(min=1, help="Of the adapters.", rich_help_panel=_RATE)
-    ] = 16,
+        int | None, typer.Option(help="Of the adapters; 16.", rich_help_panel=_RATE)
+    ] = None,
     lora_alpha: Annotated[
         int | None,
-        typer.Option(min=1, help="Of the adapters; twice the rank.", rich_help_panel=_RATE),
+        typer.Option(help="Of the adapters; twice the rank.", rich_help_panel=_RATE),
     ] = None,
     lora_dropout: Annotated[
-        float, typer.Option(min=0, max=1, help="Of the adapters.", rich_help_panel=_RATE)
-    ] = 0.0,
+        float | None, typer.Option(help="Of the adapters; 0.", rich_help_panel=_RATE)
+    ] = None,
     lora_target: Annotated[
         list[str] | None,
         typer.Option(help="Layers with adapters; repeatable; all-linear.", rich_help_panel=_RATE),
@@ -165,17 +165,15 @@ def _adapters(options: dict[str, Any]) -> LoraConfig | None:
     """Take the options of adapters out of ``options``; None where none are wanted."""
     from blockattn_rag.training.config import LoraConfig
 
-    wanted, rank = options.pop("lora"), options.pop("lora_rank")
-    alpha, dropout = options.pop("lora_alpha"), options.pop("lora_dropout")
-    targets = tuple(options.pop("lora_target") or ("all-linear",))
-    if not wanted:
-        return None
-    return LoraConfig(
-        rank=rank,
-        alpha=alpha or 2 * rank,
-        dropout=dropout,
-        target_modules="all-linear" if targets == ("all-linear",) else targets,
-    )
+    wanted, targets = options.pop("lora"), options.pop("lora_target")
+    given = {name: options.pop(f"lora_{name}") for name in ("rank", "alpha", "dropout")}
+    given["target_modules"] = None if targets in (None, ["all-linear"]) else tuple(targets)
+    given = {name: value for name, value in given.items() if value is not None}
+    if wanted:
+        return LoraConfig(**{"alpha": 2 * given.get("rank", LoraConfig().rank), **given})
+    if given or targets:
+        raise ValueError("the adapters' options need --lora: without it, all weights are trained")
+    return None
 
 
 def _show(report: FinetuneReport, as_json: bool) -> None:

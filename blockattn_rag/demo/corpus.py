@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,7 +39,6 @@ __all__ = [
     "evaluation_record",
     "generate_samples",
     "is_correct",
-    "training_record",
     "write_jsonl",
 ]
 
@@ -86,14 +85,6 @@ def normalize(text: str) -> str:
 def is_correct(sample: Sample | Turn, answer_text: str) -> bool:
     """Whether the expected value, or the winner's clause, occurs in the answer as whole words."""
     return f" {normalize(sample.expected)} " in f" {normalize(answer_text)} "
-
-
-def training_record(scene: Sequence[Article], turns: Iterable[Turn]) -> dict[str, Any]:
-    """A scene in the training schema: passages, and several turns over them."""
-    return {
-        "passages": [{"title": a.passage.title, "text": a.passage.text} for a in scene],
-        "turns": [{"question": t.question, "answer": t.answer} for t in turns],
-    }
 
 
 def evaluation_record(sample: Sample, name: str) -> dict[str, Any]:

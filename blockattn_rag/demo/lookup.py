@@ -111,7 +111,6 @@ def _match(query: Tensor, key: Tensor, wanted: Tensor, found: Tensor, *, sharpne
 
 def _route(value: Tensor, output: Tensor, source: Tensor, target: Tensor, scale: float) -> None:
     """Let a head read the directions ``source`` and write them as ``target``, ``[n, hidden]``."""
-    value[:] = 0
-    output[:] = 0
+    output[:] = 0  # but not the values: where both are 0, neither gets a gradient, ever
     value[: len(source)] = source
     output[:, : len(target)] = scale * target.T

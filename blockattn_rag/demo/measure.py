@@ -104,14 +104,16 @@ def main(
 ) -> None:
     """Print the table of accuracies by mode, question kind and number of passages."""
     torch.set_num_threads(threads)
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)  # before the hours, not after
     rows: list[dict[str, Any]] = []
     for model in models:
         rows += measure(
             model, modes.split(","), samples, seed, lambda cell: typer.echo(cell, err=True)
         )
+    print(markdown(rows))
     if output:
         output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    print(markdown(rows))
 
 
 if __name__ == "__main__":

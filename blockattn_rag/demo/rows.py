@@ -1,8 +1,8 @@
 """Training rows for the base model: token ids with a loss weight each.
 
-Four sorts. *Copy* rows teach to repeat what was seen, *fact* rows to find the value of a named
-entity, *number* rows to compare numbers: short and dense. *Scene* rows are whole prompts with
-several questions over the same passages.
+Five sorts. *Copy* rows teach to repeat what was seen, *fact* rows to find the value of a named
+entity, *article* rows to tell whose value a pronoun gives, *number* rows to compare numbers: short
+and dense. *Scene* rows are whole prompts with several questions over the same passages.
 Each part of a prompt is tokenised alone, as the engine does it at inference.
 """
 
@@ -204,6 +204,7 @@ class RowWriter:
             passages: fewest and most passages.
             longest_frame: most characters around them; None: any.
             turns: most questions.
+            mix: what the scene and its questions are like.
         """
         scene, asked = self._draw(passages, turns, mix)
         prompt = draw_format(self.rng, longest_frame)

@@ -89,7 +89,7 @@ def documents() -> list[Document]:
 
     found = []
     for number, passage in enumerate(bundled_corpus()):
-        # The number keeps two editions on one subject apart.
+        # By its id, the next run knows the document again.
         document = Document(
             text=passage.text, metadata={"title": passage.title}, id_=f"bundled-{number}"
         )

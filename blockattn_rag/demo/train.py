@@ -41,7 +41,8 @@ from .tokenizer import build_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long each stage is: optimizer steps, and samples of block fine-tuning."""
+    """How long each stage is: optimizer steps, and samples of block fine-tuning with their
+    learning rate; and of how many questions the probe consists, by kind and size."""
 
     warm_up_steps: int = 1_000
     task_steps: int = 5_600

@@ -8,15 +8,12 @@ One JSON object a line, plain or gzip::
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from blockattn_rag.errors import DataError
+from blockattn_rag.jsonl import numbered_lines, parse_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +54,15 @@ def read_samples(path: str | Path, *, limit: int | None = None) -> list[Evaluati
 
     Raises:
         DataError: a line is malformed or an id comes twice (the message names file and line), or
-            the file holds no sample.
-        OSError: the file cannot be opened.
+            the file is missing, damaged, or holds no sample.
     """
     samples: dict[str, EvaluationSample] = {}
-    for number, line in _lines(Path(path)):
+    for number, line in numbered_lines(Path(path)):
         if limit is not None and len(samples) >= limit:
             break
         try:
-            sample = _sample(json.loads(line))
-        except (DataError, ValueError) as error:  # JSON and UTF-8 errors are ValueErrors
+            sample = _sample(parse_line(line))
+        except DataError as error:
             raise DataError(f"{path}, line {number}: {error}") from error
         if sample.id in samples:
             raise DataError(f"{path}, line {number}: the id {sample.id!r} was used before")
@@ -74,20 +70,6 @@ def read_samples(path: str | Path, *, limit: int | None = None) -> list[Evaluati
     if not samples:
         raise DataError(f"{path}: expected one JSON object a line, found no line")
     return list(samples.values())
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    # Told by content, so that a renamed file is read all the same.
-    with path.open("rb") as raw:
-        zipped = raw.read(2) == b"\x1f\x8b"
-    number = 0
-    with gzip.open(path) if zipped else path.open("rb") as file:
-        try:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, line
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{path}, after line {number}: damaged gzip file ({error})") from error
 
 
 def _sample(record: Any) -> EvaluationSample:

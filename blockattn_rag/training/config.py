@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,6 +14,24 @@ from blockattn_rag.training.data import OnError
 from blockattn_rag.training.masks import Positions
 
 Attention = Literal["auto", "eager", "sdpa", "flex_attention"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+Scheduler = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+]
+
+_CHOICES: dict[str, Any] = {
+    "positions": Positions,
+    "attention": Attention,
+    "on_error": OnError,
+    "lr_scheduler": Scheduler,
+    "dtype": Dtype,
+}
 
 # Changing these does not change what is learned, so an interrupted run may go on with others.
 # Data files are compared by content.
@@ -20,6 +39,32 @@ _INCIDENTAL = (
     *("output", "train_data", "eval_data", "resume", "overwrite", "progress"),
     *("logging_steps", "save_steps", "eval_steps", "keep_checkpoints"),
 )
+
+
+_COUNT, _ABOVE_0, _FROM_0 = "1 or more", "above 0", "0 or more"
+_FITS: dict[str, Callable[[float], bool]] = {
+    _COUNT: lambda found: found >= 1,
+    _ABOVE_0: lambda found: found > 0,
+    _FROM_0: lambda found: found >= 0,
+    "0 to below 1": lambda found: 0 <= found < 1,
+    "0 to 1": lambda found: 0 <= found <= 1,
+}
+_NUMBERS = {
+    **dict.fromkeys(("blocks_per_turn", "max_tokens", "max_steps", "batch_size"), _COUNT),
+    **dict.fromkeys(("per_device_batch_size", "logging_steps", "save_steps"), _COUNT),
+    **dict.fromkeys(("epochs", "learning_rate"), _ABOVE_0),
+    **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm"), _FROM_0),
+    **dict.fromkeys(("seed", "eval_steps"), _FROM_0),
+    "adam_beta2": "0 to below 1",
+    "context_loss_weight": "0 to 1",
+}
+_LORA_NUMBERS = {"rank": _COUNT, "alpha": _COUNT, "dropout": "0 to below 1"}
+
+
+def _check_number(name: str, found: float | None, expected: str) -> None:
+    """Raises ``ValueError`` unless ``found`` is None, or finite and as ``expected`` says."""
+    if found is not None and not (math.isfinite(found) and _FITS[expected](found)):
+        raise ValueError(f"{name} is {found}, expected {expected}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +80,12 @@ class LoraConfig:
     alpha: int = 32
     dropout: float = 0.0
     target_modules: str | tuple[str, ...] = "all-linear"
+
+    def __post_init__(self) -> None:
+        for name, expected in _LORA_NUMBERS.items():
+            _check_number(f"the adapters' {name}", getattr(self, name), expected)
+        if not isinstance(self.target_modules, str) and "all-linear" in self.target_modules:
+            raise ValueError("'all-linear' stands for all layers; found it among names of layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +115,8 @@ class FinetuneConfig:
         group_by_length: batches of samples of about one length.
         attention: ``"auto"`` is FlexAttention on CUDA, or SDPA for models that lack it, and eager
             elsewhere.
-        dtype: of the weights that are trained; ``bf16`` computes in bfloat16 by autocast.
+        dtype: of the weights that are trained, ``"auto"`` as they are stored; ``bf16`` computes in
+            bfloat16 by autocast.
         eval_steps: evaluate that often, and at the start and end; 0 for start and end alone.
         resume: go on from the last complete checkpoint of an interrupted run.
         overwrite: replace ``output`` and throw an interrupted run away.
@@ -84,7 +136,7 @@ class FinetuneConfig:
     epochs: float = 1.0
     max_steps: int | None = None
     learning_rate: float = 2e-5
-    lr_scheduler: str = "linear"
+    lr_scheduler: Scheduler = "linear"
     batch_size: int = 64
     per_device_batch_size: int = 1
     warmup_steps: int = 20
@@ -95,7 +147,7 @@ class FinetuneConfig:
     packing: bool = False
     group_by_length: bool = True
     attention: Attention = "auto"
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     bf16: bool = False
     gradient_checkpointing: bool = False
     seed: int = 0
@@ -112,20 +164,13 @@ class FinetuneConfig:
             raise ValueError(f"train_data must be a list of files, found {self.train_data!r}")
         if not self.modes or not set(self.modes) <= set(get_args(Mode)):
             raise ValueError(f"modes must be of {get_args(Mode)}, found {self.modes!r}")
-        if self.positions not in get_args(Positions):
-            raise ValueError(
-                f"positions must be of {get_args(Positions)}, found {self.positions!r}"
-            )
-        if self.attention not in get_args(Attention):
-            raise ValueError(
-                f"attention must be of {get_args(Attention)}, found {self.attention!r}"
-            )
-        if self.on_error not in get_args(OnError):
-            raise ValueError(f"on_error must be of {get_args(OnError)}, found {self.on_error!r}")
-        if not 0 <= self.context_loss_weight <= 1:
-            raise ValueError(
-                f"context_loss_weight must be in 0..1, found {self.context_loss_weight}"
-            )
+        for name, choices in _CHOICES.items():
+            if (found := getattr(self, name)) not in get_args(choices):
+                raise ValueError(f"{name} must be of {get_args(choices)}, found {found!r}")
+        for name, expected in _NUMBERS.items():
+            _check_number(name, getattr(self, name), expected)
+        if not Path(self.output).name.strip("."):
+            raise ValueError(f"output must name a folder, found {str(self.output)!r}")
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite exclude each other")
 

@@ -21,8 +21,6 @@ what closes an answer (end of turn, or EOS) is learned after each one.
 
 from __future__ import annotations
 
-import gzip
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +29,7 @@ from typing import Any, Literal, NamedTuple
 
 from blockattn_rag.blocks import Block, BlockPrompt, BlockTemplate
 from blockattn_rag.errors import DataError, SegmentationError
+from blockattn_rag.jsonl import numbered_lines, parse_line
 from blockattn_rag.prompts import Passage, PromptFormat, answer_end, follow_up, prompt_format
 from blockattn_rag.segmentation import conversation
 from blockattn_rag.tokenization import BlockTokenizer
@@ -69,9 +68,11 @@ class EncodedSample:
 
 @dataclass(slots=True)
 class DataReport:
-    """What was read: samples, tokens, and the lines left out with the reason for each."""
+    """What was read: samples, how many of them have a context (a block before the final one),
+    tokens, and the lines left out with the reason for each."""
 
     samples: int = 0
+    with_context: int = 0
     tokens: int = 0
     skipped: list[str] = field(default_factory=list)
 
@@ -115,7 +116,7 @@ class SampleEncoder:
         if self.max_tokens is not None and count > self.max_tokens:
             raise DataError(
                 f"found a sample of {count} tokens, expected at most {self.max_tokens}; "
-                "shorten it, raise max_tokens, or skip bad lines"
+                "shorten it, or skip bad lines"
             )
         return encoded
 
@@ -193,49 +194,43 @@ def read_samples(
     """Stream the samples of JSON-lines files (``.gz`` too), line by line. Blank lines do not count.
 
     Args:
-        on_error: ``"raise"`` stops at the first bad line; ``"skip"`` leaves bad lines out, lists
-            them in ``report`` and logs how many at the end.
+        on_error: ``"raise"`` stops at the first bad line; ``"skip"`` leaves bad lines, and files or
+            ends of files that cannot be read, out, lists them in ``report`` and logs how many at
+            the end.
         report: filled while reading.
 
     Raises:
         DataError: with file, line number, what was found and what was expected.
     """
     report = DataReport() if report is None else report
-    for path in map(Path, files):
-        for number, line in _lines(path):
-            try:
-                sample = encoder.encode_record(_decode(line))
-            except DataError as error:
-                message = f"{path}, line {number}: {error}"
-                if on_error == "raise":
-                    raise DataError(message) from error
-                report.skipped.append(message)
-                continue
-            report.samples += 1
-            report.tokens += len(sample.input_ids)
-            yield sample
+    for sample in (found for path in files for found in _encoded_lines(Path(path), encoder)):
+        if isinstance(sample, DataError):
+            if on_error == "raise":
+                raise sample
+            report.skipped.append(str(sample))
+            continue
+        report.samples += 1
+        report.with_context += len(sample.block_lengths) > 1
+        report.tokens += len(sample.input_ids)
+        yield sample
     if report.skipped:
         logger.warning("left out %d bad lines, first: %s", len(report.skipped), report.skipped[0])
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines as bytes: broken UTF-8 then spoils one line and not the file."""
-    if not path.is_file():
-        raise DataError(f"found no file {path}; expected a file of JSON lines")
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield number, line
-
-
-def _decode(line: bytes) -> object:
+def _encoded_lines(path: Path, encoder: SampleEncoder) -> Iterator[EncodedSample | DataError]:
+    """The samples of a file in order, and in place of what cannot be read, why."""
     try:
-        return json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"found bytes that are not UTF-8 (byte {error.start}); save the file as "
-                        "UTF-8") from error  # fmt: skip
-    except json.JSONDecodeError as error:
-        raise DataError(f"found no valid JSON ({error}), expected one object a line") from error
+        for number, line in numbered_lines(path):
+            yield _encoded_line(line, encoder, f"{path}, line {number}")
+    except DataError as error:  # of the file: nothing follows that could be read
+        yield error
+
+
+def _encoded_line(line: bytes, encoder: SampleEncoder, where: str) -> EncodedSample | DataError:
+    try:
+        return encoder.encode_record(parse_line(line))
+    except DataError as error:
+        return DataError(f"{where}: {error}")
 
 
 def _parse_blocks(fields: _Record) -> Sample:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -17,14 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import (
     AutoModelForCausalLM,
     PrinterCallback,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
 )
 
-from blockattn_rag.errors import DataError
+from blockattn_rag.errors import DataError, DivergedError
 from blockattn_rag.model.loading import load_tokenizer, resolve_name
 from blockattn_rag.model.probe import profile_attention
 from blockattn_rag.training.batches import Collator, ModeDataset
@@ -33,7 +37,17 @@ from blockattn_rag.training.config import FinetuneConfig
 from blockattn_rag.training.data import DataReport, SampleEncoder, read_samples
 from blockattn_rag.training.masks import ModelMasks
 from blockattn_rag.training.trainer import BlockTrainer
-from blockattn_rag.training.work import RUN, check_folders, fresh_work_folder, last_checkpoint
+from blockattn_rag.training.work import (
+    CHECKPOINTS,
+    LOG,
+    check_folders,
+    last_checkpoint,
+    replace_output,
+    work_folder,
+    write_json,
+)
+
+logger = logging.getLogger("blockattn_rag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +77,22 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
 
     Raises:
         FileExistsError: ``output`` exists, or an interrupted run does, and neither ``resume`` nor
-            ``overwrite`` was asked for.
-        DataError: a bad line, with file and number.
+            ``overwrite`` was asked for; or something there is none of ours to overwrite.
+        DataError: a bad line, with file and number; or block mode is to be trained, and no sample
+            has a context.
+        DivergedError: a loss or weights are not finite.
         UnsupportedModelError: the model cannot be run in block mode exactly.
         ValueError: settings that do not fit together, or with the interrupted run.
     """
     arguments = _arguments(config)
+    main = arguments.process_index == 0
     settings = check_folders(config)
+    PartialState().wait_for_everyone()  # all have looked before one writes
+    with work_folder(config, settings, main):
+        return _run(config, arguments)
+
+
+def _run(config: FinetuneConfig, arguments: TrainingArguments) -> FinetuneReport:
     tokenizer = load_tokenizer(config.model)
     model = _load(config)
     encoder = SampleEncoder(
@@ -78,16 +101,18 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
         blocks_per_turn=config.blocks_per_turn,
         max_tokens=_max_tokens(config, model),
     )
-    main = arguments.process_index == 0
-    with arguments.main_process_first(local=False), fresh_work_folder(config, main):
+    with arguments.main_process_first(local=False):
         train, train_report = _encoded(config.train_data, "train", encoder, config, arguments)
         held, eval_report = _encoded(config.eval_data, "eval", encoder, config, arguments)
-    if main:
-        _write_json(config.work / RUN, settings)
+    if "block" in config.modes:
+        _check_context(train_report)
     trainer = _trainer(config, arguments, model, tokenizer, train, held)
-    checkpoint = last_checkpoint(config.work / "checkpoints") if config.resume else None
+    checkpoint = last_checkpoint(config.work / CHECKPOINTS) if config.resume else None
     started = time.monotonic()
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if checkpoint and _is_last(checkpoint):
+        trainer.restore(str(checkpoint))
+    else:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if trainer.eval_sets and not _evaluated_last(trainer.state):
         trainer.evaluate()
     report = FinetuneReport(
@@ -110,6 +135,8 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
 def _load(config: FinetuneConfig) -> Any:
     """The model to train: checked, with its mark, and with adapters if asked for."""
     name = resolve_name(config.model)
+    if Path(name).is_dir():
+        name = str(Path(name).resolve())  # adapters name their base: from any folder
     if (Path(name) / "adapter_config.json").is_file():
         raise ValueError(f"{name} is a LoRA adapter; merge it into its base before training on")
     model = AutoModelForCausalLM.from_pretrained(name, dtype=config.dtype)
@@ -159,6 +186,10 @@ def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
         target_modules=targets if isinstance(targets, str) else list(targets),
         task_type="CAUSAL_LM",
     )
+    if not isinstance(targets, str):
+        ends = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        if unknown := sorted(t for t in targets if t.rpartition(".")[2] not in ends):
+            raise ValueError(f"the model has no layers {', '.join(unknown)} to adapt")
     torch.manual_seed(config.seed)
     return peft.get_peft_model(model, settings)
 
@@ -202,6 +233,22 @@ def _encoded(
     return Dataset.from_file(str(path)), DataReport(**json.loads(listing.read_text("utf-8")))
 
 
+def _check_context(report: DataReport) -> None:
+    """Without blocks before the final one, block mode is full mode: nothing is learned of it."""
+    if not report.with_context:
+        raise DataError(
+            "no sample has a context: each is a question and its answer in one block, which is "
+            "alike in block and full mode. Give passages or blocks; or cut turns of messages "
+            "(blocks_per_turn, --blocks-per-turn); or train full mode alone (modes, --modes full)"
+        )
+    if report.with_context < report.samples / 2:
+        logger.warning(
+            "only %d of %d samples have a context: the others are alike in block and full mode",
+            report.with_context,
+            report.samples,
+        )
+
+
 # ---------------------------------------------------------------------------------------------
 # Training
 
@@ -209,7 +256,7 @@ def _encoded(
 def _arguments(config: FinetuneConfig) -> TrainingArguments:
     """The trainer's settings; ``batch_size`` is reached by accumulation."""
     arguments = TrainingArguments(
-        output_dir=str(config.work / "checkpoints"),
+        output_dir=str(config.work / CHECKPOINTS),
         per_device_train_batch_size=config.per_device_batch_size,
         per_device_eval_batch_size=config.per_device_batch_size,
         num_train_epochs=config.epochs,
@@ -245,15 +292,35 @@ def _arguments(config: FinetuneConfig) -> TrainingArguments:
     return arguments
 
 
+def _is_last(checkpoint: Path) -> bool:
+    """Whether the run was over with this checkpoint, and ended before its result was written."""
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    return bool(state.global_step >= state.max_steps)
+
+
 def _evaluated_last(state: Any) -> bool:
     last = [e["step"] for e in state.log_history if any(k.startswith("eval_") for k in e)][-1:]
     return last == [state.global_step]
 
 
-class _LogLastStep(TrainerCallback):
-    """The Trainer logs every n-th step; the last one is wanted too."""
+class _Watch(TrainerCallback):
+    """What the Trainer leaves out: see each method."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A resumed run would keep the old intervals."""
+        state.compute_steps(args, state.max_steps)
+
+    def on_log(self, args: Any, state: Any, control: Any, **found: Any) -> None:
+        """A run that diverged does not come back."""
+        for name, value in found["logs"].items():
+            if name.endswith("loss") and not math.isfinite(value):
+                raise DivergedError(
+                    f"{name} is {value} at step {state.global_step}; start again (overwrite=True, "
+                    "--overwrite) with a lower learning rate or more warm-up steps"
+                )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Every n-th step is logged; the last one is wanted too."""
         if state.global_step >= state.max_steps:
             control.should_log = True
 
@@ -275,7 +342,7 @@ def _trainer(
         args=arguments,
         train_dataset=dataset,
         data_collator=Collator(pad or 0, config.positions, config.packing),
-        callbacks=[_LogLastStep()],
+        callbacks=[_Watch()],
         masks=ModelMasks(model.config, implementation),
         lengths=lengths if config.group_by_length else None,
         eval_sets={m: ModeDataset(held, [m]) for m in config.modes} if len(held) else {},
@@ -308,6 +375,7 @@ def _publish(
         shutil.rmtree(staging, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     model: Any = trainer.model
+    _check_finite(trainer, model)
     model.config.use_cache = True
     trainer.save_model(str(staging))
     trainer.accelerator.wait_for_everyone()
@@ -316,17 +384,18 @@ def _publish(
     (staging / "training_args.bin").unlink(missing_ok=True)  # a pickle, of no use to readers
     tokenizer.save_pretrained(staging)
     if config.lora and "block" in config.modes:
-        _write_json(staging / "block_attention.json", config.marker)
-    _write_json(staging / "training_log.json", report.history)
+        write_json(staging / "block_attention.json", config.marker)
+    write_json(staging / LOG, report.history)
     write_plot(report.history, staging / "training_curves.png")
     write_card(config, report, staging / "README.md")
-    output = Path(config.output)
-    if config.overwrite:
-        shutil.rmtree(output, ignore_errors=True)
-    staging.rename(output)
-    if not config.keep_checkpoints:
-        shutil.rmtree(config.work)
+    replace_output(config, staging)
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+def _check_finite(trainer: BlockTrainer, model: Any) -> None:
+    """The last step may spoil weights without a loss that shows it."""
+    finite = torch.tensor(all(bool(p.isfinite().all()) for p in model.parameters()))
+    if not trainer.accelerator.gather(finite.to(trainer.args.device)).all():
+        raise DivergedError(
+            "some of the trained weights are not finite; start again (overwrite=True, "
+            "--overwrite) with a lower learning rate or more warm-up steps"
+        )

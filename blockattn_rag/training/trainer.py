@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, Sampler
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 
 from blockattn_rag.training.batches import LengthGroupedSampler, layout_of
 from blockattn_rag.training.masks import ModelMasks
@@ -45,6 +45,11 @@ class BlockTrainer(Trainer):
         self._can_choose_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         # compute_loss divides by the weight of the whole accumulated batch; no other scaling then.
         self.model_accepts_loss_kwargs = True
+
+    def restore(self, checkpoint: str) -> None:
+        """Take up weights and state of the last step: ``train`` would add one more."""
+        self._load_from_checkpoint(checkpoint)
+        self.state = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json")
 
     def compute_loss(
         self,

@@ -9,49 +9,79 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from blockattn_rag.errors import DataError
+from blockattn_rag.jsonl import require_file
+from blockattn_rag.model.loading import resolve_name
 from blockattn_rag.training.config import FinetuneConfig
 
 logger = logging.getLogger("blockattn_rag")
 
-RUN = "run.json"
+RUN, LOG, CHECKPOINTS = "run.json", "training_log.json", "checkpoints"
+"""Settings of a run in its work folder; losses by step in a result; checkpoints of a run."""
 
 
 def check_folders(config: FinetuneConfig) -> dict[str, Any]:
     """See that there is a place to write to; returns the settings that decide the result."""
-    output, run = Path(config.output), config.work / RUN
+    for path in map(Path, config.eval_data):
+        require_file(path)
     settings = {**config.decisive(), "data": _data_digests(config)}
     settings = json.loads(json.dumps(settings, default=str))
-    if config.overwrite:
-        return settings
-    if output.exists():
-        raise FileExistsError(f"{output} exists; choose another output or pass overwrite=True")
-    if not run.is_file():
-        return settings
+    _check_output(config)
+    _check_work(config, settings)
+    return settings
+
+
+def _check_output(config: FinetuneConfig) -> None:
+    """Nothing but an earlier result is ever replaced."""
+    output = Path(config.output)
+    if not os.path.lexists(output):
+        return
+    if not config.overwrite:
+        raise FileExistsError(
+            f"{output} exists; choose another output, or overwrite it (overwrite=True, --overwrite)"
+        )
+    empty = output.is_dir() and not any(output.iterdir())
+    if output.is_symlink() or not (empty or (output / LOG).is_file()):
+        raise FileExistsError(
+            f"{output} is no earlier result (a folder with {LOG}), so it is not overwritten; "
+            "choose another output"
+        )
+    for used in (Path(resolve_name(config.model)), *map(Path, config.train_data)):
+        if used.resolve().is_relative_to(output.resolve()):
+            raise ValueError(f"{output} holds {used}, which is read; choose another output")
+
+
+def _check_work(config: FinetuneConfig, settings: dict[str, Any]) -> None:
+    """An interrupted run is resumed, thrown away if asked to, and never lost in silence."""
+    work, run = config.work, config.work / RUN
+    if os.path.lexists(work) and not run.is_file():
+        raise FileExistsError(f"{work} is no work folder of a run (it has no {RUN}); move it away")
+    if config.overwrite or not run.is_file():
+        return
     if not config.resume:
         raise FileExistsError(
-            f"{config.work} holds an interrupted run; pass resume=True to go on with it or "
-            "overwrite=True to throw it away"
+            f"{work} holds an interrupted run; go on with it (resume=True, --resume) or throw it "
+            "away (overwrite=True, --overwrite)"
         )
     before = json.loads(run.read_text(encoding="utf-8"))
     if changed := sorted(k for k in settings if settings[k] != before.get(k)):
         raise ValueError(
-            f"the interrupted run in {config.work} had other settings for {', '.join(changed)}; "
-            "give the same ones, or pass overwrite=True to start again"
+            f"the interrupted run in {work} had other settings for {', '.join(changed)}; give the "
+            "same ones, or start again (overwrite=True, --overwrite)"
         )
-    return settings
 
 
 @contextmanager
-def fresh_work_folder(config: FinetuneConfig, main: bool) -> Iterator[None]:
-    """Start from an empty work folder unless resuming; leave none behind if the data are bad.
+def work_folder(config: FinetuneConfig, settings: dict[str, Any], main: bool) -> Iterator[None]:
+    """The work folder while a run lasts: empty at first, unless resuming.
 
+    A run that fails before its first checkpoint leaves none: there is nothing to resume.
     ``main``: this is the one process that writes.
     """
     if not main:
@@ -60,23 +90,37 @@ def fresh_work_folder(config: FinetuneConfig, main: bool) -> Iterator[None]:
     if not config.resume:
         shutil.rmtree(config.work, ignore_errors=True)
     config.work.mkdir(parents=True, exist_ok=True)
+    write_json(config.work / RUN, settings)
     try:
         yield
-    except DataError:
-        if not (config.work / RUN).is_file():
-            shutil.rmtree(config.work)
+    except BaseException:
+        if not any((config.work / CHECKPOINTS).glob("checkpoint-*")):
+            shutil.rmtree(config.work, ignore_errors=True)
         raise
+
+
+def replace_output(config: FinetuneConfig, result: Path) -> None:
+    """Move the finished ``result`` to ``output``; an earlier one is whole until then."""
+    output, replaced = Path(config.output), config.work / "replaced"
+    if output.exists():
+        output.rename(replaced)
+    result.rename(output)
+    shutil.rmtree(replaced if config.keep_checkpoints else config.work, ignore_errors=True)
 
 
 def _data_digests(config: FinetuneConfig) -> list[str]:
     """sha256 of each training file."""
     digests = []
     for path in config.train_data:
-        if not Path(path).is_file():
-            raise DataError(f"found no file {path}; expected a file of JSON lines")
+        require_file(Path(path))
         with Path(path).open("rb") as file:
             digests.append(hashlib.file_digest(file, "sha256").hexdigest())
     return digests
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file that people read too."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def last_checkpoint(folder: Path) -> Path | None:

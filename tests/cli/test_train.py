@@ -51,6 +51,12 @@ def test_train_has_the_defaults_of_the_settings() -> None:
     assert tuple(defaults["modes"].split(",")) == settings.modes
 
 
+def test_options_of_adapters_alone_are_refused(cli: Command, model: Path) -> None:
+    for option in (("--lora-rank", 3), ("--lora-target", "all-linear")):
+        output = cli("train", "--model", model, "--data", "x", "--output", "y", *option)
+        assert (output.status, "need --lora" in output.stderr) == (1, True)
+
+
 @pytest.mark.parametrize(
     ("options", "adapters"),
     [

@@ -61,3 +61,7 @@ def test_every_part_of_a_head_can_still_be_learned(model: LlamaForCausalLM) -> N
         keys = attention.k_proj.weight.unflatten(0, (2, size)).abs().amax(dim=2)
         # A score is a product of the two: a part that is 0 in both has no gradient in either.
         assert ((queries > 0) | (keys > 0)).all()
+        values = attention.v_proj.weight.unflatten(0, (2, size)).abs().amax(dim=2)
+        outputs = attention.o_proj.weight.unflatten(1, (2, 2, size)).abs().amax(dim=(0, 2))
+        # And so is what a head writes.
+        assert ((values > 0) | (outputs > 0)).all()

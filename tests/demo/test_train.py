@@ -17,7 +17,7 @@ def test_prompts_grow_with_progress() -> None:
 
 @pytest.mark.timeout(600)
 def test_a_smoke_run_learns_and_ends_in_an_ordinary_model(tmp_path: Path) -> None:
-    """All three stages, very short: the loss falls, held-out tokens come out right."""
+    """All four stages, very short: the loss falls, held-out tokens come out right."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -27,6 +27,7 @@ def test_a_smoke_run_learns_and_ends_in_an_ordinary_model(tmp_path: Path) -> Non
         torch.set_num_threads(threads)
     for losses in (report.warm_up, report.task):
         assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    assert len(report.late) == SMOKE.late_steps
     for name, before in report.before.items():
         assert report.after[name].tokens > before.tokens + 0.2
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

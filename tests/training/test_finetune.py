@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -15,12 +16,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from blockattn_rag.engine import BlockAttentionEngine
-from blockattn_rag.errors import DataError, UnsupportedModelError
+from blockattn_rag.errors import DataError, DivergedError, UnsupportedModelError
 from blockattn_rag.model import BlockModel
 from blockattn_rag.training.config import LoraConfig
 from blockattn_rag.training.data import SampleEncoder
-from blockattn_rag.training.finetune import finetune
+from blockattn_rag.training.finetune import _arguments, finetune
 from blockattn_rag.training.masks import ModelMasks, TokenLayout, row_layout
+from blockattn_rag.training.trainer import BlockTrainer
 from blockattn_rag.training.work import last_checkpoint
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.runs import config, settings, write_data, write_model
@@ -100,6 +102,41 @@ class TestResult:
         assert report.steps == 2
         assert 0 < report.loss < 20
 
+    def test_settings_reach_the_trainer(self, folder: Path) -> None:
+        changes: dict[str, Any] = {
+            "lr_scheduler": "cosine", "weight_decay": 0.25, "adam_beta2": 0.75,
+            "max_grad_norm": 0.5, "seed": 3, "eval_steps": 7, "save_steps": 9, "epochs": 1.5,
+            "learning_rate": 0.125, "warmup_steps": 5, "bf16": True, "logging_steps": 6,
+        }  # fmt: skip
+        changed = settings(folder, eval_data=[str(folder / "eval.jsonl")], **changes)
+        found = _arguments(config(changed))
+        names = {"lr_scheduler": "lr_scheduler_type", "epochs": "num_train_epochs"}
+        for name, value in changes.items():
+            assert getattr(found, names.get(name, name)) == value, name
+
+    def test_settings_of_adapters_reach_peft(self, folder: Path) -> None:
+        lora = {"rank": 2, "alpha": 6, "dropout": 0.25, "target_modules": ("q_proj", "v_proj")}
+        finetune(config(settings(folder, max_steps=1, lora=lora)))
+        written = json.loads((folder / "out" / "adapter_config.json").read_text())
+        assert (written["r"], written["lora_alpha"], written["lora_dropout"]) == (2, 6, 0.25)
+        assert set(written["target_modules"]) == {"q_proj", "v_proj"}
+
+    def test_adapters_find_their_base_from_any_folder(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(folder)
+        changes = {"model": "model", "output": "out", "train_data": ["train.jsonl"]}
+        finetune(config({**settings(folder, max_steps=1, lora={"rank": 2}), **changes}))
+        monkeypatch.chdir(folder.parent)
+        assert BlockModel.from_pretrained(folder / "out").is_block_tuned
+
+    def test_checkpoints_stay_if_asked(self, folder: Path) -> None:
+        for _ in range(2):  # and do not stand in the way of the next run
+            finetune(config(settings(folder, max_steps=4, keep_checkpoints=True, overwrite=True)))
+            names = [path.name for path in (folder / "out.work" / "checkpoints").iterdir()]
+            assert names == ["checkpoint-4"]
+            assert not (folder / "out.work" / "replaced").exists()
+
     def test_accumulating_and_packing_do_not_change_what_is_learned(self, folder: Path) -> None:
         results = []
         for name, changes in {
@@ -146,6 +183,39 @@ class TestResume:
         assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
         assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-4"]
 
+    @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "lora"])
+    def test_a_run_that_ended_before_its_result_was_written_takes_no_further_step(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any] | None
+    ) -> None:
+        # Half an epoch: at the end of a whole one, there is no further step to take.
+        short: dict[str, Any] = {"epochs": 0.5, "lr_scheduler": "constant", "lora": lora}
+        with monkeypatch.context() as patched:
+            patched.setattr("blockattn_rag.training.finetune._publish", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                finetune(config(settings(folder, **short)))
+        resumed = finetune(config(settings(folder, **short, resume=True)))
+        whole = finetune(config(settings(folder, "whole", **short)))
+        assert resumed.steps == whole.steps == 3
+        assert resumed.history == whole.history
+        for name, tensor in weights(folder / "whole").items():
+            torch.testing.assert_close(weights(folder / "out")[name], tensor, rtol=0, atol=0)
+
+    def test_a_resumed_run_reports_as_often_as_it_is_asked_to(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        proceed = BlockTrainer.training_step
+
+        def interrupted(trainer: Any, *args: Any, **named: Any) -> Any:
+            assert trainer.state.global_step < 5
+            return proceed(trainer, *args, **named)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(BlockTrainer, "training_step", interrupted)
+            with pytest.raises(AssertionError):
+                finetune(config(settings(folder)))
+        report = finetune(config(settings(folder, resume=True, logging_steps=2)))
+        assert [e["step"] for e in report.history] == [3, 6, 8, 10, 12]
+
     def test_resuming_with_other_settings_is_refused(self, folder: Path) -> None:
         (folder / "out.work").mkdir()
         (folder / "out.work" / "run.json").write_text("{}")
@@ -179,11 +249,98 @@ class TestRefusals:
         with pytest.raises(FileExistsError, match="choose another output"):
             finetune(config(settings(folder)))
 
-    def test_an_existing_output_is_replaced_if_asked(self, folder: Path) -> None:
+    def test_an_earlier_result_is_replaced_if_asked(self, folder: Path) -> None:
         (folder / "out").mkdir()
-        (folder / "out" / "old").touch()
+        for name in ("old", "training_log.json"):
+            (folder / "out" / name).touch()
         finetune(config(settings(folder, max_steps=1, overwrite=True)))
         assert not (folder / "out" / "old").exists()
+        assert not (folder / "out.work").exists()
+
+    @pytest.mark.parametrize("kind", ["folder", "file", "link"])
+    def test_nothing_but_an_earlier_result_is_replaced(self, folder: Path, kind: str) -> None:
+        out = folder / "out"
+        if kind == "folder":
+            out.mkdir()
+            (out / "mine").touch()
+        elif kind == "file":
+            out.touch()
+        else:
+            (folder / "model" / "training_log.json").touch()
+            out.symlink_to(folder / "model")
+        with pytest.raises(FileExistsError, match="no earlier result"):
+            finetune(config(settings(folder, overwrite=True)))
+        assert (out / "mine").is_file() or out.is_file() or out.is_symlink()
+
+    @pytest.mark.parametrize("used", ["model", "train.jsonl"])
+    def test_what_a_run_reads_is_not_replaced(self, folder: Path, used: str) -> None:
+        out = folder / "out"
+        out.mkdir()
+        (out / "training_log.json").touch()
+        (folder / used).rename(out / used)
+        paths = {"model": {"model": str(out / "model")}}
+        changes = paths.get(used, {"train_data": [str(out / "train.jsonl")]})
+        with pytest.raises(ValueError, match="which is read"):
+            finetune(config(settings(folder, overwrite=True, **changes)))
+        assert (out / used).exists()
+
+    @pytest.mark.parametrize("overwrite", [True, False])
+    def test_a_folder_that_is_no_work_folder_is_kept(self, folder: Path, overwrite: bool) -> None:
+        (folder / "out.work").mkdir()
+        (folder / "out.work" / "mine").touch()
+        with pytest.raises(FileExistsError, match="move it away"):
+            finetune(config(settings(folder, overwrite=overwrite)))
+        assert (folder / "out.work" / "mine").is_file()
+
+    def test_a_run_that_fails_before_its_first_checkpoint_leaves_nothing(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = sorted(folder.iterdir())
+        with monkeypatch.context() as patched:
+            patched.setattr(BlockTrainer, "training_step", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                finetune(config(settings(folder)))
+        assert sorted(folder.iterdir()) == before
+
+    @pytest.mark.parametrize(
+        ("changes", "expected"),
+        [({"max_steps": 3}, "loss is nan at step"), ({"max_steps": 1}, "weights are not finite")],
+        ids=["loss", "weights"],
+    )
+    def test_a_run_that_diverges_publishes_nothing(
+        self, folder: Path, changes: dict[str, Any], expected: str
+    ) -> None:
+        finetune(config(settings(folder, max_steps=1)))
+        kept = weights(folder / "out")
+        far: dict[str, Any] = {"learning_rate": 1e38, "warmup_steps": 0, "overwrite": True}
+        with pytest.raises(DivergedError, match=expected):
+            finetune(config(settings(folder, **far, **changes)))
+        for name, tensor in weights(folder / "out").items():
+            torch.testing.assert_close(tensor, kept[name], rtol=0, atol=0)
+
+    def test_block_mode_is_not_trained_without_any_context(self, folder: Path) -> None:
+        turns = [{"role": "user", "content": "A?\n\nB?"}, {"role": "assistant", "content": "C."}]
+        (folder / "train.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+        with pytest.raises(DataError, match="no sample has a context"):
+            finetune(config(settings(folder)))
+        finetune(config(settings(folder, "full", max_steps=1, modes=("full",))))
+        report = finetune(config(settings(folder, "cut", max_steps=1, blocks_per_turn=2)))
+        assert report.train.with_context == 1
+
+    def test_samples_without_a_context_are_told_of(
+        self, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        finetune(config(settings(folder, max_steps=1)))
+        assert "have a context" not in caplog.text
+        with (folder / "train.jsonl").open("a") as file:
+            file.write('{"blocks": [], "prompt": "a", "response": "b"}\n' * 20)
+        finetune(config(settings(folder, "more", max_steps=1)))
+        assert "only 12 of 32 samples have a context" in caplog.text
+
+    def test_adapters_of_layers_that_the_model_lacks_are_refused(self, folder: Path) -> None:
+        lora = {"rank": 2, "target_modules": ("q_proj", "queries")}
+        with pytest.raises(ValueError, match="no layers queries to adapt"):
+            finetune(config(settings(folder, lora=lora)))
 
     def test_a_model_that_cannot_be_cut_in_blocks_is_refused(self, folder: Path) -> None:
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -204,6 +361,18 @@ class TestRefusals:
             ({"context_loss_weight": 2.0}, "context_loss_weight"),
             ({"train_data": "a.jsonl"}, "a list of files"),
             ({"resume": True, "overwrite": True}, "exclude each other"),
+            ({"epochs": 0.0}, "epochs is 0.0, expected above 0"),
+            ({"epochs": math.inf}, "epochs is inf"),
+            ({"learning_rate": math.nan}, "learning_rate is nan"),
+            ({"learning_rate": -1e-3}, "learning_rate is -0.001"),
+            ({"adam_beta2": 1.0}, "adam_beta2 is 1.0, expected 0 to below 1"),
+            ({"batch_size": 0}, "batch_size is 0, expected 1 or more"),
+            ({"seed": -1}, "seed is -1"),
+            ({"dtype": "int8"}, "dtype must be of"),
+            ({"lr_scheduler": "cosine_with_min_lr"}, "lr_scheduler must be of"),
+            ({"lora": {"dropout": 1.0}}, "dropout is 1.0"),
+            ({"lora": {"rank": 0}}, "rank is 0"),
+            ({"lora": {"target_modules": ("all-linear", "q_proj")}}, "stands for all layers"),
         ],
     )
     def test_settings_that_make_no_sense_are_refused(
@@ -211,6 +380,11 @@ class TestRefusals:
     ) -> None:
         with pytest.raises(ValueError, match=expected):
             finetune(config(settings(folder, **changes)))
+
+    @pytest.mark.parametrize("output", ["", ".", "..", "a/.."])
+    def test_an_output_without_a_name_is_refused(self, folder: Path, output: str) -> None:
+        with pytest.raises(ValueError, match="output must name a folder"):
+            config({**settings(folder), "output": output})
 
     def test_training_on_top_of_adapters_is_refused(self, folder: Path) -> None:
         (folder / "model" / "adapter_config.json").write_text("{}")
