@@ -42,7 +42,7 @@ class Mix:
     Args:
         lookups: most questions on one passage, among those of a prompt.
         editions: share of prompts in which entities have two passages.
-        pronouns: share of passages that tell every second sentence with a pronoun.
+        pronouns: share of passages that name their entity once.
     """
 
     lookups: int = 8
@@ -130,7 +130,7 @@ class RowWriter:
         return self._told_and_asked(sentences, self.rng.sample(asked, len(asked)), holds)
 
     def articles(self, entities: int = 5, questions: int = 10) -> Row:
-        """Facts on several entities, those of one in a row and every second with a pronoun,
+        """Facts on several entities, those of one in a row and all but the first with pronouns,
         then asked for: whose fact a pronoun tells, densely.
 
         In half of the rows, some entities are told of again with other values, which then hold.
@@ -146,7 +146,7 @@ class RowWriter:
         for name, stated in self.rng.sample([*firsts, *seconds], len(firsts) + len(seconds)):
             for i, attribute in enumerate(self.rng.sample(stated, len(stated))):
                 shown = holds[attribute, name] = writer.value(attribute)
-                form = self.rng.choice(attribute.pronoun if i % 2 else attribute.named)
+                form = self.rng.choice(attribute.pronoun if i else attribute.named)
                 sentences.append(form.format(name=name, value=shown))
         asked = self.rng.sample(list(holds), min(len(holds), questions))
         return self._told_and_asked(sentences, asked, holds)

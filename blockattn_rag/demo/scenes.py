@@ -29,7 +29,7 @@ ORDER_QUESTIONS = (
     "What is the current {noun} of {name}?",
     "What is the latest {noun} of {name}?",
 )
-#: Share of passages that tell every second sentence with a pronoun.
+#: Share of passages that go on with pronouns after naming their entity once.
 PRONOUNS = 0.3
 WHICH_QUESTIONS = ("Which {which}, {a} or {b}?", "Of {a} and {b}, which {which}?")
 
@@ -73,7 +73,7 @@ class Article:
 class SceneWriter:
     """Writes articles of one split; a word names at most one thing in a scene.
 
-    ``pronouns`` is the share of passages that tell every second sentence with a pronoun.
+    ``pronouns`` is the share of passages that name their entity in the first sentence alone.
     """
 
     def __init__(self, rng: random.Random, split: Split, pronouns: float = PRONOUNS) -> None:
@@ -118,7 +118,7 @@ class SceneWriter:
         return Article(kind, name, values, Passage(name, self._text(name, stated, values)))
 
     def _text(self, name: str, stated: list[Attribute], values: Mapping[str, str]) -> str:
-        """Three or four sentences; a pronoun stands for the name in the sentence before.
+        """Three or four sentences, some with pronouns after the first.
 
         The first sentence never begins with the name: a name is then always written after
         a space, and the tokenizer cuts it in one way only.
@@ -126,7 +126,7 @@ class SceneWriter:
         pronouns = self.rng.random() < self.pronouns
         sentences = []
         for i, attribute in enumerate(stated):
-            forms = attribute.pronoun if pronouns and i % 2 else attribute.named
+            forms = attribute.pronoun if pronouns and i else attribute.named
             forms = forms if i else tuple(f for f in forms if f[0] != "{")
             sentences.append(self.rng.choice(forms).format(name=name, value=values[attribute.noun]))
         return " ".join(sentences)
