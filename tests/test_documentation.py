@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ import pytest
 import typer
 
 from blockattn_rag.cli import app
+from blockattn_rag.demo.corpus import bundled_questions
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -91,3 +93,13 @@ def test_a_promise_is_kept_by_a_line_of_its_own() -> None:
 def test_the_readme_shows_the_table_that_was_measured() -> None:
     measured = (ROOT / "benchmarks/results/ttft-float32.md").read_text(encoding="utf-8")
     assert measured in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_picture_of_the_demo_shows_answers_from_its_encyclopedia() -> None:
+    picture = (ROOT / "docs/figures/demo.svg").read_text(encoding="utf-8")
+    lines = re.findall(r">([^<>]+)<", html.unescape(picture).replace("\xa0", " "))
+    turns = {turn.question: turn.answer for turn in bundled_questions()}
+    asked = [i for i, line in enumerate(lines) if line.endswith("?")]
+    assert len(asked) == 4
+    for i in asked:
+        assert turns[lines[i]].startswith(lines[i + 1].strip())
