@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         ContextOverflowError,
         CorruptEntryError,
         DataError,
+        DivergedError,
         FingerprintMismatchError,
         MissError,
         SegmentationError,
@@ -58,6 +59,7 @@ __all__ = [
     "CorruptEntryError",
     "DataError",
     "DirectoryStore",
+    "DivergedError",
     "EncodeStats",
     "FingerprintMismatchError",
     "Generation",
@@ -82,8 +84,8 @@ _HOMES = {
     "blocks": "Block BlockPrompt BlockTemplate handle_of segment strip_markers wrap",
     "engine": "BlockAttentionEngine",
     "errors": (
-        "BlockAttnError ContextOverflowError CorruptEntryError DataError FingerprintMismatchError "
-        "MissError SegmentationError StoreError UnsupportedModelError"
+        "BlockAttnError ContextOverflowError CorruptEntryError DataError DivergedError "
+        "FingerprintMismatchError MissError SegmentationError StoreError UnsupportedModelError"
     ),
     "fetch": "EncodeStats",
     "generation": "Generation GenerationChunk ReuseStats",

@@ -119,7 +119,7 @@ class FinetuneConfig:
             bfloat16 by autocast.
         eval_steps: evaluate that often, and at the start and end; 0 for start and end alone.
         resume: go on from the last complete checkpoint of an interrupted run.
-        overwrite: replace ``output`` and throw an interrupted run away.
+        overwrite: replace an earlier result in ``output``, and throw an interrupted run away.
     """
 
     model: str
