@@ -40,6 +40,20 @@ def pair_name(rng: random.Random, split: Split) -> str:
             return FIRST[first] + SECOND[second]
 
 
+_PAIRS = {f + s: (i, j) for i, f in enumerate(FIRST) for j, s in enumerate(SECOND)}
+
+
+def alike_name(rng: random.Random, split: Split, word: str) -> str:
+    """A word of the split that has its first or its second syllable in common with ``word``."""
+    first, second = _PAIRS[word]
+    while True:
+        pair = rng.choice(
+            ((first, rng.randrange(len(SECOND))), (rng.randrange(len(FIRST)), second))
+        )
+        if is_test_pair(*pair) == (split == "test"):
+            return FIRST[pair[0]] + SECOND[pair[1]]
+
+
 def held_out_words() -> frozenset[str]:
     """Every word that only the test split may use."""
     return frozenset(

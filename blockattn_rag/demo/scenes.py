@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from .catalog import KINDS, Attribute, Kind
-from .names import Split, pair_name
+from .names import Split, alike_name, pair_name
 
 QuestionKind = Literal["one-passage", "comparison", "order"]
 QUESTION_KINDS: tuple[QuestionKind, ...] = get_args(QuestionKind)
@@ -73,25 +73,41 @@ class Article:
 class SceneWriter:
     """Writes articles of one split; a word names at most one thing in a scene.
 
-    ``pronouns`` is the share of passages that name their entity in the first sentence alone.
+    ``pronouns`` is the share of passages that name their entity in the first sentence alone,
+    ``alike`` the share of words in names that have a syllable in common with an earlier name on
+    purpose: ``Lubach Tower`` beside ``Embach Tower``.
     """
 
-    def __init__(self, rng: random.Random, split: Split, pronouns: float = PRONOUNS) -> None:
+    def __init__(
+        self, rng: random.Random, split: Split, pronouns: float = PRONOUNS, alike: float = 0.0
+    ) -> None:
         self.rng = rng
         self.split: Split = split
         self.pronouns = pronouns
+        self.alike = alike
         self._used: set[str] = set()
+        self._in_names: list[str] = []
 
-    def word(self) -> str:
-        """A word that this scene does not use yet."""
-        while (word := pair_name(self.rng, self.split)) in self._used:
-            pass
-        self._used.add(word)
-        return word
+    def word(self, like: str | None = None) -> str:
+        """A word that this scene does not use yet, with a syllable of ``like`` if given."""
+        while True:
+            word = (
+                alike_name(self.rng, self.split, like) if like else pair_name(self.rng, self.split)
+            )
+            if word not in self._used:
+                self._used.add(word)
+                return word
 
     def name(self, kind: Kind) -> str:
         """A name for a new entity, such as ``Halden Tower``."""
-        return kind.name.format(*(self.word() for _ in range(kind.name.count("{}"))))
+        words = [self.word(self._alike_to()) for _ in range(kind.name.count("{}"))]
+        self._in_names += words
+        return kind.name.format(*words)
+
+    def _alike_to(self) -> str | None:
+        """The earlier name's word that the next one is to be like; None for any word."""
+        wanted = self.alike and self._in_names and self.rng.random() < self.alike
+        return self.rng.choice(self._in_names) if wanted else None
 
     def value(self, attribute: Attribute) -> str:
         """A fresh value of the attribute, as shown: ``214 metres``, ``Morvale``, ``slate``."""
@@ -139,10 +155,12 @@ def write_scene(
     second_editions: int,
     kinds: int = 3,
     pronouns: float = PRONOUNS,
+    alike: float = 0.0,
 ) -> list[Article]:
     """``num_passages`` articles in prompt order, ``second_editions`` of them on an entity
-    that another article describes too, on entities of at most ``kinds`` kinds."""
-    writer = SceneWriter(rng, split, pronouns)
+    that another article describes too, on entities of at most ``kinds`` kinds; ``pronouns`` and
+    ``alike`` as in :class:`SceneWriter`."""
+    writer = SceneWriter(rng, split, pronouns, alike)
     chosen = rng.sample(KINDS, min(kinds, len(KINDS)))
     firsts = [
         # The first two are of one kind, so that there is always something to compare.

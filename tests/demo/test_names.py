@@ -2,7 +2,17 @@ from __future__ import annotations
 
 import random
 
-from blockattn_rag.demo.names import FIRST, SECOND, Split, held_out_words, is_test_pair, pair_name
+import pytest
+
+from blockattn_rag.demo.names import (
+    FIRST,
+    SECOND,
+    Split,
+    alike_name,
+    held_out_words,
+    is_test_pair,
+    pair_name,
+)
 
 
 def drawn(split: Split, n: int = 5_000) -> set[str]:
@@ -19,6 +29,21 @@ def test_no_word_belongs_to_both_splits() -> None:
 def test_a_word_tells_its_pair() -> None:
     words = [first + second for first in FIRST for second in SECOND]
     assert len(set(words)) == len(words)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_an_alike_word_has_a_syllable_of_the_other_and_keeps_to_its_split(split: Split) -> None:
+    rng = random.Random(2)
+    pairs = {f + s: (f, s) for f in FIRST for s in SECOND}
+    firsts = seconds = 0
+    for _ in range(500):
+        word = pair_name(rng, split)
+        alike = alike_name(rng, split, word)
+        assert (alike in held_out_words()) == (split == "test")
+        same = [a == b for a, b in zip(pairs[word], pairs[alike], strict=True)]
+        assert any(same)
+        firsts, seconds = firsts + same[0], seconds + same[1]
+    assert min(firsts, seconds) > 200
 
 
 def test_every_syllable_is_known_from_training() -> None:

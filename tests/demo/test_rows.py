@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections import Counter
@@ -61,6 +62,26 @@ def test_article_rows_name_an_entity_once_each_time_they_tell_of_it(
             told_again += stated.count(name) == 2
             assert asked <= 4
     assert told_again
+
+
+def test_training_names_share_syllables_more_often_than_by_chance(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def alike(write: str) -> int:
+        """How many pairs of neighbours among all towers' names, in order, begin or end alike."""
+        writer = RowWriter(tokenizer, random.Random(5))
+        found = 0
+        for _ in range(60):
+            row = writer.scene((5, 5)) if write == "scene" else getattr(writer, write)()
+            words = sorted(set(re.findall(r"(\w+) Tower", str(tokenizer.decode(row.ids)))))
+            found += sum(a[:3] == b[:3] for a, b in itertools.pairwise(words))
+        return found
+
+    sorts = ("facts", "articles", "scene")
+    asked = {sort: alike(sort) for sort in sorts}
+    monkeypatch.setattr("blockattn_rag.demo.rows.ALIKE", 0.0)
+    for sort in sorts:
+        assert asked[sort] > 2 * alike(sort), sort
 
 
 def test_number_rows_state_true_comparisons(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -5,14 +5,18 @@ import re
 
 import pytest
 
+from blockattn_rag.demo.catalog import KINDS
 from blockattn_rag.demo.names import Split, held_out_words
 from blockattn_rag.demo.scenes import (
     QUESTION_KINDS,
     Article,
     QuestionKind,
+    SceneWriter,
     turns_of,
     write_scene,
 )
+
+TOWER = KINDS[0]
 
 
 def scenes(split: Split = "train", n: int = 50) -> list[list[Article]]:
@@ -44,6 +48,25 @@ def test_some_passages_go_on_with_pronouns() -> None:
     texts = [article.passage.text for scene in scenes() for article in scene]
     share = sum(bool(re.search(r"\. (It|Its) ", text)) for text in texts) / len(texts)
     assert 0.1 < share < 0.4
+
+
+def test_names_are_alike_as_often_as_asked() -> None:
+    def shares(alike: float) -> float:
+        """The share of towers that have a syllable in common with an earlier one of the scene."""
+        found = total = 0
+        for seed in range(60):
+            writer = SceneWriter(random.Random(seed), "train", alike=alike)
+            seen: list[str] = []
+            for _ in range(5):
+                word = writer.name(TOWER).removesuffix(" Tower")
+                near = [w for w in seen if word[:2] == w[:2] or word[-2:] == w[-2:]]
+                found, total = found + bool(near), total + bool(seen)
+                seen.append(word)
+            assert len(set(seen)) == 5
+        return found / total
+
+    assert shares(0.0) < 0.3 < 0.4 < shares(0.5) < 0.8
+    assert shares(1.0) == 1
 
 
 @pytest.mark.parametrize("kind", QUESTION_KINDS)
