@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -23,12 +22,10 @@ from accelerate import PartialState
 from transformers import (
     AutoModelForCausalLM,
     PrinterCallback,
-    TrainerCallback,
-    TrainerState,
     TrainingArguments,
 )
 
-from blockattn_rag.errors import DataError, DivergedError
+from blockattn_rag.errors import DataError
 from blockattn_rag.model.loading import load_tokenizer, resolve_name
 from blockattn_rag.model.probe import profile_attention
 from blockattn_rag.training.batches import Collator, ModeDataset
@@ -36,7 +33,7 @@ from blockattn_rag.training.card import write_card, write_plot
 from blockattn_rag.training.config import FinetuneConfig
 from blockattn_rag.training.data import DataReport, SampleEncoder, read_samples
 from blockattn_rag.training.masks import ModelMasks
-from blockattn_rag.training.trainer import BlockTrainer
+from blockattn_rag.training.trainer import BlockTrainer, Watch
 from blockattn_rag.training.work import (
     CHECKPOINTS,
     LOG,
@@ -109,10 +106,7 @@ def _run(config: FinetuneConfig, arguments: TrainingArguments) -> FinetuneReport
     trainer = _trainer(config, arguments, model, tokenizer, train, held)
     checkpoint = last_checkpoint(config.work / CHECKPOINTS) if config.resume else None
     started = time.monotonic()
-    if checkpoint and _is_last(checkpoint):
-        trainer.restore(str(checkpoint))
-    else:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    trainer.train_from(checkpoint)
     if trainer.eval_sets and not _evaluated_last(trainer.state):
         trainer.evaluate()
     report = FinetuneReport(
@@ -292,37 +286,9 @@ def _arguments(config: FinetuneConfig) -> TrainingArguments:
     return arguments
 
 
-def _is_last(checkpoint: Path) -> bool:
-    """Whether the run was over with this checkpoint, and ended before its result was written."""
-    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    return bool(state.global_step >= state.max_steps)
-
-
 def _evaluated_last(state: Any) -> bool:
     last = [e["step"] for e in state.log_history if any(k.startswith("eval_") for k in e)][-1:]
     return last == [state.global_step]
-
-
-class _Watch(TrainerCallback):
-    """What the Trainer leaves out: see each method."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A resumed run would keep the old intervals."""
-        state.compute_steps(args, state.max_steps)
-
-    def on_log(self, args: Any, state: Any, control: Any, **found: Any) -> None:
-        """A run that diverged does not come back."""
-        for name, value in found["logs"].items():
-            if name.endswith("loss") and not math.isfinite(value):
-                raise DivergedError(
-                    f"{name} is {value} at step {state.global_step}; start again (overwrite=True, "
-                    "--overwrite) with a lower learning rate or more warm-up steps"
-                )
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Every n-th step is logged; the last one is wanted too."""
-        if state.global_step >= state.max_steps:
-            control.should_log = True
 
 
 def _trainer(
@@ -342,7 +308,7 @@ def _trainer(
         args=arguments,
         train_dataset=dataset,
         data_collator=Collator(pad or 0, config.positions, config.packing),
-        callbacks=[_Watch()],
+        callbacks=[Watch()],
         masks=ModelMasks(model.config, implementation),
         lengths=lengths if config.group_by_length else None,
         eval_sets={m: ModeDataset(held, [m]) for m in config.modes} if len(held) else {},
@@ -375,7 +341,7 @@ def _publish(
         shutil.rmtree(staging, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     model: Any = trainer.model
-    _check_finite(trainer, model)
+    trainer.check_finite()
     model.config.use_cache = True
     trainer.save_model(str(staging))
     trainer.accelerator.wait_for_everyone()
@@ -389,13 +355,3 @@ def _publish(
     write_plot(report.history, staging / "training_curves.png")
     write_card(config, report, staging / "README.md")
     replace_output(config, staging)
-
-
-def _check_finite(trainer: BlockTrainer, model: Any) -> None:
-    """The last step may spoil weights without a loss that shows it."""
-    finite = torch.tensor(all(bool(p.isfinite().all()) for p in model.parameters()))
-    if not trainer.accelerator.gather(finite.to(trainer.args.device)).all():
-        raise DivergedError(
-            "some of the trained weights are not finite; start again (overwrite=True, "
-            "--overwrite) with a lower learning rate or more warm-up steps"
-        )

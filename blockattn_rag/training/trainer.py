@@ -1,19 +1,46 @@
-"""transformers' Trainer with the block mask, a loss weighted by token, and evaluation by mode."""
+"""transformers' Trainer with the block mask, a loss weighted by token, evaluation by mode, and an
+end to runs that diverge."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, Sampler
-from transformers import Trainer, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerState
 
+from blockattn_rag.errors import DivergedError
 from blockattn_rag.training.batches import LengthGroupedSampler, layout_of
 from blockattn_rag.training.masks import ModelMasks
+
+_REMEDY = (
+    "start again (overwrite=True, --overwrite) with a lower learning rate or more warm-up steps"
+)
+
+
+class Watch(TrainerCallback):
+    """What the Trainer leaves out: see each method."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A resumed run would keep the old intervals."""
+        state.compute_steps(args, state.max_steps)
+
+    def on_log(self, args: Any, state: Any, control: Any, **found: Any) -> None:
+        """A run that diverged does not come back."""
+        for name, value in found["logs"].items():
+            if name.endswith("loss") and not math.isfinite(value):
+                raise DivergedError(f"{name} is {value} at step {state.global_step}; {_REMEDY}")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Every n-th step is logged; the last one is wanted too."""
+        if state.global_step >= state.max_steps:
+            control.should_log = True
 
 
 class BlockTrainer(Trainer):
@@ -46,10 +73,24 @@ class BlockTrainer(Trainer):
         # compute_loss divides by the weight of the whole accumulated batch; no other scaling then.
         self.model_accepts_loss_kwargs = True
 
-    def restore(self, checkpoint: str) -> None:
-        """Take up weights and state of the last step: ``train`` would add one more."""
-        self._load_from_checkpoint(checkpoint)
-        self.state = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json")
+    def train_from(self, checkpoint: Path | None) -> None:
+        """Train to the end, from ``checkpoint`` if given. Where that is the last step's, its
+        weights and state are taken up: ``train`` would add one step more."""
+        folder = str(checkpoint) if checkpoint else None
+        if folder:
+            state = TrainerState.load_from_json(f"{folder}/trainer_state.json")
+            if state.global_step >= state.max_steps:
+                self._load_from_checkpoint(folder)
+                self.state = state
+                return
+        self.train(resume_from_checkpoint=folder)
+
+    def check_finite(self) -> None:
+        """Raises ``DivergedError``: the last step may spoil weights with no loss that shows it."""
+        model: Any = self.model
+        finite = torch.tensor(all(bool(p.isfinite().all()) for p in model.parameters()))
+        if not self.accelerator.gather(finite.to(self.args.device)).all():
+            raise DivergedError(f"some of the trained weights are not finite; {_REMEDY}")
 
     def compute_loss(
         self,

@@ -52,7 +52,8 @@ def _check_output(config: FinetuneConfig) -> None:
             f"{output} is no earlier result (a folder with {LOG}), so it is not overwritten; "
             "choose another output"
         )
-    for used in (Path(resolve_name(config.model)), *map(Path, config.train_data)):
+    read = (resolve_name(config.model), *config.train_data, *config.eval_data)
+    for used in map(Path, read):
         if used.resolve().is_relative_to(output.resolve()):
             raise ValueError(f"{output} holds {used}, which is read; choose another output")
 

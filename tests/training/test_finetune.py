@@ -272,16 +272,19 @@ class TestRefusals:
             finetune(config(settings(folder, overwrite=True)))
         assert (out / "mine").is_file() or out.is_file() or out.is_symlink()
 
-    @pytest.mark.parametrize("used", ["model", "train.jsonl"])
+    @pytest.mark.parametrize("used", ["model", "train.jsonl", "eval.jsonl"])
     def test_what_a_run_reads_is_not_replaced(self, folder: Path, used: str) -> None:
         out = folder / "out"
         out.mkdir()
         (out / "training_log.json").touch()
         (folder / used).rename(out / used)
-        paths = {"model": {"model": str(out / "model")}}
-        changes = paths.get(used, {"train_data": [str(out / "train.jsonl")]})
+        paths: dict[str, dict[str, Any]] = {
+            "model": {"model": str(out / "model")},
+            "train.jsonl": {"train_data": [str(out / "train.jsonl")]},
+            "eval.jsonl": {"eval_data": [str(out / "eval.jsonl")]},
+        }
         with pytest.raises(ValueError, match="which is read"):
-            finetune(config(settings(folder, overwrite=True, **changes)))
+            finetune(config(settings(folder, overwrite=True, **paths[used])))
         assert (out / used).exists()
 
     @pytest.mark.parametrize("overwrite", [True, False])
