@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +14,7 @@ from blockattn_rag.cli.output import JsonOption, duration, emit, note, working
 from blockattn_rag.cli.rag import Answer, Assistant
 
 
-class Mode(str, Enum):
+class Mode(StrEnum):
     """How the model attends to the passages."""
 
     block = "block"

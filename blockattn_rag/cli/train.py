@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from blockattn_rag.training.finetune import FinetuneReport
 
 
-class OnError(str, Enum):
+class OnError(StrEnum):
     """What a bad line of data does."""
 
     stop = "raise"

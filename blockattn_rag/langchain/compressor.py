@@ -6,12 +6,11 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
-from typing_extensions import Self
 
 from blockattn_rag.fetch import EncodeStats
 from blockattn_rag.handles import HANDLE_KEY

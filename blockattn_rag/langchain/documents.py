@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from langchain_core.documents import Document
 from langchain_core.prompts import (
@@ -13,7 +13,6 @@ from langchain_core.prompts import (
     format_document,
 )
 from pydantic import Field, model_validator
-from typing_extensions import Self
 
 from blockattn_rag.blocks import handle_of, wrap
 from blockattn_rag.handles import HANDLE_KEY, SOURCE_KEY, TEXT_VARIABLE, source_of
