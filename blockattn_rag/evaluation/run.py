@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.blocks import PLAIN, BlockPrompt
+from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.evaluation.datasets import EvaluationSample
 from blockattn_rag.evaluation.metrics import METRICS, Interval, bootstrap_mean, normalize_answer
 from blockattn_rag.evaluation.records import EvaluationRecord, RecordFile
@@ -125,6 +126,7 @@ def evaluate(
     Raises:
         ValueError: an unknown mode or prompt format, or nothing to do.
         DataError: ``records_path`` holds records of another evaluation.
+        ContextOverflowError: a prompt does not fit in the context window; names the batch's ids.
     """
     _check_arguments(samples, modes, batch_size)
     form = prompt_format(prompt)
@@ -146,16 +148,13 @@ def evaluate(
         if on_progress:
             on_progress(mode, finished, len(shown))
         for batch in _batches(pending, batch_size):
-            prompts = [make_prompt(engine, form, sample, mode) for sample in batch]
-            if MODES[mode]["mode"] == "block":
-                engine.encode([block for p in prompts for block in p.context])
-            answers = engine.generate_batch(
-                prompts,
-                **MODES[mode],
-                batch_size=batch_size,
-                max_new_tokens=max_new_tokens,
-                stop=stop,
-            )
+            try:
+                answers = _answer(
+                    engine, form, batch, mode, max_new_tokens=max_new_tokens, stop=stop
+                )
+            except ContextOverflowError as error:
+                ids = ", ".join(sample.id for sample in batch)
+                raise ContextOverflowError(f"{mode} mode, of the samples {ids}: {error}") from error
             new = [_record(s, mode, a) for s, a in zip(batch, answers, strict=True)]
             done.update({(record.id, mode): record for record in new})
             if file:
@@ -164,6 +163,20 @@ def evaluate(
             if on_progress:
                 on_progress(mode, finished, len(shown))
     return EvaluationReport(noted, [done[sample.id, mode] for mode in modes for sample in shown])
+
+
+def _answer(
+    engine: BlockAttentionEngine,
+    form: PromptFormat,
+    batch: Sequence[EvaluationSample],
+    mode: str,
+    **options: Any,
+) -> list[Generation]:
+    """The answers to samples that are generated at once, after their passages were encoded."""
+    prompts = [make_prompt(engine, form, sample, mode) for sample in batch]
+    if MODES[mode]["mode"] == "block":
+        engine.encode([block for p in prompts for block in p.context])
+    return engine.generate_batch(prompts, **MODES[mode], batch_size=len(batch), **options)
 
 
 def make_prompt(

@@ -48,13 +48,15 @@ _FITS: dict[str, Callable[[float], bool]] = {
     _FROM_0: lambda found: found >= 0,
     "0 to below 1": lambda found: 0 <= found < 1,
     "0 to 1": lambda found: 0 <= found <= 1,
+    "0 to 4294967295": lambda found: 0 <= found < 2**32,  # what numpy takes as a seed
 }
 _NUMBERS = {
     **dict.fromkeys(("blocks_per_turn", "max_tokens", "max_steps", "batch_size"), _COUNT),
     **dict.fromkeys(("per_device_batch_size", "logging_steps", "save_steps"), _COUNT),
     **dict.fromkeys(("epochs", "learning_rate"), _ABOVE_0),
     **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm"), _FROM_0),
-    **dict.fromkeys(("seed", "eval_steps"), _FROM_0),
+    "eval_steps": _FROM_0,
+    "seed": "0 to 4294967295",
     "adam_beta2": "0 to below 1",
     "context_loss_weight": "0 to 1",
 }

@@ -10,7 +10,7 @@ import pytest
 
 from blockattn_rag.blocks import BlockPrompt
 from blockattn_rag.engine import BlockAttentionEngine
-from blockattn_rag.errors import DataError
+from blockattn_rag.errors import ContextOverflowError, DataError
 from blockattn_rag.evaluation import EvaluationSample, evaluate, read_samples
 from blockattn_rag.generation import Generation, ReuseStats
 from tests.evaluation.samples import record, write_jsonl
@@ -157,3 +157,17 @@ def test_a_real_engine_reuses_blocks_and_answers_alike_in_batches(tmp_path: Path
     assert single["full"].ttft_s > 0
     assert (single["block"].misses, single["block-composite"].misses) == (0, 0)
     assert single["block"].reused_tokens > 0
+
+
+def test_samples_that_do_not_fit_in_the_context_window_are_named(tmp_path: Path) -> None:
+    engine = BlockAttentionEngine.from_pretrained(shared_tiny_llama(), tokenizer=tiny_tokenizer())
+    long = record(2)
+    long["passages"][0]["text"] = "A lake is deep. " * 2_000
+    data = read_samples(write_jsonl(tmp_path / "d.jsonl", [record(1), long, record(3)]))
+    path = tmp_path / "records.jsonl"
+    for mode in ("full", "block"):
+        with pytest.raises(ContextOverflowError, match=f"{mode} mode, of the samples q2: "):
+            evaluate(engine, data, (mode,), max_new_tokens=4, batch_size=1, records_path=path)
+        path.unlink()
+    with pytest.raises(ContextOverflowError, match="of the samples q1, q2, q3: "):
+        evaluate(engine, data, ("full",), max_new_tokens=4, batch_size=3)

@@ -371,6 +371,7 @@ class TestRefusals:
             ({"adam_beta2": 1.0}, "adam_beta2 is 1.0, expected 0 to below 1"),
             ({"batch_size": 0}, "batch_size is 0, expected 1 or more"),
             ({"seed": -1}, "seed is -1"),
+            ({"seed": 2**32}, "seed is 4294967296, expected 0 to 4294967295"),
             ({"dtype": "int8"}, "dtype must be of"),
             ({"lr_scheduler": "cosine_with_min_lr"}, "lr_scheduler must be of"),
             ({"lora": {"dropout": 1.0}}, "dropout is 1.0"),
