@@ -111,7 +111,8 @@ def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> int:
 @cache
 def _bundled_articles() -> tuple[Article, ...]:
     # Of this seed, Halden Tower, which leads, is as tall as the documentation says: 214 metres.
-    writer = SceneWriter(random.Random("bundled 4917"), "test")
+    # Names of one kind do not rhyme: those are what the bundled model mixes up (its card).
+    writer = SceneWriter(random.Random("bundled 4917"), "test", rhymes=False)
     return tuple(
         writer.article(kind, "Halden Tower" if (kind.word, i) == ("tower", 0) else None)
         for kind in KINDS

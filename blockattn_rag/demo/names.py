@@ -54,6 +54,11 @@ def alike_name(rng: random.Random, split: Split, word: str) -> str:
             return FIRST[pair[0]] + SECOND[pair[1]]
 
 
+def ending_of(word: str) -> str:
+    """Its second syllable."""
+    return SECOND[_PAIRS[word][1]]
+
+
 def held_out_words() -> frozenset[str]:
     """Every word that only the test split may use."""
     return frozenset(

@@ -36,7 +36,7 @@ PASSAGE_WEIGHT = 0.1
 
 #: Share of words in names that have a syllable in common with another name, far more than by
 #: chance: else a model looks up names by one syllable, which is right nearly always.
-ALIKE = 0.4
+ALIKE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Mix:
     Args:
         lookups: most questions on one passage, among those of a prompt.
         editions: share of prompts in which entities have two passages.
-        pronouns: share of passages that name their entity once.
+        pronouns: share of passages that tell every second sentence with a pronoun.
     """
 
     lookups: int = 8
@@ -134,7 +134,7 @@ class RowWriter:
         return self._told_and_asked(sentences, self.rng.sample(asked, len(asked)), holds)
 
     def articles(self, entities: int = 5, questions: int = 10) -> Row:
-        """Facts on several entities, those of one in a row and all but the first with pronouns,
+        """Facts on several entities, those of one in a row and every second with a pronoun,
         then asked for: whose fact a pronoun tells, densely.
 
         In half of the rows, some entities are told of again with other values, which then hold.
@@ -150,7 +150,7 @@ class RowWriter:
         for name, stated in self.rng.sample([*firsts, *seconds], len(firsts) + len(seconds)):
             for i, attribute in enumerate(self.rng.sample(stated, len(stated))):
                 shown = holds[attribute, name] = writer.value(attribute)
-                form = self.rng.choice(attribute.pronoun if i else attribute.named)
+                form = self.rng.choice(attribute.pronoun if i % 2 else attribute.named)
                 sentences.append(form.format(name=name, value=shown))
         asked = self.rng.sample(list(holds), min(len(holds), questions))
         return self._told_and_asked(sentences, asked, holds)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from .catalog import KINDS, Attribute, Kind
-from .names import Split, alike_name, pair_name
+from .names import Split, alike_name, ending_of, pair_name
 
 QuestionKind = Literal["one-passage", "comparison", "order"]
 QUESTION_KINDS: tuple[QuestionKind, ...] = get_args(QuestionKind)
@@ -29,7 +29,7 @@ ORDER_QUESTIONS = (
     "What is the current {noun} of {name}?",
     "What is the latest {noun} of {name}?",
 )
-#: Share of passages that go on with pronouns after naming their entity once.
+#: Share of passages that tell every second sentence with a pronoun.
 PRONOUNS = 0.3
 WHICH_QUESTIONS = ("Which {which}, {a} or {b}?", "Of {a} and {b}, which {which}?")
 
@@ -73,20 +73,28 @@ class Article:
 class SceneWriter:
     """Writes articles of one split; a word names at most one thing in a scene.
 
-    ``pronouns`` is the share of passages that name their entity in the first sentence alone,
+    ``pronouns`` is the share of passages that tell every second sentence with a pronoun,
     ``alike`` the share of words in names that have a syllable in common with an earlier name on
-    purpose: ``Lubach Tower`` beside ``Embach Tower``.
+    purpose: ``Lubach Tower`` beside ``Embach Tower``. With ``rhymes=False``, no two names of one
+    kind, nor two first names of persons, end alike.
     """
 
     def __init__(
-        self, rng: random.Random, split: Split, pronouns: float = PRONOUNS, alike: float = 0.0
+        self,
+        rng: random.Random,
+        split: Split,
+        pronouns: float = PRONOUNS,
+        alike: float = 0.0,
+        rhymes: bool = True,
     ) -> None:
         self.rng = rng
         self.split: Split = split
         self.pronouns = pronouns
         self.alike = alike
         self._used: set[str] = set()
+        self.rhymes = rhymes
         self._in_names: list[str] = []
+        self._endings: set[tuple[str, int, str]] = set()
 
     def word(self, like: str | None = None) -> str:
         """A word that this scene does not use yet, with a syllable of ``like`` if given."""
@@ -100,9 +108,18 @@ class SceneWriter:
 
     def name(self, kind: Kind) -> str:
         """A name for a new entity, such as ``Halden Tower``."""
-        words = [self.word(self._alike_to()) for _ in range(kind.name.count("{}"))]
+        words = [self._name_word(kind, i) for i in range(kind.name.count("{}"))]
         self._in_names += words
         return kind.name.format(*words)
+
+    def _name_word(self, kind: Kind, place: int) -> str:
+        """The word at one place of a name; if names must not rhyme, of a new ending there."""
+        while True:
+            word = self.word(self._alike_to())
+            ending = (kind.word, place, ending_of(word))
+            if self.rhymes or ending not in self._endings:
+                self._endings.add(ending)
+                return word
 
     def _alike_to(self) -> str | None:
         """The earlier name's word that the next one is to be like; None for any word."""
@@ -134,7 +151,7 @@ class SceneWriter:
         return Article(kind, name, values, Passage(name, self._text(name, stated, values)))
 
     def _text(self, name: str, stated: list[Attribute], values: Mapping[str, str]) -> str:
-        """Three or four sentences, some with pronouns after the first.
+        """Three or four sentences; a pronoun stands for the name in the sentence before.
 
         The first sentence never begins with the name: a name is then always written after
         a space, and the tokenizer cuts it in one way only.
@@ -142,7 +159,7 @@ class SceneWriter:
         pronouns = self.rng.random() < self.pronouns
         sentences = []
         for i, attribute in enumerate(stated):
-            forms = attribute.pronoun if pronouns and i else attribute.named
+            forms = attribute.pronoun if pronouns and i % 2 else attribute.named
             forms = forms if i else tuple(f for f in forms if f[0] != "{")
             sentences.append(self.rng.choice(forms).format(name=name, value=values[attribute.noun]))
         return " ".join(sentences)

@@ -48,13 +48,13 @@ class Plan:
     task_steps: int = 5_600
     late_steps: int = 9_000
     block_samples: int = 3_000
-    block_rate: float = 1e-4
+    block_rate: float = 2e-4
     probe_samples: int = 24
 
 
 # More of what is learned late than questions on test entities ask for.
 LATE = Mix(lookups=4, editions=0.8, pronouns=0.6)
-TUNING = Mix(lookups=4, editions=0.7, pronouns=0.6)
+TUNING = Mix(lookups=6, editions=0.7, pronouns=0.6)
 
 BLOCK_BATCH = 4
 """Samples of a step of block fine-tuning, over all processes."""

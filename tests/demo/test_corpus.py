@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from blockattn_rag.demo import corpus
-from blockattn_rag.demo.names import held_out_words
+from blockattn_rag.demo.names import ending_of, held_out_words
 from blockattn_rag.demo.scenes import QUESTION_KINDS, QuestionKind
 
 
@@ -85,3 +85,13 @@ def test_the_corpus_needs_no_torch() -> None:
 def test_halden_tower_is_as_tall_as_the_documentation_says() -> None:
     assert "214 metres" in corpus.bundled_corpus()[0].text
     assert corpus.bundled_corpus()[0].title == "Halden Tower"
+
+
+def test_names_of_one_kind_of_the_bundled_corpus_do_not_rhyme() -> None:
+    titles = [passage.title for passage in corpus.bundled_corpus()]
+    for start in range(0, len(titles), corpus.ARTICLES_PER_KIND):
+        names = titles[start : start + corpus.ARTICLES_PER_KIND]
+        for words in zip(*(name.split() for name in names), strict=True):
+            invented = [word for word in words if word in held_out_words()]
+            assert len({ending_of(word) for word in invented}) == len(invented)
+            assert len(invented) in (0, corpus.ARTICLES_PER_KIND)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 import re
 
@@ -67,6 +68,12 @@ def test_names_are_alike_as_often_as_asked() -> None:
 
     assert shares(0.0) < 0.3 < 0.4 < shares(0.5) < 0.8
     assert shares(1.0) == 1
+
+
+def test_a_pronoun_stands_for_the_name_in_the_sentence_before() -> None:
+    for article in (article for scene in scenes() for article in scene):
+        named = [article.name in s for s in re.split(r"(?<=\.) ", article.passage.text)]
+        assert all(here or before for before, here in itertools.pairwise([False, *named]))
 
 
 @pytest.mark.parametrize("kind", QUESTION_KINDS)
