@@ -14,6 +14,7 @@ from blockattn_rag.cli.output import (
     ModelArgument,
     duration,
     emit,
+    note,
     percent,
     progress,
     table,
@@ -85,6 +86,11 @@ def evaluate(
     tables = [_table(f"{model} on {data.name}", report.results)]
     tables += [_table(f"of these: {kind}", rows) for kind, rows in report.by_kind.items()]
     emit(as_json, report.to_dict(), *tables)
+    if report.at_limit:
+        note(
+            f"{report.at_limit} of {len(report.records)} answers took all of {max_new_tokens} "
+            "tokens, and may have been cut off before what was asked: see --max-new-tokens"
+        )
 
 
 def _table(title: str, results: list[ModeResult]) -> RenderableType:

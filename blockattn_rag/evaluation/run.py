@@ -84,10 +84,17 @@ class EvaluationReport:
     def __getitem__(self, mode: str) -> ModeResult:
         return next(result for result in self.results if result.mode == mode)
 
+    @property
+    def at_limit(self) -> int:
+        """How many answers took all of ``max_new_tokens``: most of these were cut off."""
+        limit = self.settings["max_new_tokens"]
+        return sum(record.generated_tokens >= limit for record in self.records)
+
     def to_dict(self) -> dict[str, Any]:
         """Settings and figures as plain JSON types, without the records."""
         return {
             "settings": dict(self.settings),
+            "at_limit": self.at_limit,
             "rows": [result.to_dict() for result in self.results],
             "by_kind": {k: [r.to_dict() for r in rows] for k, rows in self.by_kind.items()},
         }

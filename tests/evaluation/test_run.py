@@ -71,6 +71,7 @@ def test_modes_are_scored_and_compared_with_full_mode(tmp_path: Path) -> None:
     assert report["block"].difference.mean == -0.25
     assert report["closed-book"].exact_match.mean == 0.25
     assert report["block"].reused_tokens == 120
+    assert report.at_limit == 0
     assert {k: [r.samples for r in v] for k, v in report.by_kind.items()} == {
         "even": [2, 2, 2, 2],
         "odd": [2, 2, 2, 2],
