@@ -1,10 +1,17 @@
-"""What all tests share: repeatable examples."""
+"""What all tests share: repeatable examples, devices, and a Chroma server."""
 
 from __future__ import annotations
 
+import shutil
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from hypothesis import settings
@@ -21,3 +28,34 @@ def device(request: Any) -> Iterator[torch.device]:
     """Each device that is here, in turn; new tensors of the test lie on it."""
     with torch.device(request.param) as chosen:
         yield chosen
+
+
+@pytest.fixture(scope="session")
+def chroma_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of a Chroma server on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    chroma = shutil.which("chroma", path=str(Path(sys.executable).parent))
+    assert chroma is not None, "chromadb installs the command `chroma` beside python"
+    data = str(tmp_path_factory.mktemp("chroma-server"))
+    command = [chroma, "run", "--host", "127.0.0.1", "--port", str(port), "--path", data]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for(f"http://127.0.0.1:{port}/api/v2/heartbeat", process)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        assert process.poll() is None, "the Chroma server ended"
+        try:
+            httpx.get(url, trust_env=False)
+        except httpx.TransportError:
+            time.sleep(0.1)
+        else:
+            return
+    raise TimeoutError(f"no answer from {url}")

@@ -105,7 +105,7 @@ class RowWriter:
         for _ in range(chains):
             kind = self.rng.choice(KINDS)
             attribute = self.rng.choice(kind.comparables)
-            writer = SceneWriter(self.rng, "train", alike=ALIKE)
+            writer = self._scene_writer()
             a, b = writer.name(kind), writer.name(kind)
             x, y = self._pair()
             shown = attribute.show(str(x)), attribute.show(str(y))
@@ -120,7 +120,7 @@ class RowWriter:
         In a share ``again`` of the rows, half of the facts are stated again with another value,
         which then holds.
         """
-        writer = SceneWriter(self.rng, "train", alike=ALIKE)
+        writer = self._scene_writer()
         told = self._entities(writer, entities, attributes=(1, 3))
         asked = [(attribute, name) for name, stated in told for attribute in stated]
         restated = self.rng.sample(asked, len(asked) // 2 if self.rng.random() < again else 0)
@@ -139,7 +139,7 @@ class RowWriter:
 
         In half of the rows, some entities are told of again with other values, which then hold.
         """
-        writer = SceneWriter(self.rng, "train", alike=ALIKE)
+        writer = self._scene_writer()
         firsts = self._entities(writer, entities, attributes=(2, 4))
         most = len(firsts) // 2 + 1
         seconds = self.rng.sample(
@@ -154,6 +154,10 @@ class RowWriter:
                 sentences.append(form.format(name=name, value=shown))
         asked = self.rng.sample(list(holds), min(len(holds), questions))
         return self._told_and_asked(sentences, asked, holds)
+
+    def _scene_writer(self) -> SceneWriter:
+        """A writer that has given no name away yet."""
+        return SceneWriter(self.rng, "train", alike=ALIKE)
 
     def _entities(
         self, writer: SceneWriter, most: int, attributes: tuple[int, int]

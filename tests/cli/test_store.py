@@ -1,10 +1,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
+import chromadb
 import pytest
+from chromadb.config import Settings
 
+from blockattn_rag.cli.database import chroma_client
 from tests.cli.conftest import Command
+
+NO_TELEMETRY = Settings(anonymized_telemetry=False)
 
 
 def entries(database: Path) -> list[Path]:
@@ -73,6 +80,26 @@ def test_gc_refuses_to_delete_everything_unless_forced(cli: Command, database: P
     assert cli("store", "gc", store, "--db", database, "--grace", "0", "--json").json["kept"] == 1
     assert cli("store", "gc", store, "--grace", "0", "--force").status == 0
     assert not entries(database)
+
+
+def test_gc_keeps_what_a_chroma_server_refers_to(
+    cli: Command, database: Path, chroma_server: int
+) -> None:
+    [entry] = entries(database)
+    embedded = chroma_client(database / "chroma").get_collection("passages")
+    found: Any = embedded.get(include=["embeddings", "metadatas", "documents"])
+    client = chromadb.HttpClient("127.0.0.1", chroma_server, settings=NO_TELEMETRY)
+    name = f"served-{uuid4().hex}"
+    served = client.create_collection(name, embedding_function=None)
+    served.add(**{key: found[key] for key in ("ids", "embeddings", "metadatas", "documents")})
+    server = ("--host", "127.0.0.1", "--port", chroma_server, "--collection", name)
+    kept = cli("store", "gc", database / "kv", *server, "--grace", "0", "--json").json
+    assert (kept["kept"], kept["deleted"], kept["collections"]) == (1, [], [name])
+    served.delete(found["ids"])
+    served.add("other", embeddings=found["embeddings"][0], documents="other", metadatas={"a": 1})
+    output = cli("store", "gc", database / "kv", *server, "--grace", "0")
+    assert (output.status, "every entry would be deleted" in output.stderr) == (1, True)
+    assert entries(database) == [entry]
 
 
 def test_gc_refuses_chroma_folders_and_collections_that_are_not_there(

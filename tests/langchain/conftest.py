@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -70,38 +65,6 @@ def passages(count: int = 3, size: int = 60) -> list[Document]:
         )
         for n in range(count)
     ]
-
-
-@pytest.fixture(scope="session")
-def chroma_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A Chroma server of its own on loopback; its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    run = "from chromadb.cli.cli import app; app()"
-    folder = tmp_path_factory.mktemp("chroma-server")
-    command = [sys.executable, "-c", run, "run", "--path", str(folder)]
-    server = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--port", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        _wait_for(server, port)
-        yield port
-    finally:
-        server.terminate()
-        server.wait(10)
-
-
-def _wait_for(server: subprocess.Popen[bytes], port: int, seconds: float = 30.0) -> None:
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends and server.poll() is None:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    raise RuntimeError(f"the Chroma server did not start (exit status {server.poll()})")
 
 
 @pytest.fixture(params=["embedded", "server"])

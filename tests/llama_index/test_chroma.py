@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import chromadb
-import httpx
 import pytest
 from chromadb.config import Settings as ChromaSettings
 from llama_index.core import Document, VectorStoreIndex
@@ -40,43 +33,12 @@ FACTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of a Chroma server on this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
-    chroma = shutil.which("chroma", path=str(Path(sys.executable).parent))
-    assert chroma is not None, "chromadb installs the command `chroma` beside python"
-    data = str(tmp_path_factory.mktemp("chroma"))
-    command = [chroma, "run", "--host", "127.0.0.1", "--port", str(port), "--path", data]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        _wait_for(f"http://127.0.0.1:{port}/api/v2/heartbeat", process)
-        yield port
-    finally:
-        process.terminate()
-        process.wait(timeout=20)
-
-
-def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(600):
-        assert process.poll() is None, "the Chroma server ended"
-        try:
-            httpx.get(url, trust_env=False)
-        except httpx.TransportError:
-            time.sleep(0.1)
-        else:
-            return
-    raise TimeoutError(f"no answer from {url}")
-
-
 @pytest.fixture(params=["embedded", "server"])
 def client(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     settings = ChromaSettings(anonymized_telemetry=False)  # clients write into theirs
     if request.param == "embedded":
         return chromadb.PersistentClient(str(tmp_path / "db"), settings=settings)
-    port = request.getfixturevalue("server")
+    port = request.getfixturevalue("chroma_server")
     client = chromadb.HttpClient("127.0.0.1", port, settings=settings)
     for collection in client.list_collections():
         client.delete_collection(collection.name)
