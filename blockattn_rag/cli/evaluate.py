@@ -86,10 +86,11 @@ def evaluate(
     tables = [_table(f"{model} on {data.name}", report.results)]
     tables += [_table(f"of these: {kind}", rows) for kind, rows in report.by_kind.items()]
     emit(as_json, report.to_dict(), *tables)
-    if report.at_limit:
+    if report.cut_off:
         note(
-            f"{report.at_limit} of {len(report.records)} answers took all of {max_new_tokens} "
-            "tokens, and may have been cut off before what was asked: see --max-new-tokens"
+            f"{report.cut_off} of {len(report.records)} answers were cut off, after "
+            f"{max_new_tokens} tokens (--max-new-tokens) or where the context window ended, maybe "
+            "before what was asked"
         )
 
 

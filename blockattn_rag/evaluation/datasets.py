@@ -8,6 +8,8 @@ One JSON object a line, plain or gzip::
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,12 @@ class EvaluationSample:
     answers: tuple[str, ...]
     passages: tuple[EvaluationPassage, ...]
     kind: str = ""
+
+    @property
+    def digest(self) -> str:
+        """Of all that an answer and its scores depend on; the same in every process."""
+        told = [self.question, self.answers, [(p.title, p.text) for p in self.passages]]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
     def with_passages(self, num_passages: int) -> EvaluationSample:
         """The same with at most ``num_passages`` passages, order kept: the gold ones, then the
@@ -74,6 +82,10 @@ def read_samples(path: str | Path, *, limit: int | None = None) -> list[Evaluati
 
 def _sample(record: Any) -> EvaluationSample:
     _expect(record, dict, "a JSON object", "the line")
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # \ud800 and the like, which no file could hold again
+        raise DataError(f"found half of a surrogate pair ({error}); write whole ones") from error
     passages = _get(record, "passages", list, "a list of passages")
     return EvaluationSample(
         id=str(_get(record, "id", (str, int), "a string")),

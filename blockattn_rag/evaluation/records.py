@@ -13,9 +13,14 @@ from blockattn_rag.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
-    """One question answered in one mode. Scores lie in 0..1; times are seconds."""
+    """One question answered in one mode. Scores lie in 0..1; times are seconds.
+
+    ``digest`` is the sample's (question, answers, passages as they were shown), ``finish_reason``
+    ``"length"`` where the answer was cut off by its limit or by the context window.
+    """
 
     id: str
+    digest: str
     mode: str
     kind: str
     question: str
@@ -29,13 +34,15 @@ class EvaluationRecord:
     reused_tokens: int
     computed_tokens: int
     generated_tokens: int
+    finish_reason: str
     ttft_s: float
 
 
 class RecordFile:
     """A JSONL file: the run's settings on the first line, then one record a line.
 
-    A last line that was cut off by a crash is dropped when the file is opened again.
+    A last line that was cut off by a crash is dropped when the file is opened again. A file that
+    is none of this class's is never changed.
 
     Args:
         path: the file; made with its folders if it does not exist.
@@ -49,20 +56,21 @@ class RecordFile:
         self.path = Path(path)
         self.records: dict[tuple[str, str], EvaluationRecord] = {}
         header = {"settings": dict(settings)}
-        lines = self._whole_lines()
-        if not lines:
+        start = _dump(header).encode()
+        data = self.path.read_bytes() if self.path.exists() else b""
+        if len(data) < len(start) and start.startswith(data):  # new, or cut off within the header
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(_dump(header), encoding="utf-8")
+            self.path.write_bytes(start)
             return
-        found = self._parse(1, lines[0])
-        if found != json.loads(_dump(header)):
-            raise DataError(
-                f"{self.path} holds records made with other settings. Found: {_dump(found).strip()}"
-                f" expected: {_dump(header).strip()} Name another file or delete this one."
-            )
+        whole = data[: data.rfind(b"\n") + 1]
+        lines = whole.splitlines() or [data]
+        self._check_header(self._parse(1, lines[0]), header)
         for number, line in enumerate(lines[1:], 2):
             record = self._record(number, line)
             self.records[record.id, record.mode] = record
+        if len(whole) < len(data):
+            with self.path.open("r+b") as file:
+                file.truncate(len(whole))
 
     def append(self, records: Iterable[EvaluationRecord]) -> None:
         """Add records, on disk before this returns."""
@@ -71,21 +79,24 @@ class RecordFile:
             file.writelines(_dump(asdict(record)) for record in new)
         self.records.update({(record.id, record.mode): record for record in new})
 
-    def _whole_lines(self) -> list[bytes]:
-        if not self.path.exists():
-            return []
-        data = self.path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            with self.path.open("r+b") as file:
-                file.truncate(len(whole))
-        return whole.splitlines()
+    def _check_header(self, found: Any, header: Mapping[str, Any]) -> None:
+        if not isinstance(found, dict) or found.keys() != header.keys():
+            raise DataError(
+                f"{self.path}, line 1: not a record file (no settings there); name another file"
+            )
+        if found != json.loads(_dump(header)):
+            raise DataError(
+                f"{self.path} holds records made with other settings. Found: {_dump(found).strip()}"
+                f" expected: {_dump(header).strip()} Name another file or delete this one."
+            )
 
     def _parse(self, number: int, line: bytes) -> Any:
         try:
             return json.loads(line)
         except ValueError as error:
-            raise DataError(f"{self.path}, line {number}: not a record file ({error})") from error
+            raise DataError(
+                f"{self.path}, line {number}: not a record file ({error}); name another file"
+            ) from error
 
     def _record(self, number: int, line: bytes) -> EvaluationRecord:
         fields = self._parse(number, line)

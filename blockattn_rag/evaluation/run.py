@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.blocks import PLAIN, BlockPrompt
-from blockattn_rag.errors import ContextOverflowError
+from blockattn_rag.errors import ContextOverflowError, DataError
 from blockattn_rag.evaluation.datasets import EvaluationSample
 from blockattn_rag.evaluation.metrics import METRICS, Interval, bootstrap_mean, normalize_answer
 from blockattn_rag.evaluation.records import EvaluationRecord, RecordFile
@@ -85,16 +85,15 @@ class EvaluationReport:
         return next(result for result in self.results if result.mode == mode)
 
     @property
-    def at_limit(self) -> int:
-        """How many answers took all of ``max_new_tokens``: most of these were cut off."""
-        limit = self.settings["max_new_tokens"]
-        return sum(record.generated_tokens >= limit for record in self.records)
+    def cut_off(self) -> int:
+        """How many answers ended at ``max_new_tokens`` or at the end of the context window."""
+        return sum(record.finish_reason == "length" for record in self.records)
 
     def to_dict(self) -> dict[str, Any]:
         """Settings and figures as plain JSON types, without the records."""
         return {
             "settings": dict(self.settings),
-            "at_limit": self.at_limit,
+            "cut_off": self.cut_off,
             "rows": [result.to_dict() for result in self.results],
             "by_kind": {k: [r.to_dict() for r in rows] for k, rows in self.by_kind.items()},
         }
@@ -132,8 +131,10 @@ def evaluate(
 
     Raises:
         ValueError: an unknown mode or prompt format, or nothing to do.
-        DataError: ``records_path`` holds records of another evaluation.
-        ContextOverflowError: a prompt does not fit in the context window; names the batch's ids.
+        DataError: ``records_path`` holds records of another evaluation or of other samples, or is
+            no record file.
+        ContextOverflowError: prompts do not fit in the context window; names their samples, before
+            anything is answered.
     """
     _check_arguments(samples, modes, batch_size)
     form = prompt_format(prompt)
@@ -149,19 +150,15 @@ def evaluate(
     file = RecordFile(records_path, noted) if records_path is not None else None
     done = dict(file.records) if file else {}
     shown = [s.with_passages(num_passages) if num_passages else s for s in samples]
+    _check_records(done, shown, modes, records_path)
+    _check_room(engine, form, shown, modes)
     for mode in modes:
         pending = [sample for sample in shown if (sample.id, mode) not in done]
         finished = len(shown) - len(pending)
         if on_progress:
             on_progress(mode, finished, len(shown))
         for batch in _batches(pending, batch_size):
-            try:
-                answers = _answer(
-                    engine, form, batch, mode, max_new_tokens=max_new_tokens, stop=stop
-                )
-            except ContextOverflowError as error:
-                ids = ", ".join(sample.id for sample in batch)
-                raise ContextOverflowError(f"{mode} mode, of the samples {ids}: {error}") from error
+            answers = _answer(engine, form, batch, mode, max_new_tokens=max_new_tokens, stop=stop)
             new = [_record(s, mode, a) for s, a in zip(batch, answers, strict=True)]
             done.update({(record.id, mode): record for record in new})
             if file:
@@ -209,6 +206,58 @@ def _check_arguments(
         raise ValueError(f"batch_size must be at least 1, found {batch_size}")
 
 
+def _check_records(
+    done: Mapping[tuple[str, str], EvaluationRecord],
+    samples: Sequence[EvaluationSample],
+    modes: Sequence[str],
+    path: str | Path | None,
+) -> None:
+    """What was answered before must be these very samples, and not others of the same ids."""
+    changed = [
+        sample.id
+        for sample in samples
+        if any(
+            record.digest != sample.digest
+            for record in (done.get((sample.id, mode)) for mode in modes)
+            if record
+        )
+    ]
+    if changed:
+        raise DataError(
+            f"{path} holds answers to other questions, or over other passages, under "
+            f"{_listed(changed)}. Name another file or delete this one."
+        )
+
+
+def _check_room(
+    engine: BlockAttentionEngine,
+    form: PromptFormat,
+    samples: Sequence[EvaluationSample],
+    modes: Sequence[str],
+) -> None:
+    """See that every prompt leaves room for an answer; all modes with passages have the same."""
+    mode = next((mode for mode in modes if mode != "closed-book"), modes[0])
+    most = engine.model.max_context_tokens - 1
+    found = {}
+    for sample in samples:
+        context, final = engine.model.tokenizer.prompt_ids(make_prompt(engine, form, sample, mode))
+        tokens = sum(map(len, context)) + len(final)
+        if tokens > most:
+            found[sample.id] = tokens
+    if found:
+        raise ContextOverflowError(
+            f"{len(found)} of {len(samples)} prompts do not fit in the model's context window of "
+            f"{most + 1} tokens, the answer included: {_listed(list(found))}, up to "
+            f"{max(found.values())} tokens; keep fewer passages (num_passages, --num-passages), or "
+            "leave these samples out"
+        )
+
+
+def _listed(ids: Sequence[str], most: int = 20) -> str:
+    rest = f" and {len(ids) - most} more" if len(ids) > most else ""
+    return f"the ids {', '.join(ids[:most])}{rest}"
+
+
 def _batches(
     samples: Sequence[EvaluationSample], size: int
 ) -> Iterator[Sequence[EvaluationSample]]:
@@ -220,6 +269,7 @@ def _record(sample: EvaluationSample, mode: str, answer: Generation) -> Evaluati
     stats = answer.stats
     return EvaluationRecord(
         id=sample.id,
+        digest=sample.digest,
         mode=mode,
         kind=sample.kind,
         question=sample.question,
@@ -230,6 +280,7 @@ def _record(sample: EvaluationSample, mode: str, answer: Generation) -> Evaluati
         reused_tokens=stats.reused_tokens,
         computed_tokens=stats.computed_tokens,
         generated_tokens=stats.generated_tokens,
+        finish_reason=answer.finish_reason,
         ttft_s=stats.ttft_s,
         **{name: metric(answer.text, sample.answers) for name, metric in METRICS.items()},
     )

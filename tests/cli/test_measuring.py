@@ -53,8 +53,8 @@ def test_eval_prints_a_row_for_each_mode_and_goes_on_from_its_records(
     assert [row["mode"] for row in report.json["rows"]] == ["full", "block", "closed-book"]
     assert report.json["rows"][1]["samples"] == 2
     assert report.json["settings"]["num_passages"] == 2
-    assert report.json["at_limit"] == 6
-    assert "6 of 6 answers took all of 2 tokens" in report.stderr
+    assert report.json["cut_off"] == 6
+    assert "6 of 6 answers were cut off, after 2 tokens" in report.stderr
     lines = records.read_text(encoding="utf-8").splitlines()
     assert len(lines) == 7
     again = cli(*command)

@@ -44,6 +44,7 @@ def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
         ({"passages": [{"title": "t", "text": "x", "gold": 1}]}, "must be true or false"),
         ({"id": None}, '"id" must be a string'),
         ({"kind": 1}, '"kind" must be a string'),
+        ({"question": "\ud800?"}, "half of a surrogate pair"),
     ],
 )
 def test_a_malformed_record_is_named_by_line_and_field(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,9 @@ from blockattn_rag.blocks import BlockPrompt
 from blockattn_rag.engine import BlockAttentionEngine
 from blockattn_rag.errors import ContextOverflowError, DataError
 from blockattn_rag.evaluation import EvaluationSample, evaluate, read_samples
+from blockattn_rag.evaluation.run import make_prompt
 from blockattn_rag.generation import Generation, ReuseStats
+from blockattn_rag.prompts import prompt_format
 from tests.evaluation.samples import record, write_jsonl
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
@@ -25,8 +28,12 @@ class FakeEngine:
         self.fail_after = fail_after
         self.asked: list[tuple[str, BlockPrompt]] = []
         self.encoded = 0
-        tokenizer = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=None))
-        self.model = SimpleNamespace(fingerprint="f" * 64, tokenizer=tokenizer)
+        tokenizer = SimpleNamespace(
+            tokenizer=SimpleNamespace(chat_template=None), prompt_ids=lambda _: ([[1]], [2])
+        )
+        self.model = SimpleNamespace(
+            fingerprint="f" * 64, tokenizer=tokenizer, max_context_tokens=3
+        )
 
     def encode(self, blocks: Sequence[Any]) -> None:
         self.encoded += len(blocks)
@@ -71,7 +78,7 @@ def test_modes_are_scored_and_compared_with_full_mode(tmp_path: Path) -> None:
     assert report["block"].difference.mean == -0.25
     assert report["closed-book"].exact_match.mean == 0.25
     assert report["block"].reused_tokens == 120
-    assert report.at_limit == 0
+    assert report.cut_off == 0
     assert {k: [r.samples for r in v] for k, v in report.by_kind.items()} == {
         "even": [2, 2, 2, 2],
         "odd": [2, 2, 2, 2],
@@ -127,9 +134,42 @@ def test_records_of_other_settings_are_refused(tmp_path: Path) -> None:
     run(FakeEngine({}), data, ("full",), records_path=path)
     with pytest.raises(DataError, match="other settings"):
         run(FakeEngine({}), data, ("full",), records_path=path, max_new_tokens=9)
-    path.write_text("what is this\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["what is this\n", "my only notes, no newline", '{"id": 1}\n{"id": 2}', "[1, 2]", '{"set up'],
+)
+def test_a_file_that_holds_no_records_is_refused_and_left_as_it_is(
+    tmp_path: Path, text: str
+) -> None:
+    path, data = tmp_path / "records.jsonl", samples(tmp_path, 1)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match="line 1: not a record file"):
         run(FakeEngine({}), data, ("full",), records_path=path)
+    assert path.read_text(encoding="utf-8") == text
+
+
+def test_a_run_killed_while_it_wrote_its_settings_starts_anew(tmp_path: Path) -> None:
+    path, data = tmp_path / "records.jsonl", samples(tmp_path, 1)
+    run(FakeEngine({}), data, ("full",), records_path=path)
+    whole = path.read_bytes()
+    for length in (0, 9, whole.index(b"\n")):
+        path.write_bytes(whole[:length])
+        run(FakeEngine({}), data, ("full",), records_path=path)
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("key", ["question", "answers", "passages"])
+def test_records_of_other_samples_with_the_same_ids_are_refused(tmp_path: Path, key: str) -> None:
+    path, data = tmp_path / "records.jsonl", samples(tmp_path, 3)
+    run(FakeEngine({}), data[:2], ("full",), records_path=path)
+    kept = path.read_bytes()
+    changed = [data[0], replace(data[1], **{key: getattr(data[2], key)}), data[2]]
+    with pytest.raises(DataError, match="other passages, under the ids q2"):
+        run(FakeEngine({}), changed, ("full",), records_path=path)
+    assert path.read_bytes() == kept
+    assert run(FakeEngine({}), data, ("full",), records_path=path)["full"].samples == 3
 
 
 @pytest.mark.parametrize(
@@ -166,9 +206,20 @@ def test_samples_that_do_not_fit_in_the_context_window_are_named(tmp_path: Path)
     long["passages"][0]["text"] = "A lake is deep. " * 2_000
     data = read_samples(write_jsonl(tmp_path / "d.jsonl", [record(1), long, record(3)]))
     path = tmp_path / "records.jsonl"
-    for mode in ("full", "block"):
-        with pytest.raises(ContextOverflowError, match=f"{mode} mode, of the samples q2: "):
-            evaluate(engine, data, (mode,), max_new_tokens=4, batch_size=1, records_path=path)
-        path.unlink()
-    with pytest.raises(ContextOverflowError, match="of the samples q1, q2, q3: "):
-        evaluate(engine, data, ("full",), max_new_tokens=4, batch_size=3)
+    for modes in (("full",), ("closed-book", "block")):
+        with pytest.raises(ContextOverflowError, match="1 of 3 prompts do not fit") as raised:
+            evaluate(engine, data, modes, max_new_tokens=4, batch_size=3, records_path=path)
+        assert "the ids q2, up to" in str(raised.value)
+        assert len(path.read_bytes().splitlines()) == 1  # nothing was answered
+    evaluate(engine, data, ("closed-book",), max_new_tokens=1)  # which holds no passage
+
+
+def test_answers_that_the_context_window_cuts_off_are_counted(tmp_path: Path) -> None:
+    engine = BlockAttentionEngine.from_pretrained(shared_tiny_llama(), tokenizer=tiny_tokenizer())
+    data = samples(tmp_path, 2)
+    prompt = make_prompt(engine, prompt_format("chat"), data[0], "full")
+    context, final = engine.model.tokenizer.prompt_ids(prompt)
+    room = engine.model.max_context_tokens - sum(map(len, context)) - len(final)
+    report = evaluate(engine, data, ("full",), max_new_tokens=room + 50)
+    assert [r.generated_tokens for r in report.records] == [room, room]
+    assert report.cut_off == 2
