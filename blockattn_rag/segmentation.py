@@ -137,8 +137,9 @@ def _common(one: str, other: str) -> str:
 SEPARATORS = ("\n\n", "---", "===", "\n\t", "\n")
 """Where texts are cut; the first of these that a text holds is used, and no other."""
 
+# A line may end with \r\n, and an empty one may hold spaces.
 _CUTS = {
-    "\n\n": re.compile(r"\n\n\s*"),
+    "\n\n": re.compile(r"\n[ \t]*\r?\n\s*"),
     "---": re.compile(r"-{3,}\s*"),
     "===": re.compile(r"={3,}\s*"),
     "\n\t": re.compile(r"\n\t\s*"),
@@ -157,7 +158,7 @@ def split_text(text: str, *, max_blocks: int | None = 15) -> list[str]:
     """
     if max_blocks is not None and max_blocks < 1:
         raise ValueError(f"max_blocks must be at least 1, found {max_blocks}")
-    separator = next((s for s in SEPARATORS if s in text), None)
+    separator = next((s for s in SEPARATORS if _CUTS[s].search(text)), None)
     pieces = [text] if text else []
     if separator is not None:
         lead = len(text) - len(text.lstrip())
@@ -204,6 +205,10 @@ def few_shot(examples: Sequence[str], query: str, *, separator: str = "\n\n") ->
 # JSON state
 
 
+_WORD = re.compile(r"[^\W\d][\w-]*")
+"""A key or id that is written as it stands. Numbers are not: ``"3"`` is another id than ``3``."""
+
+
 def split_json(state: Any, *, depth: int | None = 2, name: str = "state") -> list[str]:
     """Cut a JSON value into lines, each a block, so that a changed field changes one line only.
 
@@ -216,7 +221,9 @@ def split_json(state: Any, *, depth: int | None = 2, name: str = "state") -> lis
         state.units[id=8]: {"id": 8, "hp": 35, "at": [1, 2]}
 
     List items that are objects with an ``id`` are named by it, so that items may come, go and move
-    without changing the lines of others; other items are named by index.
+    without changing the lines of others; other items, and those whose id came before in the list,
+    are named by index. Keys and ids that are no plain words are quoted, so that different states
+    never give the same lines.
 
     Args:
         state: what ``json.loads`` returns.
@@ -224,12 +231,26 @@ def split_json(state: Any, *, depth: int | None = 2, name: str = "state") -> lis
         name: what the lines call the whole.
 
     Raises:
-        SegmentationError: the value is not JSON (NaN and infinities are not).
+        SegmentationError: the value is not JSON (NaN, infinities and keys other than strings are
+            not), or nested too deep.
     """
     try:
+        _check_keys(state)
         return list(_lines(state, name, -1 if depth is None else depth))
     except (TypeError, ValueError) as error:
         raise SegmentationError(f"found a state that is not JSON: {error}") from error
+    except RecursionError as error:
+        raise SegmentationError("found a state that is nested too deep, or holds itself") from error
+
+
+def _check_keys(value: Any) -> None:
+    """Other keys than strings would be written as strings, and may then be lost to equal ones."""
+    for key in value if isinstance(value, dict) else ():
+        if not isinstance(key, str):
+            raise TypeError(f"the key {key!r} is no string")
+    children = value.values() if isinstance(value, dict) else value
+    for child in children if isinstance(value, (dict, list)) else ():
+        _check_keys(child)
 
 
 def _lines(value: Any, path: str, depth: int) -> Iterator[str]:
@@ -237,17 +258,14 @@ def _lines(value: Any, path: str, depth: int) -> Iterator[str]:
     if depth == 0 or _is_plain(value):
         yield _line(path, value)
         return
-    named = (
-        [(f".{key}", child) for key, child in value.items()]
-        if isinstance(value, dict)
-        else [(f"[{_item_name(i, child)}]", child) for i, child in enumerate(value)]
-    )
-    plain = {key: child for key, child in named if _is_plain(child)}
-    if plain and isinstance(value, dict):
-        yield _line(path, {key.removeprefix("."): child for key, child in plain.items()})
-    for key, child in named:
-        if not (key in plain and isinstance(value, dict)):
-            yield from _lines(child, path + key, depth - 1)
+    if isinstance(value, dict):
+        if plain := {key: child for key, child in value.items() if _is_plain(child)}:
+            yield _line(path, plain)
+        inner = [(_field(key), child) for key, child in value.items() if key not in plain]
+    else:
+        inner = list(zip(_item_names(value), value, strict=True))
+    for name, child in inner:
+        yield from _lines(child, path + name, depth - 1)
 
 
 def _is_plain(value: Any) -> bool:
@@ -257,9 +275,21 @@ def _is_plain(value: Any) -> bool:
     return not (isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value))
 
 
-def _item_name(index: int, item: Any) -> str:
-    identity = item.get("id") if isinstance(item, dict) else None
-    return f"id={identity}" if isinstance(identity, (str, int)) else str(index)
+def _field(key: str) -> str:
+    return f".{key}" if _WORD.fullmatch(key) else f"[{json.dumps(key)}]"
+
+
+def _item_names(items: Sequence[Any]) -> Iterator[str]:
+    """``[id=7]`` of objects with an id that no item before has, else ``[0]``, the index."""
+    seen: set[str] = set()
+    for index, item in enumerate(items):
+        identity = item.get("id") if isinstance(item, dict) else None
+        plain = isinstance(identity, str) and _WORD.fullmatch(identity)
+        name = f"[id={identity if plain else json.dumps(identity)}]"
+        if not isinstance(identity, (str, int)) or isinstance(identity, bool) or name in seen:
+            name = f"[{index}]"
+        seen.add(name)
+        yield name
 
 
 def _line(path: str, value: Any) -> str:

@@ -124,6 +124,8 @@ class TestSplitText:
             ("a=== b\n\tc", ["a=== ", "b\n\tc"]),
             ("a\n\tb\nc", ["a\n\t", "b\nc"]),
             ("a\n b\nc", ["a\n ", "b\n", "c"]),
+            ("a\r\nb\r\n\r\nc\r\nd", ["a\r\nb\r\n\r\n", "c\r\nd"]),
+            ("a\nb\n \t\nc\nd", ["a\nb\n \t\n", "c\nd"]),
             ("\n\na", ["\n\na"]),
             ("one line", ["one line"]),
             ("", []),
@@ -172,6 +174,20 @@ STATES = st.dictionaries(
     ),
     min_size=1,
     max_size=3,
+)
+
+
+ODD = st.text('a.[]="\n0', max_size=3)
+ODD_STATES = st.recursive(
+    st.just(1),
+    lambda inner: st.one_of(
+        st.dictionaries(ODD, inner, max_size=3),
+        st.lists(
+            (ODD | st.integers(0, 2)).map(lambda i: {"id": i, "x": {"y": 1}}) | inner,
+            max_size=4,
+        ),
+    ),
+    max_leaves=8,
 )
 
 
@@ -242,10 +258,32 @@ class TestSplitJson:
         lines = split_json({"units": units})
         assert split_json({"units": [units[3], units[1]]}) == [lines[3], lines[1]]
 
-    @pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}])
+    @given(ODD_STATES, st.sampled_from([1, 2, None]))
+    def test_no_two_lines_have_one_path_whatever_keys_and_ids_are(
+        self, state: Any, depth: int | None
+    ) -> None:
+        lines = split_json(state, depth=depth)
+        assert len(set(lines)) == len(lines)  # all values are alike
+        assert all(line.count("\n") == 1 for line in lines)
+
+    def test_keys_and_ids_that_are_no_words_are_quoted(self) -> None:
+        items: list[Any] = [{"id": i, "at": {}} for i in (3, "3", "unit-3", "a]\nb", 3, True, None)]
+        assert [line.partition(":")[0] for line in split_json({"a.b": items})] == [
+            'state["a.b"][id=3]', 'state["a.b"][id="3"]', 'state["a.b"][id=unit-3]',
+            'state["a.b"][id="a]\\nb"]', 'state["a.b"][4]', 'state["a.b"][5]', 'state["a.b"][6]',
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}, {1: 2}, [{None: 1}]])
     def test_what_is_not_json_is_refused(self, value: Any) -> None:
-        with pytest.raises(SegmentationError, match="not JSON"):
-            split_json({"a": value})
+        for depth in (0, 2, None):
+            with pytest.raises(SegmentationError, match="not JSON"):
+                split_json({"a": value}, depth=depth)
+
+    def test_a_state_that_holds_itself_is_refused(self) -> None:
+        state: dict[str, Any] = {}
+        state["me"] = [state]
+        with pytest.raises(SegmentationError, match="holds itself"):
+            split_json(state)
 
 
 def test_one_changed_field_among_300_blocks_computes_one_block_and_answers_as_computing_all() -> (
