@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ import typer
 
 from blockattn_rag.engine import BlockAttentionEngine
 from blockattn_rag.evaluation import evaluate, read_samples
+from blockattn_rag.model.loading import load_config
 from blockattn_rag.store import MemoryStore
 
 from .corpus import evaluation_record, generate_samples, write_jsonl
@@ -25,13 +26,7 @@ from .scenes import QUESTION_KINDS
 SIZES = (2, 5, 10)
 
 
-def measure(
-    model: str,
-    modes: Sequence[str],
-    samples: int,
-    seed: int,
-    on_cell: Callable[[str], None] = lambda _: None,
-) -> list[dict[str, Any]]:
+def measure(model: str, modes: Sequence[str], samples: int, seed: int) -> Iterator[dict[str, Any]]:
     """A row for each kind of question, number of passages and mode: ``kind``, ``passages``,
     ``mode``, ``samples``, ``accuracy`` with ``low`` and ``high`` (95 % bootstrap interval), and
     ``difference`` from full mode (None where that is not measured).
@@ -41,9 +36,7 @@ def measure(
         modes: of ``blockattn_rag.evaluation.MODES``.
         samples: questions in each cell.
         seed: of the questions.
-        on_cell: told each finished cell.
     """
-    rows = []
     for kind in QUESTION_KINDS:
         for passages in SIZES:
             # A store for each cell: passages of one are never seen in another.
@@ -56,9 +49,7 @@ def measure(
                     engine, read_samples(file), modes, max_new_tokens=80, batch_size=32
                 )
             cell = {"model": model, "kind": kind, "passages": passages}
-            rows += [{**cell, **_figures(result)} for result in report.results]
-            on_cell(f"{model} {kind} at {passages}")
-    return rows
+            yield from ({**cell, **_figures(result)} for result in report.results)
 
 
 def _figures(result: Any) -> dict[str, Any]:
@@ -100,20 +91,24 @@ def main(
     samples: Annotated[int, typer.Option(min=1, help="Questions in each cell.")] = 500,
     seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 1,
     threads: Annotated[int, typer.Option(min=1, help="Processor cores.")] = 2,
-    output: Annotated[Path | None, typer.Option(help="Write the rows to this JSON file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write the rows to this JSON file.")
+    ] = None,
 ) -> None:
     """Print the table of accuracies by mode, question kind and number of passages."""
     torch.set_num_threads(threads)
     if output:
-        output.parent.mkdir(parents=True, exist_ok=True)  # before the hours, not after
-    rows: list[dict[str, Any]] = []
+        output.parent.mkdir(parents=True, exist_ok=True)
     for model in models:
-        rows += measure(
-            model, modes.split(","), samples, seed, lambda cell: typer.echo(cell, err=True)
-        )
+        load_config(model)  # a mistyped name is told of at once
+    names = [mode.strip() for mode in modes.split(",")]
+    rows: list[dict[str, Any]] = []
+    for row in (row for model in models for row in measure(model, names, samples, seed)):
+        rows.append(row)
+        typer.echo(f"{row['model']} {row['kind']} at {row['passages']}, {row['mode']}", err=True)
+        if output:  # whatever ends a run of hours, what it found is kept
+            output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     print(markdown(rows))
-    if output:
-        output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

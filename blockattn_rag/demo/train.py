@@ -201,6 +201,33 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     tokenizer.save_pretrained(out)
 
 
+def base_of(out: Path) -> Path:
+    """Where the base model of ``out`` goes."""
+    return out.with_name(out.name + "-base")
+
+
+def data_of(out: Path) -> Path:
+    """Where the data of block fine-tuning go."""
+    return out.with_name(out.name + "-data.jsonl")
+
+
+def check_paths(out: Path, base: Path | None, overwrite: bool) -> None:
+    """See, before the hours and not after them, that nothing is lost without being told.
+
+    Raises:
+        FileExistsError: something is there and ``overwrite`` is False, or ``out`` is no model of
+            ours.
+    """
+    from blockattn_rag.training.work import check_output
+
+    check_output(out, overwrite)
+    made = [data_of(out), *([] if base else [base_of(out)])]
+    if there := [str(path) for path in made if path.exists() and not overwrite]:
+        raise FileExistsError(
+            f"{', '.join(there)} would be written over; choose another --out, or pass --overwrite"
+        )
+
+
 def write_block_data(path: Path, tokenizer: PreTrainedTokenizerFast, seed: int, n: int) -> None:
     """``n`` prompts over training entities, in all formats, as training data of block records."""
     writer = RowWriter(tokenizer, random.Random(f"{seed}/block"))
@@ -221,7 +248,7 @@ def block_finetune(
     from blockattn_rag.training.config import FinetuneConfig
     from blockattn_rag.training.finetune import finetune
 
-    data = out.with_name(out.name + "-data.jsonl")
+    data = data_of(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     if is_first():
         write_block_data(data, load_tokenizer(base), seed, plan.block_samples)
@@ -246,10 +273,14 @@ def block_finetune(
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder of the finished model.")] = Path("bundled"),
+    out: Annotated[
+        Path, typer.Option(help="Folder of the finished model; OUT-data.jsonl is written too.")
+    ] = Path("bundled"),
     seed: Annotated[int, typer.Option(help="Seed of data and weights.")] = 0,
-    minutes: Annotated[float, typer.Option(help="Limit of stages 2 and 3, each.")] = math.inf,
-    threads: Annotated[int, typer.Option(help="Processor cores.")] = 2,
+    minutes: Annotated[
+        float, typer.Option(min=0.01, help="Limit of stages 2 and 3, each.")
+    ] = math.inf,
+    threads: Annotated[int, typer.Option(min=1, help="Processor cores.")] = 2,
     base: Annotated[
         Path | None, typer.Option(help="Fine-tune this model; without, OUT-base is trained.")
     ] = None,
@@ -260,6 +291,9 @@ def main(
     smoke: Annotated[
         bool, typer.Option("--smoke", help="A short run that shows it works.")
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Write over what an earlier run made.")
+    ] = False,
 ) -> None:
     """Train the bundled model: OUT-base after full attention only, OUT after block fine-tuning."""
     torch.set_num_threads(threads)
@@ -267,9 +301,15 @@ def main(
         dist.init_process_group("gloo")
     if BLOCK_BATCH % processes():
         raise typer.BadParameter(f"{processes()} processes; expected 1, 2 or {BLOCK_BATCH}")
+    try:
+        check_paths(out, base, overwrite)
+    except FileExistsError as error:
+        raise typer.BadParameter(str(error)) from error
+    if processes() > 1:
+        dist.barrier()  # all have looked before one writes
     plan = SMOKE if smoke else Plan()
     if base is None:
-        base = out.with_name(out.name + "-base")
+        base = base_of(out)
         train_base(base, plan, seed, minutes)
     block_finetune(base, out, plan, seed, positions)
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from blockattn_rag.demo import measure as module
-from blockattn_rag.demo.measure import markdown, measure
+from blockattn_rag.demo.measure import main, markdown, measure
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -15,12 +18,33 @@ def test_every_kind_size_and_mode_has_a_row(
     monkeypatch.setattr(module, "SIZES", (2, 3))
     tiny_model(max_position_embeddings=4096).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    cells: list[str] = []
-    rows = measure(str(tmp_path), ["full", "block"], samples=2, seed=1, on_cell=cells.append)
+    rows = list(measure(str(tmp_path), ["full", "block"], samples=2, seed=1))
     assert len(rows) == 3 * 2 * 2
-    assert len(cells) == 3 * 2
     assert {(row["mode"], row["samples"]) for row in rows} == {("full", 2), ("block", 2)}
     assert all(row["low"] <= row["accuracy"] <= row["high"] for row in rows)
+
+
+def test_rows_are_kept_as_they_come_and_bad_options_refused_before_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"model": "bundled", "mode": "full", "kind": "order", "passages": 2,
+           "accuracy": 1.0, "low": 1.0, "high": 1.0}  # fmt: skip
+    asked: list[list[str]] = []
+
+    def one_row_and_a_crash(_: str, modes: list[str], *__: int) -> Iterator[dict[str, Any]]:
+        asked.append(modes)
+        yield row
+        raise MemoryError
+
+    monkeypatch.setattr(module, "measure", one_row_and_a_crash)
+    output = tmp_path / "new" / "rows.json"
+    with pytest.raises(FileNotFoundError, match="holds no model"):
+        main(["bundled", str(tmp_path)], output=output)
+    assert not asked
+    with pytest.raises(MemoryError):
+        main(["bundled"], modes="full, block", output=output)
+    assert asked == [["full", "block"]]
+    assert json.loads(output.read_text(encoding="utf-8")) == [row]
 
 
 def test_the_table_has_a_line_for_each_model_and_mode_and_a_dash_for_what_is_missing() -> None:

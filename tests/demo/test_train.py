@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from transformers import AutoModelForCausalLM
 
 from blockattn_rag.demo import bundled_model_path
-from blockattn_rag.demo.train import SMOKE, block_finetune, curriculum, train_base
+from blockattn_rag.demo import train as module
+from blockattn_rag.demo.train import SMOKE, block_finetune, curriculum, main, train_base
 
 
 def test_prompts_grow_with_progress() -> None:
@@ -32,6 +34,35 @@ def test_a_smoke_run_learns_and_ends_in_an_ordinary_model(tmp_path: Path) -> Non
         assert report.after[name].tokens > before.tokens + 0.2
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.block_attention["modes"] == ["block", "full"]
+
+
+@pytest.mark.parametrize("there", ["out", "out-base", "out-data.jsonl"])
+def test_nothing_is_written_over_without_being_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    trained: list[str] = []
+    monkeypatch.setattr(module, "train_base", lambda *_: trained.append("base"))
+    monkeypatch.setattr(module, "block_finetune", lambda *_: trained.append("out"))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    out = tmp_path / "out"
+    if there == "out":
+        out.mkdir()
+        (out / "training_log.json").touch()
+    else:
+        (tmp_path / there).touch()
+    with pytest.raises(typer.BadParameter, match=there):
+        main(out)
+    assert not trained
+    main(out, overwrite=True)
+    assert trained == ["base", "out"]
+    if there == "out-base":  # which is then read
+        main(out, base=tmp_path / there)
+
+
+def test_a_folder_of_something_else_is_refused_before_the_hours(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(typer.BadParameter, match="no earlier result"):
+        main(tmp_path, overwrite=True)
 
 
 def test_the_bundled_model_fits_the_package() -> None:
