@@ -152,7 +152,7 @@ def train(
         config = FinetuneConfig(
             train_data=options.pop("data"),
             eval_data=options.pop("eval_data") or (),
-            modes=tuple(options.pop("modes").split(",")),
+            modes=tuple(mode.strip() for mode in options.pop("modes").split(",")),
             on_error=options.pop("on_error").value,
             lora=_adapters(options),
             **options,

@@ -10,6 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 BUNDLED = "bundled"
+SIDECAR = "block_attention.json"
+"""Beside an adapter: the modes it was trained in."""
+
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
@@ -94,12 +97,14 @@ def _load_adapter(name: str, dtype: str | torch.dtype, kwargs: dict[str, Any]) -
     base = AutoModelForCausalLM.from_pretrained(base_name, dtype=dtype, **kwargs)
     merged = PeftModel.from_pretrained(base, name).merge_and_unload()
     tuned = settings.get("block_attention") or _sidecar_marker(Path(name))
-    if tuned:
+    if isinstance(tuned, dict) and "block" not in tuned.get("modes", ["block"]):
+        merged.config.block_attention = None  # full mode alone may have undone the base's tuning
+    elif tuned:
         merged.config.block_attention = tuned
     return merged
 
 
 def _sidecar_marker(folder: Path) -> Any:
     """Our training's mark beside an adapter, whose own config knows no foreign keys."""
-    sidecar = folder / "block_attention.json"
+    sidecar = folder / SIDECAR
     return json.loads(sidecar.read_text(encoding="utf-8")) if sidecar.is_file() else None

@@ -164,8 +164,9 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         if not self.train_data or isinstance(self.train_data, (str, Path)):
             raise ValueError(f"train_data must be a list of files, found {self.train_data!r}")
-        if not self.modes or not set(self.modes) <= set(get_args(Mode)):
-            raise ValueError(f"modes must be of {get_args(Mode)}, found {self.modes!r}")
+        distinct = set(self.modes)
+        if not distinct or len(distinct) < len(self.modes) or not distinct <= set(get_args(Mode)):
+            raise ValueError(f"modes must be distinct, of {get_args(Mode)}, found {self.modes!r}")
         for name, choices in _CHOICES.items():
             if (found := getattr(self, name)) not in get_args(choices):
                 raise ValueError(f"{name} must be of {get_args(choices)}, found {found!r}")

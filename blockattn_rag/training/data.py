@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from jinja2 import TemplateError
+
 from blockattn_rag.blocks import Block, BlockPrompt, BlockTemplate
 from blockattn_rag.errors import DataError, SegmentationError
 from blockattn_rag.jsonl import numbered_lines, parse_line
@@ -110,7 +112,12 @@ class SampleEncoder:
         Raises:
             DataError: the record is malformed, holds an empty block, or is too long.
         """
-        sample = self.parse(record)
+        try:
+            sample = self.parse(record)
+        except SegmentationError as error:
+            raise DataError(str(error)) from error
+        except TemplateError as error:
+            raise DataError(f"the chat template refuses this conversation: {error}") from error
         encoded = self.encode(sample)
         count = len(encoded.input_ids)
         if self.max_tokens is not None and count > self.max_tokens:
@@ -155,16 +162,19 @@ class SampleEncoder:
         for i, item in enumerate(_list(fields, "messages")):
             message = _object(item, f"messages[{i}]")
             where = f"messages[{i}]."
+            if message.get("tool_calls"):
+                raise DataError(f"found '{where}tool_calls', which cannot be learned; write the "
+                                "call into 'content'")  # fmt: skip
             messages.append({k: _text(message, k, where) for k in ("role", "content")})
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
             raise DataError("found no response: the last of two or more messages must have "
                             "the role 'assistant'")  # fmt: skip
-        try:
-            prompt = conversation(
-                messages[:-1], self.hf_tokenizer, blocks_per_turn=self.blocks_per_turn
-            )
-        except SegmentationError as error:
-            raise DataError(str(error)) from error
+        if messages[-2]["role"] == "assistant":
+            raise DataError("found two answers of the role 'assistant' one after the other at the "
+                            "end; join them, or put a message between")  # fmt: skip
+        prompt = conversation(
+            messages[:-1], self.hf_tokenizer, blocks_per_turn=self.blocks_per_turn
+        )
         return Sample(prompt, messages[-1]["content"])
 
     def _parse_passages(self, fields: _Record) -> Sample:

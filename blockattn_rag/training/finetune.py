@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from blockattn_rag.errors import DataError
-from blockattn_rag.model.loading import load_tokenizer, resolve_name
+from blockattn_rag.model.loading import BUNDLED, SIDECAR, load_tokenizer, resolve_name
 from blockattn_rag.model.probe import profile_attention
 from blockattn_rag.training.batches import Collator, ModeDataset
 from blockattn_rag.training.card import write_card, write_plot
@@ -349,8 +349,12 @@ def _publish(
         return
     (staging / "training_args.bin").unlink(missing_ok=True)  # a pickle, of no use to readers
     tokenizer.save_pretrained(staging)
-    if config.lora and "block" in config.modes:
-        write_json(staging / "block_attention.json", config.marker)
+    if config.lora:
+        write_json(staging / SIDECAR, config.marker)
+    if config.lora and config.model == BUNDLED:  # which lies elsewhere on another machine
+        adapter = staging / "adapter_config.json"
+        named = {**json.loads(adapter.read_text("utf-8")), "base_model_name_or_path": BUNDLED}
+        write_json(adapter, named)
     write_json(staging / LOG, report.history)
     write_plot(report.history, staging / "training_curves.png")
     write_card(config, report, staging / "README.md")

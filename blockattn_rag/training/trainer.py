@@ -4,6 +4,7 @@ end to runs that diverge."""
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ from blockattn_rag.errors import DivergedError
 from blockattn_rag.training.batches import LengthGroupedSampler, layout_of
 from blockattn_rag.training.masks import ModelMasks
 
+logger = logging.getLogger("blockattn_rag")
+
 _REMEDY = (
     "start again (overwrite=True, --overwrite) with a lower learning rate or more warm-up steps"
 )
@@ -28,8 +31,18 @@ class Watch(TrainerCallback):
     """What the Trainer leaves out: see each method."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A resumed run would keep the old intervals."""
+        """A resumed run would keep the old intervals; and a short one may never be warm."""
         state.compute_steps(args, state.max_steps)
+        warm_up = args.get_warmup_steps(state.max_steps)
+        if warm_up >= state.max_steps:
+            logger.warning(
+                "the run has %d steps and the warm-up %d: the learning rate of %g is not reached; "
+                "take fewer warm-up steps (warmup_steps, --warmup-steps), smaller batches "
+                "(batch_size, --batch-size) or more epochs",
+                state.max_steps,
+                warm_up,
+                args.learning_rate,
+            )
 
     def on_log(self, args: Any, state: Any, control: Any, **found: Any) -> None:
         """A run that diverged does not come back."""

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,21 +28,23 @@ RUN, LOG, CHECKPOINTS = "run.json", "training_log.json", "checkpoints"
 
 def check_folders(config: FinetuneConfig) -> dict[str, Any]:
     """See that there is a place to write to; returns the settings that decide the result."""
-    for path in map(Path, config.eval_data):
-        require_file(path)
-    settings = {**config.decisive(), "data": _data_digests(config)}
+    settings = {
+        **config.decisive(),
+        "training data": _digests(config.train_data),
+        "evaluation data": _digests(config.eval_data),
+    }
     settings = json.loads(json.dumps(settings, default=str))
-    _check_output(config)
+    check_output(Path(config.output), config.overwrite)
+    _check_read(config)
     _check_work(config, settings)
     return settings
 
 
-def _check_output(config: FinetuneConfig) -> None:
-    """Nothing but an earlier result is ever replaced."""
-    output = Path(config.output)
+def check_output(output: Path, overwrite: bool) -> None:
+    """Nothing but an earlier result is ever replaced, and that only if asked."""
     if not os.path.lexists(output):
         return
-    if not config.overwrite:
+    if not overwrite:
         raise FileExistsError(
             f"{output} exists; choose another output, or overwrite it (overwrite=True, --overwrite)"
         )
@@ -52,6 +54,11 @@ def _check_output(config: FinetuneConfig) -> None:
             f"{output} is no earlier result (a folder with {LOG}), so it is not overwritten; "
             "choose another output"
         )
+
+
+def _check_read(config: FinetuneConfig) -> None:
+    """What is read must not lie where the result goes."""
+    output = Path(config.output)
     read = (resolve_name(config.model), *config.train_data, *config.eval_data)
     for used in map(Path, read):
         if used.resolve().is_relative_to(output.resolve()):
@@ -70,7 +77,13 @@ def _check_work(config: FinetuneConfig, settings: dict[str, Any]) -> None:
             f"{work} holds an interrupted run; go on with it (resume=True, --resume) or throw it "
             "away (overwrite=True, --overwrite)"
         )
-    before = json.loads(run.read_text(encoding="utf-8"))
+    try:
+        before = json.loads(run.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{run} is damaged ({error}), so that the run cannot be resumed; start again "
+            "(overwrite=True, --overwrite)"
+        ) from error
     if changed := sorted(k for k in settings if settings[k] != before.get(k)):
         raise ValueError(
             f"the interrupted run in {work} had other settings for {', '.join(changed)}; give the "
@@ -109,10 +122,10 @@ def replace_output(config: FinetuneConfig, result: Path) -> None:
     shutil.rmtree(replaced if config.keep_checkpoints else config.work, ignore_errors=True)
 
 
-def _data_digests(config: FinetuneConfig) -> list[str]:
-    """sha256 of each training file."""
+def _digests(files: Sequence[str | Path]) -> list[str]:
+    """sha256 of each file."""
     digests = []
-    for path in config.train_data:
+    for path in files:
         require_file(Path(path))
         with Path(path).open("rb") as file:
             digests.append(hashlib.file_digest(file, "sha256").hexdigest())
@@ -120,8 +133,10 @@ def _data_digests(config: FinetuneConfig) -> list[str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file that people read too."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    """Write a file that people read too, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
 
 
 def last_checkpoint(folder: Path) -> Path | None:

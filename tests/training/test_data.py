@@ -165,6 +165,16 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
         "no response",
     ),
     "a lone message": (b'{"messages": [{"role": "assistant", "content": "a"}]}', "no response"),
+    "two answers at the end": (
+        b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, '
+        b'{"role": "assistant", "content": "c"}]}',
+        "two answers of the role 'assistant'",
+    ),
+    "tool calls": (
+        b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", '
+        b'"tool_calls": [{}]}]}',
+        "messages[1].tool_calls",
+    ),
     "a message without content": (b'{"messages": [{"role": "user"}]}', "messages[0].content"),
     "too long": (
         b'{"blocks": ["' + b"a" * 900 + b'"], "prompt": "b", "response": "c"}',
@@ -199,6 +209,22 @@ class TestBadData:
         assert report.tokens == sum(len(sample.input_ids) for sample in found)
         assert report.skipped[0].startswith(f"{file}, line 4: ")
         assert f"left out {len(BAD_LINES)} bad lines" in caplog.text
+
+    def test_a_conversation_that_the_chat_template_refuses_is_a_bad_line(
+        self, tmp_path: Path
+    ) -> None:
+        tokenizer = tiny_tokenizer()
+        refusal = "{% if messages[0].role != 'user' %}{{ raise_exception('ask first') }}{% endif %}"
+        tokenizer.chat_template = refusal + str(tokenizer.chat_template)
+        refused = {"messages": [{"role": "assistant", "content": "Hello."}, *MESSAGES["messages"]]}
+        asked = {"messages": [m for m in MESSAGES["messages"] if m["role"] != "system"]}
+        file, report = tmp_path / "data.jsonl", DataReport()
+        file.write_text("".join(json.dumps(r) + "\n" for r in (asked, refused, asked)))
+        encoder = SampleEncoder(tokenizer)
+        with pytest.raises(DataError, match="line 2: the chat template refuses"):
+            list(read_samples([file], encoder))
+        list(read_samples([file], encoder, on_error="skip", report=report))
+        assert (report.samples, len(report.skipped)) == (2, 1)
 
     def test_messages_without_a_chat_template_are_reported(self) -> None:
         with pytest.raises(DataError, match="no chat template"):

@@ -23,7 +23,7 @@ from blockattn_rag.training.data import SampleEncoder
 from blockattn_rag.training.finetune import _arguments, finetune
 from blockattn_rag.training.masks import ModelMasks, TokenLayout, row_layout
 from blockattn_rag.training.trainer import BlockTrainer
-from blockattn_rag.training.work import last_checkpoint
+from blockattn_rag.training.work import check_folders, last_checkpoint
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.runs import config, settings, write_data, write_model
 
@@ -86,6 +86,26 @@ class TestResult:
         assert tuned.is_block_tuned
         assert not base.is_block_tuned
         assert tuned.fingerprint != base.fingerprint
+
+    def test_adapters_of_full_mode_alone_take_the_mark_of_their_base_away(
+        self, folder: Path
+    ) -> None:
+        given: dict[str, Any] = {"model": "bundled", "lora": {"rank": 2}, "max_steps": 1}
+        finetune(config(settings(folder, **given, modes=("full",))))
+        finetune(config(settings(folder, "both", **given)))
+        assert not BlockModel.from_pretrained(folder / "out").is_block_tuned
+        assert BlockModel.from_pretrained(folder / "both").is_block_tuned
+        # By its name, as it lies elsewhere on another machine.
+        written = json.loads((folder / "out" / "adapter_config.json").read_text())
+        assert written["base_model_name_or_path"] == "bundled"
+
+    def test_a_run_that_never_gets_warm_is_told_of(
+        self, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        finetune(config(settings(folder, max_steps=3)))
+        assert "warm-up" not in caplog.text
+        finetune(config(settings(folder, "short", max_steps=2)))
+        assert "the run has 2 steps and the warm-up 2: the learning rate of 0.001" in caplog.text
 
     @pytest.mark.parametrize(
         "changes",
@@ -220,6 +240,22 @@ class TestResume:
         (folder / "out.work").mkdir()
         (folder / "out.work" / "run.json").write_text("{}")
         with pytest.raises(ValueError, match=r"other settings for .*learning_rate"):
+            finetune(config(settings(folder, resume=True)))
+
+    @pytest.mark.parametrize(("file", "name"), [("train", "training"), ("eval", "evaluation")])
+    def test_resuming_with_other_data_is_refused(self, folder: Path, file: str, name: str) -> None:
+        wanted = settings(folder, eval_data=[str(folder / "eval.jsonl")])
+        noted = check_folders(config(wanted))
+        (folder / "out.work").mkdir()
+        (folder / "out.work" / "run.json").write_text(json.dumps(noted))
+        write_data(folder / f"{file}.jsonl", seed=9)
+        with pytest.raises(ValueError, match=f"other settings for {name} data;"):
+            finetune(config({**wanted, "resume": True}))
+
+    def test_a_run_whose_settings_are_damaged_is_not_resumed(self, folder: Path) -> None:
+        (folder / "out.work").mkdir()
+        (folder / "out.work" / "run.json").touch()
+        with pytest.raises(ValueError, match=r"run\.json is damaged .* start again"):
             finetune(config(settings(folder, resume=True)))
 
 
@@ -358,6 +394,7 @@ class TestRefusals:
             ({"max_tokens": 10_000}, "the model holds 4096"),
             ({"modes": ()}, "modes"),
             ({"modes": ("blocks",)}, "modes"),
+            ({"modes": ("block", "block")}, "modes must be distinct"),
             ({"positions": "none"}, "positions"),
             ({"attention": "flash"}, "attention"),
             ({"on_error": "ignore"}, "on_error"),
