@@ -6,7 +6,6 @@ format by the engine that users run: the table of the bundled model's card.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from blockattn_rag.engine import BlockAttentionEngine
 from blockattn_rag.evaluation import evaluate, read_samples
 from blockattn_rag.model.loading import load_config
 from blockattn_rag.store import MemoryStore
+from blockattn_rag.training.work import write_json
 
 from .corpus import evaluation_record, generate_samples, write_jsonl
 from .scenes import QUESTION_KINDS
@@ -92,12 +92,14 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 1,
     threads: Annotated[int, typer.Option(min=1, help="Processor cores.")] = 2,
     output: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write the rows to this JSON file.")
+        Path | None, typer.Option(dir_okay=False, help="Write the rows to this new JSON file.")
     ] = None,
 ) -> None:
     """Print the table of accuracies by mode, question kind and number of passages."""
     torch.set_num_threads(threads)
     if output:
+        if output.exists():
+            raise typer.BadParameter(f"{output} exists; name another --output, or move it away")
         output.parent.mkdir(parents=True, exist_ok=True)
     for model in models:
         load_config(model)  # a mistyped name is told of at once
@@ -107,7 +109,7 @@ def main(
         rows.append(row)
         typer.echo(f"{row['model']} {row['kind']} at {row['passages']}, {row['mode']}", err=True)
         if output:  # whatever ends a run of hours, what it found is kept
-            output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            write_json(output, rows)
     print(markdown(rows))
 
 

@@ -218,10 +218,14 @@ def check_paths(out: Path, base: Path | None, overwrite: bool) -> None:
         FileExistsError: something is there and ``overwrite`` is False, or ``out`` is no model of
             ours.
     """
-    from blockattn_rag.training.work import check_output
+    from blockattn_rag.training.config import work_of
+    from blockattn_rag.training.work import check_output, check_work
 
     check_output(out, overwrite)
-    made = [data_of(out), *([] if base else [base_of(out)])]
+    check_work(work_of(out))
+    made = [data_of(out), work_of(out), *([] if base else [base_of(out)])]
+    if wrong := [p for p in made if p.exists() and p.is_dir() != (p != data_of(out))]:
+        raise FileExistsError(f"{wrong[0]} is in the way; move it, or choose another --out")
     if there := [str(path) for path in made if path.exists() and not overwrite]:
         raise FileExistsError(
             f"{', '.join(there)} would be written over; choose another --out, or pass --overwrite"

@@ -93,7 +93,7 @@ class RecordFile:
     def _parse(self, number: int, line: bytes) -> Any:
         try:
             return json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{self.path}, line {number}: not a record file ({error}); name another file"
             ) from error
@@ -103,7 +103,9 @@ class RecordFile:
         try:
             return EvaluationRecord(**{**fields, "answers": tuple(fields["answers"])})
         except (TypeError, KeyError) as error:
-            raise DataError(f"{self.path}, line {number}: not a record ({error})") from error
+            raise DataError(
+                f"{self.path}, line {number}: not a record ({error}); name another file"
+            ) from error
 
 
 def _dump(value: Any) -> str:

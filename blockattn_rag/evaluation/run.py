@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,11 +147,11 @@ def evaluate(
         "stop": list(stop),
         "batch_size": batch_size,
     }
+    shown = [s.with_passages(num_passages) if num_passages else s for s in samples]
+    _check_room(engine, form, shown, modes)
     file = RecordFile(records_path, noted) if records_path is not None else None
     done = dict(file.records) if file else {}
-    shown = [s.with_passages(num_passages) if num_passages else s for s in samples]
-    _check_records(done, shown, modes, records_path)
-    _check_room(engine, form, shown, modes)
+    _check_records(done, shown, records_path)
     for mode in modes:
         pending = [sample for sample in shown if (sample.id, mode) not in done]
         finished = len(shown) - len(pending)
@@ -166,7 +166,9 @@ def evaluate(
             finished += len(batch)
             if on_progress:
                 on_progress(mode, finished, len(shown))
-    return EvaluationReport(noted, [done[sample.id, mode] for mode in modes for sample in shown])
+    # The kind decides no answer, and may have been told otherwise when a sample was answered.
+    records = [replace(done[s.id, mode], kind=s.kind) for mode in modes for s in shown]
+    return EvaluationReport(noted, records)
 
 
 def _answer(
@@ -209,20 +211,13 @@ def _check_arguments(
 def _check_records(
     done: Mapping[tuple[str, str], EvaluationRecord],
     samples: Sequence[EvaluationSample],
-    modes: Sequence[str],
     path: str | Path | None,
 ) -> None:
-    """What was answered before must be these very samples, and not others of the same ids."""
-    changed = [
-        sample.id
-        for sample in samples
-        if any(
-            record.digest != sample.digest
-            for record in (done.get((sample.id, mode)) for mode in modes)
-            if record
-        )
-    ]
-    if changed:
+    """What was answered before, in any mode, must be these very samples and no others of their
+    ids."""
+    digests = {sample.id: sample.digest for sample in samples}
+    changed = [r.id for r in done.values() if digests.get(r.id, r.digest) != r.digest]
+    if changed := list(dict.fromkeys(changed)):
         raise DataError(
             f"{path} holds answers to other questions, or over other passages, under "
             f"{_listed(changed)}. Name another file or delete this one."

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 BUNDLED = "bundled"
 SIDECAR = "block_attention.json"
-"""Beside an adapter: the modes it was trained in."""
+"""Beside an adapter: the modes it was trained in, and its base if that is the bundled model."""
 
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
@@ -45,7 +45,7 @@ def load_config(model: str | Path) -> Any:
     name = resolve_name(model)
     adapter = Path(name) / "adapter_config.json"
     if adapter.is_file():
-        return load_config(json.loads(adapter.read_text("utf-8"))["base_model_name_or_path"])
+        return load_config(_base_name(Path(name)))
     return AutoConfig.from_pretrained(name)
 
 
@@ -93,10 +93,10 @@ def _load_adapter(name: str, dtype: str | torch.dtype, kwargs: dict[str, Any]) -
             f"{name} is a LoRA adapter; loading it needs peft: pip install 'blockattn-rag[train]'"
         ) from error
     settings = json.loads((Path(name) / "adapter_config.json").read_text(encoding="utf-8"))
-    base_name = resolve_name(settings["base_model_name_or_path"])
+    base_name = resolve_name(_base_name(Path(name)))
     base = AutoModelForCausalLM.from_pretrained(base_name, dtype=dtype, **kwargs)
     merged = PeftModel.from_pretrained(base, name).merge_and_unload()
-    tuned = settings.get("block_attention") or _sidecar_marker(Path(name))
+    tuned = settings.get("block_attention") or _sidecar(Path(name))
     if isinstance(tuned, dict) and "block" not in tuned.get("modes", ["block"]):
         merged.config.block_attention = None  # full mode alone may have undone the base's tuning
     elif tuned:
@@ -104,7 +104,13 @@ def _load_adapter(name: str, dtype: str | torch.dtype, kwargs: dict[str, Any]) -
     return merged
 
 
-def _sidecar_marker(folder: Path) -> Any:
-    """Our training's mark beside an adapter, whose own config knows no foreign keys."""
-    sidecar = folder / SIDECAR
-    return json.loads(sidecar.read_text(encoding="utf-8")) if sidecar.is_file() else None
+def _base_name(folder: Path) -> str:
+    """The base of an adapter: a path or hub id, or ``"bundled"`` if it was trained on that."""
+    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    return str(_sidecar(folder).get("base_model") or settings["base_model_name_or_path"])
+
+
+def _sidecar(folder: Path) -> dict[str, Any]:
+    """What our training notes beside an adapter, whose own config knows no foreign keys."""
+    path = folder / SIDECAR
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}

@@ -90,6 +90,11 @@ class LoraConfig:
             raise ValueError("'all-linear' stands for all layers; found it among names of layers")
 
 
+def work_of(output: Path) -> Path:
+    """The folder of a run's checkpoints and encoded data, beside its result."""
+    return output.with_name(output.name + ".work")
+
+
 @dataclass(frozen=True, slots=True)
 class FinetuneConfig:
     """One block fine-tuning run (Block-Attention, arXiv 2409.15355, section 2.4).
@@ -180,8 +185,7 @@ class FinetuneConfig:
     @property
     def work(self) -> Path:
         """Where checkpoints and encoded data lie while the run lasts."""
-        output = Path(self.output)
-        return output.with_name(output.name + ".work")
+        return work_of(Path(self.output))
 
     @property
     def marker(self) -> dict[str, Any]:

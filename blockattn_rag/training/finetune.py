@@ -350,11 +350,9 @@ def _publish(
     (staging / "training_args.bin").unlink(missing_ok=True)  # a pickle, of no use to readers
     tokenizer.save_pretrained(staging)
     if config.lora:
-        write_json(staging / SIDECAR, config.marker)
-    if config.lora and config.model == BUNDLED:  # which lies elsewhere on another machine
-        adapter = staging / "adapter_config.json"
-        named = {**json.loads(adapter.read_text("utf-8")), "base_model_name_or_path": BUNDLED}
-        write_json(adapter, named)
+        # Adapters name their base by its path, and the bundled model's differs by machine.
+        base = {"base_model": BUNDLED} if config.model == BUNDLED else {}
+        write_json(staging / SIDECAR, {**config.marker, **base})
     write_json(staging / LOG, report.history)
     write_plot(report.history, staging / "training_curves.png")
     write_card(config, report, staging / "README.md")

@@ -34,7 +34,8 @@ class Watch(TrainerCallback):
         """A resumed run would keep the old intervals; and a short one may never be warm."""
         state.compute_steps(args, state.max_steps)
         warm_up = args.get_warmup_steps(state.max_steps)
-        if warm_up >= state.max_steps:
+        has_warm_up = args.lr_scheduler_type != "constant" and state.is_world_process_zero
+        if has_warm_up and warm_up >= state.max_steps:
             logger.warning(
                 "the run has %d steps and the warm-up %d: the learning rate of %g is not reached; "
                 "take fewer warm-up steps (warmup_steps, --warmup-steps), smaller batches "

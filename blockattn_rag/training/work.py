@@ -36,7 +36,8 @@ def check_folders(config: FinetuneConfig) -> dict[str, Any]:
     settings = json.loads(json.dumps(settings, default=str))
     check_output(Path(config.output), config.overwrite)
     _check_read(config)
-    _check_work(config, settings)
+    check_work(config.work)
+    _check_interrupted(config, settings)
     return settings
 
 
@@ -65,11 +66,15 @@ def _check_read(config: FinetuneConfig) -> None:
             raise ValueError(f"{output} holds {used}, which is read; choose another output")
 
 
-def _check_work(config: FinetuneConfig, settings: dict[str, Any]) -> None:
+def check_work(work: Path) -> None:
+    """Nothing but the work folder of an earlier run is ever thrown away."""
+    if os.path.lexists(work) and not (work / RUN).is_file():
+        raise FileExistsError(f"{work} is no work folder of a run (it has no {RUN}); move it away")
+
+
+def _check_interrupted(config: FinetuneConfig, settings: dict[str, Any]) -> None:
     """An interrupted run is resumed, thrown away if asked to, and never lost in silence."""
     work, run = config.work, config.work / RUN
-    if os.path.lexists(work) and not run.is_file():
-        raise FileExistsError(f"{work} is no work folder of a run (it has no {RUN}); move it away")
     if config.overwrite or not run.is_file():
         return
     if not config.resume:
@@ -78,8 +83,8 @@ def _check_work(config: FinetuneConfig, settings: dict[str, Any]) -> None:
             "away (overwrite=True, --overwrite)"
         )
     try:
-        before = json.loads(run.read_text(encoding="utf-8"))
-    except ValueError as error:
+        before = dict(json.loads(run.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
         raise ValueError(
             f"{run} is damaged ({error}), so that the run cannot be resumed; start again "
             "(overwrite=True, --overwrite)"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from blockattn_rag.demo import measure as module
 from blockattn_rag.demo.measure import main, markdown, measure
@@ -45,6 +46,8 @@ def test_rows_are_kept_as_they_come_and_bad_options_refused_before_the_first(
         main(["bundled"], modes="full, block", output=output)
     assert asked == [["full", "block"]]
     assert json.loads(output.read_text(encoding="utf-8")) == [row]
+    with pytest.raises(typer.BadParameter, match="exists; name another"):
+        main(["bundled"], output=output)
 
 
 def test_the_table_has_a_line_for_each_model_and_mode_and_a_dash_for_what_is_missing() -> None:

@@ -36,7 +36,7 @@ def test_a_smoke_run_learns_and_ends_in_an_ordinary_model(tmp_path: Path) -> Non
     assert model.config.block_attention["modes"] == ["block", "full"]
 
 
-@pytest.mark.parametrize("there", ["out", "out-base", "out-data.jsonl"])
+@pytest.mark.parametrize("there", ["out", "out-base", "out-data.jsonl", "out.work"])
 def test_nothing_is_written_over_without_being_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
 ) -> None:
@@ -45,11 +45,11 @@ def test_nothing_is_written_over_without_being_told(
     monkeypatch.setattr(module, "block_finetune", lambda *_: trained.append("out"))
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     out = tmp_path / "out"
-    if there == "out":
-        out.mkdir()
-        (out / "training_log.json").touch()
-    else:
+    if there == "out-data.jsonl":
         (tmp_path / there).touch()
+    else:
+        (tmp_path / there).mkdir()
+        (tmp_path / there / ("run.json" if there == "out.work" else "training_log.json")).touch()
     with pytest.raises(typer.BadParameter, match=there):
         main(out)
     assert not trained
@@ -59,10 +59,15 @@ def test_nothing_is_written_over_without_being_told(
         main(out, base=tmp_path / there)
 
 
-def test_a_folder_of_something_else_is_refused_before_the_hours(tmp_path: Path) -> None:
-    (tmp_path / "mine").touch()
-    with pytest.raises(typer.BadParameter, match="no earlier result"):
-        main(tmp_path, overwrite=True)
+def test_what_is_none_of_ours_is_refused_before_the_hours(tmp_path: Path) -> None:
+    for name in ("out", "second.work", "third-data.jsonl"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").touch()
+    (tmp_path / "fourth-base").touch()
+    for name, message in (("out", "no earlier result"), ("second", "no work folder"),
+                          ("third", "in the way"), ("fourth", "in the way")):  # fmt: skip
+        with pytest.raises(typer.BadParameter, match=message):
+            main(tmp_path / name, overwrite=True)
 
 
 def test_the_bundled_model_fits_the_package() -> None:

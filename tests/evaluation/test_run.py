@@ -166,10 +166,13 @@ def test_records_of_other_samples_with_the_same_ids_are_refused(tmp_path: Path, 
     run(FakeEngine({}), data[:2], ("full",), records_path=path)
     kept = path.read_bytes()
     changed = [data[0], replace(data[1], **{key: getattr(data[2], key)}), data[2]]
-    with pytest.raises(DataError, match="other passages, under the ids q2"):
-        run(FakeEngine({}), changed, ("full",), records_path=path)
+    for mode in ("full", "block"):
+        with pytest.raises(DataError, match="other passages, under the ids q2"):
+            run(FakeEngine({}), changed, (mode,), records_path=path)
     assert path.read_bytes() == kept
-    assert run(FakeEngine({}), data, ("full",), records_path=path)["full"].samples == 3
+    named = [replace(sample, kind="new") for sample in data]
+    report = run(FakeEngine({}), named, ("full",), records_path=path)
+    assert [r.samples for r in report.by_kind["new"]] == [3]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +213,8 @@ def test_samples_that_do_not_fit_in_the_context_window_are_named(tmp_path: Path)
         with pytest.raises(ContextOverflowError, match="1 of 3 prompts do not fit") as raised:
             evaluate(engine, data, modes, max_new_tokens=4, batch_size=3, records_path=path)
         assert "the ids q2, up to" in str(raised.value)
-        assert len(path.read_bytes().splitlines()) == 1  # nothing was answered
+        assert not path.exists()
+    evaluate(engine, data, ("full",), max_new_tokens=1, num_passages=1, records_path=path)
     evaluate(engine, data, ("closed-book",), max_new_tokens=1)  # which holds no passage
 
 

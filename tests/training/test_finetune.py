@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from blockattn_rag.engine import BlockAttentionEngine
 from blockattn_rag.errors import DataError, DivergedError, UnsupportedModelError
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.loading import load_config
 from blockattn_rag.training.config import LoraConfig
 from blockattn_rag.training.data import SampleEncoder
 from blockattn_rag.training.finetune import _arguments, finetune
@@ -95,9 +96,13 @@ class TestResult:
         finetune(config(settings(folder, "both", **given)))
         assert not BlockModel.from_pretrained(folder / "out").is_block_tuned
         assert BlockModel.from_pretrained(folder / "both").is_block_tuned
-        # By its name, as it lies elsewhere on another machine.
-        written = json.loads((folder / "out" / "adapter_config.json").read_text())
-        assert written["base_model_name_or_path"] == "bundled"
+        # peft finds the base by its path; we do by name where that is another machine's.
+        adapter = folder / "both" / "adapter_config.json"
+        written = json.loads(adapter.read_text())
+        assert Path(written["base_model_name_or_path"]).is_dir()
+        adapter.write_text(json.dumps({**written, "base_model_name_or_path": "/gone/model"}))
+        assert BlockModel.from_pretrained(folder / "both").is_block_tuned
+        assert load_config(folder / "both").num_hidden_layers == 4
 
     def test_a_run_that_never_gets_warm_is_told_of(
         self, folder: Path, caplog: pytest.LogCaptureFixture
@@ -106,6 +111,9 @@ class TestResult:
         assert "warm-up" not in caplog.text
         finetune(config(settings(folder, "short", max_steps=2)))
         assert "the run has 2 steps and the warm-up 2: the learning rate of 0.001" in caplog.text
+        caplog.clear()
+        finetune(config(settings(folder, "flat", max_steps=2, lr_scheduler="constant")))
+        assert "warm-up" not in caplog.text
 
     @pytest.mark.parametrize(
         "changes",
@@ -252,9 +260,10 @@ class TestResume:
         with pytest.raises(ValueError, match=f"other settings for {name} data;"):
             finetune(config({**wanted, "resume": True}))
 
-    def test_a_run_whose_settings_are_damaged_is_not_resumed(self, folder: Path) -> None:
+    @pytest.mark.parametrize("text", ["", "null", "[1]"])
+    def test_a_run_whose_settings_are_damaged_is_not_resumed(self, folder: Path, text: str) -> None:
         (folder / "out.work").mkdir()
-        (folder / "out.work" / "run.json").touch()
+        (folder / "out.work" / "run.json").write_text(text)
         with pytest.raises(ValueError, match=r"run\.json is damaged .* start again"):
             finetune(config(settings(folder, resume=True)))
 
