@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -146,9 +145,8 @@ class TestSplitText:
         assert merge_smallest(pieces, limit) == naive
 
     def test_a_long_text_is_cut_in_about_linear_time(self) -> None:
-        started = time.monotonic()
-        assert len(split_text("line\n" * 20_000 + " " * 100_000)) == 15
-        assert time.monotonic() - started < 20
+        """Steps as the square of the pieces would not end before pytest's own time limit."""
+        assert len(split_text("line\n" * 100_000 + " " * 100_000)) == 15
 
     def test_a_limit_below_one_is_refused(self) -> None:
         with pytest.raises(ValueError, match="at least 1"):
