@@ -77,14 +77,16 @@ class BlockKV:
         return self if self.device == device else self.copy_to(device)
 
     def copy_to(self, device: torch.device) -> BlockKV:
-        """A copy on ``device`` that shares no memory with this one, made by one transfer."""
+        """A copy on ``device`` that shares no memory with this one, not even its token ids."""
         layers = [self.states(layer) for layer in range(self.num_layers)]
         states = [*(keys for keys, _ in layers), *(values for _, values in layers)]
-        joined = torch.cat([t.reshape(-1) for t in states]).to(device)
-        parts = torch.split(joined, [t.numel() for t in states])
-        copies = tuple(part.view(t.shape) for part, t in zip(parts, states, strict=True))
+        copies = _copies(states, device)
         return replace(
-            self, keys=copies[: self.num_layers], values=copies[self.num_layers :], arrival=None
+            self,
+            keys=copies[: self.num_layers],
+            values=copies[self.num_layers :],
+            token_ids=self.token_ids.clone(),
+            arrival=None,
         )
 
 
@@ -178,3 +180,12 @@ def joined_states(
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=-2)
+
+
+def _copies(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Copies on ``device`` in one piece of memory, made by one transfer."""
+    if len({t.dtype for t in tensors}) > 1:  # joining them would convert them to the widest
+        return tuple(t.to(device, copy=True) for t in tensors)
+    joined = torch.cat([t.reshape(-1) for t in tensors]).to(device)
+    parts = torch.split(joined, [t.numel() for t in tensors])
+    return tuple(part.view(t.shape) for part, t in zip(parts, tensors, strict=True))

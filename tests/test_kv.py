@@ -99,7 +99,27 @@ def test_a_copy_holds_the_same_numbers_in_one_piece_of_memory_of_its_own() -> No
         assert mine.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr()
     places = {t.untyped_storage().data_ptr() for t in (*copy.keys, *copy.values)}
     assert len(places) == 1
-    assert copy.nbytes == one.nbytes
+    assert copy.nbytes == copy.keys[0].untyped_storage().nbytes() == one.nbytes
+
+
+def test_a_copys_token_ids_are_its_own_and_hold_nothing_else() -> None:
+    one = block(3, 1)
+    whole = torch.arange(1000)  # for example all of a file
+    one = replace(one, token_ids=whole[10:13])
+    copy = one.copy_to(torch.device("cpu"))
+    assert copy.token_ids.tolist() == [10, 11, 12]
+    assert copy.token_ids.untyped_storage().nbytes() == 3 * 8
+    assert copy.token_ids.data_ptr() != one.token_ids.data_ptr()
+
+
+def test_a_copy_keeps_the_number_types_of_its_layers() -> None:
+    one = block(3, 1)
+    one = replace(one, keys=tuple(t.half() for t in one.keys))
+    copy = one.copy_to(torch.device("cpu"))
+    assert {t.dtype for t in copy.keys} == {torch.float16}
+    assert {t.dtype for t in copy.values} == {torch.float32}
+    assert bytes_of(copy) == bytes_of(one)
+    assert copy.values[0].data_ptr() != one.values[0].data_ptr()
 
 
 def test_figures_of_a_block() -> None:
