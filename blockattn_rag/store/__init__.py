@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from blockattn_rag.store.base import KVStore, StoreStats
+    from blockattn_rag.store.base import KVStore, StoreStats, TouchableStore
     from blockattn_rag.store.directory import DirectoryStore, EntryInfo
-    from blockattn_rag.store.maintenance import GcReport, VerifyReport, gc, verify
+    from blockattn_rag.store.maintenance import (
+        GcReport,
+        ShrinkReport,
+        VerifyReport,
+        gc,
+        shrink,
+        verify,
+    )
     from blockattn_rag.store.memory import MemoryStore
 
 DEFAULT_MEMORY_BYTES = 1 << 30
@@ -21,11 +28,14 @@ DEFAULT_RESIDENT_BYTES = 1 << 30
 _HOMES = {
     "KVStore": "base",
     "StoreStats": "base",
+    "TouchableStore": "base",
     "DirectoryStore": "directory",
     "EntryInfo": "directory",
     "GcReport": "maintenance",
+    "ShrinkReport": "maintenance",
     "VerifyReport": "maintenance",
     "gc": "maintenance",
+    "shrink": "maintenance",
     "verify": "maintenance",
     "MemoryStore": "memory",
 }
@@ -38,10 +48,13 @@ __all__ = [
     "GcReport",
     "KVStore",
     "MemoryStore",
+    "ShrinkReport",
     "StoreStats",
+    "TouchableStore",
     "VerifyReport",
     "gc",
     "open_store",
+    "shrink",
     "verify",
 ]
 
@@ -50,7 +63,8 @@ def open_store(spec: KVStore | str | Path | None) -> KVStore:
     """The store that ``spec`` means.
 
     Args:
-        spec: a store, which is returned; a path, for a ``DirectoryStore`` there; None, for a new
+        spec: a store, which is returned; a path, for a ``DirectoryStore`` without limit there (pass
+            ``DirectoryStore(path, max_bytes=...)`` for one with a limit); None, for a new
             ``MemoryStore`` of 1 GiB.
 
     Raises:

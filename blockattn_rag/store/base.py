@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -10,6 +11,8 @@ from blockattn_rag.kv import BlockKV, store_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 
@@ -33,10 +36,16 @@ class StoreStats:
 
 @runtime_checkable
 class KVStore(Protocol):
-    """A map from store keys (``kv.store_key``) to ``BlockKV``. Safe to use from many threads."""
+    """A map from store keys (``kv.store_key``) to ``BlockKV``. Safe to use from many threads.
+
+    A store that forgets or collects entries should also have ``touch``: see ``TouchableStore``.
+    """
 
     def get(self, key: str) -> BlockKV | None:
         """The entry, or None if there is none.
+
+        Its tensors must not change when the stored entry is replaced, deleted or damaged: they
+        lie in memory of their own, or in memory that is never written.
 
         Raises:
             StoreError: there is an entry and it cannot be used; the message says why.
@@ -61,6 +70,38 @@ class KVStore(Protocol):
     def keys(self) -> Iterator[str]: ...
 
     def stats(self) -> StoreStats: ...
+
+
+@runtime_checkable
+class TouchableStore(KVStore, Protocol):
+    """A ``KVStore`` that can be told that an entry is needed although it is not read now."""
+
+    def touch(self, key: str) -> bool:
+        """Mark an entry as used now. True if there is one that looks sound, without reading all
+        of it; one that does not look sound counts as absent, so that it is computed anew.
+        """
+        ...
+
+
+def touch(store: KVStore, key: str) -> bool:
+    """Whether a store has an entry to be reused, which is marked as used now if the store can."""
+    return store.touch(key) if isinstance(store, TouchableStore) else key in store
+
+
+def check_max_bytes(max_bytes: int) -> None:
+    """Refuse a store of no size."""
+    if max_bytes <= 0:
+        raise ValueError(f"max_bytes must be positive, found {max_bytes}")
+
+
+def warn_of_refused(store: KVStore, nbytes: int) -> None:
+    """Say, for the first time, that an entry alone is larger than its store."""
+    logger.warning(
+        "a block of %d bytes does not fit in %r and is not kept, so it is computed anew each "
+        "time; raise max_bytes. Further ones are only counted (stats().refused)",
+        nbytes,
+        store,
+    )
 
 
 def is_key(key: object) -> bool:

@@ -1,41 +1,53 @@
-"""A store on disk: one memory-mapped safetensors file per block (``docs/format.md``)."""
+"""A store on disk: one checked safetensors file per block (``docs/format.md``)."""
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import itertools
 import json
 import os
 import re
-import secrets
-import time
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.kv import BlockKV, store_key
-from blockattn_rag.store.base import StoreStats, check_key_of, is_key
-from blockattn_rag.store.format import (
-    FORMAT,
-    VERSION,
-    FormatError,
-    check_storable,
-    decode,
-    encode,
-    read_header,
+from blockattn_rag.store.base import StoreStats, check_key_of, is_key, warn_of_refused
+from blockattn_rag.store.checks import check_storable, is_finite
+from blockattn_rag.store.eviction import SizeBound, StoredFile
+from blockattn_rag.store.files import (
+    age_s,
+    explained,
+    is_temporary,
+    make_folder,
+    mark_used,
+    names_in,
+    opened,
+    read_whole,
+    remove,
+    remove_unused,
+    sync_folder,
+    write_whole,
 )
+from blockattn_rag.store.format import FORMAT, VERSION, FormatError, decode, encode, read_header
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
+    from io import FileIO
+
+    from blockattn_rag.store.format import Header
 
 _MARK = "format.json"
 _OBJECTS = "objects"
 _SUFFIX = ".safetensors"
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+_SHARD = re.compile(r"[0-9a-f]{2}")
+
+# A block that is read again and again is marked as used so often, and when it is only asked for
+# (``touch``) so often: a store that is mostly read must not be written for every hit.
+_MARK_READ_S = 60.0
+_MARK_TOUCHED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +56,9 @@ class EntryInfo:
 
     Args:
         nbytes: size of the file.
-        age_s: seconds since the entry was written. Not since it was last read: that time is kept
-            at best once a day on most systems (``relatime``).
+        used_ns: when the entry was last used, nanoseconds since 1970: written, read (known to a
+            minute) or touched. It is the modification time of the file.
+        age_s: seconds since then.
     """
 
     key: str
@@ -54,6 +67,7 @@ class EntryInfo:
     fingerprint: str
     num_tokens: int
     nbytes: int
+    used_ns: int
     age_s: float
 
 
@@ -61,85 +75,147 @@ class DirectoryStore:
     """``KVStore`` in a directory. Threads and processes may read and write it at once.
 
     An entry is written to a temporary name, flushed to the disk and renamed, so that a name in
-    the store always stands for a whole entry, whatever dies in between. Each ``get`` checks the
-    file's checksum, and returns tensors that are views of the mapped file: no copy but the page
-    cache, valid for as long as they are held, also after the entry is replaced or deleted. Writing
-    to such a tensor is an error of the caller; it would change the caller's view, never the file.
+    the store always stands for a whole entry, whatever dies in between. Each ``get`` reads the
+    whole file into memory of its own and checks it there: what it returns changes no more,
+    whatever becomes of the file. What the store makes may be read by its owner alone (files 0600,
+    folders 0700); what is there already keeps its mode.
 
     Args:
         path: the directory; made if it does not exist.
         create: False to refuse to make a new store.
         fsync: False to let the system choose when to write to the disk. Faster; after a power
             failure, entries may be missing or damaged, which is detected and costs a computation.
+        max_bytes: what all entries' files may take; before it is exceeded, those go that were not
+            used for the longest time, whoever wrote them. None for no limit. It is a limit of this
+            object: give it to everyone who writes to the directory. Several processes may exceed
+            it for a moment (``eviction.SizeBound``). A block that is larger alone is not kept, as
+            in a ``MemoryStore``.
 
     Raises:
         StoreError: ``path`` is something else, of another format version, or cannot be made.
+        ValueError: ``max_bytes`` is not positive.
     """
 
-    def __init__(self, path: str | Path, *, create: bool = True, fsync: bool = True) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        create: bool = True,
+        fsync: bool = True,
+        max_bytes: int | None = None,
+    ) -> None:
         self.path = Path(path)
         self.fsync = fsync
         self._objects = self.path / _OBJECTS
-        with _explained("open a store at", self.path):
-            mark = self.path / _MARK
-            if not mark.exists():
-                self._make(mark, create)
-            _check_mark(mark)
+        self._bound = None if max_bytes is None else SizeBound(max_bytes)
+        try:
+            with explained("open a store at", self.path):
+                mark = self.path / _MARK
+                if not mark.exists():
+                    self._make(create)
+                _check_mark(mark)
+        except ValueError as error:  # a path with a NUL, or with half a surrogate pair
+            raise StoreError(f"no folder can have the name {str(path)!r}: {error}") from error
 
     def __repr__(self) -> str:
-        return f"DirectoryStore({str(self.path)!r})"
+        bound = "" if self.max_bytes is None else f", max_bytes={self.max_bytes}"
+        return f"DirectoryStore({str(self.path)!r}{bound})"
+
+    @property
+    def max_bytes(self) -> int | None:
+        """What all entries may take; None for no limit."""
+        return None if self._bound is None else self._bound.max_bytes
 
     def get(self, key: str) -> BlockKV | None:
-        """The entry, or None if there is none.
+        """The entry, or None if there is none. Counts as a use of it.
 
         Raises:
             CorruptEntryError: the file is damaged, truncated, or of another format version.
             FingerprintMismatchError: the file holds the entry of another text or model.
             StoreError: the file cannot be read.
         """
+        return self._load(key, use=True)
+
+    def peek(self, key: str) -> BlockKV | None:
+        """As ``get``, but looking at an entry is no use of it."""
+        return self._load(key, use=False)
+
+    def touch(self, key: str) -> bool:
+        """Mark an entry as used now; True if there is one that looks sound.
+
+        The header is checked, and that the file has the size that the header says, not the rest:
+        that would take as long as reading it. One that is damaged or cannot be read counts as
+        absent; putting the block anew mends it, or tells why it cannot be written either.
+        """
         path = self.entry_path(key)
-        raw = self._map(path)
-        if raw is None:
-            return None
         try:
-            kv = decode(raw)
-        except FormatError as error:
-            raise _corrupt(path, error) from error
-        _check_name(path, kv.fingerprint, kv.digest)
-        return kv
+            with opened(path) as file:
+                if file is None:
+                    return False
+                _read_header(path, file)
+                mark_used(file.fileno(), _MARK_TOUCHED_S)
+                # Whoever deletes it puts it aside before he looks whether it is in use.
+                return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+        except StoreError:
+            return False
 
     def put(self, key: str, kv: BlockKV) -> None:
+        """Store an entry, whole or not at all; an older one under this key is replaced.
+
+        Raises:
+            ValueError: ``key`` is not the ``store_key`` of ``kv``, or ``kv`` is no block's KV.
+            StoreError: it holds NaN or infinity, or cannot be written; the message says why.
+        """
         check_key_of(key, kv)
         check_storable(kv)
         path = self.entry_path(key)
-        with _explained("write", path):
-            if not path.parent.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._sync(self._objects)
-                self._sync(self.path)
-            self._write(path, encode(kv))
+        if not is_finite(kv):
+            raise StoreError(
+                f"cannot write {path}: keys or values of the block hold NaN or infinity. The "
+                f"model overflows {str(kv.keys[0].dtype).removeprefix('torch.')}; load it with "
+                "dtype='float32' or 'bfloat16'"
+            )
+        buffers = encode(kv)
+        with explained("write", path):
+            if self._bound is None:
+                self._write(path, buffers)
+            else:
+                self._write_within(self._bound, path, buffers)
 
     def __contains__(self, key: object) -> bool:
         """Whether there is a file of that name. Its content is checked by ``get``."""
         if not isinstance(key, str) or not is_key(key):
             return False
         path = self.entry_path(key)
-        with _explained("look for", path):
+        with explained("look for", path):
             return path.exists()
 
     def delete(self, key: str) -> bool:
         path = self.entry_path(key)
-        with _explained("delete", path):
-            return _unlink(path)
+        with explained("delete", path):
+            return remove(path)
+
+    def discard(self, key: str, used_ns: int) -> bool:
+        """Delete an entry unless it was used or replaced since ``used_ns``; True if deleted."""
+        path = self.entry_path(key)
+        with explained("delete", path):
+            return bool(remove_unused(path, used_ns))
 
     def keys(self) -> Iterator[str]:
-        return (path.name.removesuffix(_SUFFIX) for path in self._files() if _is_entry(path))
+        return (path.name.removesuffix(_SUFFIX) for path in self._names() if _is_entry(path))
+
+    def files(self) -> Iterator[StoredFile]:
+        """The entries' files: one ``stat`` each. What is no regular file is left out."""
+        for path in self._names():
+            if _is_entry(path) and (status := _status(path)) is not None:
+                yield StoredFile(path, status.st_size, status.st_mtime_ns)
 
     def stats(self) -> StoreStats:
         """Counts the files: one ``stat`` each."""
-        sizes = [_size(path) for path in self._files() if _is_entry(path)]
-        present = [size for size in sizes if size is not None]
-        return StoreStats(entries=len(present), total_bytes=sum(present))
+        sizes = [file.nbytes for file in self.files()]
+        bound = self._bound
+        evictions, refused = (bound.evictions, bound.refused) if bound else (0, 0)
+        return StoreStats(len(sizes), sum(sizes), evictions, refused)
 
     def entry_path(self, key: str) -> Path:
         """Where the entry of this key is, or would be."""
@@ -156,18 +232,11 @@ class DirectoryStore:
             StoreError: as ``get``.
         """
         path = self.entry_path(key)
-        with _explained("read", path):
-            try:
-                file = path.open("rb")
-            except FileNotFoundError:
+        with opened(path) as file:
+            if file is None:
                 return None
-            with file:
-                status = os.fstat(file.fileno())
-                try:
-                    header = read_header(file, status.st_size)
-                except FormatError as error:
-                    raise _corrupt(path, error) from error
-        _check_name(path, header.fingerprint, header.digest)
+            header = _read_header(path, file)
+            status = os.fstat(file.fileno())
         return EntryInfo(
             key=key,
             handle=header.handle,
@@ -175,91 +244,92 @@ class DirectoryStore:
             fingerprint=header.fingerprint,
             num_tokens=header.num_tokens,
             nbytes=status.st_size,
-            age_s=time.time() - status.st_mtime,
+            used_ns=status.st_mtime_ns,
+            age_s=age_s(status.st_mtime_ns),
         )
+
+    def used_ns(self, key: str) -> int | None:
+        """When the entry was last used, as ``EntryInfo.used_ns``, sound or not; None if absent."""
+        status = _status(self.entry_path(key))
+        return None if status is None else status.st_mtime_ns
 
     def leftovers(self) -> Iterator[Path]:
         """Temporary files: of writers at work, or of writers that were killed."""
-        found = itertools.chain(self.path.glob(".*.tmp"), self._files())
-        return (path for path in found if _TEMPORARY.fullmatch(path.name))
+        own = (self.path / name for name in names_in(self.path))
+        return (path for path in itertools.chain(own, self._names()) if is_temporary(path.name))
 
-    def _make(self, mark: Path, create: bool) -> None:
-        """Make this directory a store, unless another process has just done so."""
+    def _load(self, key: str, *, use: bool) -> BlockKV | None:
+        path = self.entry_path(key)
+        with opened(path) as file:
+            if file is None:
+                return None
+            try:
+                kv = decode(read_whole(file))
+            except FormatError as error:
+                raise _corrupt(path, error) from error
+            _check_name(path, kv.fingerprint, kv.digest)
+            if use:
+                mark_used(file.fileno(), _MARK_READ_S)
+        return kv
+
+    def _write(self, path: Path, buffers: list[memoryview]) -> None:
+        if not (self.path / _MARK).exists():  # the folder was deleted since it was opened
+            self._make(create=True)
+        if not path.parent.exists():
+            make_folder(self._objects)
+            make_folder(path.parent)
+            if self.fsync:
+                sync_folder(self._objects)
+                sync_folder(self.path)
+        write_whole(path, buffers, fsync=self.fsync)
+
+    def _write_within(self, bound: SizeBound, path: Path, buffers: list[memoryview]) -> None:
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        with bound.lock:
+            if nbytes > bound.max_bytes:
+                remove(path)
+                bound.refused += 1
+                if bound.refused == 1:
+                    warn_of_refused(self, nbytes)
+                return
+            bound.make_room(nbytes, (file for file in self.files() if file.path != path))
+            self._write(path, buffers)
+
+    def _make(self, create: bool) -> None:
+        """Make this directory a store, unless another process has just done so.
+
+        One that holds nothing but entries is a store whose mark was deleted, for example while
+        others wrote to it. Each entry tells its format version itself.
+        """
+        mark = self.path / _MARK
         if not create:
             raise StoreError(f"there is no store at {self.path}: it has no {_MARK}")
-        self.path.mkdir(parents=True, exist_ok=True)
-        found = [name for name in os.listdir(self.path) if not _TEMPORARY.fullmatch(name)]
+        make_folder(self.path, parents=True)
+        foreign = list(self._foreign())
         if mark.exists():
             return
-        if found:
+        if foreign:
             raise StoreError(
-                f"{self.path} is not a store: it has no {_MARK}, and holds {found[0]!r}; "
+                f"{self.path} is not a store: it has no {_MARK}, and holds {foreign[0]!r}; "
                 "choose an empty or new directory"
             )
         content = json.dumps({"format": FORMAT, "version": VERSION}) + "\n"
-        self._write(mark, [memoryview(content.encode())])
+        write_whole(mark, [memoryview(content.encode())], fsync=self.fsync)
 
-    def _map(self, path: Path) -> Tensor | None:
-        """The file as uint8 ``[size]``: private pages, and no file descriptor kept open."""
-        with _explained("read", path):
-            try:
-                size = path.stat().st_size
-            except FileNotFoundError:
-                return None
-        try:
-            return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-        except RuntimeError as error:
-            if not os.path.exists(path):  # deleted since
-                return None
-            raise StoreError(f"cannot read {path}: {error}") from error
+    def _foreign(self) -> Iterator[str]:
+        """Names that no store has."""
+        names = names_in(self.path)
+        yield from (name for name in names if name != _OBJECTS and not is_temporary(name))
+        if _OBJECTS in names:
+            shards = (name for name in names_in(self._objects) if not _SHARD.fullmatch(name))
+            yield from (f"{_OBJECTS}/{name}" for name in shards)
 
-    def _write(self, path: Path, buffers: Iterable[memoryview]) -> None:
-        """Whole or not at all: temporary name in the same folder, flush, rename, flush folder."""
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-        try:
-            with temporary.open("xb") as file:
-                for buffer in buffers:
-                    file.write(buffer)
-                if self.fsync:
-                    file.flush()
-                    os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            with contextlib.suppress(OSError):  # gone if all went well; if not, tell that error
-                temporary.unlink()
-        self._sync(path.parent)
-
-    def _sync(self, folder: Path) -> None:
-        """Make the folder's own list of names durable."""
-        if not self.fsync:
-            return
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def _files(self) -> Iterator[Path]:
-        with _explained("list", self._objects):
-            for shard in sorted(self._objects.glob("[0-9a-f][0-9a-f]")):
-                yield from sorted(shard.iterdir())
-
-
-@contextlib.contextmanager
-def _explained(doing: str, path: Path) -> Iterator[None]:
-    """What the operating system refuses becomes a StoreError that names the path."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(f"cannot {doing} {path}: {error.strerror or error}") from error
-
-
-def _unlink(path: Path) -> bool:
-    try:
-        path.unlink()
-    except FileNotFoundError:
-        return False
-    return True
+    def _names(self) -> Iterator[Path]:
+        """Everything in the folders where entries lie."""
+        for shard in names_in(self._objects):
+            if _SHARD.fullmatch(shard):
+                folder = self._objects / shard
+                yield from (folder / name for name in names_in(folder))
 
 
 def _is_entry(path: Path) -> bool:
@@ -267,15 +337,31 @@ def _is_entry(path: Path) -> bool:
     return path.name.endswith(_SUFFIX) and is_key(key) and key[:2] == path.parent.name
 
 
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:  # deleted since it was listed
-        return None
+def _status(path: Path) -> os.stat_result | None:
+    """Of a regular file; None if it was deleted since it was listed, or is none."""
+    with explained("look at", path):
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a link to itself
+                return None
+            raise
+    return status if stat.S_ISREG(status.st_mode) else None
 
 
 def _corrupt(path: Path, reason: FormatError) -> CorruptEntryError:
     return CorruptEntryError(f"{path} is damaged: {reason}; delete it, or put the block anew")
+
+
+def _read_header(path: Path, file: FileIO) -> Header:
+    try:
+        header = read_header(file, os.fstat(file.fileno()).st_size)
+    except FormatError as error:
+        raise _corrupt(path, error) from error
+    _check_name(path, header.fingerprint, header.digest)
+    return header
 
 
 def _check_name(path: Path, fingerprint: str, digest: str) -> None:
@@ -288,9 +374,11 @@ def _check_name(path: Path, fingerprint: str, digest: str) -> None:
 
 
 def _check_mark(mark: Path) -> None:
+    with opened(mark) as file:
+        content = file.read() if file is not None else b""
     try:
-        found = json.loads(mark.read_text())
-    except ValueError as error:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"{mark} is not readable JSON: {error}") from error
     expected = {"format": FORMAT, "version": VERSION}
     if found != expected:

@@ -9,7 +9,8 @@ check compares bytes, so that nothing has to be parsed before it is trusted.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import torch
@@ -17,9 +18,18 @@ import xxhash
 from torch import Tensor
 
 from blockattn_rag.kv import BlockKV
+from blockattn_rag.store.checks import (
+    DTYPE_NAMES,
+    DTYPES,
+    MOST_LAYERS,
+    all_finite,
+    check_states,
+    check_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from io import FileIO
 
 FORMAT = "blockattn_rag.kv"
 VERSION = 1
@@ -34,27 +44,7 @@ _CHECKSUM_DIGITS = 32
 _CHECKSUM = slice(_LENGTH_BYTES + len(_PREFIX), _LENGTH_BYTES + len(_PREFIX) + _CHECKSUM_DIGITS)
 _BLANK = b"0" * _CHECKSUM_DIGITS
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MOST_HEADER_BYTES = 1 << 20
 
 
 class FormatError(ValueError):
@@ -73,14 +63,24 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an entry says about itself. ``data_start`` counts bytes from the start of the file."""
+    """What an entry says about itself; that of a block's KV, whole and without gaps.
+
+    ``data_start`` and ``nbytes`` count from the start of the file, to the data and to the end.
+    """
 
     fingerprint: str
     digest: str
     handle: str
-    num_tokens: int
     tensors: dict[str, TensorSpec]
     data_start: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tensors["token_ids"].shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data_start + max(spec.stop for spec in self.tensors.values())
 
 
 def encode(kv: BlockKV) -> list[memoryview]:
@@ -96,18 +96,21 @@ def encode(kv: BlockKV) -> list[memoryview]:
 
 
 def decode(raw: Tensor) -> BlockKV:
-    """The entry in ``raw``, whose tensors are views of it.
+    """The entry in ``raw``, whose keys and values are views of it.
+
+    A right checksum is not taken for a right entry: whoever writes a wrong one can compute it.
 
     Args:
-        raw: uint8 ``[file size]``, for example a memory-mapped file.
+        raw: uint8 ``[file size]``.
 
     Raises:
-        FormatError: any byte differs from what was written, or is missing, or is one too many.
+        FormatError: any byte differs from what was written, or is missing, or is one too many; or
+            what was written is no block's KV, or holds NaN, infinity or negative token ids.
     """
     view = raw.numpy().data
     _check_version(bytes(view[: _CHECKSUM.start]))
     _check_checksum(view)
-    header = _parse_header(bytes(view[: _header_end(view)]))
+    header = _parse_header(bytes(view[: _header_end(view)]), len(view))
     try:
         tensors = {
             name: raw[header.data_start + spec.start : header.data_start + spec.stop]
@@ -115,56 +118,37 @@ def decode(raw: Tensor) -> BlockKV:
             .view(spec.shape)
             for name, spec in header.tensors.items()
         }
-        return BlockKV(
-            keys=_layers(tensors, "keys"),
-            values=_layers(tensors, "values"),
-            token_ids=tensors["token_ids"],
-            fingerprint=header.fingerprint,
-            digest=header.digest,
-            handle=header.handle,
-        )
-    except (KeyError, RuntimeError, TypeError) as error:
+    except RuntimeError as error:  # not aligned to its element size
         raise FormatError(f"its header does not describe its data: {error}") from error
+    # Of its own: a few bytes that stay here must not hold states that went to another device.
+    token_ids = tensors.pop("token_ids").clone()
+    if token_ids.min() < 0:
+        raise FormatError(f"it holds the token id {int(token_ids.min())}")
+    for name, tensor in tensors.items():
+        if not all_finite(tensor):
+            raise FormatError(f"its {name} hold NaN or infinity")
+    return BlockKV(
+        keys=_layers(tensors, "keys"),
+        values=_layers(tensors, "values"),
+        token_ids=token_ids,
+        fingerprint=header.fingerprint,
+        digest=header.digest,
+        handle=header.handle,
+    )
 
 
-def read_header(file: BinaryIO, size: int) -> Header:
+def read_header(file: BinaryIO | FileIO, size: int) -> Header:
     """The header alone, of an entry of ``size`` bytes. The checksum is *not* checked.
 
     Raises:
-        FormatError: the file does not start with a header of this format version.
+        FormatError: the file does not start with a header of this format version, or its size is
+            another than the header says.
     """
-    start = file.read(_LENGTH_BYTES)
+    start = file.read(_LENGTH_BYTES) or b""
     end = _header_end(start)
     if end > size:
         raise FormatError("it ends within its header")
-    return _parse_header(start + file.read(end - len(start)))
-
-
-def check_storable(kv: BlockKV) -> None:
-    """Refuse what is no block's KV.
-
-    Raises:
-        ValueError: no layers, no tokens, shapes that disagree, or a dtype that cannot be stored.
-    """
-    if not kv.keys or len(kv.keys) != len(kv.values):
-        raise ValueError(
-            f"a BlockKV needs as many key as value layers, at least one; "
-            f"found {len(kv.keys)} and {len(kv.values)}"
-        )
-    ids = kv.token_ids
-    if ids.ndim != 1 or ids.dtype != torch.int64 or not len(ids):
-        raise ValueError(
-            f"token_ids must be int64 [num_tokens], num_tokens >= 1; "
-            f"found {ids.dtype} {list(ids.shape)}"
-        )
-    for layer in (*kv.keys, *kv.values):
-        if layer.ndim != 3 or layer.shape[1] != len(ids) or not layer.numel():
-            raise ValueError(
-                f"keys and values must be [num_kv_heads, {len(ids)} tokens, head_dim] and not "
-                f"empty; found {list(layer.shape)}"
-            )
-        if layer.dtype not in _DTYPE_NAMES:
-            raise ValueError(f"safetensors cannot hold {layer.dtype}")
+    return _parse_header(start + (file.read(end - len(start)) or b""), size)
 
 
 class _Part(NamedTuple):
@@ -202,7 +186,7 @@ def _header(kv: BlockKV, parts: Sequence[_Part]) -> bytes:
     offset = 0
     for part in parts:
         fields[part.name] = {
-            "dtype": _DTYPE_NAMES[part.pieces[0].dtype],
+            "dtype": DTYPE_NAMES[part.pieces[0].dtype],
             "shape": part.shape,
             "data_offsets": [offset, offset + part.nbytes],
         }
@@ -226,30 +210,71 @@ def _header_end(head: bytes | memoryview) -> int:
     """Bytes up to the first tensor's."""
     if len(head) < _LENGTH_BYTES:
         raise FormatError(f"{len(head)} bytes are too few for an entry")
-    return _LENGTH_BYTES + int.from_bytes(head[:_LENGTH_BYTES], "little")
+    length = int.from_bytes(head[:_LENGTH_BYTES], "little")
+    if length > _MOST_HEADER_BYTES:
+        raise FormatError(f"its header would have {length} bytes")
+    return _LENGTH_BYTES + length
 
 
-def _parse_header(head: bytes) -> Header:
-    """From the first ``_header_end`` bytes of an entry."""
+def _parse_header(head: bytes, size: int) -> Header:
+    """From the first ``_header_end`` bytes of an entry of ``size`` bytes."""
     _check_version(head)
     try:
         fields: dict[str, Any] = json.loads(head[_LENGTH_BYTES:])
         about = fields.pop("__metadata__")
-        return Header(
-            fingerprint=about["fingerprint"],
-            digest=about["digest"],
-            handle=about["handle"],
-            num_tokens=fields["token_ids"]["shape"][0],
-            tensors={
-                name: TensorSpec(
-                    _DTYPES[spec["dtype"]], tuple(spec["shape"]), *spec["data_offsets"]
-                )
-                for name, spec in fields.items()
-            },
+        header = Header(
+            fingerprint=check_text(about["fingerprint"]),
+            digest=check_text(about["digest"]),
+            handle=check_text(about["handle"]),
+            tensors={name: _spec(field) for name, field in fields.items()},
             data_start=len(head),
         )
+        _check_tensors(header.tensors)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"its header cannot be read: {error!r}") from error
+    if header.nbytes != size:
+        raise FormatError(f"its header tells of {header.nbytes} bytes, it has {size}")
+    return header
+
+
+def _spec(field: dict[str, Any]) -> TensorSpec:
+    dtype, shape = DTYPES[field["dtype"]], tuple(_whole(n) for n in field["shape"])
+    start, stop = (_whole(n) for n in field["data_offsets"])
+    if stop - start != math.prod(shape) * dtype.itemsize or start == stop:
+        raise ValueError(f"{dtype} {list(shape)} does not take bytes {start} to {stop}")
+    return TensorSpec(dtype, shape, start, stop)
+
+
+def _whole(number: object) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"found {number!r:.80} for a size")
+    return number
+
+
+def _check_tensors(tensors: dict[str, TensorSpec]) -> None:
+    """The tensors of one block's KV and no others, one after the other without gaps."""
+    end = 0
+    for name, spec in sorted(tensors.items(), key=lambda item: item[1].start):
+        if spec.start != end:
+            raise ValueError(f"{name} starts at byte {spec.start}, expected {end}")
+        end = spec.stop
+    layers = {name: _layer_specs(tensors, name) for name in ("keys", "values")}
+    known = 1 + sum(1 if name in tensors else len(layers[name]) for name in layers)
+    if len(tensors) != known:
+        raise ValueError(f"found the tensors {sorted(tensors)}"[:200])
+    check_states(tensors["token_ids"], layers["keys"], layers["values"])
+
+
+def _layer_specs(tensors: dict[str, TensorSpec], name: str) -> list[TensorSpec]:
+    """Of each layer, whether they are stacked or not; of those that are stacked, the first's
+    place."""
+    if name not in tensors:
+        count = sum(other.startswith(f"{name}.") for other in tensors)
+        return [tensors[f"{name}.{i}"] for i in range(count)]
+    stacked = tensors[name]
+    if len(stacked.shape) != 4 or stacked.shape[0] > MOST_LAYERS:
+        raise ValueError(f"{name} must be [layers, heads, tokens, size], is {list(stacked.shape)}")
+    return [replace(stacked, shape=stacked.shape[1:])] * stacked.shape[0]
 
 
 def _layers(tensors: dict[str, Tensor], name: str) -> tuple[Tensor, ...]:

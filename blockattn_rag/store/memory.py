@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from blockattn_rag.store.base import StoreStats, check_key_of
-from blockattn_rag.store.format import check_storable
+from blockattn_rag.store.base import StoreStats, check_key_of, check_max_bytes, warn_of_refused
+from blockattn_rag.store.checks import check_storable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from blockattn_rag.kv import BlockKV
-
-logger = logging.getLogger(__name__)
 
 
 class MemoryStore:
@@ -29,8 +26,7 @@ class MemoryStore:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        if max_bytes <= 0:
-            raise ValueError(f"max_bytes must be positive, found {max_bytes}")
+        check_max_bytes(max_bytes)
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, BlockKV] = OrderedDict()
@@ -55,13 +51,23 @@ class MemoryStore:
         with self._lock:
             self._remove(key)
             if nbytes > self.max_bytes:
-                self._refuse(nbytes)
+                self._refused += 1
+                if self._refused == 1:
+                    warn_of_refused(self, nbytes)
                 return
             while self._total_bytes + nbytes > self.max_bytes:
                 self._remove(next(iter(self._entries)))
                 self._evictions += 1
             self._entries[key] = kv
             self._total_bytes += nbytes
+
+    def touch(self, key: str) -> bool:
+        """Mark an entry as used now; True if there is one."""
+        with self._lock:
+            if key not in self._entries:
+                return False
+            self._entries.move_to_end(key)
+            return True
 
     def __contains__(self, key: object) -> bool:
         with self._lock:
@@ -85,13 +91,3 @@ class MemoryStore:
         if kv is not None:
             self._total_bytes -= kv.nbytes
         return kv is not None
-
-    def _refuse(self, nbytes: int) -> None:
-        self._refused += 1
-        if self._refused == 1:
-            logger.warning(
-                "a block of %d bytes does not fit in %r and is not kept, so it is computed anew "
-                "each time; raise max_bytes. Further ones are only counted (stats().refused)",
-                nbytes,
-                self,
-            )

@@ -1,4 +1,4 @@
-"""DirectoryStore: what is stored comes back mapped, and damage of every kind is told."""
+"""DirectoryStore: what is stored comes back as it was, and damage of every kind is told."""
 
 from __future__ import annotations
 
@@ -112,12 +112,25 @@ def test_writing_to_a_tensor_does_not_reach_the_file(store: DirectoryStore) -> N
     assert same(got(store, key), make_kv())
 
 
-def test_tensors_are_views_of_the_file_and_keys_are_aligned(store: DirectoryStore) -> None:
-    key, _ = stored(store)
+def test_states_lie_in_one_piece_of_memory_and_keys_are_aligned(store: DirectoryStore) -> None:
+    key, path = stored(store)
     kv = got(store, key)
-    storages = {t.untyped_storage().data_ptr() for t in (*kv.keys, *kv.values, kv.token_ids)}
+    storages = {t.untyped_storage().data_ptr() for t in (*kv.keys, *kv.values)}
     assert len(storages) == 1
+    assert kv.keys[0].untyped_storage().nbytes() == path.stat().st_size
     assert kv.keys[0].data_ptr() % 64 == 0
+    assert kv.token_ids.untyped_storage().nbytes() == 8 * kv.num_tokens
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_a_block_is_no_view_of_its_file_so_that_cutting_it_short_kills_nobody(
+    store: DirectoryStore,
+) -> None:
+    key, path = stored(store, make_kv(layers=8, heads=3, tokens=64, head_dim=32))
+    held = got(store, key)
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    os.truncate(path, 0)
+    assert same(held, make_kv(layers=8, heads=3, tokens=64, head_dim=32))
 
 
 def test_held_blocks_hold_no_file_descriptors(store: DirectoryStore) -> None:

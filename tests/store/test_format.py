@@ -18,7 +18,8 @@ from safetensors import torch as safetensors_torch
 
 from blockattn_rag.kv import BlockKV
 from blockattn_rag.store import format as entry
-from blockattn_rag.store.format import FormatError, check_storable, decode, encode, read_header
+from blockattn_rag.store.checks import DTYPES, check_storable, is_finite
+from blockattn_rag.store.format import FormatError, decode, encode, read_header
 from tests.store.kvs import kvs, make_kv, same
 
 FORMAT_PAGE = Path(__file__).parents[2] / "docs" / "format.md"
@@ -95,7 +96,8 @@ def test_keys_are_aligned_and_every_tensor_to_its_element_size(kv: BlockKV) -> N
 
 
 def test_values_of_a_wider_dtype_than_the_keys_come_first_and_are_aligned() -> None:
-    half, full = make_kv(head_dim=1, heads=1, layers=1, dtype=torch.float16), make_kv(layers=1)
+    half = make_kv(head_dim=1, heads=1, layers=1, dtype=torch.float16)
+    full = make_kv(layers=1, heads=1)
     kv = replace(half, values=full.values)
     content = to_bytes(kv)
     header = read_header(io.BytesIO(content), len(content))
@@ -220,7 +222,7 @@ def test_a_deeply_nested_header_is_refused() -> None:
 
 
 def test_our_names_of_dtypes_are_those_of_the_safetensors_library() -> None:
-    assert entry._DTYPES.items() <= safetensors_torch._TYPES.items()
+    assert DTYPES.items() <= safetensors_torch._TYPES.items()
 
 
 @pytest.mark.parametrize(
@@ -234,6 +236,10 @@ def test_our_names_of_dtypes_are_those_of_the_safetensors_library() -> None:
         ({"keys": (torch.zeros(3, 4),) * 2}, r"found \[3, 4\]"),
         ({"values": (torch.zeros(2, 3, 0),) * 2}, r"found \[2, 3, 0\]"),
         ({"values": (torch.zeros(2, 3, 4, dtype=torch.complex128),) * 2}, "complex128"),
+        ({"keys": (torch.zeros(2, 3, 4, dtype=torch.int8),) * 2}, "floating-point.*int8"),
+        ({"values": (torch.zeros(1, 3, 4),) * 2}, "found 2 and 1 in layer 0"),
+        ({"handle": "\ud800"}, "surrogates not allowed"),
+        ({"handle": ["a list"]}, "must be text, found .*a list"),
     ],
 )
 def test_what_is_no_blocks_kv_is_refused(change: dict[str, Any], message: str) -> None:

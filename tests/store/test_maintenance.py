@@ -131,14 +131,20 @@ def test_gc_reports_what_it_cannot_delete_and_goes_on(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = leftover(store.path)
-    unlink = Path.unlink
+    rename, unlink = os.rename, Path.unlink
 
-    def refuse(path: Path, missing_ok: bool = False) -> None:
-        if KEYS[0] in path.name or path == old:
+    def refuse_entry(source: Path, target: Path) -> None:
+        if KEYS[0] in source.name:
+            raise PermissionError(13, "Permission denied")
+        rename(source, target)
+
+    def refuse_leftover(path: Path, missing_ok: bool = False) -> None:
+        if path == old:
             raise PermissionError(13, "Permission denied")
         unlink(path, missing_ok)
 
-    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(os, "rename", refuse_entry)
+    monkeypatch.setattr(Path, "unlink", refuse_leftover)
     report = gc(store, set())
     assert sorted(report.deleted) == sorted(KEYS[1:])
     assert report.leftovers == ()
@@ -151,13 +157,13 @@ def test_gc_reports_what_it_cannot_delete_and_goes_on(
 def test_an_entry_that_vanishes_meanwhile_is_neither_deleted_nor_an_error(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    delete = DirectoryStore.delete
+    discard = DirectoryStore.discard
 
-    def vanish(self: DirectoryStore, key: str) -> bool:
-        delete(self, key)
-        return delete(self, key)
+    def vanish(self: DirectoryStore, key: str, used_ns: int) -> bool:
+        self.delete(key)
+        return discard(self, key, used_ns)
 
-    monkeypatch.setattr(DirectoryStore, "delete", vanish)
+    monkeypatch.setattr(DirectoryStore, "discard", vanish)
     report = gc(store, set())
     assert (report.deleted, report.errors) == ((), ())
 

@@ -1,0 +1,201 @@
+"""Files that are there whole or not at all, read by their owner alone, deleted if nobody uses them.
+
+A file's modification time is the time of its last use. Whoever deletes a file for its age puts it
+aside under a temporary name first, and looks at that time again: one who has used the file
+meanwhile finds it back in its place, or learns that it is gone. No lock is needed, and nothing
+depends on a process that may die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from blockattn_rag.errors import CorruptEntryError, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from io import FileIO
+    from pathlib import Path
+
+    from torch import Tensor
+
+_FILE_MODE = 0o600
+_FOLDER_MODE = 0o700
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+_READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+@contextlib.contextmanager
+def explained(doing: str, path: Path) -> Iterator[None]:
+    """What the operating system refuses becomes a StoreError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"cannot {doing} {path}: {error.strerror or error}") from error
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file of this name is being written or deleted, or was left by who died at that."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names in a folder, in order; none if there is no such folder.
+
+    Raises:
+        StoreError: it cannot be listed.
+    """
+    with explained("list", folder):
+        try:
+            return sorted(os.listdir(folder))
+        except FileNotFoundError:
+            return []
+
+
+def make_folder(path: Path, *, parents: bool = False) -> None:
+    """Make a folder that is closed to others; one that is there keeps its mode."""
+    path.mkdir(_FOLDER_MODE, parents=parents, exist_ok=True)
+
+
+def write_whole(path: Path, buffers: Iterable[memoryview], *, fsync: bool) -> None:
+    """Whole or not at all: temporary name in the same folder, flush, rename, flush folder."""
+    temporary = _temporary_name(path)
+    try:
+        with open(temporary, "xb", opener=_open_private) as file:
+            for buffer in buffers:
+                file.write(buffer)
+            file.flush()
+            mark_used(file.fileno())
+            if fsync:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):  # gone if all went well; if not, tell that error
+            temporary.unlink()
+    if fsync:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's own list of names durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[FileIO | None]:
+    """A regular file, open for reading; None if there is none.
+
+    Raises:
+        CorruptEntryError: there is something else of that name, for example a pipe.
+        StoreError: it cannot be opened, or reading it fails.
+    """
+    with explained("read", path):
+        try:
+            file = open(path, "rb", buffering=0, opener=_open_at_once)  # noqa: SIM115
+        except FileNotFoundError:
+            yield None
+            return
+        with file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise CorruptEntryError(
+                    f"{path} is damaged: expected a regular file, found {stat.filemode(mode)!r} "
+                    "(as ls shows it); delete it"
+                )
+            yield file
+
+
+def read_whole(file: FileIO) -> Tensor:
+    """The file's bytes, uint8 ``[size]``, in memory of their own.
+
+    Not mapped: a file that is cut short while it is mapped kills the process that looks at it
+    (SIGBUS), and each mapping counts against a limit of the system (65,530 on Linux). What is
+    missing by the time it is read is missing in the tensor, where a checksum finds it.
+    """
+    size = os.fstat(file.fileno()).st_size
+    try:
+        raw = torch.empty(size, dtype=torch.uint8)
+    except RuntimeError as error:  # torch's way to say that there is no memory
+        raise OSError(errno.ENOMEM, f"no memory for its {size} bytes") from error
+    view, filled = raw.numpy().data, 0
+    while filled < size and (count := file.readinto(view[filled:])):
+        filled += count
+    return raw[:filled]
+
+
+def age_s(used_ns: int, now_ns: int | None = None) -> float:
+    """Seconds since a time (nanoseconds since 1970), or until it.
+
+    A time in the future comes from a clock that is wrong, by as much as it is away: seconds
+    between two machines mean that the file is new, a year means nothing, and must not keep it.
+    """
+    return abs((time.time_ns() if now_ns is None else now_ns) - used_ns) / 1e9
+
+
+def mark_used(descriptor: int, at_most_every_s: float = 0.0) -> None:
+    """Record that an open file is used now, unless it was marked less than so long ago.
+
+    Where the store may only be read, nothing is recorded: whoever may write it decides by what it
+    recorded itself.
+    """
+    if at_most_every_s and age_s(os.fstat(descriptor).st_mtime_ns) < at_most_every_s:
+        return
+    now = time.time_ns()  # finer than the system's own stamp, which moves every few milliseconds
+    try:
+        os.utime(descriptor, ns=(now, now))
+    except OSError as error:
+        if error.errno not in _READ_ONLY:
+            raise
+
+
+def remove(path: Path) -> bool:
+    """Delete a file; True if there was one."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def remove_unused(path: Path, used_ns: int) -> bool | None:
+    """Delete a file unless it was used, or replaced, since its modification time was ``used_ns``.
+
+    Returns:
+        True if it was deleted, False if it was used, None if it was gone.
+    """
+    aside = _temporary_name(path)
+    try:
+        os.rename(path, aside)
+        if os.stat(aside).st_mtime_ns == used_ns:
+            os.unlink(aside)
+            return True
+        # One that was put here meanwhile is the same block: either may stay.
+        os.replace(aside, path)
+    except FileNotFoundError:
+        return None
+    return False
+
+
+def _temporary_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, _FILE_MODE)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe without a writer would not let us go on
