@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from blockattn_rag.generation import Sampling
 from blockattn_rag.kv import Context, assemble
-from blockattn_rag.model.relay import active
+from blockattn_rag.model.exclusion import drawing
+from blockattn_rag.model.relay import plan_scope
 from blockattn_rag.rope import RotaryLayout
 
 if TYPE_CHECKING:
@@ -202,13 +204,16 @@ def _run(
     beams = _beams(hf_model, arguments)
     if cache is not None and beams > 1:
         cache.batch_repeat_interleave(beams)
-    fork = torch.random.fork_rng(enabled=sampling.seed is not None)
-    with torch.inference_mode(), fork, active(cache):
-        if sampling.seed is not None:
-            torch.manual_seed(sampling.seed)
+    draws = drawing(sampling.seed) if _draws(sampling, arguments) else nullcontext()
+    with torch.inference_mode(), draws, plan_scope():
         run: Any = hf_model.generate
         output = run(input_ids, attention_mask=attention_mask, past_key_values=cache, **arguments)
     return output if isinstance(output, torch.Tensor) else output.sequences
+
+
+def _draws(sampling: Sampling, arguments: dict[str, Any]) -> bool:
+    """Whether random state decides the tokens; with a seed, a caller's own processors may draw."""
+    return bool(arguments["do_sample"]) or sampling.seed is not None
 
 
 def _arguments(

@@ -1,4 +1,4 @@
-"""Identity of whatever decides a block's keys and values: weights, config, tokenizer, dtype."""
+"""Identity of whatever decides a block's keys and values: weights, settings, tokenizer, dtype."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import hashlib
 import json
 from typing import Any
 
-import torch
-import xxhash
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from blockattn_rag.model.kv_summary import kv_summary
+from blockattn_rag.model.settings import settings
+from blockattn_rag.model.weights import weights_digest
 from blockattn_rag.tokenization import BlockTokenizer
 
-KV_VERSION = 1
+KV_VERSION = 2
 """Raised whenever this package computes different keys and values for the same model and text."""
 
 # Fields of a config that name, describe or steer generation, and so leave keys and values alone.
@@ -30,34 +32,102 @@ _NEUTRAL_FIELDS = frozenset(
 
 def model_fingerprint(hf_model: PreTrainedModel, tokenizer: BlockTokenizer) -> str:
     """64 hex digits. Two models share it only if they compute the same KV for the same text."""
-    config = {k: v for k, v in hf_model.config.to_dict().items() if k not in _NEUTRAL_FIELDS}
-    identity = {
-        "kv_version": KV_VERSION,
-        "config": config,
-        "dtype": str(hf_model.dtype),
-        "weights": weights_digest(hf_model),
-        "tokenizer": tokenizer.fingerprint,
-    }
-    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
+    return Identity(hf_model, tokenizer).fingerprint
 
 
-def weights_digest(hf_model: PreTrainedModel) -> str:
-    """xxh3-128 over names, dtypes, shapes and bytes of all parameters and buffers.
+class Identity:
+    """A model's fingerprint, and what tells that it no longer holds.
 
-    Content, not name: a fine-tuned copy under the same name differs, a renamed copy does not. Not
-    a cryptographic hash: it guards against mistakes at memory speed, not against an attacker, who
-    could replace the model itself.
+    Reads all weights, runs a few tokens. Nobody else may run or change the model meanwhile.
+
+    Raises:
+        ValueError: under autocast.
     """
-    digest = xxhash.xxh3_128()
-    seen: set[tuple[Any, ...]] = set()
-    tensors = [*hf_model.named_parameters(), *hf_model.named_buffers()]
-    for name, tensor in sorted(tensors, key=lambda item: item[0]):
-        # With the device: two GPUs may use one address for different weights.
-        place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
-        if place in seen and tensor.numel():
-            continue  # tied weights
-        seen.add(place)
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-        data = tensor.detach().to("cpu").contiguous().reshape(-1)
-        digest.update(data.view(torch.uint8).numpy().data if data.numel() else b"")
-    return digest.hexdigest()
+
+    def __init__(self, hf_model: PreTrainedModel, tokenizer: BlockTokenizer) -> None:
+        self._hf_model = hf_model
+        before = settings(hf_model)
+        summary = kv_summary(hf_model)
+        after = settings(hf_model)
+        # What running the model changes is a record of runs, not a setting.
+        self._records = {
+            key
+            for key in {*before, *after}
+            if key not in before or key not in after or before[key] != after[key]
+        }
+        self._settings = self._without_records(before)
+        self._seen = _Snapshot(hf_model)
+        identity = {
+            "kv_version": KV_VERSION,
+            "config": _settled(hf_model.config.to_dict()),
+            "dtype": str(hf_model.dtype),
+            "weights": weights_digest(hf_model),
+            "settings": self._settings,
+            "kv_summary": summary,
+            "tokenizer": tokenizer.fingerprint,
+        }
+        text = json.dumps(identity, sort_keys=True, default=str)
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
+
+    def _without_records(self, found: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in found.items() if key not in self._records}
+
+    def holds(self) -> bool:
+        """Whether the model is set as it was: the same adapters, hooks, scales, weights in place.
+
+        Cheap enough for every request. Not seen: values inside objects that a hook holds, and
+        writes to weights that leave no trace (``weight.data.add_(...)``).
+        """
+        if self._seen.is_current():
+            return True
+        now = _Snapshot(self._hf_model)
+        found = settings(self._hf_model)
+        if now.weights != self._seen.weights or self._without_records(found) != self._settings:
+            return False
+        self._seen = now  # what was changed does not count
+        return True
+
+
+def _settled(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without its neutral fields, those of the configs inside it included."""
+    return {
+        key: _settled(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _NEUTRAL_FIELDS
+    }
+
+
+class _Snapshot:
+    """What hangs on a model's modules, to see quickly whether anything else hangs there now."""
+
+    def __init__(self, hf_model: nn.Module) -> None:
+        self._copies: list[tuple[Any, Any]] = []
+        tensors: list[Tensor] = []
+        for module in hf_model.modules():
+            own = vars(module)
+            # Containers are compared by what they hold, each of which is mostly the same object.
+            held = [value for value in own.values() if isinstance(value, (dict, list, set))]
+            self._copies += [(container, container.copy()) for container in (own, *held)]
+            tensors += [
+                t
+                for t in (*module._parameters.values(), *module._buffers.values())
+                if t is not None
+            ]
+        self._tensors = tensors
+        self.weights = _places(tensors)
+
+    def is_current(self) -> bool:
+        try:
+            unchanged = all(container == copy for container, copy in self._copies)
+        except (RuntimeError, ValueError):  # another tensor or array, of many truth values
+            return False
+        return unchanged and _places(self._tensors) == self.weights
+
+
+def _places(tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Where tensors lie, and how often they were written."""
+    return [
+        # Tensors of inference mode do not count their writes; what is elsewhere (offloaded) moves.
+        (0 if t.is_meta else t.data_ptr(), 0 if t.is_inference() or t.is_meta else t._version)
+        for t in tensors
+    ]

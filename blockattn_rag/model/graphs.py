@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from blockattn_rag.model.relay import RelayCache, active, enable_relay, tail_mask
+from blockattn_rag.model.relay import RelayCache, enable_relay, plan_scope, tail_mask
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -157,7 +157,7 @@ class _Recorded:
         self._last = torch.zeros(1, dtype=torch.long, device=device)
         cutter = _Cutter(recorder)
         cache = _NoCache(num_layers, cutter)
-        with active(cache):
+        with plan_scope(cache.plan):
             out = forward(
                 input_ids=self._ids,
                 position_ids=self._positions,

@@ -15,10 +15,16 @@ from blockattn_rag.errors import ContextOverflowError, UnsupportedModelError
 from blockattn_rag.generation import Sampling
 from blockattn_rag.kv import Assembly, BlockKV, Context
 from blockattn_rag.model import decoding, loading, relay
-from blockattn_rag.model.fingerprint import model_fingerprint
+from blockattn_rag.model.exclusion import lock_of
+from blockattn_rag.model.fingerprint import Identity
 from blockattn_rag.model.graphs import record_graphs
 from blockattn_rag.model.packing import pack_linears
-from blockattn_rag.model.probe import AttentionProfile, layer_states, profile_attention
+from blockattn_rag.model.probe import (
+    AttentionProfile,
+    layer_states,
+    profile_attention,
+    refuse_autocast,
+)
 from blockattn_rag.model.requests import EncodeRequest
 from blockattn_rag.tokenization import BlockTokenizer
 
@@ -39,7 +45,11 @@ _RELAY_MAX_FINAL_TOKENS = 1024
 class BlockModel:
     """A causal language model of transformers, seen as a machine for blocks.
 
-    Not thread-safe: the engine lets one request in at a time.
+    Its methods run one at a time, over all ``BlockModel``s of one ``hf_model``. Who holds ``lock``
+    keeps the others out over several calls.
+
+    Adapters may be switched, hooks and scales be set between requests: blocks are then known by
+    another fingerprint. Weights that are written without a trace need a new ``BlockModel``.
 
     Args:
         hf_model: the model, on its device, in its dtype.
@@ -52,7 +62,7 @@ class BlockModel:
 
     Raises:
         UnsupportedModelError: blocks of this model cannot be moved exactly.
-        ValueError: CUDA graphs were asked for and the model is elsewhere.
+        ValueError: CUDA graphs were asked for and the model is elsewhere, or autocast is on.
     """
 
     def __init__(
@@ -69,7 +79,10 @@ class BlockModel:
         self.name = name or str(
             getattr(hf_model.config, "_name_or_path", "") or type(hf_model).__name__
         )
-        self.profile: AttentionProfile = profile_attention(hf_model)
+        self.lock = lock_of(hf_model)
+        self._identity: Identity | None = None
+        with self.lock:
+            self.profile: AttentionProfile = profile_attention(hf_model)
         parameters = inspect.signature(hf_model.forward).parameters
         self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         if pack_weights:
@@ -130,10 +143,36 @@ class BlockModel:
             bool(getattr(self.config, "block_attention", None)) or self.name in _KNOWN_BLOCK_TUNED
         )
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        """Identity of what decides keys and values: 64 hex digits. Reads all weights once."""
-        return model_fingerprint(self.hf_model, self.tokenizer)
+        """Identity of what decides keys and values: 64 hex digits.
+
+        Reads all weights once, and again after the model was set otherwise: an adapter switched, a
+        hook or a scale set. Whether it was is looked at in each call (about a millisecond for a
+        thousand modules), so ask once for all blocks of a request.
+
+        Raises:
+            ValueError: autocast is on, and the fingerprint must be computed.
+        """
+        identity = self._identity
+        if identity is None or not identity.holds():
+            identity = self._identify()
+        return identity.fingerprint
+
+    def _identify(self) -> Identity:
+        """Measure the model as it is set now, unless another thread just did."""
+        with self.lock:
+            known = self._identity
+            if known is not None and known.holds():
+                return known
+            if known is not None:
+                # What was measured of the model before may not be true of it any more.
+                self.hf_model.eval()  # adapters come as for training, with dropout
+                self.profile = profile_attention(self.hf_model)
+                for name in ("supports_relay", "bytes_per_token"):
+                    vars(self).pop(name, None)
+            self._identity = Identity(self.hf_model, self.tokenizer)
+            return self._identity
 
     @property
     def batch_tokens(self) -> int:
@@ -143,7 +182,8 @@ class BlockModel:
     @cached_property
     def bytes_per_token(self) -> int:
         """Bytes of keys and values per token."""
-        return self._encode_batch([EncodeRequest([0], "", "")])[0].nbytes
+        with self.lock:
+            return self._encode_batch([EncodeRequest([0], "", "")])[0].nbytes
 
     def encode(
         self, requests: Sequence[EncodeRequest], *, batch_tokens: int | None = None
@@ -161,6 +201,7 @@ class BlockModel:
 
         Raises:
             ContextOverflowError: a block alone is longer than the model's context window.
+            ValueError: autocast is on.
         """
         budget = batch_tokens or self.batch_tokens
         order = sorted(requests, key=lambda request: -len(request.token_ids))
@@ -172,10 +213,14 @@ class BlockModel:
         while order:
             rows = _batch_rows([len(request.token_ids) for request in order], budget)
             batch, order = order[:rows], order[rows:]
-            yield self._encode_batch(batch)
+            with self.lock:
+                computed = self._encode_batch(batch)
+            yield computed
 
     @torch.inference_mode()
     def _encode_batch(self, batch: Sequence[EncodeRequest]) -> list[BlockKV]:
+        refuse_autocast(self.hf_model)
+        fingerprint = self.fingerprint
         width = max(len(request.token_ids) for request in batch)
         ids = torch.zeros(len(batch), width, dtype=torch.long)
         for row, request in enumerate(batch):
@@ -189,20 +234,8 @@ class BlockModel:
             use_cache=True,
             **self._last_logits_only,
         )
-        return [self._cut_out(cache, row, request) for row, request in enumerate(batch)]
-
-    def _cut_out(self, cache: DynamicCache, row: int, request: EncodeRequest) -> BlockKV:
-        """One row's real tokens, copied: a view would keep the whole batch alive in the store."""
-        count = len(request.token_ids)
         states = layer_states(cache)
-        return BlockKV(
-            keys=tuple(keys[row, :, :count].clone() for keys, _ in states),
-            values=tuple(values[row, :, :count].clone() for _, values in states),
-            token_ids=torch.tensor(request.token_ids, dtype=torch.long),
-            fingerprint=self.fingerprint,
-            digest=request.digest,
-            handle=request.handle,
-        )
+        return [_cut_out(states, row, request, fingerprint) for row, request in enumerate(batch)]
 
     @cached_property
     def end_token_ids(self) -> set[int]:
@@ -212,7 +245,8 @@ class BlockModel:
     @cached_property
     def supports_relay(self) -> bool:
         """Whether relay attention gives this model's own logits: measured, on a short probe."""
-        return relay.is_exact(self)
+        with self.lock:
+            return relay.is_exact(self)
 
     def choose_assembly(self, assembly: Assembly, final_tokens: int) -> Literal["relay", "copy"]:
         """What ``assembly`` means for this model and a final block of that many tokens.
@@ -270,16 +304,17 @@ class BlockModel:
         """
         ids = [*context_ids, *final_ids]
         limit = self.room_for(len(ids), sampling)
-        return decoding.generate(
-            self.hf_model,
-            self.tokenizer.tokenizer,
-            ids,
-            sampling,
-            limit,
-            cache,
-            on_token,
-            is_cancelled,
-        )
+        with self.lock:
+            return decoding.generate(
+                self.hf_model,
+                self.tokenizer.tokenizer,
+                ids,
+                sampling,
+                limit,
+                cache,
+                on_token,
+                is_cancelled,
+            )
 
     def generate_batch(
         self,
@@ -296,15 +331,16 @@ class BlockModel:
         """
         longest = max(len(context) + len(final) for context, final in prompts)
         limit = self.room_for(longest, sampling)
-        return decoding.generate_batch(
-            self.hf_model,
-            self.tokenizer.tokenizer,
-            prompts,
-            sampling,
-            limit,
-            cache,
-            on_step,
-        )
+        with self.lock:
+            return decoding.generate_batch(
+                self.hf_model,
+                self.tokenizer.tokenizer,
+                prompts,
+                sampling,
+                limit,
+                cache,
+                on_step,
+            )
 
     @property
     def can_batch(self) -> bool:
@@ -335,7 +371,7 @@ class BlockModel:
 
     def next_logits(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
         """Logits ``[vocab]`` of the token after ``ids`` ``[1, n]``, after what ``cache`` holds."""
-        with torch.inference_mode(), relay.active(cache):
+        with self.lock, torch.inference_mode(), relay.plan_scope():
             out = self.hf_model(
                 input_ids=ids.to(self.device),
                 past_key_values=cache,
@@ -343,6 +379,21 @@ class BlockModel:
                 **self._last_logits_only,
             )
         return out.logits[0, -1]
+
+
+def _cut_out(
+    states: Sequence[tuple[Tensor, Tensor]], row: int, request: EncodeRequest, fingerprint: str
+) -> BlockKV:
+    """One row's real tokens, copied: a view would keep the whole batch alive in the store."""
+    count = len(request.token_ids)
+    return BlockKV(
+        keys=tuple(keys[row, :, :count].clone() for keys, _ in states),
+        values=tuple(values[row, :, :count].clone() for _, values in states),
+        token_ids=torch.tensor(request.token_ids, dtype=torch.long),
+        fingerprint=fingerprint,
+        digest=request.digest,
+        handle=request.handle,
+    )
 
 
 def _batch_rows(lengths: Sequence[int], budget: int) -> int:

@@ -145,10 +145,10 @@ def _measure(
     """Fit every layer's keys, and check that values do not move, on a short random probe."""
     offsets = [o for o in _PROBE_OFFSETS if o + _PROBE_TOKENS <= limit]
     offsets = offsets or [max(1, limit - _PROBE_TOKENS)]
-    home = _probe(hf_model, 0)
+    home = probe_states(hf_model)
     if len(home) != num_layers:
         raise _refusal(hf_model, f"{len(home)} of {num_layers} layers fill the KV cache")
-    away = [(offset, _probe(hf_model, offset)) for offset in offsets]
+    away = [(offset, probe_states(hf_model, offset)) for offset in offsets]
     candidates = _frequencies(hf_model)
     tolerance = _TOLERANCE.get(hf_model.dtype, 0.15)
     _refuse_foresight(hf_model, home, tolerance)
@@ -174,7 +174,7 @@ def _refuse_foresight(
 ) -> None:
     """Refuse a model whose tokens see later ones: padding would then change a block."""
     half = _PROBE_TOKENS // 2
-    for whole, part in zip(home, _probe(hf_model, 0, half), strict=True):
+    for whole, part in zip(home, probe_states(hf_model, 0, half), strict=True):
         error = max(
             relative_error(a[:, :half].float(), b.float()) for a, b in zip(whole, part, strict=True)
         )
@@ -186,10 +186,16 @@ def _refuse_foresight(
             )
 
 
-def _probe(
-    hf_model: PreTrainedModel, offset: int, tokens: int = _PROBE_TOKENS
+def probe_states(
+    hf_model: PreTrainedModel, offset: int = 0, tokens: int = _PROBE_TOKENS
 ) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values per layer of the same few tokens standing at ``offset``."""
+    """Keys and values per layer, ``[heads, tokens, size]``, of the same few tokens at ``offset``.
+
+    Raises:
+        UnsupportedModelError: the model cannot run them.
+        ValueError: under autocast (``refuse_autocast``).
+    """
+    refuse_autocast(hf_model)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary_size(hf_model), (1, _PROBE_TOKENS), generator=generator).to(
         hf_model.device
@@ -202,6 +208,24 @@ def _probe(
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         raise _refusal(hf_model, f"it cannot run {tokens} tokens at {offset}: {error}") from error
     return [(keys[0], values[0]) for keys, values in layer_states(cache)]
+
+
+def refuse_autocast(hf_model: PreTrainedModel) -> None:
+    """Refuse to compute keys and values in a precision that nobody would know them by.
+
+    Autocast holds for one thread, and KV is shared by all: threads of streams, other processes.
+
+    Raises:
+        ValueError: autocast is on in this thread for the model's device.
+    """
+    kind = hf_model.device.type
+    if torch.is_autocast_enabled(kind):
+        precision = torch.get_autocast_dtype(kind)
+        raise ValueError(
+            f"autocast to {precision} is on, but keys and values are computed and stored in the "
+            f"model's own precision, {hf_model.dtype}. Call this outside of torch.autocast, or "
+            f"load the model with dtype={precision}"
+        )
 
 
 def layer_states(cache: Any) -> list[tuple[Tensor, Tensor]]:

@@ -1,8 +1,10 @@
 """Relay attention inside transformers: an attention function, and a cache without its prefix.
 
 No model code is touched. The attention function is registered by name and set on the model; it does
-what the model did before unless the current context holds a ``RelayPlan``. The plan travels with
-the call in a context variable, so several engines and threads may run at once.
+what the model did before unless the forward that runs was given a ``RelayCache``. Hooks before and
+after each forward of the model see to that: whatever else runs the model meanwhile, such as a
+logits processor with a cache of its own, attends as ever. The plan of the forward that runs stands
+in a context variable, so several engines and threads may run at once.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ if TYPE_CHECKING:
     from blockattn_rag.model.model import BlockModel
 
 _PREFIX = "blockattn_relay_"
-_active_plan: ContextVar[RelayPlan | None] = ContextVar("blockattn_relay_plan", default=None)
+
+# Of the forwards that run inside one another in this thread, the innermost last. A model's forward
+# runs that of its decoder inside, with the same cache.
+_plans: ContextVar[tuple[RelayPlan | None, ...]] = ContextVar("blockattn_relay_plans", default=())
 
 
 class _TailLayer(DynamicLayer):
@@ -121,7 +126,11 @@ _TOLERANCE = {
 
 
 def enable_relay(hf_model: PreTrainedModel) -> None:
-    """Let a model take relay attention when a plan is active; otherwise nothing changes."""
+    """Let a model take relay attention in forwards over a ``RelayCache``; else nothing changes."""
+    for module in hf_model.modules():
+        # All of them: of a model that PEFT wraps, `generate` runs the one inside.
+        if isinstance(module, PreTrainedModel):
+            _watch(module)
     original = hf_model.config._attn_implementation
     if original.startswith(_PREFIX):
         return
@@ -131,14 +140,38 @@ def enable_relay(hf_model: PreTrainedModel) -> None:
     hf_model.set_attn_implementation(name)
 
 
+def _watch(module: torch.nn.Module) -> None:
+    if _enter not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_enter, with_kwargs=True)
+    if _leave not in module._forward_hooks.values():
+        module.register_forward_hook(_leave, always_call=True)
+
+
+def _enter(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward begins: its plan is that of the cache that it was given, if any."""
+    caches = (value for value in (*args, *kwargs.values()) if isinstance(value, RelayCache))
+    cache = next(caches, None)
+    _plans.set((*_plans.get(), cache.plan if cache is not None else None))
+
+
+def _leave(*_: Any) -> None:
+    """A forward ends, be it by an error."""
+    _plans.set(_plans.get()[:-1])
+
+
+def _current_plan() -> RelayPlan | None:
+    plans = _plans.get()
+    return plans[-1] if plans else None
+
+
 @contextmanager
-def active(cache: Any) -> Iterator[None]:
-    """Within this, the model attends through the cache's plan, if it has one."""
-    token = _active_plan.set(cache.plan if isinstance(cache, RelayCache) else None)
+def plan_scope(plan: RelayPlan | None = None) -> Iterator[None]:
+    """Begin with this plan, and leave none behind: a keyboard interrupt skips PyTorch's hooks."""
+    token = _plans.set((plan,))
     try:
         yield
     finally:
-        _active_plan.reset(token)
+        _plans.reset(token)
 
 
 def _attention_function(original: str) -> Any:
@@ -151,7 +184,7 @@ def _attention_function(original: str) -> Any:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        plan = _active_plan.get()
+        plan = _current_plan()
         if plan is None:
             forward = ALL_ATTENTION_FUNCTIONS.get_interface(original, _eager_of(module))
             return forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -171,7 +204,7 @@ def _eager_of(module: torch.nn.Module) -> Any:
 
 def _mask_function(original: str) -> Any:
     def relay_mask(*args: Any, **kwargs: Any) -> Any:
-        if _active_plan.get() is None:
+        if _current_plan() is None:
             return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
         return sdpa_mask(*args, **kwargs)
 

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.graphs import BUCKETS, record_graphs
-from blockattn_rag.model.relay import active
 from blockattn_rag.store import MemoryStore
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -226,7 +225,7 @@ def test_other_logits_than_the_last_come_from_the_models_own_forward(wanted: Any
 
 def forward_over(model: BlockModel, ids: Tensor, **options: Any) -> Tensor:
     cache = cache_over(model, CONTEXT)
-    with torch.inference_mode(), active(cache):
+    with torch.inference_mode():
         logits: Tensor = model.hf_model(input_ids=ids, past_key_values=cache, **options).logits
     return logits
 

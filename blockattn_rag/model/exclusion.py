@@ -1,0 +1,84 @@
+"""Who may run: one request at a time per model, and seeded draws alone in the whole process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_guard = threading.Lock()
+
+
+def lock_of(hf_model: nn.Module) -> threading.RLock:
+    """The lock that all share who run this model, or the same model wrapped by PEFT.
+
+    Reentrant: a caller's logits processor may ask the engine that runs it.
+    """
+    whole = (module for module in hf_model.modules() if isinstance(module, PreTrainedModel))
+    with _guard:
+        return _locks.setdefault(next(whole, hf_model), threading.RLock())
+
+
+@contextmanager
+def drawing(seed: int | None) -> Iterator[None]:
+    """Draw from this seed, and leave random state as it was; None draws from where it stands.
+
+    PyTorch's random state is one for all threads. So a seeded run is the only one that draws: it
+    neither loses draws to a model in another thread nor gives that its seed. Runs without a seed
+    draw beside each other. Draws outside this package are not kept out.
+    """
+    with _draws.entered(alone=seed is not None):
+        if seed is None:
+            yield
+            return
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            yield
+
+
+class _Draws:
+    """Lets in one thread alone, or any number together. Who is in may enter again, as it is."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._depths: dict[int, int] = {}  # of the threads inside
+        self._is_alone = False
+        self._waiting = 0  # to be alone; who comes later waits for them
+
+    @contextmanager
+    def entered(self, *, alone: bool) -> Iterator[None]:
+        me = threading.get_ident()
+        with self._changed:
+            if me not in self._depths:
+                self._wait(alone)
+            self._depths[me] = self._depths.get(me, 0) + 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._depths[me] -= 1
+                if not self._depths[me]:
+                    del self._depths[me]
+                    self._is_alone = False
+                    self._changed.notify_all()
+
+    def _wait(self, alone: bool) -> None:
+        if not alone:
+            self._changed.wait_for(lambda: not self._is_alone and not self._waiting)
+            return
+        self._waiting += 1
+        try:
+            self._changed.wait_for(lambda: not self._depths)
+        finally:  # an interrupt lets those behind go on
+            self._waiting -= 1
+            self._changed.notify_all()
+        self._is_alone = True
+
+
+_draws = _Draws()

@@ -1,0 +1,175 @@
+"""A plan belongs to the forward that carries its cache: whatever else runs the model attends as
+ever, within `generate` and after it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import DynamicCache, LogitsProcessor
+
+from blockattn_rag.generation import Sampling
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.graphs import record_graphs
+from tests.model.test_graphs import LogRecorder
+from tests.model.test_relay import BLOCKS, FINAL_IDS, encoded
+from tests.models import tiny_model, tiny_tokenizer
+
+NEW = 8
+
+
+@pytest.fixture
+def llama() -> BlockModel:
+    return BlockModel(tiny_model("llama"), tiny_tokenizer())
+
+
+def answers(model: BlockModel, blocks: list[list[int]], **extra: Any) -> list[list[int]]:
+    """New tokens by relay, and by the copy path."""
+    context = encoded(model, blocks)
+    assert model.supports_relay
+    return [
+        model.generate(
+            context.token_ids,
+            FINAL_IDS,
+            Sampling(max_new_tokens=NEW, extra=extra),
+            cache=model.cache_for(context, assembly=assembly),
+        )
+        for assembly in ("relay", "copy")
+    ]
+
+
+def in_full(model: BlockModel, blocks: list[list[int]], **extra: Any) -> list[int]:
+    ids = [token for block in blocks for token in block]
+    return model.generate(ids, FINAL_IDS, Sampling(max_new_tokens=NEW, extra=extra))
+
+
+@pytest.mark.parametrize("scale", [1.5, 4.0])
+def test_guidance_gives_the_copy_paths_and_full_modes_tokens(
+    llama: BlockModel, scale: float
+) -> None:
+    by_relay, by_copy = answers(llama, BLOCKS, guidance_scale=scale)
+    assert by_relay == by_copy
+    by_relay, _ = answers(llama, BLOCKS[:1], guidance_scale=scale)
+    assert by_relay == in_full(llama, BLOCKS[:1], guidance_scale=scale)
+    assert by_relay != in_full(llama, BLOCKS[:1])  # it does something here
+
+
+def test_guidance_by_other_words_gives_the_copy_paths_tokens(llama: BlockModel) -> None:
+    other = torch.tensor([BLOCKS[3]])
+    by_relay, by_copy = answers(llama, BLOCKS, guidance_scale=3.0, negative_prompt_ids=other)
+    assert by_relay == by_copy
+
+
+class RunsTheModel(LogitsProcessor):
+    """Takes away what the model gives for the last tokens alone, computed by ``run``."""
+
+    def __init__(self, run: Callable[[Tensor], Tensor]) -> None:
+        self._run = run
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores - 0.7 * self._run(input_ids[:, -5:])
+
+
+def ways_of_running(model: BlockModel) -> dict[str, Callable[[Tensor], Tensor]]:
+    hf_model: Any = model.hf_model
+    decoder, head = hf_model.model, hf_model.lm_head
+    return {
+        "no cache": lambda ids: hf_model(ids, use_cache=False).logits[:, -1],
+        "its own cache": lambda ids: hf_model(ids, past_key_values=DynamicCache()).logits[:, -1],
+        "the decoder alone": lambda ids: head(decoder(ids).last_hidden_state)[:, -1],
+        "generate": lambda ids: hf_model.generate(
+            ids, max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True
+        ).logits[0],
+    }
+
+
+@pytest.mark.parametrize("way", ["no cache", "its own cache", "the decoder alone", "generate"])
+def test_a_processor_that_runs_the_model_gives_the_copy_paths_tokens(
+    llama: BlockModel, way: str
+) -> None:
+    processor = RunsTheModel(ways_of_running(llama)[way])
+    by_relay, by_copy = answers(llama, BLOCKS, logits_processor=[processor])
+    assert by_relay == by_copy
+    assert by_relay != answers(llama, BLOCKS)[0]
+
+
+def test_a_forward_within_a_forward_leaves_the_outer_ones_plan(llama: BlockModel) -> None:
+    """A hook on a layer that runs the whole model, once, in the middle of each forward."""
+    hf_model: Any = llama.hf_model
+    expected = answers(llama, BLOCKS)[1]
+    inside = False
+
+    def run_again(*_: Any) -> None:
+        nonlocal inside
+        if not inside:
+            inside = True
+            hf_model(torch.tensor([[5, 6, 7]]), use_cache=False)
+            inside = False
+
+    handle = hf_model.model.layers[1].register_forward_hook(run_again)
+    assert answers(llama, BLOCKS)[0] == expected
+    handle.remove()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_forward_that_is_broken_off_leaves_no_plan_behind(
+    llama: BlockModel, error: type[BaseException]
+) -> None:
+    hf_model: Any = llama.hf_model
+    context = encoded(llama, BLOCKS)
+    layer_before = hidden_of_first_layer(hf_model)
+
+    def fail(*_: Any) -> None:
+        raise error("in the middle")
+
+    handle = hf_model.model.layers[1].register_forward_hook(fail)
+    for run in (
+        lambda cache: llama.next_logits(torch.tensor([FINAL_IDS]), cache),
+        lambda cache: llama.generate(context.token_ids, FINAL_IDS, Sampling(2), cache=cache),
+    ):
+        with pytest.raises(error, match="in the middle"):
+            run(llama.cache_for(context, assembly="relay"))
+    handle.remove()
+    assert torch.equal(hidden_of_first_layer(hf_model), layer_before)
+
+
+@torch.inference_mode()
+def hidden_of_first_layer(hf_model: Any) -> Tensor:
+    """One layer, run by itself: no forward of the model begins or ends around it."""
+    states = hf_model.model.embed_tokens(torch.tensor([[3, 4, 5]]))
+    positions = hf_model.model.rotary_emb(states, torch.arange(3)[None])
+    output = hf_model.model.layers[0](states, position_embeddings=positions)
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def test_a_model_that_peft_wraps_generates_by_relay() -> None:
+    config = LoraConfig(r=2, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    wrapped: Any = get_peft_model(tiny_model("llama"), config)
+    by_relay, by_copy = answers(BlockModel(wrapped, tiny_tokenizer()), BLOCKS)
+    assert by_relay == by_copy
+
+
+def test_a_model_made_from_the_config_of_one_in_use_relays_too(llama: BlockModel) -> None:
+    """The config already names relay attention; the new model must still know its plans."""
+    assert llama.supports_relay
+    other = copy.deepcopy(llama.hf_model)
+    made = type(llama.hf_model)(llama.hf_model.config)
+    made.load_state_dict(other.state_dict())
+    expected = answers(llama, BLOCKS)[0]
+    for hf_model in (other, made):
+        assert answers(BlockModel(hf_model, tiny_tokenizer()), BLOCKS) == [expected, expected]
+
+
+def test_recorded_forwards_take_part_in_guidance() -> None:
+    own = BlockModel(tiny_model("llama"), tiny_tokenizer())
+    recorded = BlockModel(tiny_model("llama"), tiny_tokenizer())
+    recorder = LogRecorder()
+    record_graphs(recorded.hf_model, recorder)
+    by_relay, by_copy = answers(recorded, BLOCKS, guidance_scale=3.0)
+    assert by_relay == by_copy == answers(own, BLOCKS, guidance_scale=3.0)[1]
+    assert recorder.replayed > NEW
