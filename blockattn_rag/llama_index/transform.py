@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
-from llama_index.core.schema import BaseNode, TransformComponent
+from llama_index.core.schema import (
+    DEFAULT_METADATA_TMPL,
+    DEFAULT_TEXT_NODE_TMPL,
+    BaseNode,
+    TransformComponent,
+)
 
 from blockattn_rag.blocks import Block, BlockTemplate
 from blockattn_rag.engine import BlockAttentionEngine
@@ -39,6 +44,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         llm: takes model, store and template from this LLM; instead of the above.
         block_template: what stands around each passage; must be that of the LLM.
         show_progress: show a progress bar.
+        hide_file_paths: False leaves the reader's paths in the blocks.
 
     Example::
 
@@ -47,6 +53,9 @@ class BlockKVTransform(EngineComponent, TransformComponent):
 
     block_template: BlockTemplate = Field(description="What stands around each passage.")
     show_progress: bool = Field(default=False, description="Show a progress bar.")
+    hide_file_paths: bool = Field(
+        default=True, description="Keep SimpleDirectoryReader's file_path out of the blocks."
+    )
 
     _stats: EncodeStats | None = PrivateAttr(default=None)
 
@@ -64,6 +73,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         model_kwargs: dict[str, Any] | None = None,
         device_map: str = "auto",
         show_progress: bool = False,
+        hide_file_paths: bool = True,
     ) -> None:
         if llm is not None:
             given = (model_name, model, tokenizer, tokenizer_name, engine, kv_store, model_kwargs)
@@ -84,6 +94,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
             **source.fields(),
             "block_template": block_template or BLANK_LINE,
             "show_progress": show_progress,
+            "hide_file_paths": hide_file_paths,
         }
         super().__init__(**fields)
         self._source = source
@@ -98,11 +109,13 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         return self._stats
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
-        texts = [canonical_text(node) for node in nodes]
+        views = [_without_file_path(node) for node in nodes] if self.hide_file_paths else nodes
+        texts = [canonical_text(view) for view in views]
         blocks = [Block(text, self.block_template) for text in texts if text]
         self._stats = self.engine.precompute(blocks, show_progress=self.show_progress)
         return [
-            stamp(node, text) if text else node for node, text in zip(nodes, texts, strict=True)
+            stamp(view, text) if text else node
+            for node, view, text in zip(nodes, views, texts, strict=True)
         ]
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
@@ -131,3 +144,22 @@ class BlockKVTransform(EngineComponent, TransformComponent):
                 "anything; give kv_store= a directory, or run the pipeline without num_workers"
             )
         return super().__getstate__()
+
+
+def _without_file_path(node: BaseNode) -> BaseNode:
+    """The node, or a copy whose LLM view lacks the path that ``SimpleDirectoryReader`` gave it.
+
+    The reader's path is told from a user's by what stands beside it: the file's name, which the
+    reader hides. Whoever wrote a template chose what the LLM sees of the metadata.
+    """
+    path, name = node.metadata.get("file_path"), node.metadata.get("file_name")
+    hidden = node.excluded_llm_metadata_keys
+    is_readers = name and str(path).endswith(str(name)) and "file_name" in hidden
+    templates = (
+        getattr(node, "text_template", DEFAULT_TEXT_NODE_TMPL),
+        getattr(node, "metadata_template", DEFAULT_METADATA_TMPL),
+    )
+    is_chosen = templates != (DEFAULT_TEXT_NODE_TMPL, DEFAULT_METADATA_TMPL)
+    if not is_readers or is_chosen or "file_path" in hidden:
+        return node
+    return node.model_copy(update={"excluded_llm_metadata_keys": [*hidden, "file_path"]})

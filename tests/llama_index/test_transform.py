@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import chromadb
 import pytest
-from llama_index.core import Document
+from llama_index.core import Document, SimpleDirectoryReader, StorageContext, VectorStoreIndex
 from llama_index.core.ingestion import DocstoreStrategy, IngestionCache, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode, ImageNode, MediaResource, MetadataMode, Node, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from blockattn_rag.blocks import Block, BlockTemplate, handle_of
 from blockattn_rag.fetch import EncodeStats
 from blockattn_rag.handles import HANDLE_KEY
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
+    BlockKVPostprocessor,
     BlockKVTransform,
     HashingEmbedding,
     canonical_text,
@@ -188,3 +192,71 @@ def test_stats_tell_tokens_and_bytes(llm: BlockAttentionLLM) -> None:
     assert after is not None
     assert after.computed_tokens == len("abc\n\n")
     assert after.stored_bytes > 0
+
+
+def folder(path: Path) -> Path:
+    path.mkdir()
+    for i in range(3):
+        text = f"The height of tower {i} is {i * 7} metres."
+        (path / f"{i}.txt").write_text(text, encoding="utf-8")
+    return path
+
+
+def test_the_same_files_in_another_folder_compute_nothing_and_the_first_question_hits(
+    llm: BlockAttentionLLM, engine: RecordingEngine, tmp_path: Path
+) -> None:
+    transform = BlockKVTransform(llm=llm)
+    steps = [SentenceSplitter(), transform]
+    for name, expected in (("here", (3, 0)), ("there", (0, 3))):
+        found = SimpleDirectoryReader(folder(tmp_path / name)).load_data()
+        nodes = IngestionPipeline(transformations=steps).run(documents=found)
+        assert counts(transform) == expected
+    assert [node.metadata["file_path"] for node in nodes] == [
+        str(tmp_path / "there" / f"{i}.txt") for i in range(3)
+    ]
+    client = chromadb.PersistentClient(str(tmp_path / "chroma"))
+    store = ChromaVectorStore(chroma_collection=client.create_collection("towers"))
+    VectorStoreIndex(
+        nodes,
+        storage_context=StorageContext.from_defaults(vector_store=store),
+        embed_model=HashingEmbedding(64),
+    )
+    index = VectorStoreIndex.from_vector_store(store, embed_model=HashingEmbedding(64))
+    asking = index.as_query_engine(
+        llm=llm, similarity_top_k=3, node_postprocessors=[BlockKVPostprocessor()]
+    )
+    asking.query("What is the height of tower 2?")
+    [call] = engine.calls
+    passages = [block.text for block in call.prompt.context if "tower" in block.text]
+    assert len(passages) == 3
+    assert not any(str(tmp_path) in text for text in passages)
+    assert call.answer.stats.hits == 3
+
+
+def test_file_paths_stay_in_the_blocks_where_that_is_asked_for(
+    llm: BlockAttentionLLM, tmp_path: Path
+) -> None:
+    transform = BlockKVTransform(llm=llm, hide_file_paths=False)
+    nodes = transform(SimpleDirectoryReader(folder(tmp_path / "here")).load_data())
+    assert all(str(tmp_path) in canonical_text(node) for node in nodes)
+    assert transform.to_dict()["hide_file_paths"] is False
+
+
+def test_paths_that_users_chose_to_show_stay_in_the_blocks(llm: BlockAttentionLLM) -> None:
+    readers = {"file_path": "/data/a.txt", "file_name": "a.txt"}
+    own = Document(text="a", metadata={"file_path": "/data/a.txt"})
+    named = Document(text="b", metadata=readers)
+    template = Document(
+        text="c",
+        metadata=readers,
+        excluded_llm_metadata_keys=["file_name"],
+        text_template="From {metadata_str}: {content}",
+    )
+    line = Document(
+        text="d",
+        metadata=readers,
+        excluded_llm_metadata_keys=["file_name"],
+        metadata_template="{key} = {value}",
+    )
+    nodes = BlockKVTransform(llm=llm)([own, named, template, line])
+    assert ["/data/a.txt" in canonical_text(node) for node in nodes] == [True] * 4
