@@ -44,8 +44,10 @@ def live_handles(collections: Iterable[Any]) -> set[str]:
     for collection in collections:
         for page in pages_of(collection, "metadatas", "documents"):
             for metadata, text in zip(page["metadatas"], page["documents"], strict=True):
-                if metadata and metadata.get(HANDLE_KEY) and _agrees(metadata, text):
-                    handles.add(metadata[HANDLE_KEY])
+                handle = metadata.get(HANDLE_KEY) if metadata else None
+                # Others write this metadata too: what is no text names no entry.
+                if isinstance(handle, str) and handle and _agrees(metadata, text):
+                    handles.add(handle)
     return handles
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from blockattn_rag.store import DirectoryStore
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_SIZES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 app = typer.Typer(no_args_is_help=True, help="Inspect and clean a KV store.")
 StoreArgument = Annotated[
@@ -29,10 +31,17 @@ StoreArgument = Annotated[
 def stats(store: StoreArgument, as_json: JsonOption = False) -> None:
     """How many entries there are, for which models, and how large."""
     with working(as_json):
+        from blockattn_rag.errors import StoreError
+
         opened = _open(store)
         models: dict[str, dict[str, int]] = {}
+        unreadable: dict[str, str] = {}
         for key in opened.keys():  # noqa: SIM118 - a store is no dict
-            info = opened.describe(key)
+            try:
+                info = opened.describe(key)
+            except StoreError as error:
+                unreadable[key] = str(error)
+                continue
             if info is None:
                 continue
             model = models.setdefault(info.fingerprint, {"entries": 0, "tokens": 0, "bytes": 0})
@@ -40,12 +49,14 @@ def stats(store: StoreArgument, as_json: JsonOption = False) -> None:
             model["tokens"] += info.num_tokens
             model["bytes"] += info.nbytes
     total = {name: sum(m[name] for m in models.values()) for name in ("entries", "tokens", "bytes")}
-    data = {"store": str(store), **total, "models": models}
+    data = {"store": str(store), **total, "models": models, "unreadable": unreadable}
     rows = [
-        (fingerprint[:12], m["entries"], m["tokens"], size(m["bytes"]))
+        (_shown(fingerprint), m["entries"], m["tokens"], size(m["bytes"]))
         for fingerprint, m in models.items()
     ]
     rows.append(("all", total["entries"], total["tokens"], size(total["bytes"])))
+    if unreadable:
+        note(f"note: {len(unreadable)} more cannot be used; blockattn-rag store verify tells why")
     emit(as_json, data, table(str(store), ("model", "entries", "tokens", "size"), rows))
 
 
@@ -57,7 +68,11 @@ def verify(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Read and check every entry; exit status 1 if any is damaged and was not deleted."""
+    """Read and check every entry; exit status 1 if any is damaged and was not deleted.
+
+    What could not be read, for want of memory or permission, may be sound: it is told, is not
+    deleted, and makes the exit status 1 too.
+    """
     with working(as_json), progress("verifying") as tick:
         from blockattn_rag.store import verify as verify_store
 
@@ -67,16 +82,21 @@ def verify(
         "ok": report.ok,
         "bytes": report.total_bytes,
         "damaged": report.damaged,
+        "unread": report.unread,
         "deleted": report.deleted,
+        "errors": list(report.errors),
         "leftovers": [str(path) for path in report.leftovers],
     }
-    lines = [f"{key}: {reason}" for key, reason in report.damaged.items()]
+    for error in report.errors:
+        note(f"note: {error}")
+    lines = [f"{key}: {reason}" for key, reason in (report.damaged | report.unread).items()]
     summary = (
         f"{report.ok} entries sound ({size(report.total_bytes)}), {len(report.damaged)} damaged, "
-        f"{report.deleted} deleted, {len(report.leftovers)} temporary files"
+        f"{len(report.unread)} not readable, {report.deleted} deleted, "
+        f"{len(report.leftovers)} temporary files"
     )
     emit(as_json, data, *lines, summary)
-    if len(report.damaged) > report.deleted:
+    if len(report.damaged) > report.deleted or report.unread:
         raise typer.Exit(1)
 
 
@@ -96,7 +116,7 @@ def gc(
         typer.Option(help="Look at these collections only; default: all that are there."),
     ] = None,
     grace: Annotated[
-        str, typer.Option(help="Keep entries younger than this: 90s, 30m, 24h, 7d.")
+        str, typer.Option(help="Keep entries that were used within this time: 90s, 30m, 24h, 7d.")
     ] = "1h",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing, only tell.")] = False,
     force: Annotated[
@@ -107,7 +127,7 @@ def gc(
     """Delete entries that no passage in Chroma refers to (mark and sweep).
 
     A database folder's own collection always counts. Entries that hold no passage, such as the
-    instructions before them, go too once they are older than the grace period: they cost one
+    instructions before them, go too once they were not used for the grace period: they cost one
     computation.
     """
     grace_s = _seconds(grace)
@@ -150,12 +170,39 @@ def gc(
     verb = "would delete" if dry_run else "deleted"
     summary = (
         f"{verb} {len(report.deleted)} entries and {len(report.leftovers)} temporary files "
-        f"({size(report.freed_bytes)}); kept {report.kept} in use and {report.kept_young} young "
-        f"ones; {len(live)} handles in {len(names)} collection(s)"
+        f"({size(report.freed_bytes)}); kept {report.kept} referred to and {report.kept_young} "
+        f"used recently; {len(live)} handles in {len(names)} collection(s)"
     )
     emit(as_json, data, summary)
     if report.errors:
         raise typer.Exit(1)
+
+
+@app.command()
+def shrink(
+    store: StoreArgument,
+    max_bytes: Annotated[
+        str, typer.Option(help="What the entries may take: 500MB, 20GB, 20GiB, or bytes.")
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing, only tell.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete the entries not used for the longest time, whatever refers to them, down to a size.
+
+    They are computed anew when they are needed. In Python, `DirectoryStore(path, max_bytes=…)`
+    keeps a store within a size all the time.
+    """
+    most = _bytes(max_bytes)
+    with working(as_json):
+        from blockattn_rag.store import shrink as shrink_store
+
+        report = shrink_store(_open(store), most, dry_run=dry_run)
+    verb = "would delete" if dry_run else "deleted"
+    summary = (
+        f"{verb} {len(report.deleted)} entries ({size(report.freed_bytes)}); "
+        f"the others take {size(report.left_bytes)}"
+    )
+    emit(as_json, {**asdict(report), "store": str(store), "max_bytes": most}, summary)
 
 
 def _open(path: Path) -> DirectoryStore:
@@ -183,6 +230,22 @@ def _server(host: str, port: int) -> ClientAPI:
 def _collections(client: ClientAPI, wanted: list[str]) -> list[str]:
     found = [collection.name for collection in client.list_collections()]
     return [name for name in found if not wanted or name in wanted]
+
+
+def _shown(fingerprint: str) -> str:
+    """The start of what a file says: in ASCII, since it could hold a terminal's control codes."""
+    return ascii(fingerprint)[1:-1][:12]
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    units = _BINARY_SIZES if match is not None and match[3] else _SIZES
+    if match is None or match[2] not in units or float(match[1]) * units[match[2]] < 1:
+        raise typer.BadParameter(
+            f"expected a size such as 500MB, 20GB or 20GiB, found {text!r}",
+            param_hint="--max-bytes",
+        )
+    return int(float(match[1]) * units[match[2]])
 
 
 def _seconds(text: str) -> float:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -9,13 +10,24 @@ import pytest
 from chromadb.config import Settings
 
 from blockattn_rag.cli.database import chroma_client
+from blockattn_rag.cli.store import _bytes, _shown
+from blockattn_rag.store import DirectoryStore
 from tests.cli.conftest import Command
+from tests.store.kvs import key_of, make_kv
 
 NO_TELEMETRY = Settings(anonymized_telemetry=False)
 
 
 def entries(database: Path) -> list[Path]:
     return sorted((database / "kv").rglob("*.safetensors"))
+
+
+def add_orphan(database: Path) -> Path:
+    """An entry that no passage refers to, such as the instructions before them."""
+    kv = make_kv("instructions")
+    store = DirectoryStore(database / "kv")
+    store.put(key_of(kv), kv)
+    return store.entry_path(key_of(kv))
 
 
 def damage(path: Path) -> None:
@@ -54,9 +66,64 @@ def test_verify_finds_damage_and_deletes_it_when_asked(cli: Command, database: P
     assert not entries(database)
 
 
+def test_a_damaged_entry_stops_neither_stats_nor_gc(cli: Command, database: Path) -> None:
+    [entry] = entries(database)
+    entry.write_bytes(b"short")
+    stats = cli("store", "stats", database, "--json")
+    assert (stats.status, stats.json["entries"]) == (0, 0)
+    assert list(stats.json["unreadable"]) == [entry.stem]
+    assert "1 more cannot be used" in stats.stderr
+    collected = cli("store", "gc", database, "--json")
+    assert (collected.status, len(collected.json["errors"])) == (1, 1)
+
+
+def test_verify_tells_what_it_could_not_read_and_does_not_delete_it(
+    cli: Command, database: Path
+) -> None:
+    [entry] = entries(database)
+    entry.unlink()
+    entry.mkdir()
+    output = cli("store", "verify", database, "--delete", "--json")
+    assert (output.status, output.json["damaged"], output.json["deleted"]) == (1, {}, 0)
+    assert "Is a directory" in output.json["unread"][entry.stem]
+    assert entry.is_dir()
+
+
+def test_a_fingerprint_cannot_steer_the_terminal() -> None:
+    assert _shown("\x1b[2Jcleared") == "\\x1b[2Jclear"
+
+
+def test_shrink_deletes_what_was_not_used_for_the_longest_time(
+    cli: Command, database: Path
+) -> None:
+    [new] = entries(database)
+    old = add_orphan(database)
+    os.utime(old, (0, 0))
+    most = new.stat().st_size
+    dry = cli("store", "shrink", database, "--max-bytes", most, "--dry-run", "--json").json
+    assert (dry["deleted"], len(entries(database))) == ([old.stem], 2)
+    done = cli("store", "shrink", database, "--max-bytes", f"{most}B", "--json").json
+    assert (done["deleted"], done["left_bytes"]) == ([old.stem], most)
+    assert entries(database) == [new]
+    assert "deleted 0 entries" in cli("store", "shrink", database, "--max-bytes", "1GiB").stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("7", 7), ("1.5k", 1500), ("500MB", 500 * 10**6), ("20 GiB", 20 << 30), ("1tib", 1 << 40)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, expected: int) -> None:
+    assert _bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0", "0.5", "-1", "much", "1PB", "1ib", "GB"])
+def test_a_size_that_is_none_is_a_usage_error(cli: Command, database: Path, text: str) -> None:
+    output = cli("store", "shrink", database, f"--max-bytes={text}")
+    assert (output.status, len(entries(database))) == (2, 1)
+
+
 def test_gc_keeps_what_chroma_refers_to(cli: Command, database: Path) -> None:
-    cli("ask", "How?", "--db", database, "--max-new-tokens", 1)
-    assert len(entries(database)) == 2  # the passage, and the instructions before it
+    add_orphan(database)
     young = cli("store", "gc", database, "--json").json
     assert (young["kept"], young["kept_young"], young["deleted"]) == (1, 1, [])
     dry = cli("store", "gc", database, "--grace", "0", "--dry-run", "--json").json

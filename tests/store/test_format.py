@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import torch as safetensors_torch
 
-from blockattn_rag.kv import BlockKV
+from blockattn_rag.kv import BlockKV, store_key
 from blockattn_rag.store import format as entry
 from blockattn_rag.store.checks import DTYPES, check_storable, is_finite
 from blockattn_rag.store.format import FormatError, decode, encode, read_header
@@ -173,11 +173,9 @@ def test_a_foreign_safetensors_file_is_named_as_such() -> None:
         from_bytes(content)
 
 
-def forged(change: dict[str, Any]) -> bytes:
-    """An entry with a right checksum whose header is wrong, as only a hostile writer makes it."""
-    content = to_bytes(golden_kv())
+def resealed(fields: Any, content: bytes = GOLDEN) -> bytes:
+    """An entry with another header and a right checksum, as only a hostile writer makes it."""
     end = 8 + int.from_bytes(content[:8], "little")
-    fields = json.loads(content[8:end]) | change
     head = json.dumps(fields, separators=(",", ":")).encode()
     forgery = bytearray(len(head).to_bytes(8, "little") + head + content[end:])
     forgery[entry._CHECKSUM] = b"0" * 32
@@ -185,23 +183,176 @@ def forged(change: dict[str, Any]) -> bytes:
     return bytes(forgery)
 
 
+def fields_of(content: bytes = GOLDEN) -> Any:
+    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+
+
+def refused(content: bytes, message: str) -> None:
+    """Reading the entry says why it cannot be used; so does its header alone, if that is wrong."""
+    with pytest.raises(FormatError, match=message):
+        from_bytes(content)
+    with pytest.raises(FormatError, match=message):
+        read_header(io.BytesIO(content), len(content))
+
+
+KEYS = {"dtype": "F32", "shape": [1, 1, 2, 2], "data_offsets": [16, 32]}
+
+
 @pytest.mark.parametrize(
     "spec",
     [
-        {"dtype": "F32", "shape": [1, 1, 2, 2], "data_offsets": [16, 9999]},
-        {"dtype": "F32", "shape": [1, 1, 2, 9], "data_offsets": [16, 32]},
-        {"dtype": "F32", "shape": [1, 1, 2, 2], "data_offsets": [17, 33]},
-        {"dtype": "F32", "shape": "wide", "data_offsets": [16, 32]},
-        {"dtype": "F31", "shape": [1, 1, 2, 2], "data_offsets": [16, 32]},
-        {"dtype": ["F32"], "shape": [1, 1, 2, 2], "data_offsets": [16, 32]},
-        {"dtype": "F32", "shape": [1, 1, 2, 2], "data_offsets": [16]},
+        KEYS | {"data_offsets": [16, 9999]},
+        KEYS | {"data_offsets": [17, 33]},
+        KEYS | {"data_offsets": [16]},
+        KEYS | {"data_offsets": [16.0, 32.0]},
+        KEYS | {"data_offsets": [-16, 0]},
+        KEYS | {"shape": [1, 1, 2, 9]},
+        KEYS | {"shape": "wide"},
+        KEYS | {"shape": []},
+        KEYS | {"shape": [4]},
+        KEYS | {"shape": [2, 2]},
+        KEYS | {"shape": [1, 2, 2]},
+        KEYS | {"shape": [1, 1, 1, 2, 2]},
+        KEYS | {"shape": [2, 1, 2, 1]},
+        KEYS | {"shape": [1, 1, 4, 1]},
+        KEYS | {"shape": [1, 2, 2, 1]},
+        KEYS | {"shape": [1, 1, -2, -2]},
+        KEYS | {"shape": [True, True, 2, 2]},
+        KEYS | {"shape": [[[1]], 1, 2, 2]},
+        KEYS | {"shape": [10**30, 1, 2, 0]},
+        KEYS | {"shape": [0, 1, 2, 2], "data_offsets": [16, 16]},
+        KEYS | {"dtype": "F31"},
+        KEYS | {"dtype": ["F32"]},
+        KEYS | {"dtype": "I64", "shape": [1, 1, 2, 1]},
+        KEYS | {"dtype": "I32"},
         {"dtype": "F32"},
+        [],
         None,
     ],
 )
 def test_a_header_that_lies_about_its_data_is_refused(spec: object) -> None:
-    with pytest.raises(FormatError, match="header"):
-        from_bytes(forged({"keys": spec}))
+    refused(resealed(fields_of() | {"keys": spec}), "header cannot be read")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_ids": {"dtype": "F64", "shape": [2], "data_offsets": [0, 16]}},
+        {"token_ids": {"dtype": "I64", "shape": [2, 1], "data_offsets": [0, 16]}},
+        {"token_ids": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}},
+        {"more": {"dtype": "F32", "shape": [0], "data_offsets": [40, 40]}},
+        {"keys.0": {"dtype": "F32", "shape": [1, 2, 1], "data_offsets": [40, 48]}},
+        {"keys.x": KEYS},
+    ],
+)
+def test_other_tensors_than_those_of_a_block_are_refused(change: dict[str, Any]) -> None:
+    content = resealed(fields_of() | change, GOLDEN + bytes(8))
+    refused(content, "header cannot be read")
+
+
+def test_a_header_without_token_ids_or_of_no_dictionary_is_refused() -> None:
+    fields = fields_of()
+    del fields["token_ids"]
+    refused(resealed(fields), "header cannot be read")
+
+
+@pytest.mark.parametrize("name", ["fingerprint", "digest", "handle"])
+@pytest.mark.parametrize("value", [["a list"], {"a": 1}, None, 7, True, "\ud800", [[[["deep"]]]]])
+def test_names_that_are_no_text_are_refused(name: str, value: object) -> None:
+    fields = fields_of()
+    fields["__metadata__"][name] = value
+    refused(resealed(fields), "header cannot be read")
+
+
+def test_a_file_longer_than_its_header_says_is_refused() -> None:
+    refused(resealed(fields_of(), GOLDEN + bytes(8)), r"tells of \d+ bytes, it has \d+")
+
+
+def test_a_header_as_long_as_a_book_is_not_even_read() -> None:
+    content = ((1 << 20) + 1).to_bytes(8, "little") + GOLDEN[8:]
+    with pytest.raises(FormatError, match="its header would have 1048577 bytes"):
+        read_header(io.BytesIO(content), 1 << 40)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["keys", "values"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+@pytest.mark.parametrize("more_heads", [0, 1])
+def test_what_is_not_finite_is_found_with_a_right_checksum(
+    value: float, name: str, dtype: torch.dtype, more_heads: int
+) -> None:
+    kv = make_kv(dtype=dtype, more_heads=more_heads)
+    layers = getattr(kv, name)
+    spoilt = layers[-1].float().clone()
+    spoilt[-1, -1, -1] = value
+    change: dict[str, Any] = {name: (*layers[:-1], spoilt.to(dtype))}
+    spoilt_kv = replace(kv, **change)
+    assert is_finite(kv)
+    assert not is_finite(spoilt_kv)
+    with pytest.raises(FormatError, match=rf"its {name}.* hold NaN or infinity"):
+        from_bytes(to_bytes(spoilt_kv))
+
+
+def test_a_negative_token_id_is_found_with_a_right_checksum() -> None:
+    kv = replace(golden_kv(), token_ids=torch.tensor([7, -1]))
+    with pytest.raises(FormatError, match="token id -1"):
+        from_bytes(to_bytes(kv))
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(0, 50)
+    | st.floats()
+    | st.text(st.characters(), max_size=4)  # with halves of surrogate pairs
+    | st.sampled_from(["F32", "I64", "keys", "token_ids"]),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=8,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where something stands in a JSON value, but for the start of the header."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    found = []
+    for key, item in inner:
+        if key not in ("__metadata__", "format", "version", "xxh3_128"):
+            found.append((*path, key))
+        if isinstance(item, dict | list):
+            found += places(item, (*path, key))
+    return found
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    """An entry with a right checksum, some places of whose header were changed or dropped."""
+    fields = fields_of()
+    for _ in range(draw(st.integers(1, 3))):
+        *path, last = draw(st.sampled_from(places(fields)))
+        parent = fields
+        for key in path:
+            parent = parent[key]
+        if draw(st.booleans()) and isinstance(parent, dict):
+            del parent[last]
+        else:
+            parent[last] = draw(JSON)
+    return resealed(fields)
+
+
+@given(mutated())
+@settings(deadline=None, max_examples=400)
+def test_a_changed_header_with_a_right_checksum_gives_a_block_or_is_refused(content: bytes) -> None:
+    with contextlib.suppress(FormatError):
+        header = read_header(io.BytesIO(content), len(content))
+        assert header.num_tokens > 0
+        store_key(header.fingerprint, header.digest)
+        hash(header.handle)
+    with contextlib.suppress(FormatError):
+        kv = from_bytes(content)
+        check_storable(kv)
+        assert is_finite(kv)
+        assert kv.token_ids.min() >= 0
 
 
 @given(st.binary(max_size=60), st.integers(0, 400))
