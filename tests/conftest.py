@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.holding import LONGEST_S, Held, holding
+
+# Tests leave no key behind in the folder of whoever runs them.
+os.environ["BLOCKATTN_RAG_MARKER_KEY"] = "tests"
+
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 # Shared machines are slow at times; a deadline would fail on them by chance.
@@ -28,6 +34,13 @@ def device(request: Any) -> Iterator[torch.device]:
     """Each device that is here, in turn; new tensors of the test lie on it."""
     with torch.device(request.param) as chosen:
         yield chosen
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    """Models stand after each token until the test lets them go."""
+    with holding() as held:
+        yield held
 
 
 @pytest.fixture(scope="session")
@@ -46,11 +59,12 @@ def chroma_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         yield port
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=LONGEST_S)
 
 
 def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(600):
+    until = time.monotonic() + 4 * LONGEST_S
+    while time.monotonic() < until:
         assert process.poll() is None, "the Chroma server ended"
         try:
             httpx.get(url, trust_env=False)

@@ -15,6 +15,7 @@ from blockattn_rag import batching
 from blockattn_rag.batching import BATCH_SIZE, Gathering, Seat
 from blockattn_rag.blocks import BlockPrompt
 from blockattn_rag.generation import Generation, ReuseStats
+from tests.holding import LONGEST_S
 
 
 class Model:
@@ -31,7 +32,7 @@ class Model:
         texts = [seat.prompt().final for seat in seats]
         self.batches.append(texts)
         self.started.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(LONGEST_S)
         self.left.append([seat.left.is_set() for seat in seats])
         if options.get("fails_late") and len(seats) > 1:
             seats[0].answer.set_result(Generation("early", [], "stop", ReuseStats("block")))
@@ -57,7 +58,7 @@ async def ask(gathering: Gathering, text: str, **options: Any) -> str:
 
 
 async def started(model: Model) -> None:
-    await asyncio.to_thread(model.started.wait, 10)
+    assert await asyncio.to_thread(model.started.wait, LONGEST_S)
 
 
 async def test_gathered_calls_are_one_batch_and_each_gets_its_own_answer(
@@ -81,7 +82,7 @@ async def test_calls_that_come_while_the_model_works_are_the_next_batch(
     first = asyncio.create_task(ask(gathering, "first"))
     await started(model)
     others = [asyncio.create_task(ask(gathering, text)) for text in "abc"]
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)  # the loop's next turn begins them
     model.gate.set()
     assert await asyncio.gather(first, *others) == ["first", "a", "b", "c"]
     assert model.batches == [["first"], ["a", "b", "c"]]
@@ -143,7 +144,7 @@ async def test_an_answer_that_came_before_the_batch_failed_is_kept(
 
 async def test_an_error_that_no_task_can_hold_is_named(gathering: Gathering) -> None:
     with pytest.raises(RuntimeError, match="raised StopIteration"):
-        await asyncio.wait_for(gathering.answer(lambda: next(iter(())), {}), 5)
+        await asyncio.wait_for(gathering.answer(lambda: next(iter(())), {}), LONGEST_S)
 
 
 class Incomparable:
@@ -155,8 +156,8 @@ class Incomparable:
 
 async def test_options_that_fail_to_compare_hang_nobody(gathering: Gathering) -> None:
     calls = [ask(gathering, text, option=Incomparable()) for text in "ab"]
-    assert await asyncio.wait_for(asyncio.gather(*calls), 5) == ["a", "b"]
-    assert await asyncio.wait_for(ask(gathering, "next"), 5) == "next"
+    assert await asyncio.wait_for(asyncio.gather(*calls), LONGEST_S) == ["a", "b"]
+    assert await asyncio.wait_for(ask(gathering, "next"), LONGEST_S) == "next"
 
 
 async def test_a_thread_that_cannot_be_started_is_an_error_and_the_next_call_tries_again(
@@ -168,8 +169,8 @@ async def test_a_thread_that_cannot_be_started_is_an_error_and_the_next_call_tri
     with monkeypatch.context() as patched:
         patched.setattr(batching, "start_thread", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            await asyncio.wait_for(ask(gathering, "first"), 5)
-    assert await asyncio.wait_for(ask(gathering, "next"), 5) == "next"
+            await asyncio.wait_for(ask(gathering, "first"), LONGEST_S)
+    assert await asyncio.wait_for(ask(gathering, "next"), LONGEST_S) == "next"
 
 
 async def test_a_prompt_is_made_with_the_context_variables_of_its_call(
@@ -191,7 +192,7 @@ async def test_a_cancelled_call_leaves_and_the_others_get_their_answers(
     calls = [asyncio.create_task(ask(gathering, text)) for text in "ab"]
     await started(model)
     calls[0].cancel()
-    await asyncio.sleep(0)
+    await asyncio.wait(calls[:1])
     model.gate.set()
     assert await calls[1] == "b"
     assert calls[0].cancelled()
@@ -219,9 +220,9 @@ async def test_a_call_cancelled_while_it_waits_is_never_answered(
     first = asyncio.create_task(ask(gathering, "first"))
     await started(model)
     waiting = [asyncio.create_task(ask(gathering, text)) for text in ("left", "stays")]
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)  # the loop's next turn begins them
     waiting[0].cancel()
-    await asyncio.sleep(0.05)
+    await asyncio.wait(waiting[:1])
     model.gate.set()
     assert await first == "first"
     assert await waiting[1] == "stays"
@@ -237,5 +238,5 @@ def test_loops_of_several_threads_share_one_gathering(gathering: Gathering) -> N
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(LONGEST_S)
     assert sorted(found) == [str(n) for n in range(8)]

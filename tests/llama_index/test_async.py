@@ -4,84 +4,75 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Generator, Iterator
+from contextlib import aclosing
 
 import pytest
 
 from blockattn_rag.generation import GenerationChunk
 from blockattn_rag.llama_index import BlockAttentionLLM
 from blockattn_rag.streams import iterate_in_thread
+from tests.holding import FEW, LONGEST_S, Held
 from tests.llama_index.conftest import RecordingEngine
 
-LONG = 400
-
-
-class Ticker:
-    """Counts how often the event loop gets its turn."""
-
-    def __init__(self) -> None:
-        self.ticks = 0
-
-    async def __aenter__(self) -> Ticker:
-        self._task = asyncio.create_task(self._run())
-        return self
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(0.002)
-            self.ticks += 1
-
-    async def __aexit__(self, *error: object) -> None:
-        self._task.cancel()
+LONG = 4000  # tokens: more than any test lets the model make
 
 
 @pytest.mark.parametrize("method", ["acomplete", "astream_complete"])
 async def test_the_event_loop_ticks_while_the_model_works(
-    llm: BlockAttentionLLM, method: str
+    llm: BlockAttentionLLM, held: Held, method: str
 ) -> None:
-    async with Ticker() as ticker:
-        started = time.perf_counter()
-        answer = await getattr(llm, method)("x" * 500, max_new_tokens=40)
+    async def work() -> None:
+        answer = await getattr(llm, method)("x" * 50)
         if method == "astream_complete":
-            [step async for step in answer]
-        busy_s = time.perf_counter() - started
-    assert ticker.ticks > 3
-    assert ticker.ticks > busy_s / 0.1
+            assert [step async for step in answer]
+
+    task = asyncio.create_task(work())
+    await asyncio.to_thread(held.wait_for_token)
+    for _ in range(10):  # turns of the loop, while the model stands in the middle of an answer
+        await asyncio.sleep(0)
+    assert (held.tokens, task.done()) == (1, False)
+    held.let_go()
+    await task
 
 
-async def free_within(llm: BlockAttentionLLM, seconds: float) -> bool:
-    """Whether the model answers a short prompt soon: nobody holds it any more."""
-    await asyncio.wait_for(asyncio.to_thread(llm.complete, "Hi", max_new_tokens=1), seconds)
-    return True
+def answers_again(llm: BlockAttentionLLM, held: Held, engine: RecordingEngine) -> bool:
+    """Whether an answer that was left ended early, was not recorded, and holds up nobody."""
+    held.wait_for_end()
+    assert held.tokens <= 2 * FEW + 1
+    held.let_go()
+    llm.complete("Hi", max_new_tokens=1)
+    return [call.options["max_new_tokens"] for call in engine.calls] == [1]
 
 
 async def test_a_cancelled_call_frees_the_model(
-    llm: BlockAttentionLLM, engine: RecordingEngine
+    llm: BlockAttentionLLM, held: Held, engine: RecordingEngine
 ) -> None:
-    task = asyncio.create_task(llm.acomplete("x" * 50, max_new_tokens=LONG * 10))
-    await asyncio.sleep(0.2)
+    task = asyncio.create_task(llm.acomplete("x" * 50, max_new_tokens=LONG))
+    await asyncio.to_thread(held.wait_for_token)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await free_within(llm, 10)
-    assert [call.options["max_new_tokens"] for call in engine.calls] == [1]
+    assert await asyncio.to_thread(answers_again, llm, held, engine)
 
 
 async def test_an_abandoned_async_stream_frees_the_model(
-    llm: BlockAttentionLLM, engine: RecordingEngine
+    llm: BlockAttentionLLM, held: Held, engine: RecordingEngine
 ) -> None:
-    steps = await llm.astream_complete("x" * 50, max_new_tokens=LONG * 10)
+    steps = await llm.astream_complete("x" * 50, max_new_tokens=LONG)
+    held.let_go(FEW)
     async for _ in steps:
         break
     await steps.aclose()
-    assert await free_within(llm, 10)
-    assert [call.options["max_new_tokens"] for call in engine.calls] == [1]
+    held.let_go(FEW)
+    assert await asyncio.to_thread(answers_again, llm, held, engine)
 
 
-def test_of_two_streams_one_abandoned_the_other_gets_its_answer(llm: BlockAttentionLLM) -> None:
-    expected = llm.complete("Hello", max_new_tokens=30).text
-    abandoned = llm.stream_complete("x" * 50, max_new_tokens=LONG * 10)
+def test_of_two_streams_one_abandoned_the_other_gets_its_answer(
+    llm: BlockAttentionLLM, held: Held
+) -> None:
+    abandoned = llm.stream_complete("x" * 50, max_new_tokens=LONG)
+    held.let_go(FEW)
     next(abandoned)
     answers: list[str] = []
 
@@ -91,9 +82,11 @@ def test_of_two_streams_one_abandoned_the_other_gets_its_answer(llm: BlockAttent
     reader = threading.Thread(target=read)
     reader.start()
     del abandoned
-    reader.join(timeout=30)
+    held.wait_for_end()
+    held.let_go()
+    reader.join(LONGEST_S)
     assert not reader.is_alive()
-    assert answers[-1] == expected
+    assert answers[-1] == llm.complete("Hello", max_new_tokens=30).text
 
 
 def test_two_threads_stream_at_once_and_both_are_right(llm: BlockAttentionLLM) -> None:
@@ -110,7 +103,7 @@ def test_two_threads_stream_at_once_and_both_are_right(llm: BlockAttentionLLM) -
     for reader in readers:
         reader.start()
     for reader in readers:
-        reader.join(timeout=60)
+        reader.join(LONGEST_S)
     assert [answers[prompt] for prompt in prompts] == expected
 
 
@@ -129,20 +122,25 @@ async def test_errors_of_the_thread_reach_the_caller(llm: BlockAttentionLLM) -> 
 
 
 async def test_leaving_closes_the_inner_iterator() -> None:
-    closed = threading.Event()
+    left, closed, made = threading.Event(), threading.Event(), []
 
     def numbers() -> Generator[int, None, None]:
         try:
-            for number in range(10**9):
-                time.sleep(0.001)
+            for number in range(100):
+                if number == 4:
+                    assert left.wait(LONGEST_S)
+                made.append(number)
                 yield number
         finally:
             closed.set()
 
-    async for number in iterate_in_thread(numbers):
-        if number == 3:
-            break
-    assert await asyncio.to_thread(closed.wait, 5)
+    async with aclosing(iterate_in_thread(numbers)) as items:
+        async for number in items:
+            if number == 3:
+                break
+    left.set()
+    assert await asyncio.to_thread(closed.wait, LONGEST_S)
+    assert made == [0, 1, 2, 3, 4]  # the one that was on its way, and no more
 
 
 async def test_a_failing_engine_ends_the_stream(
@@ -170,11 +168,14 @@ async def test_gathered_calls_share_a_batch_and_answer_as_alone(
 
 
 async def test_of_two_gathered_calls_one_cancelled_the_other_gets_its_answer(
-    llm: BlockAttentionLLM, engine: RecordingEngine
+    llm: BlockAttentionLLM, held: Held, engine: RecordingEngine
 ) -> None:
-    expected = llm.complete("x" * 50, max_new_tokens=LONG).text
-    calls = [asyncio.create_task(llm.acomplete("x" * 50, max_new_tokens=LONG)) for _ in range(2)]
-    await asyncio.sleep(0.1)
+    calls = [asyncio.create_task(llm.acomplete("x" * 50, max_new_tokens=20)) for _ in range(2)]
+    await asyncio.to_thread(held.wait_for_token)
     calls[0].cancel()
-    assert (await calls[1]).text == expected
-    assert calls[0].cancelled()
+    with pytest.raises(asyncio.CancelledError):
+        await calls[0]
+    held.let_go()
+    found = (await calls[1]).text
+    assert engine.batches == [2]
+    assert found == llm.complete("x" * 50, max_new_tokens=20).text
