@@ -41,7 +41,7 @@ class Identity:
     Reads all weights, runs a few tokens. Nobody else may run or change the model meanwhile.
 
     Raises:
-        ValueError: under autocast.
+        ValueError: the model is in training mode, or autocast is on.
     """
 
     def __init__(self, hf_model: PreTrainedModel, tokenizer: BlockTokenizer) -> None:

@@ -21,9 +21,9 @@ from blockattn_rag.model.graphs import record_graphs
 from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.probe import (
     AttentionProfile,
+    check_ready,
     layer_states,
     profile_attention,
-    refuse_autocast,
 )
 from blockattn_rag.model.requests import EncodeRequest
 from blockattn_rag.tokenization import BlockTokenizer
@@ -152,7 +152,7 @@ class BlockModel:
         thousand modules), so ask once for all blocks of a request.
 
         Raises:
-            ValueError: autocast is on, and the fingerprint must be computed.
+            ValueError: it must be computed, and autocast is on or the model is in training mode.
         """
         identity = self._identity
         if identity is None or not identity.holds():
@@ -167,7 +167,8 @@ class BlockModel:
                 return known
             if known is not None:
                 # What was measured of the model before may not be true of it any more.
-                self.hf_model.eval()  # adapters come as for training, with dropout
+                if not self.hf_model.training:
+                    self.hf_model.eval()  # adapters come as for training, with dropout
                 self.profile = profile_attention(self.hf_model)
                 for name in ("supports_relay", "bytes_per_token"):
                     vars(self).pop(name, None)
@@ -201,7 +202,7 @@ class BlockModel:
 
         Raises:
             ContextOverflowError: a block alone is longer than the model's context window.
-            ValueError: autocast is on.
+            ValueError: autocast is on, or the model is in training mode.
         """
         budget = batch_tokens or self.batch_tokens
         order = sorted(requests, key=lambda request: -len(request.token_ids))
@@ -219,7 +220,7 @@ class BlockModel:
 
     @torch.inference_mode()
     def _encode_batch(self, batch: Sequence[EncodeRequest]) -> list[BlockKV]:
-        refuse_autocast(self.hf_model)
+        check_ready(self.hf_model)
         fingerprint = self.fingerprint
         width = max(len(request.token_ids) for request in batch)
         ids = torch.zeros(len(batch), width, dtype=torch.long)

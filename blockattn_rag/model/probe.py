@@ -193,9 +193,9 @@ def probe_states(
 
     Raises:
         UnsupportedModelError: the model cannot run them.
-        ValueError: under autocast (``refuse_autocast``).
+        ValueError: in training mode or under autocast.
     """
-    refuse_autocast(hf_model)
+    check_ready(hf_model)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary_size(hf_model), (1, _PROBE_TOKENS), generator=generator).to(
         hf_model.device
@@ -210,14 +210,20 @@ def probe_states(
     return [(keys[0], values[0]) for keys, values in layer_states(cache)]
 
 
-def refuse_autocast(hf_model: PreTrainedModel) -> None:
-    """Refuse to compute keys and values in a precision that nobody would know them by.
+def check_ready(hf_model: PreTrainedModel) -> None:
+    """Refuse to compute keys and values that nobody would know by how they were computed.
 
     Autocast holds for one thread, and KV is shared by all: threads of streams, other processes.
 
     Raises:
-        ValueError: autocast is on in this thread for the model's device.
+        ValueError: the model is being trained (dropout, checkpoints instead of caches), or autocast
+            is on in this thread for its device.
     """
+    if hf_model.training:
+        raise ValueError(
+            f"{type(hf_model).__name__} is in training mode, in which keys and values are random "
+            "(dropout) or missing (gradient checkpointing). Call eval() on it first"
+        )
     kind = hf_model.device.type
     if torch.is_autocast_enabled(kind):
         precision = torch.get_autocast_dtype(kind)
@@ -244,7 +250,8 @@ def _frequencies(hf_model: PreTrainedModel) -> list[Tensor]:
     for name, buffer in hf_model.named_buffers():
         if not name.endswith("inv_freq") or buffer.dim() != 1:
             continue
-        table = buffer.detach().float().cpu()
+        # A copy: the model's own may be written later, when blocks lie as they were measured.
+        table = buffer.detach().float().cpu().clone()
         if not any(t.shape == table.shape and torch.equal(t, table) for t in tables):
             tables.append(table)
     return tables

@@ -10,7 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
-from blockattn_rag.model.fingerprint import model_fingerprint, weights_digest
+from blockattn_rag.model.fingerprint import model_fingerprint
+from blockattn_rag.model.weights import weights_digest
 from blockattn_rag.tokenization import BlockTokenizer
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
