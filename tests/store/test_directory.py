@@ -9,8 +9,11 @@ import pickle
 import resource
 import shutil
 import tempfile
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +22,8 @@ from hypothesis import strategies as st
 
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.kv import BlockKV
-from blockattn_rag.store import DirectoryStore, KVStore, StoreStats
+from blockattn_rag.store import DirectoryStore, KVStore, StoreStats, open_store
+from blockattn_rag.store.format import encode
 from tests.store.kvs import key_of, kvs, make_kv, same
 
 
@@ -143,13 +147,14 @@ def test_held_blocks_hold_no_file_descriptors(store: DirectoryStore) -> None:
 
 def test_an_entry_describes_itself(store: DirectoryStore) -> None:
     key, path = stored(store)
-    os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 100))
+    written = int(time.time()) - 100
+    os.utime(path, (written, written))
     kv, info = make_kv(), store.describe(key)
     assert info is not None
     assert (info.key, info.handle, info.digest) == (key, kv.handle, kv.digest)
     assert (info.fingerprint, info.num_tokens) == (kv.fingerprint, kv.num_tokens)
     assert info.nbytes == path.stat().st_size
-    assert 100 <= info.age_s < 160
+    assert 100 <= info.age_s <= time.time() - written
 
 
 def test_a_store_can_be_pickled(store: DirectoryStore) -> None:
@@ -272,6 +277,97 @@ def test_an_entry_that_cannot_be_read_is_told(store: DirectoryStore) -> None:
         store.delete(key)
 
 
+@pytest.mark.parametrize("content", [b"", b"half an entry"])
+def test_a_pipe_in_an_entrys_place_stops_nobody(store: DirectoryStore, content: bytes) -> None:
+    key, path = stored(store)
+    path.unlink()
+    os.mkfifo(path)
+    writer = os.open(path, os.O_RDWR) if content else None  # with and without a writer
+    try:
+        if writer is not None:
+            os.write(writer, content)
+        for look in (store.get, store.describe):
+            with pytest.raises(CorruptEntryError, match=f"{path} is damaged: expected a regular"):
+                look(key)
+        assert store.stats() == StoreStats(0, 0)
+    finally:
+        if writer is not None:
+            os.close(writer)
+    store.put(key, make_kv())
+    assert same(got(store, key), make_kv())
+
+
+def test_a_link_that_leads_nowhere_or_to_itself_stops_nobody(store: DirectoryStore) -> None:
+    key, path = stored(store)
+    path.unlink()
+    path.symlink_to(path)
+    for look in (store.get, store.describe):
+        with pytest.raises(StoreError, match=f"cannot read {path}: Too many levels"):
+            look(key)
+    assert key not in store
+    assert store.stats() == StoreStats(0, 0)
+    path.unlink()
+    path.symlink_to(path.parent / "nothing")
+    assert store.get(key) is None
+    assert store.stats() == StoreStats(0, 0)
+    store.put(key, make_kv())
+    assert same(got(store, key), make_kv())
+
+
+def test_an_entry_may_be_a_link_to_a_file_elsewhere(store: DirectoryStore, tmp_path: Path) -> None:
+    key, path = stored(store)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert same(got(store, key), make_kv())
+    assert store.stats().entries == 1
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_damaged(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, path = stored(store, make_kv(layers=8, heads=3, tokens=64, head_dim=32))
+    empty = torch.empty
+
+    def cut_then(*args: Any, **kwargs: Any) -> torch.Tensor:
+        os.truncate(path, path.stat().st_size // 2)
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", cut_then)
+    with pytest.raises(CorruptEntryError, match="checksum"):
+        store.get(key)
+
+
+def test_a_file_for_which_there_is_no_memory_is_not_called_damaged(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, _ = stored(store)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(StoreError, match=r"cannot read .*: no memory for its \d+ bytes") as caught:
+        store.get(key)
+    assert not isinstance(caught.value, CorruptEntryError)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_block_that_is_not_finite_is_not_stored(store: DirectoryStore, value: float) -> None:
+    kv = make_kv()
+    kv.values[1][0, 0, 0] = value
+    with pytest.raises(StoreError, match=r"NaN or infinity\. The model overflows float32"):
+        store.put(key_of(kv), kv)
+    assert files(store) == ["format.json"]
+
+
+def test_an_entry_that_lies_with_a_right_checksum_is_damaged(store: DirectoryStore) -> None:
+    key, path = stored(store)
+    spoilt = make_kv()
+    spoilt.keys[0][0, 0, 0] = torch.nan
+    path.write_bytes(b"".join(encode(spoilt)))
+    assert "its keys hold NaN or infinity" in damaged(store, key)
+
+
 # The directory
 
 
@@ -323,6 +419,92 @@ def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None
     (tmp_path / "kv").touch()
     with pytest.raises(StoreError, match="cannot open a store at"):
         DirectoryStore(tmp_path / "kv")
+
+
+@pytest.mark.parametrize("path", ["a\0b", "half a pair \ud83d"])
+def test_a_path_that_can_be_no_folders_is_refused(path: str) -> None:
+    for open_it in (DirectoryStore, open_store):
+        with pytest.raises(StoreError, match="no folder can have the name"):
+            open_it(path)
+
+
+@pytest.mark.parametrize("depth", [0, 100_000])
+def test_a_mark_that_is_a_pipe_or_nested_without_end_is_refused(tmp_path: Path, depth: int) -> None:
+    if depth:
+        (tmp_path / "format.json").write_text("[" * depth)
+    else:
+        os.mkfifo(tmp_path / "format.json")
+    with pytest.raises(StoreError, match=r"format\.json is (damaged|not readable JSON)"):
+        DirectoryStore(tmp_path)
+
+
+def test_a_store_whose_folder_is_deleted_comes_back_whole(store: DirectoryStore) -> None:
+    key, _ = stored(store)
+    shutil.rmtree(store.path)
+    assert store.get(key) is None
+    assert not store.touch(key)
+    assert store.stats() == StoreStats(0, 0)
+    assert list(store.leftovers()) == []
+    stored(store)
+    again = DirectoryStore(store.path, create=False)
+    assert same(got(again, key), make_kv())
+
+
+def test_a_store_whose_mark_alone_was_deleted_gets_it_again(store: DirectoryStore) -> None:
+    """As when entries were written while the folder was being deleted."""
+    key, _ = stored(store)
+    mark = store.path / "format.json"
+    for mend in (lambda: stored(store), lambda: DirectoryStore(store.path)):
+        mark.unlink()
+        mend()
+        assert same(got(DirectoryStore(store.path, create=False), key), make_kv())
+
+
+def test_a_deleted_store_does_not_come_back_among_other_things(store: DirectoryStore) -> None:
+    shutil.rmtree(store.path)
+    store.path.mkdir()
+    (store.path / "thesis.txt").touch()
+    with pytest.raises(StoreError, match=r"is not a store.*'thesis\.txt'"):
+        stored(store)
+    assert os.listdir(store.path) == ["thesis.txt"]
+
+
+def test_an_objects_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "objects").mkdir()
+    (tmp_path / "objects" / "statue.txt").touch()
+    with pytest.raises(StoreError, match=r"is not a store.*'objects/statue\.txt'"):
+        DirectoryStore(tmp_path)
+
+
+def test_threads_bring_a_deleted_store_back_together(store: DirectoryStore) -> None:
+    kvs = [make_kv(f"passage {i}") for i in range(8)]
+    for _ in range(10):
+        shutil.rmtree(store.path)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda kv: store.put(key_of(kv), kv), kvs))
+        assert DirectoryStore(store.path, create=False).stats().entries == 8
+
+
+@pytest.mark.parametrize(
+    "look",
+    [DirectoryStore.stats, lambda store: list(store.keys()), lambda store: list(store.leftovers())],
+)
+def test_what_cannot_be_listed_is_not_taken_for_empty(
+    store: DirectoryStore, look: Callable[[DirectoryStore], object]
+) -> None:
+    (store.path / "objects").touch()
+    with pytest.raises(StoreError, match=r"cannot list .*objects: Not a directory"):
+        look(store)
+
+
+def test_a_folder_of_entries_that_vanishes_while_it_is_listed_is_empty(
+    store: DirectoryStore,
+) -> None:
+    keys = sorted(stored(store, make_kv(f"passage {i}"))[0] for i in range(5))
+    listed = store.keys()
+    first = next(listed)
+    shutil.rmtree(store.path / "objects")
+    assert [first, *listed] == keys[: 1 + sum(key[:2] == first[:2] for key in keys[1:])]
 
 
 # The disk refuses

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from blockattn_rag.errors import StoreError
+from blockattn_rag.kv import BlockKV
 from blockattn_rag.store import DirectoryStore, gc, verify
 from tests.store.kvs import key_of, make_kv
+from tests.store.test_format import fields_of, resealed
 
 DAY_S = 86400.0
 KV = [make_kv(f"passage {i}") for i in range(4)]
@@ -70,6 +73,114 @@ def test_verify_deletes_what_is_damaged_if_asked(store: DirectoryStore) -> None:
     assert verify(store, delete_damaged=True).deleted == 1
     assert verify(store).ok == 3
     assert KEYS[0] not in store
+
+
+def test_verify_deletes_nothing_for_want_of_memory_or_permission(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peek = DirectoryStore.peek
+
+    def refuse(self: DirectoryStore, key: str) -> BlockKV | None:
+        if key == KEYS[0]:
+            raise StoreError("cannot read it: Cannot allocate memory")
+        return peek(self, key)
+
+    monkeypatch.setattr(DirectoryStore, "peek", refuse)
+    report = verify(store, delete_damaged=True)
+    assert (report.ok, report.damaged, report.deleted) == (3, {}, 0)
+    assert report.unread == {KEYS[0]: "cannot read it: Cannot allocate memory"}
+    assert KEYS[0] in store
+
+
+def test_verify_leaves_what_was_put_anew_since_it_was_read(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage(store, KEYS[0])
+    peek = DirectoryStore.peek
+
+    def mend_then(self: DirectoryStore, key: str) -> BlockKV | None:
+        try:
+            return peek(self, key)
+        finally:
+            if key == KEYS[0]:
+                store.put(key, KV[0])
+
+    monkeypatch.setattr(DirectoryStore, "peek", mend_then)
+    report = verify(store, delete_damaged=True)
+    assert (list(report.damaged), report.deleted) == ([KEYS[0]], 0)
+    monkeypatch.undo()
+    assert verify(store).ok == 4
+
+
+def test_verify_goes_on_when_it_cannot_delete(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in KEYS[:2]:
+        damage(store, key)
+    discard = DirectoryStore.discard
+
+    def refuse(self: DirectoryStore, key: str, used_ns: int) -> bool:
+        if key == min(KEYS[:2]):
+            raise StoreError("cannot delete it")
+        return discard(self, key, used_ns)
+
+    monkeypatch.setattr(DirectoryStore, "discard", refuse)
+    report = verify(store, delete_damaged=True)
+    assert (report.ok, report.deleted, report.errors) == (2, 1, ("cannot delete it",))
+
+
+def test_verify_is_no_use_of_an_entry(store: DirectoryStore) -> None:
+    before = [store.used_ns(key) for key in KEYS]
+    verify(store)
+    assert [store.used_ns(key) for key in KEYS] == before
+
+
+def test_what_is_no_file_stops_neither_verify_nor_gc(store: DirectoryStore) -> None:
+    pipe, loop, folder, sound = (store.entry_path(key) for key in KEYS)
+    for path in (pipe, loop, folder):
+        path.unlink()
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    folder.mkdir()
+    report = verify(store, delete_damaged=True)
+    assert (report.ok, list(report.damaged), report.deleted) == (1, [KEYS[0]], 1)
+    assert set(report.unread) == {KEYS[1], KEYS[2]}
+    assert not pipe.exists()
+    collected = gc(store, set())
+    assert collected.deleted == (sound.stem,)
+    assert len(collected.errors) == 2
+
+
+@pytest.mark.parametrize(
+    "lie", [["a list"], {"a": "dictionary"}, "half a pair \ud83d", None, [[[[[]]]]]]
+)
+@pytest.mark.parametrize("name", ["handle", "fingerprint", "digest"])
+def test_an_entry_that_lies_about_itself_stops_neither_verify_nor_gc(
+    store: DirectoryStore, name: str, lie: object
+) -> None:
+    path = store.entry_path(KEYS[0])
+    content = path.read_bytes()
+    fields = fields_of(content)
+    fields["__metadata__"][name] = lie
+    path.write_bytes(resealed(fields, content))
+    assert list(verify(store).damaged) == [KEYS[0]]
+    report = gc(store, set())
+    assert sorted(report.deleted) == sorted(KEYS[1:])
+    assert len(report.errors) == 1
+    assert verify(store, delete_damaged=True).deleted == 1
+
+
+def test_a_modification_time_in_the_future_keeps_neither_entry_nor_leftover(
+    store: DirectoryStore,
+) -> None:
+    path = leftover(store.path)
+    for odd in (path, store.entry_path(KEYS[0])):
+        os.utime(odd, (4e9, 4e9))
+    seconds_ahead = time.time() + 20  # as between two machines
+    os.utime(store.entry_path(KEYS[1]), (seconds_ahead, seconds_ahead))
+    report = gc(store, set(HANDLES[2:]))
+    assert (report.deleted, report.kept_young) == ((KEYS[0],), 1)
+    assert report.leftovers == (path,)
 
 
 def test_gc_keeps_what_is_referred_to_and_deletes_the_rest(store: DirectoryStore) -> None:
@@ -170,5 +281,6 @@ def test_an_entry_that_vanishes_meanwhile_is_neither_deleted_nor_an_error(
 
 def test_a_store_that_cannot_be_listed_is_an_error(store: DirectoryStore) -> None:
     (store.path / "objects" / "00").touch()
-    with pytest.raises(StoreError, match="cannot list"):
-        verify(store)
+    for look in (verify, lambda store: gc(store, set())):
+        with pytest.raises(StoreError, match="cannot list"):
+            look(store)

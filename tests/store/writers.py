@@ -15,7 +15,7 @@ import torch
 
 from blockattn_rag.store import DirectoryStore, directory, verify
 from blockattn_rag.store.format import encode
-from tests.store.kvs import key_of, make_kv
+from tests.store.kvs import key_of, make_kv, same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,6 +72,20 @@ def write_times(path: Path, filled_with: int, times: int) -> None:
     for _ in range(times):
         for kv in kvs:
             store.put(key_of(kv), kv)
+
+
+def fill_bounded(path: Path, max_bytes: int, seed: int) -> None:
+    """Put, read and touch small passages in a bounded store; what is read is what was put."""
+    torch.set_num_threads(1)
+    store, choose = DirectoryStore(path, fsync=False, max_bytes=max_bytes), random.Random(seed)
+    kvs = [make_kv(f"passage {number}") for number in range(12)]
+    for _ in range(150):
+        kv = choose.choice(kvs)
+        store.put(key_of(kv), kv)
+        kv = choose.choice(kvs)
+        if store.touch(key_of(kv)):
+            found = store.get(key_of(kv))
+            assert found is None or same(found, kv)
 
 
 def die_at(step: str, path: Path, kv: BlockKV) -> None:

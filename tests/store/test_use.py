@@ -1,0 +1,291 @@
+"""When an entry was used last, who may delete it then, and who may read the files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.store import DirectoryStore, MemoryStore, TouchableStore, files, gc
+from blockattn_rag.store.base import touch
+from tests.store.kvs import key_of, make_kv, same
+
+DAY_NS = 86400 * 10**9
+KV = make_kv()
+KEY = key_of(KV)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    """One entry, last used a day ago."""
+    store = DirectoryStore(tmp_path / "kv")
+    store.put(KEY, KV)
+    age(store, DAY_NS)
+    return store
+
+
+def age(store: DirectoryStore, by_ns: int) -> int:
+    """Make the entry as old as that; when it was used last then."""
+    used_ns = time.time_ns() - by_ns
+    os.utime(store.entry_path(KEY), ns=(used_ns, used_ns))
+    return used_ns
+
+
+def used_ns(store: DirectoryStore) -> int:
+    used = store.used_ns(KEY)
+    assert used is not None
+    return used
+
+
+# Marking
+
+
+def test_reading_marks_an_entry_as_used_but_not_for_every_hit(store: DirectoryStore) -> None:
+    before = time.time_ns()
+    store.get(KEY)
+    marked = used_ns(store)
+    assert marked >= before
+    store.get(KEY)
+    assert used_ns(store) == marked
+    long_ago = age(store, 61 * 10**9)
+    store.get(KEY)
+    assert used_ns(store) > long_ago
+
+
+def test_looking_is_no_use(store: DirectoryStore) -> None:
+    before = used_ns(store)
+    assert KEY in store
+    store.describe(KEY)
+    list(store.files())
+    assert same(store.peek(KEY) or make_kv("none"), KV)
+    assert used_ns(store) == before
+
+
+def test_touching_marks_without_reading(store: DirectoryStore) -> None:
+    before = time.time_ns()
+    assert store.touch(KEY)
+    assert used_ns(store) >= before
+    second_ago = age(store, 2 * 10**9)
+    assert store.touch(KEY)
+    assert used_ns(store) > second_ago
+
+
+def test_a_time_of_use_in_the_future_is_mended_by_use(store: DirectoryStore) -> None:
+    age(store, -DAY_NS)
+    store.get(KEY)
+    assert used_ns(store) <= time.time_ns()
+
+
+def test_what_was_written_later_was_used_later(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path, fsync=False)
+    kvs = [make_kv(f"passage {i}") for i in range(20)]
+    for kv in kvs:
+        store.put(key_of(kv), kv)
+    used = [store.used_ns(key_of(kv)) or 0 for kv in kvs]
+    assert used == sorted(set(used))
+
+
+@pytest.mark.parametrize("error", [errno.EROFS, errno.EPERM, errno.EACCES])
+def test_a_store_that_may_only_be_read_is_read_all_the_same(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert same(store.get(KEY) or make_kv("none"), KV)
+    assert store.touch(KEY)
+
+
+# Touching
+
+
+def test_what_is_absent_cannot_be_touched(store: DirectoryStore) -> None:
+    assert not store.touch(key_of(make_kv("other")))
+
+
+def test_what_does_not_look_sound_counts_as_absent_and_is_mended_by_putting_it(
+    store: DirectoryStore,
+) -> None:
+    path = store.entry_path(KEY)
+    content = path.read_bytes()
+    other = make_kv("other text")
+    store.put(key_of(other), other)
+    for damage in (content[:-1], content + b"?", content[:40], b"", b"\xff" * len(content)):
+        path.write_bytes(damage)
+        assert not store.touch(KEY)
+    path.write_bytes(store.entry_path(key_of(other)).read_bytes())
+    assert not store.touch(KEY)
+    path.unlink()
+    os.mkfifo(path)
+    assert not store.touch(KEY)
+    path.unlink()
+    path.symlink_to(path)
+    assert not store.touch(KEY)
+    store.put(KEY, KV)
+    assert store.touch(KEY)
+    assert same(store.get(KEY) or make_kv("none"), KV)
+
+
+def test_stores_in_memory_are_touched_too_and_others_only_asked() -> None:
+    store = MemoryStore(2 * KV.nbytes)
+    others = [make_kv("second"), make_kv("third")]
+    store.put(KEY, KV)
+    store.put(key_of(others[0]), others[0])
+    assert touch(store, KEY)
+    store.put(key_of(others[1]), others[1])
+    assert list(store.keys()) == [KEY, key_of(others[1])]
+    assert not touch(store, key_of(others[0]))
+
+
+def test_a_store_without_touch_is_asked_whether_it_has_the_entry() -> None:
+    class Plain:
+        """A user's store, written before there was ``touch``."""
+
+        def __init__(self) -> None:
+            self._inner = MemoryStore(1 << 20)
+            self.get, self.put = self._inner.get, self._inner.put
+            self.delete, self.stats = self._inner.delete, self._inner.stats
+
+        def __contains__(self, key: object) -> bool:
+            return key in self._inner
+
+        def keys(self) -> Iterator[str]:
+            return self._inner.keys()
+
+    plain = Plain()
+    assert not isinstance(plain, TouchableStore)
+    assert not touch(plain, KEY)
+    plain.put(KEY, KV)
+    assert touch(plain, KEY)
+
+
+# Deleting what nobody uses
+
+
+def test_gc_leaves_what_an_ingestion_has_just_found_present(store: DirectoryStore) -> None:
+    assert touch(store, KEY)
+    report = gc(store, set(), grace_s=3600)
+    assert (report.kept_young, report.deleted) == (1, ())
+
+
+@pytest.mark.parametrize("how", ["touch", "get", "put"])
+def test_what_is_used_between_gcs_look_and_its_deletion_stays(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    describe = DirectoryStore.describe
+    uses: dict[str, Callable[[], object]] = {
+        "touch": lambda: store.touch(KEY),
+        "get": lambda: store.get(KEY),
+        "put": lambda: store.put(KEY, KV),
+    }
+
+    def use_then(self: DirectoryStore, key: str) -> object:
+        info = describe(self, key)
+        uses[how]()
+        return info
+
+    monkeypatch.setattr(DirectoryStore, "describe", use_then)
+    report = gc(store, set(), grace_s=3600)
+    assert (report.deleted, report.errors) == ((), ())
+    assert same(store.get(KEY) or make_kv("none"), KV)
+    assert not list(store.leftovers())
+
+
+def test_a_touch_that_comes_too_late_says_that_the_entry_is_gone(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the opening of the file and the marking, someone deletes it for its age."""
+    mark_used = files.mark_used
+
+    def delete_first(descriptor: int, at_most_every_s: float = 0.0) -> None:
+        assert store.discard(KEY, used_ns(store))
+        mark_used(descriptor, at_most_every_s)
+
+    monkeypatch.setattr("blockattn_rag.store.directory.mark_used", delete_first)
+    assert not store.touch(KEY)
+
+
+def test_discarding_what_is_gone_or_was_used_deletes_nothing(store: DirectoryStore) -> None:
+    before = used_ns(store)
+    store.touch(KEY)
+    assert not store.discard(KEY, before)
+    assert KEY in store
+    assert store.discard(KEY, used_ns(store))
+    assert not store.discard(KEY, before)
+
+
+def test_of_touches_and_deletions_at_once_none_is_told_what_is_not_so(tmp_path: Path) -> None:
+    """Whatever is touched with success, and aged again by nobody, is still there after."""
+    store = DirectoryStore(tmp_path, fsync=False)
+    wrong: list[int] = []
+    for turn in range(150):
+        store.put(KEY, KV)
+        used = age(store, DAY_NS)
+        start = threading.Barrier(2)
+        touched: list[bool] = []
+
+        def toucher(start: threading.Barrier = start, touched: list[bool] = touched) -> None:
+            start.wait()
+            touched.append(store.touch(KEY))
+
+        def deleter(start: threading.Barrier = start, used: int = used) -> None:
+            start.wait()
+            store.discard(KEY, used)
+
+        threads = [threading.Thread(target=toucher), threading.Thread(target=deleter)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if touched[0] and KEY not in store:
+            wrong.append(turn)
+    assert not wrong
+    assert not list(store.leftovers())
+
+
+# Who may read
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_what_a_store_makes_is_its_owners_alone_whatever_the_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int
+) -> None:
+    modes: set[int] = set()
+    replace = os.replace
+
+    def look(source: Path, target: Path) -> None:
+        modes.add(stat.S_IMODE(source.stat().st_mode))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", look)
+    before = os.umask(umask)
+    try:
+        store = DirectoryStore(tmp_path / "kv")
+        store.put(KEY, KV)
+    finally:
+        os.umask(before)
+    assert modes == {0o600}  # temporary files
+    for path in [store.path, *store.path.rglob("*")]:
+        expected = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == expected, path
+    assert {path.name for path in store.path.iterdir()} == {"format.json", "objects"}
+
+
+def test_what_is_there_keeps_its_mode(store: DirectoryStore) -> None:
+    path = store.entry_path(KEY)
+    kept = {path: 0o644, store.path: 0o755, path.parent: 0o755, store.path / "format.json": 0o644}
+    for place, mode in kept.items():
+        place.chmod(mode)
+    again = DirectoryStore(store.path)
+    again.get(KEY)
+    other = make_kv("other")
+    again.put(key_of(other), other)
+    assert {place: stat.S_IMODE(place.stat().st_mode) for place in kept} == kept
+    assert stat.S_IMODE(again.entry_path(key_of(other)).stat().st_mode) == 0o600
