@@ -1,0 +1,104 @@
+"""Ordinary conversations are written as the chat template writes them, to the letter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
+from llama_index.core.base.llms.types import ChatMessage, MessageRole
+
+from tests.hostile.families import Family, families
+from tests.hostile.langchain_parts import recording_chat
+from tests.hostile.llama_index_parts import recording_llm
+
+FAMILIES = sorted(families())
+THINKING = "<think>\nThe tower is tall.\n</think>\n\nIt is 40 m tall."
+CONVERSATIONS: dict[str, list[tuple[str, str]]] = {
+    "a question": [("user", "What is the height of the tower?")],
+    "with blanks around": [("user", "  What is it? \n\n")],
+    "in JSON": [("user", '{"a": ["b\\n", "c"]}')],
+    "a system message": [("system", " Be brief. "), ("user", "What is it?")],
+    "a history": [("user", "Who?"), ("assistant", " The user. "), ("user", "Why?")],
+    "thinking in a history": [("user", "How tall?"), ("assistant", THINKING), ("user", "Why?")],
+    "an answer that is equal": [("user", "a"), ("assistant", "a"), ("user", "a")],
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    return families()[request.param]
+
+
+def by_template(family: Family, messages: Sequence[Any]) -> str:
+    return str(
+        family.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
+    )
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_a_conversation_is_what_the_template_makes_of_it(family: Family, name: str) -> None:
+    turns = CONVERSATIONS[name]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    if family.name == "gemma" and turns[0][0] == "system":  # knows no system role
+        messages = [{"role": "user", "content": f"{turns[0][1]}\n\n{turns[1][1]}"}]
+    expected = by_template(family, messages)
+    llm, chat = recording_llm(family), recording_chat(family)
+    told = [ChatMessage(role=MessageRole(role), content=text) for role, text in turns]
+    kinds = {"system": SystemMessage, "user": HumanMessage, "assistant": AIMessage}
+    said: list[BaseMessage] = [kinds[role](text) for role, text in turns]
+    for tokenizer, prompt in (
+        (llm.source.tokenizer, llm.to_prompt(told)),
+        (chat.source.tokenizer, chat.to_prompt(said)),
+    ):
+        assert prompt.text == expected
+        if "think" not in name and not family.swallows_blanks:
+            assert tokenizer.prompt_ids(prompt).flat == family.parsed(expected)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if families()[name].tools])
+@pytest.mark.parametrize("thinking", [False, True], ids=["", "thinking"])
+def test_a_tool_call_and_its_result_are_what_the_template_makes_of_them(
+    name: str, thinking: bool
+) -> None:
+    family = families()[name]
+    said = THINKING if thinking else ""
+    args = {"query": 'the "tower"', "limits": [1, 2.5, None, True]}
+    call = {"name": "look_up", "args": args, "id": "call00001", "type": "tool_call"}
+    function = {"type": "function", "id": "call00001"}
+    messages = [
+        {"role": "user", "content": "How tall?"},
+        {
+            "role": "assistant",
+            "content": said,
+            "tool_calls": [function | {"function": {"name": "look_up", "arguments": args}}],
+        },
+        {"role": "tool", "content": 'a\n"b"', "tool_call_id": "call00001", "name": "look_up"},
+    ]
+    chat = recording_chat(family)
+    prompt = chat.to_prompt(
+        [
+            HumanMessage("How tall?"),
+            AIMessage(said, tool_calls=[call]),
+            ToolMessage('a\n"b"', tool_call_id="call00001", name="look_up"),
+        ]
+    )
+    expected = by_template(family, messages)
+    assert prompt.text == expected
+    if not thinking:
+        assert chat.source.tokenizer.prompt_ids(prompt).flat == family.parsed(expected)
+
+
+def test_the_templates_are_what_their_families_are_said_to_be() -> None:
+    """The flags by which contents are judged are those of the templates."""
+    for family in families().values():
+        history = [("user", "Who?"), ("assistant", f"{THINKING}!"), ("user", "Why?")]
+        text = by_template(family, [{"role": r, "content": t} for r, t in history])
+        assert ("The tower is tall." not in text) == family.hides_thinking
+        assert family.tools == ("tool" in str(family.tokenizer.chat_template))
+        assert {str(family.tokenizer.eos_token)} <= set(family.controls)
+        plain = [t for t in family.tokenizer.added_tokens_decoder.values() if not t.special]
+        assert bool(plain) == (family.name not in ("llama-3.1", "llama-3.2", "mistral", "phi-4"))
