@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -96,9 +97,9 @@ def test_bad_options_are_refused(arguments: dict[str, Any], message: str) -> Non
 def test_figures_add_up() -> None:
     stats = ReuseStats("block", hits=2, misses=1, reused_tokens=30, computed_tokens=12)
     assert stats.prompt_tokens == 42
-    clock = Clock(0.0)
-    clock.assembling, clock.prefilling, clock.first_token = 1.0, 3.0, 7.0
+    clock = Clock(began := time.perf_counter() - 10)
+    clock.assembling, clock.prefilling, clock.first_token = began + 1, began + 3, began + 7
     done = clock.complete(stats, 5)
-    assert (done.assemble_s, done.prefill_s, done.ttft_s) == (2.0, 4.0, 7.0)
+    assert (done.assemble_s, done.prefill_s, done.ttft_s) == pytest.approx((2.0, 4.0, 7.0))
     assert (done.generated_tokens, done.hits) == (5, 2)
     assert done.total_s > done.ttft_s

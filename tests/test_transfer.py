@@ -16,6 +16,7 @@ from blockattn_rag.kv import BlockKV, place
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.store import DirectoryStore
 from blockattn_rag.transfer import _Transfer, bring, send
+from tests.holding import LONGEST_S
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return copy
 
     def held_back(self: _Transfer, layer: int) -> None:
-        assert asked[layer].wait(10)
+        assert asked[layer].wait(LONGEST_S)
         move(self, layer)
         moved.append(layer)
 

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from blockattn_rag import __version__
 from blockattn_rag.cli import app
 from tests.cli.conftest import Command
+from tests.holding import LONGEST_S
 
 COMMANDS = ("demo", "ingest", "ask", "check", "train", "eval", "store", "bench")
 
@@ -92,12 +92,12 @@ def test_a_mistyped_model_folder_is_named(cli: Command) -> None:
 
 def test_ctrl_c_ends_with_one_line_and_status_130(tmp_path: Path) -> None:
     code = (
-        "import signal, sys, time, blockattn_rag.cli.ask as ask\n"
+        "import signal, sys, blockattn_rag.cli.ask as ask\n"
         # A shell's background jobs ignore it, and so would this process.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def wait(*a, **k):\n"
         "    print('ready', file=sys.stderr, flush=True)\n"
-        "    time.sleep(60)\n"
+        "    signal.pause()\n"
         "ask.Database.open = wait\n"
         "from blockattn_rag.cli import main\n"
         "main()\n"
@@ -108,7 +108,6 @@ def test_ctrl_c_ends_with_one_line_and_status_130(tmp_path: Path) -> None:
     )  # fmt: skip
     assert process.stderr is not None
     assert process.stderr.readline() == "ready\n"
-    time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=30)
+    stdout, stderr = process.communicate(timeout=LONGEST_S)
     assert (process.returncode, stdout, stderr) == (130, "", "error: interrupted\n")
