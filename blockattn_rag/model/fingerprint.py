@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from blockattn_rag.model.kv_summary import kv_summary
-from blockattn_rag.model.settings import settings
+from blockattn_rag.model.settings import OF_PYTORCH, settings
 from blockattn_rag.model.weights import weights_digest
 from blockattn_rag.tokenization import BlockTokenizer
 
@@ -97,6 +97,10 @@ def _settled(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# Of the containers that every module has, those that decide what a forward computes.
+_HELD_BY_PYTORCH = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
+
+
 class _Snapshot:
     """What hangs on a model's modules, to see quickly whether anything else hangs there now."""
 
@@ -106,7 +110,12 @@ class _Snapshot:
         for module in hf_model.modules():
             own = vars(module)
             # Containers are compared by what they hold, each of which is mostly the same object.
-            held = [value for value in own.values() if isinstance(value, (dict, list, set))]
+            held = [
+                value
+                for name, value in own.items()
+                if isinstance(value, (dict, list, set))
+                and (name in _HELD_BY_PYTORCH or name not in OF_PYTORCH)
+            ]
             self._copies += [(container, container.copy()) for container in (own, *held)]
             tensors += [
                 t

@@ -148,8 +148,8 @@ class BlockModel:
         """Identity of what decides keys and values: 64 hex digits.
 
         Reads all weights once, and again after the model was set otherwise: an adapter switched, a
-        hook or a scale set. Whether it was is looked at in each call (about a millisecond for a
-        thousand modules), so ask once for all blocks of a request.
+        hook or a scale set. Whether it was is looked at in each call (0.3 ms for 30 layers, some ms
+        with adapters on each of their projections), so ask once for all blocks of a request.
 
         Raises:
             ValueError: it must be computed, and autocast is on or the model is in training mode.

@@ -25,7 +25,7 @@ Settings = dict[str, Any]
 """Path of a setting, such as ``model.layers.0.self_attn.scaling``: what it is set to."""
 
 # What every module has for PyTorch's own sake. Hooks of the forward are looked at by themselves.
-_OF_PYTORCH = frozenset(vars(nn.Module()))
+OF_PYTORCH = frozenset(vars(nn.Module()))
 
 # Attributes that leave keys and values alone, or that differ by machine and by way of loading.
 _NEUTRAL = frozenset(
@@ -62,7 +62,7 @@ def settings(hf_model: nn.Module) -> Settings:
         found[name] = type(module).__qualname__
         own = vars(module)
         for attribute, value in own.items():
-            if attribute not in _OF_PYTORCH and _counts(module, attribute):
+            if attribute not in OF_PYTORCH and _counts(module, attribute):
                 plain = _plain(value)
                 if plain is not _OPAQUE:
                     found[f"{name}.{attribute}"] = plain

@@ -1,0 +1,182 @@
+"""One model runs one call at a time, whoever calls; seeded draws are alone in the process."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from blockattn_rag.generation import Sampling
+from blockattn_rag.model import BlockModel, EncodeRequest
+from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
+
+IDS = list(range(40, 60))
+LONG = 60.0
+"""Seconds after which a test that hangs fails; none passes or fails by how long it takes."""
+
+
+@pytest.fixture
+def model() -> BlockModel:
+    return BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer())
+
+
+def other_model() -> BlockModel:
+    return BlockModel(tiny_model(seed=1), tiny_tokenizer())
+
+
+def sampled(model: BlockModel, seed: int | None, **calls: Any) -> list[int]:
+    return model.generate([], IDS, Sampling(8, temperature=2.0, seed=seed), **calls)
+
+
+class InThread:
+    """A call in a thread of its own."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.ended = threading.Event()
+        self._call = call
+        self.result: Any = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.result = self._call()
+        self.ended.set()
+
+    def join(self) -> Any:
+        assert self.ended.wait(LONG), "the call did not end"
+        return self.result
+
+
+def test_all_who_run_one_model_share_its_lock(model: BlockModel) -> None:
+    same = BlockModel(model.hf_model, tiny_tokenizer())
+    wrapped: Any = get_peft_model(model.hf_model, LoraConfig(r=2, target_modules=["k_proj"]))
+    assert same.lock is model.lock is BlockModel(wrapped, tiny_tokenizer()).lock
+    assert other_model().lock is not model.lock
+
+
+CALLS: dict[str, Callable[[BlockModel], Any]] = {
+    "generate": lambda m: m.generate([], IDS, Sampling(2)),
+    "generate_batch": lambda m: m.generate_batch([([], IDS), ([], IDS[:5])], Sampling(2)),
+    "encode": lambda m: list(m.encode([EncodeRequest(IDS, "", "")])),
+    "next_logits": lambda m: m.next_logits(torch.tensor([IDS])),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_a_call_waits_until_the_model_is_free_be_it_through_another_object(
+    model: BlockModel, call: Callable[[BlockModel], Any]
+) -> None:
+    other = BlockModel(model.hf_model, tiny_tokenizer())
+    other.fingerprint  # noqa: B018 -- measured before the model is busy
+    waiting: list[InThread] = []
+    intruded = threading.Event()
+    hf_model: Any = model.hf_model
+
+    def note(*_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            intruded.set()
+
+    def on_token(_: int) -> None:
+        if not waiting:
+            waiting.append(InThread(lambda: call(other)))
+            # Where nothing keeps it out, it comes at once; where it is kept out, it never does.
+            intruded.wait(0.5)
+            in_between.append(intruded.is_set())
+
+    in_between: list[bool] = []
+    handle = hf_model.model.register_forward_pre_hook(note)
+    model.generate([], IDS, Sampling(4), on_token=on_token)
+    waiting[0].join()
+    handle.remove()
+    assert in_between == [False]
+    assert intruded.is_set()
+
+
+def test_a_processor_may_ask_the_model_that_runs_it(model: BlockModel) -> None:
+    class Asks(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Tensor) -> Any:
+            ids = model.generate([], input_ids[0].tolist()[-4:], Sampling(1))
+            scores[:, ids[0]] += 1.0
+            return scores
+
+    sampling = Sampling(4, extra={"logits_processor": [Asks()]})
+    run = InThread(lambda: model.generate([], IDS, sampling))
+    assert run.join() == model.generate([], IDS, sampling)
+
+
+@pytest.mark.parametrize("other_seed", [None, 7], ids=["unseeded", "seeded"])
+def test_draws_of_another_model_do_not_change_a_seeded_answer(
+    model: BlockModel, other_seed: int | None
+) -> None:
+    other = other_model()
+    alone, expected = sampled(model, 5), sampled(other, 7)
+    intruder: list[InThread] = []
+    has_drawn, ended = threading.Event(), threading.Event()
+
+    def hold(_: int) -> None:
+        has_drawn.set()
+        ended.wait(0.5)
+
+    def on_token(_: int) -> None:
+        if not intruder:
+            intruder.append(InThread(lambda: sampled(other, other_seed, on_token=hold)))
+            has_drawn.wait(0.5)  # where nothing keeps it out, it draws now, in our midst
+
+    assert sampled(model, 5, on_token=on_token) == alone
+    ended.set()
+    found = intruder[0].join()
+    assert other_seed is None or found == expected
+
+
+def test_answers_without_a_seed_draw_beside_each_other(model: BlockModel) -> None:
+    """Here one waits for the other to end: it must not be kept out."""
+    other = other_model()
+
+    def on_token(_: int) -> None:
+        assert InThread(lambda: sampled(other, None)).join()
+
+    assert sampled(model, None, on_token=on_token)
+
+
+def test_greedy_answers_wait_for_no_draws(model: BlockModel) -> None:
+    other = other_model()
+
+    def on_token(_: int) -> None:
+        assert InThread(lambda: other.generate([], IDS, Sampling(2))).join()
+
+    assert sampled(model, 3, on_token=on_token)
+
+
+def test_a_seeded_answer_within_a_seeded_one_leaves_its_draws_alone(model: BlockModel) -> None:
+    other = other_model()
+    alone, inner = sampled(model, 3), sampled(other, 4)
+    found: list[list[int]] = []
+
+    def run() -> list[int]:
+        return sampled(model, 3, on_token=lambda _: found.append(sampled(other, 4)))
+
+    assert InThread(run).join() == alone
+    assert found == [inner] * len(alone)
+
+
+def test_many_threads_with_seeds_and_without_get_what_they_get_alone(model: BlockModel) -> None:
+    models = [model, other_model()]
+    expected = {(i, seed): sampled(models[i], seed) for i in (0, 1) for seed in (1, 2, 3)}
+    state = torch.get_rng_state()
+
+    def ask(index: int, seed: int) -> bool:
+        return all(
+            sampled(models[index], seed) == expected[index, seed] for _ in range(5)
+        ) and bool(sampled(models[index], None if seed == 1 else seed))
+
+    threads = [InThread(partial(ask, *key)) for key in expected]
+    assert all(thread.join() for thread in threads)
+    assert not torch.equal(torch.get_rng_state(), state)  # by the unseeded ones alone
