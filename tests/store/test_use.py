@@ -280,7 +280,8 @@ def test_what_a_store_makes_is_its_owners_alone_whatever_the_umask(
 
 def test_what_is_there_keeps_its_mode(store: DirectoryStore) -> None:
     path = store.entry_path(KEY)
-    kept = {path: 0o644, store.path: 0o755, path.parent: 0o755, store.path / "format.json": 0o644}
+    folders = (store.path, store.path / "objects", path.parent)
+    kept = {path: 0o644, store.path / "format.json": 0o644, **dict.fromkeys(folders, 0o755)}
     for place, mode in kept.items():
         place.chmod(mode)
     again = DirectoryStore(store.path)
