@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockattn_rag.cli.names import existing_model
-from blockattn_rag.cli.output import JsonOption, ModelArgument, duration, emit, note, working
+from blockattn_rag.cli.names import existing_model, loading
+from blockattn_rag.cli.output import JsonOption, ModelArgument, count, duration, emit, note, working
 
 if TYPE_CHECKING:
     from blockattn_rag.training.config import LoraConfig
@@ -157,8 +157,9 @@ def train(
             lora=_adapters(options),
             **options,
         )
-        report = finetune(config)
-    _show(report, as_json)
+        with loading(model):
+            report = finetune(config)
+    _show(report, as_json, adapters=config.lora is not None)
 
 
 def _adapters(options: dict[str, Any]) -> LoraConfig | None:
@@ -176,7 +177,7 @@ def _adapters(options: dict[str, Any]) -> LoraConfig | None:
     return None
 
 
-def _show(report: FinetuneReport, as_json: bool) -> None:
+def _show(report: FinetuneReport, as_json: bool, *, adapters: bool) -> None:
     skipped = [*report.train.skipped, *report.evaluation.skipped]
     for reason in skipped:
         note(f"left out: {reason}")
@@ -185,13 +186,30 @@ def _show(report: FinetuneReport, as_json: bool) -> None:
         "steps": report.steps,
         "seconds": report.seconds,
         "loss": report.loss,
+        "eval_losses": {
+            mode: {"before": before, "after": after}
+            for mode, (before, after) in report.eval_losses.items()
+        },
         "skipped": skipped,
         "history": report.history,
     }
+    what = "adapter" if adapters else "model"
     emit(
         as_json,
         data,
-        f"{report.steps} steps in {duration(report.seconds)}, loss {report.loss:.4f}",
-        f"The model is in {report.output}. Measure it: blockattn-rag eval --model {report.output} "
+        f"The {what} is in {report.output}. Measure it: blockattn-rag eval --model {report.output} "
         "--data FILE",
+        f"{count(report.steps, 'step')} in {duration(report.seconds)}; training loss over the last "
+        f"logged steps: {report.loss:.4f}.",
+        _evaluation(report),
     )
+
+
+def _evaluation(report: FinetuneReport) -> str:
+    if not report.eval_losses:
+        return "No evaluation data were given (--eval-data), so the losses by mode are not known."
+    losses = (
+        f"{mode} mode {before:.4f} before, {after:.4f} after"
+        for mode, (before, after) in report.eval_losses.items()
+    )
+    return f"Loss on the answers of the evaluation data: {'; '.join(losses)}."

@@ -63,7 +63,7 @@ def write_card(config: FinetuneConfig, report: FinetuneReport, path: Path) -> No
             kind="LoRA adapter" if config.lora else "causal language model",
             data=_data(config, report),
             settings=_settings(config),
-            table=_table(config, report.history),
+            table=_table(report),
             steps=report.steps,
             loss=report.loss,
             plot=", drawn in `training_curves.png`" if plotted else "",
@@ -96,14 +96,12 @@ def _settings(config: FinetuneConfig) -> str:
     )
 
 
-def _table(config: FinetuneConfig, history: list[dict[str, float]]) -> str:
-    evaluated = [entry for entry in history if "loss" not in entry]
-    if not evaluated:
+def _table(report: FinetuneReport) -> str:
+    if not report.eval_losses:
         return "No evaluation data were given."
     rows = ["| mode | before | after |", "|---|---:|---:|"]
-    for mode in config.modes:
-        key = f"eval_{mode}_loss"
-        rows.append(f"| {mode} | {evaluated[0][key]:.4f} | {evaluated[-1][key]:.4f} |")
+    for mode, (before, after) in report.eval_losses.items():
+        rows.append(f"| {mode} | {before:.4f} | {after:.4f} |")
     return "\n".join(rows)
 
 

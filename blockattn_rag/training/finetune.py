@@ -39,6 +39,7 @@ from blockattn_rag.training.work import (
     LOG,
     check_folders,
     last_checkpoint,
+    make_alike,
     replace_output,
     work_folder,
     write_json,
@@ -67,6 +68,20 @@ class FinetuneReport:
     train: DataReport
     evaluation: DataReport
     history: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def eval_losses(self) -> dict[str, tuple[float, float]]:
+        """By mode, the loss on the answers of the evaluation data before and after training; empty
+        where no such data were given."""
+        evaluated = [entry for entry in self.history if "loss" not in entry]
+        if not evaluated:
+            return {}
+        first, last = evaluated[0], evaluated[-1]
+        names = [key for key in first if key.startswith("eval_")]
+        return {
+            name.removeprefix("eval_").removesuffix("_loss"): (first[name], last[name])
+            for name in names
+        }
 
 
 def finetune(config: FinetuneConfig) -> FinetuneReport:
@@ -356,4 +371,5 @@ def _publish(
     write_json(staging / LOG, report.history)
     write_plot(report.history, staging / "training_curves.png")
     write_card(config, report, staging / "README.md")
+    make_alike(staging)
     replace_output(config, staging)

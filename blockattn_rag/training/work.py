@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,6 +117,15 @@ def work_folder(config: FinetuneConfig, settings: dict[str, Any], main: bool) ->
         if not any((config.work / CHECKPOINTS).glob("checkpoint-*")):
             shutil.rmtree(config.work, ignore_errors=True)
         raise
+
+
+def make_alike(result: Path) -> None:
+    """Give every file the mode of those that we write: safetensors' come from a private temporary
+    file, and weights that only their owner can read are of no use in a folder that all can."""
+    mode = stat.S_IMODE((result / LOG).stat().st_mode)
+    for path in result.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def replace_output(config: FinetuneConfig, result: Path) -> None:

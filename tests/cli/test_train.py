@@ -33,6 +33,27 @@ def test_train_writes_a_model_that_is_known_to_be_block_tuned(
     assert cli("check", tmp_path / "tuned", "--json").json["block_tuned"]
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_adapters_end_with_their_losses_by_mode_before_and_after(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "train.jsonl"
+    sample = {"question": "How high?", "passages": [{"text": "214 metres"}], "answer": "214"}
+    data.write_text((json.dumps(sample) + "\n") * 2, encoding="utf-8")
+    command = ("train", "--model", model, "--data", data, "--output", tmp_path / "tuned", "--lora",
+               "--max-steps", 1, "--batch-size", 2, "--overwrite")  # fmt: skip
+    last = cli(*command, "--eval-data", data).stdout.splitlines()[-1]
+    assert last.startswith("Loss on the answers of the evaluation data: block mode ")
+    assert last.count(" before, ") == 2
+    losses = cli(*command, "--eval-data", data, "--json").json["eval_losses"]
+    assert [(mode, set(of)) for mode, of in losses.items()] == [
+        (mode, {"before", "after"}) for mode in ("block", "full")
+    ]
+    without = cli(*command)
+    assert "losses by mode are not known" in without.stdout.splitlines()[-1]
+    assert f"The adapter is in {tmp_path / 'tuned'}." in without.stdout
+
+
 def test_train_has_an_option_for_every_setting() -> None:
     names = {field.name for field in dataclasses.fields(FinetuneConfig)}
     adapters = {field.name for field in dataclasses.fields(LoraConfig)}

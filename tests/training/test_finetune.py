@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -87,6 +88,18 @@ class TestResult:
         assert tuned.is_block_tuned
         assert not base.is_block_tuned
         assert tuned.fingerprint != base.fingerprint
+
+    @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
+    def test_every_file_has_the_mode_that_new_files_have_here(
+        self, folder: Path, lora: dict[str, Any] | None
+    ) -> None:
+        before = os.umask(0o027)
+        try:
+            finetune(config(settings(folder, max_steps=1, lora=lora)))
+        finally:
+            os.umask(before)
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (folder / "out").iterdir()}
+        assert set(modes.values()) == {0o640}, modes
 
     def test_adapters_of_full_mode_alone_take_the_mark_of_their_base_away(
         self, folder: Path
