@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockattn_rag.cli.names import existing_model
+from blockattn_rag.cli.names import existing_model, loading
 from blockattn_rag.cli.output import (
     JsonOption,
     ModelArgument,
+    count,
     duration,
     emit,
     note,
@@ -49,7 +50,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 48,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Questions answered at once; 1 to measure times.")
+        int, typer.Option(min=1, help="Questions answered at once; 1 shows times to first token.")
     ] = 8,
     output: Annotated[
         Path | None,
@@ -66,7 +67,8 @@ def evaluate(
         from blockattn_rag.evaluation import read_samples
 
         samples = read_samples(data, limit=limit)
-        engine = BlockAttentionEngine.from_pretrained(model, device=device, dtype=dtype)
+        with loading(model):
+            engine = BlockAttentionEngine.from_pretrained(model, device=device, dtype=dtype)
         tick = bars.enter_context(progress("answering"))
         names = [name.strip() for name in modes.split(",")]
         report = run(
@@ -85,19 +87,38 @@ def evaluate(
         )
     tables = [_table(f"{model} on {data.name}", report.results)]
     tables += [_table(f"of these: {kind}", rows) for kind, rows in report.by_kind.items()]
-    emit(as_json, report.to_dict(), *tables)
+    emit(as_json, report.to_dict(), *tables, *_legend(report.results))
     if report.cut_off:
+        modes = ", ".join(f"{r.cut_off} in {r.mode}" for r in report.results if r.cut_off)
         note(
-            f"{report.cut_off} of {len(report.records)} answers were cut off, after "
-            f"{max_new_tokens} tokens (--max-new-tokens) or where the context window ended, maybe "
-            "before what was asked"
+            f"cut off: {report.cut_off} of {count(len(report.records), 'answer')} ({modes}), after "
+            f"{count(max_new_tokens, 'token')} (--max-new-tokens) or where the context window "
+            "ended, maybe before what was asked"
         )
 
 
+def _legend(results: list[ModeResult]) -> list[str]:
+    """What the columns hold."""
+    return [
+        "In percent. accuracy: an answer occurs in the output, and where its mean lies (95 %);",
+        "exact: the output is one; F1: words shared with an answer; diff: accuracy less that of",
+        "full mode; same: outputs equal to those of full mode; reused: prompt tokens whose keys",
+        "and values were found.",
+        "TTFT: time to the first token, median."
+        if _are_timed(results)
+        else "Times are told with --batch-size 1: in a batch, all wait for the whole batch.",
+    ]
+
+
+def _are_timed(results: list[ModeResult]) -> bool:
+    return all(result.ttft_s is not None for result in results)
+
+
 def _table(title: str, results: list[ModeResult]) -> RenderableType:
-    # "same" and "diff": answers equal to those of full mode, and accuracy less its accuracy.
-    columns = ("mode", "accuracy (95 %)", "exact", "F1", "diff", "same", "TTFT", "reused")
-    return table(f"{title}, {results[0].samples} questions", columns, map(_row, results))
+    times = ("TTFT",) if _are_timed(results) else ()
+    columns = ("mode", "accuracy (95 %)", "exact", "F1", "diff", "same", *times, "reused")
+    rows = [_row(result) for result in results]
+    return table(f"{title}, {count(results[0].samples, 'question')}", columns, rows)
 
 
 def _row(result: ModeResult) -> tuple[str, ...]:
@@ -111,6 +132,6 @@ def _row(result: ModeResult) -> tuple[str, ...]:
         percent(result.f1.mean),
         "-" if difference is None else f"{difference.mean * 100:+.1f}",
         percent(result.agreement),
-        duration(result.ttft_s),
+        *(() if result.ttft_s is None else (duration(result.ttft_s),)),
         percent(result.reused_tokens / prompt_tokens if prompt_tokens else None),
     )

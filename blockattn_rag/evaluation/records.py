@@ -16,7 +16,8 @@ class EvaluationRecord:
     """One question answered in one mode. Scores lie in 0..1; times are seconds.
 
     ``digest`` is the sample's (question, answers, passages as they were shown), ``finish_reason``
-    ``"length"`` where the answer was cut off by its limit or by the context window.
+    ``"length"`` where the answer was cut off by its limit or by the context window. ``ttft_s`` is
+    that of the question's batch.
     """
 
     id: str

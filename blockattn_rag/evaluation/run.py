@@ -41,7 +41,9 @@ class ModeResult:
 
     ``difference`` (accuracy minus that of full mode, paired by question) and ``agreement`` (share
     of questions with the same normalised output as in full mode) are None where full mode was not
-    run. ``ttft_s`` is the median time to the first token of a question's batch.
+    run. ``cut_off`` counts answers that ended at ``max_new_tokens`` or at the end of the context
+    window. ``ttft_s`` is the median time to the first token, and None where questions were
+    answered in batches: each waits for its whole batch there.
     """
 
     mode: str
@@ -51,7 +53,8 @@ class ModeResult:
     f1: Interval
     difference: Interval | None
     agreement: float | None
-    ttft_s: float
+    cut_off: int
+    ttft_s: float | None
     hits: int
     misses: int
     reused_tokens: int
@@ -73,13 +76,18 @@ class EvaluationReport:
     @property
     def results(self) -> list[ModeResult]:
         """One row for each mode, in the order of the run."""
-        return _results(self.records)
+        return _results(self.records, self._timed)
 
     @property
     def by_kind(self) -> dict[str, list[ModeResult]]:
         """The same for each kind of question, where the data tells kinds apart."""
         kinds = sorted({record.kind for record in self.records} - {""})
-        return {kind: _results([r for r in self.records if r.kind == kind]) for kind in kinds}
+        of_kind = {kind: [r for r in self.records if r.kind == kind] for kind in kinds}
+        return {kind: _results(rows, self._timed) for kind, rows in of_kind.items()}
+
+    @property
+    def _timed(self) -> bool:
+        return bool(self.settings["batch_size"] == 1)
 
     def __getitem__(self, mode: str) -> ModeResult:
         return next(result for result in self.results if result.mode == mode)
@@ -87,7 +95,7 @@ class EvaluationReport:
     @property
     def cut_off(self) -> int:
         """How many answers ended at ``max_new_tokens`` or at the end of the context window."""
-        return sum(record.finish_reason == "length" for record in self.records)
+        return _cut_off(self.records)
 
     def to_dict(self) -> dict[str, Any]:
         """Settings and figures as plain JSON types, without the records."""
@@ -123,7 +131,7 @@ def evaluate(
         modes: of :data:`MODES`.
         prompt: a prompt format or its name.
         num_passages: keep this many passages of each sample (gold ones first); all if None.
-        batch_size: questions answered at once. Times are per batch: use 1 to measure them.
+        batch_size: questions answered at once; with 1, times to the first token are told.
         stop: texts that end an answer.
         records_path: keep one JSON line for each answer there, and skip what it holds already.
         settings: what else to note in the report and in the records file, such as the data's name.
@@ -281,16 +289,20 @@ def _record(sample: EvaluationSample, mode: str, answer: Generation) -> Evaluati
     )
 
 
-def _results(records: Sequence[EvaluationRecord]) -> list[ModeResult]:
+def _cut_off(records: Sequence[EvaluationRecord]) -> int:
+    return sum(record.finish_reason == "length" for record in records)
+
+
+def _results(records: Sequence[EvaluationRecord], timed: bool) -> list[ModeResult]:
     by_mode: dict[str, list[EvaluationRecord]] = {}
     for record in records:
         by_mode.setdefault(record.mode, []).append(record)
     full = {record.id: record for record in by_mode.get("full", ())}
-    return [_result(mode, rows, full) for mode, rows in by_mode.items()]
+    return [_result(mode, rows, full, timed) for mode, rows in by_mode.items()]
 
 
 def _result(
-    mode: str, rows: Sequence[EvaluationRecord], full: Mapping[str, EvaluationRecord]
+    mode: str, rows: Sequence[EvaluationRecord], full: Mapping[str, EvaluationRecord], timed: bool
 ) -> ModeResult:
     pairs = [(row, full[row.id]) for row in rows if row.id in full]
     same = [normalize_answer(row.output) == normalize_answer(f.output) for row, f in pairs]
@@ -302,7 +314,8 @@ def _result(
         f1=bootstrap_mean([row.f1 for row in rows]),
         difference=bootstrap_mean([r.accuracy - f.accuracy for r, f in pairs]) if pairs else None,
         agreement=statistics.fmean(same) if pairs else None,
-        ttft_s=statistics.median(row.ttft_s for row in rows),
+        cut_off=_cut_off(rows),
+        ttft_s=statistics.median(row.ttft_s for row in rows) if timed else None,
         hits=sum(row.hits for row in rows),
         misses=sum(row.misses for row in rows),
         reused_tokens=sum(row.reused_tokens for row in rows),

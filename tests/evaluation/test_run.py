@@ -199,6 +199,7 @@ def test_a_real_engine_reuses_blocks_and_answers_alike_in_batches(tmp_path: Path
     assert [r.output for r in batched.records] == [r.output for r in single.records]
     assert single["full"].reused_tokens == 0
     assert single["full"].ttft_s > 0
+    assert [result.ttft_s for result in batched.results] == [None] * 3  # each waits for all
     assert (single["block"].misses, single["block-composite"].misses) == (0, 0)
     assert single["block"].reused_tokens > 0
 
@@ -226,4 +227,4 @@ def test_answers_that_the_context_window_cuts_off_are_counted(tmp_path: Path) ->
     room = engine.model.max_context_tokens - sum(map(len, context)) - len(final)
     report = evaluate(engine, data, ("full",), max_new_tokens=room + 50)
     assert [r.generated_tokens for r in report.records] == [room, room]
-    assert report.cut_off == 2
+    assert report.cut_off == report["full"].cut_off == 2
