@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from blockattn_rag import __version__
 from blockattn_rag.cli import ask, bench, check, demo, evaluate, ingest, plan, remove, store, train
-from blockattn_rag.cli.output import fail
+from blockattn_rag.cli.output import fail, plain
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells report it: 128 + SIGINT."""
@@ -20,6 +20,13 @@ INTERRUPTED = 130
 
 class _OneLineErrors(TyperGroup):
     """Shows an error as one line and exits with status 1; ``--debug`` shows the traceback."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """No name of a file holds NUL, and what is called deep within would not say which does."""
+        if damaged := next((argument for argument in args if "\0" in argument), None):
+            raise typer.BadParameter(f"expected no NUL character in an argument, found {damaged!r}")
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -89,11 +96,23 @@ def options(
     ] = False,
 ) -> None:
     """Block-Attention for RAG: encode passages once, reuse them in every answer."""
-    if not sys.stderr.isatty():
-        # Read by transformers when it is imported: no bars for loading weights in log files.
+    # Both are read by huggingface_hub when it is imported.
+    if not sys.stderr.isatty():  # no bars for loading weights in log files
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("blockattn_rag").setLevel(logging.DEBUG if debug else logging.WARNING)
+    if not debug:  # not each of its attempts: the error tells what came of them
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    logger = logging.getLogger("blockattn_rag")
+    logger.setLevel(logging.DEBUG if debug else logging.WARNING)
+    if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
+        logger.addHandler(_ToStderr())
+
+
+class _ToStderr(logging.Handler):
+    """Shows this package's warnings. Libraries have handlers of their own, and one at the root
+    would say theirs a second time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        typer.echo(plain(f"{record.levelname} {record.name}: {record.getMessage()}"), err=True)
 
 
 def main() -> None:

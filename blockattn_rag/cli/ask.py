@@ -10,7 +10,7 @@ import typer
 
 from blockattn_rag.cli.database import Database
 from blockattn_rag.cli.names import existing_model
-from blockattn_rag.cli.output import JsonOption, duration, emit, note, working
+from blockattn_rag.cli.output import JsonOption, count, duration, emit, note, piece, working
 from blockattn_rag.cli.rag import Answer, Assistant
 
 
@@ -50,22 +50,33 @@ def ask(
         if not database.collection.count():
             raise ValueError(f"{db} holds no passage; run `blockattn-rag ingest PATH --db {db}`")
         assistant = Assistant(database, top_k=top_k, max_new_tokens=max_new_tokens)
-        answer = assistant.ask(question, mode=mode.value, on_text=None if as_json else _print_piece)
+        answer = assistant.ask(question, mode=mode.value, on_text=None if as_json else piece)
         if not as_json:
-            typer.echo()
+            piece(_cut_off(answer) + "\n")
     if answer.misses:
-        note(f"note: {answer.misses} blocks were computed now and will be reused")
+        one = answer.misses == 1
+        note(
+            f"note: {count(answer.misses, 'block')} {'was' if one else 'were'} computed now and "
+            "will be reused"
+        )
     emit(as_json, answer.to_dict(), "", *_sources(answer), reuse_line(answer))
 
 
-def _print_piece(text: str) -> None:
-    typer.echo(text, nl=False)
+def _cut_off(answer: Answer) -> str:
+    """What stands behind an answer that did not come to its end."""
+    if answer.finish_reason != "length":
+        return ""
+    return (
+        f" ... [cut off after {count(answer.generated_tokens, 'token')}: --max-new-tokens, or the "
+        "end of the context window]"
+    )
 
 
 def _sources(answer: Answer) -> list[str]:
     lines = []
     for number, source in enumerate(answer.sources, 1):
-        name = " ".join(filter(None, (source.source, source.title)))
+        page = f"page {source.page}" if source.page else ""
+        name = " ".join(filter(None, (source.source, page, source.title)))
         score = "" if source.score is None else f" ({source.score:.2f})"
         text = " ".join(source.text.split())
         lines.append(f"[{number}] {name}{score}: {text[:100]}{'...' if len(text) > 100 else ''}")
@@ -77,8 +88,8 @@ def reuse_line(answer: Answer) -> str:
     tokens = answer.reused_tokens + answer.computed_tokens
     first = f"first token after {duration(answer.ttft_s)}"
     if answer.mode == "full":
-        return f"full mode: nothing reused, {tokens} prompt tokens computed; {first}"
+        return f"full mode: nothing reused, {count(tokens, 'prompt token')} computed; {first}"
     return (
-        f"block mode: {answer.hits} blocks reused, {answer.misses} computed; "
-        f"{answer.reused_tokens} of {tokens} prompt tokens reused; {first}"
+        f"block mode: {count(answer.hits, 'block')} reused, {answer.misses} computed; "
+        f"{answer.reused_tokens:,} of {count(tokens, 'prompt token')} reused; {first}"
     )

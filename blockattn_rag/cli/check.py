@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from blockattn_rag.cli.names import existing_model
+from blockattn_rag.cli.names import existing_model, loading
 from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, table, working
 
 
@@ -22,7 +22,8 @@ def check(
     with working(as_json):
         from blockattn_rag.model import BlockModel, check_model
 
-        loaded = BlockModel.from_pretrained(model, device=device, dtype=dtype)
+        with loading(model):
+            loaded = BlockModel.from_pretrained(model, device=device, dtype=dtype)
         report = check_model(loaded)
     rows = [asdict(row) for row in report.rows]
     for row in rows:  # JSON knows no NaN

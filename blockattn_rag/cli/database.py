@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.blocks import BlockTemplate
+from blockattn_rag.cli.names import loading
 from blockattn_rag.cli.output import note
 from blockattn_rag.errors import BlockAttnError
 from blockattn_rag.prompts import BLANK_LINE
@@ -205,4 +206,5 @@ def _load_engine(path: Path, model: str, device: str, dtype: str) -> BlockAttent
     from blockattn_rag.engine import BlockAttentionEngine
 
     options: dict[str, Any] = {"device": device, "dtype": dtype}
-    return BlockAttentionEngine.from_pretrained(model, store=path / "kv", **options)
+    with loading(model):
+        return BlockAttentionEngine.from_pretrained(model, store=path / "kv", **options)

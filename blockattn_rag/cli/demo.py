@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from blockattn_rag.cli.ask import Mode, ModeOption
 from blockattn_rag.cli.names import existing_model
 from blockattn_rag.cli.output import (
     JsonOption,
     ModelArgument,
+    count,
     duration,
     emit,
     note,
+    plain,
     size,
     stdout,
     working,
@@ -57,24 +60,30 @@ def demo(
 
 def _show_ingested(report: IngestReport) -> None:
     stdout.print(
-        f"{report.passages} passages: {report.computed} computed, {report.reused} reused from "
-        f"before ({size(report.stored_bytes)} stored now, {duration(report.total_s)})\n",
+        f"{count(report.passages, 'passage')}: {report.computed} computed, {report.reused} reused "
+        f"from before ({size(report.stored_bytes)} stored now, {duration(report.total_s)})\n",
         highlight=False,
     )
 
 
 def _show_question(question: DemoQuestion) -> None:
     mark = "[green]right[/green]" if question.correct else "[red]WRONG[/red]"
-    stdout.print(f"[bold]{question.question}[/bold]", highlight=False)
-    stdout.print(f"  {question.answer}", highlight=False, markup=False)
-    stdout.print(f"  {mark} (expected: {question.expected})", highlight=False)
-    stdout.print(
-        f"  from: {', '.join(question.sources)}; blocks reused {question.hits}, computed "
-        f"{question.misses}; first token {duration(question.ttft_block_s)} in block mode, "
+    cut = " ... [cut off by the demo's limit]" if question.finish_reason == "length" else ""
+    sources = ", ".join(question.sources)
+    for line in (
+        f"[bold]{_text(question.question)}[/bold]",
+        f"  {_text(question.answer + cut)}",
+        f"  {mark} (expected: {_text(question.expected)})",
+        f"  from: {_text(sources)}; blocks reused {question.hits}, computed {question.misses}; "
+        f"first token {duration(question.ttft_block_s)} in block mode, "
         f"{duration(question.ttft_full_s)} in full mode\n",
-        highlight=False,
-        markup=False,
-    )
+    ):
+        stdout.print(line, highlight=False)
+
+
+def _text(text: str) -> str:
+    """A text that others wrote, for a line with markup."""
+    return escape(plain(text))
 
 
 def _summary(report: DemoReport) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +18,12 @@ _SNIFFED_BYTES = 8192
 
 @dataclass(slots=True)
 class Loaded:
-    """Documents, and the files of a folder that were left out, with the reason."""
+    """Documents, and what was left out of a folder: files, with the reason, and links that lead out
+    of it."""
 
     documents: list[Document] = field(default_factory=list)
     skipped: list[tuple[Path, str]] = field(default_factory=list)
+    links: list[Path] = field(default_factory=list)
 
 
 class UnreadableFileError(ValueError):
@@ -30,6 +32,9 @@ class UnreadableFileError(ValueError):
 
 def load_documents(paths: Sequence[Path], *, exclude: Path | None = None) -> Loaded:
     """Read files, and every visible file below folders, by LlamaIndex's readers.
+
+    Who may write into a folder must not be able to have files from elsewhere read: of the links in
+    a folder, those that stay within it are followed. A link that is itself named is.
 
     Args:
         paths: files and folders. A file named here must be readable; an unreadable one found in a
@@ -44,10 +49,16 @@ def load_documents(paths: Sequence[Path], *, exclude: Path | None = None) -> Loa
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"no such file or folder: {path}")
-        for file in _files(path.resolve(), exclude and exclude.resolve()):
-            _add(loaded, file, required=path.is_file())
+        if path.is_file():
+            _add(loaded, path.resolve(), required=True)
+            continue
+        files, links = _below(path.resolve(), exclude and exclude.resolve())
+        loaded.links += links
+        for file in files:
+            _add(loaded, file, required=False)
     if not loaded.documents:
-        first = "".join(f"; {file}: {reason}" for file, reason in loaded.skipped[:1])
+        left_out = [*loaded.skipped, *((link, "a link out of the folder") for link in loaded.links)]
+        first = "".join(f"; {file}: {reason}" for file, reason in left_out[:1])
         raise UnreadableFileError(f"no readable document in {', '.join(map(str, paths))}{first}")
     return loaded
 
@@ -61,14 +72,26 @@ def _add(loaded: Loaded, file: Path, *, required: bool) -> None:
         loaded.skipped.append((file, str(error)))
 
 
-def _files(path: Path, exclude: Path | None) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-        return
-    for file in sorted(path.rglob("*")):
-        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-        if file.is_file() and not hidden and not (exclude and file.is_relative_to(exclude)):
-            yield file
+def _below(folder: Path, exclude: Path | None) -> tuple[list[Path], list[Path]]:
+    """The visible files below a folder, and the links there that lead out of it."""
+    files, links = [], []
+    for path in sorted(folder.rglob("*")):
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
+        # What a link names, and whether it is there, is looked at only within the folder.
+        if path.is_symlink() and not _target(path).is_relative_to(folder):
+            links.append(path)
+        elif path.is_file() and not (exclude and path.resolve().is_relative_to(exclude)):
+            files.append(path)
+    return files, links
+
+
+def _target(link: Path) -> Path:
+    """Where a link leads; to itself if it leads in a circle."""
+    try:
+        return link.resolve()
+    except (OSError, RuntimeError):  # the latter before Python 3.13
+        return link
 
 
 def _read(file: Path) -> list[Document]:

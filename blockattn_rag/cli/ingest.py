@@ -11,7 +11,16 @@ import typer
 from blockattn_rag.cli.database import HASHING, Database, Manifest
 from blockattn_rag.cli.documents import load_documents
 from blockattn_rag.cli.names import existing_model
-from blockattn_rag.cli.output import JsonOption, ModelArgument, duration, emit, note, size, working
+from blockattn_rag.cli.output import (
+    JsonOption,
+    ModelArgument,
+    count,
+    duration,
+    emit,
+    note,
+    size,
+    working,
+)
 from blockattn_rag.cli.rag import ingest_documents
 from blockattn_rag.cli.sources import orphaned_sources
 
@@ -52,15 +61,20 @@ def ingest(
         loaded = load_documents(paths, exclude=db)
         for file, reason in loaded.skipped:
             note(f"left out: {file}: {reason}")
-        note(f"{len(loaded.documents)} documents read; splitting them into passages ...")
+        if loaded.links:
+            note(
+                f"left out: {count(len(loaded.links), 'link')} out of the folders given, such as "
+                f"{loaded.links[0]}; name what a link leads to if it is to be read"
+            )
+        note(f"{count(len(loaded.documents), 'document')} read; splitting into passages ...")
         database = Database.create(db, wanted, device=device, dtype=dtype)
         report = ingest_documents(database, loaded.documents)
-        unread = {str(file) for file, _ in loaded.skipped}
+        unread = {str(file) for file in (*dict(loaded.skipped), *loaded.links)}
         orphaned = orphaned_sources(database.collection, unread)
     if orphaned:
         others = f" and {len(orphaned) - 3} more" if len(orphaned) > 3 else ""
         note(
-            f"note: gone or without text, but still answering from {db}: "
+            f"note: gone, left out or without text, but still answering from {db}: "
             f"{', '.join(orphaned[:3])}{others}; `blockattn-rag remove PATH --db {db}` removes them"
         )
     data = {
@@ -71,16 +85,19 @@ def ingest(
         "embedding": database.manifest.embedding,
         "collection": database.manifest.collection,
         "orphaned": orphaned,
+        "links": [str(link) for link in loaded.links],
         "skipped": [{"file": str(file), "reason": reason} for file, reason in loaded.skipped],
     }
     emit(
         as_json,
         data,
-        f"{report.documents} documents, {report.passages} passages: {report.added} added to "
-        f"Chroma, {report.removed} outdated ones removed, {len(loaded.skipped)} files left out",
-        f"{report.computed} blocks computed, {report.reused} reused: {report.computed_tokens} "
-        f"tokens in {duration(report.encode_s)} ({report.tokens_per_s:.0f} tokens/s), "
-        f"{size(report.stored_bytes)} of keys and values stored",
+        f"{count(report.documents, 'document')}, {count(report.passages, 'passage')}: "
+        f"{report.added} added to Chroma, {report.removed} outdated removed, "
+        f"{count(len(loaded.skipped), 'file')} left out",
+        f"{count(report.computed, 'block')} computed, {report.reused} reused: "
+        f"{count(report.computed_tokens, 'token')} in {duration(report.encode_s)} "
+        f"({report.tokens_per_s:.0f} tokens/s), {size(report.stored_bytes)} of keys and values "
+        "stored",
         f'Ask: blockattn-rag ask "..." --db {db}',
     )
 

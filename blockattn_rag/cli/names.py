@@ -1,7 +1,9 @@
-"""Checks of model names as typed on the command line."""
+"""Model names as typed on the command line: checks, and what is said of one that fails."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -18,3 +20,40 @@ def existing_model(name: str | None) -> str | None:
             f"no such model folder: {name}; expected a folder, a hub id, or 'bundled'"
         )
     return name
+
+
+@contextlib.contextmanager
+def loading(model: str) -> Iterator[None]:
+    """Where the model hub does not give a model, one sentence says which and why.
+
+    transformers' own messages go on for lines about tokens, caches and web pages, and where there
+    is no connection they do not say which model was asked for.
+
+    Raises:
+        OSError: in place of an error that comes from the hub; others pass as they are.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        cause = _hub_error(error)
+        if cause is None:
+            raise
+        why = str(error).partition("\n")[0].rstrip(".")
+        names = {kind.__name__ for kind in type(cause).__mro__}
+        login = "RepositoryNotFoundError" in names  # what a private or gated one looks like too
+        raise OSError(
+            f"cannot load {model}: {why}; expected a folder, a hub id, or 'bundled'"
+            + (" (private and gated models need `hf auth login`)" if login else "")
+        ) from error
+
+
+def _hub_error(error: BaseException) -> BaseException | None:
+    """The hub's error behind another one. Its module is not imported: it may not be loaded yet."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        if type(cause).__module__.partition(".")[0] == "huggingface_hub":
+            return cause
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any
@@ -31,15 +32,33 @@ def _width() -> int | None:
 stderr = Console(stderr=True)
 stdout = Console(width=_width())
 
+# Control characters but tab and newline; what turns the direction of writing around; halves of
+# surrogate pairs, which no terminal's encoding has and names of files can hold.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def plain(text: str) -> str:
+    """A text for a terminal: what the terminal would obey is written out, ESC as ``\\x1b``.
+
+    Passages, answers, names of files, and errors about them come from others. All that is printed
+    below goes through here; JSON has escapes of its own.
+    """
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
 
 def fail(message: str) -> None:
     """One line of error on stderr."""
-    typer.echo(f"error: {message}", err=True)
+    typer.echo(plain(f"error: {message}"), err=True)
 
 
 def note(message: str) -> None:
     """One line on stderr that is no result."""
-    stderr.print(message, markup=False, highlight=False, soft_wrap=True)
+    stderr.print(plain(message), markup=False, highlight=False, soft_wrap=True)
+
+
+def piece(text: str) -> None:
+    """A part of an answer on stdout, as it comes."""
+    typer.echo(plain(text), nl=False)
 
 
 @contextlib.contextmanager
@@ -57,8 +76,10 @@ def emit(as_json: bool, data: dict[str, Any], *shown: RenderableType) -> None:
         return
     for renderable in shown:
         # Square brackets in passages, names and answers are text, not markup.
-        plain = isinstance(renderable, str)
-        stdout.print(renderable, highlight=False, markup=not plain, soft_wrap=plain)
+        if isinstance(renderable, str):
+            stdout.print(plain(renderable), highlight=False, markup=False, soft_wrap=True)
+        else:
+            stdout.print(renderable, highlight=False)
 
 
 def table(
@@ -72,8 +93,9 @@ def table(
             column, justify="left" if i in left else "right", overflow="fold", no_wrap=i == 0
         )
     for row in rows:
-        result.add_row(*(escape(str(cell)) for cell in row))
-    return Group(Text(title, style="italic"), result)  # a table's own title is folded to its width
+        result.add_row(*(escape(plain(str(cell))) for cell in row))
+    # A table's own title is folded to its width.
+    return Group(Text(plain(title), style="italic"), result)
 
 
 @contextlib.contextmanager
@@ -87,13 +109,18 @@ def progress(description: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def size(count: float) -> str:
+def count(number: int, noun: str) -> str:
+    """A number of things: ``1 block``, ``2,000 blocks``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def size(number: float) -> str:
     """Bytes for people: ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.2f} GiB"
 
 
 def duration(seconds: float | None) -> str:
@@ -105,8 +132,8 @@ def duration(seconds: float | None) -> str:
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     for unit, length_s, most in (("s", 1, 300), ("min", 60, 300), ("h", 3600, 72)):
-        if (count := seconds / length_s) < most:
-            return f"{count:.2f} {unit}" if unit == "s" else f"{count:.1f} {unit}"
+        if (number := seconds / length_s) < most:
+            return f"{number:.2f} {unit}" if unit == "s" else f"{number:.1f} {unit}"
     return f"{seconds / 86400:.1f} days"
 
 

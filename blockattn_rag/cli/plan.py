@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockattn_rag.cli.names import existing_model
-from blockattn_rag.cli.output import JsonOption, duration, emit, size, table, working
+from blockattn_rag.cli.names import existing_model, loading
+from blockattn_rag.cli.output import JsonOption, count, duration, emit, size, table, working
 
 if TYPE_CHECKING:
     from blockattn_rag.evaluation.efficiency.plan import Machine, Plan
@@ -109,9 +109,10 @@ def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
     from blockattn_rag.model.loading import load_config
 
     try:
-        config = shape_config(model) if model in SHAPES else load_config(model)
+        with loading(model):
+            config = shape_config(model) if model in SHAPES else load_config(model)
     except OSError as error:
-        raise ValueError(f"{model!r} is no shape ({', '.join(SHAPES)}), and: {error}") from error
+        raise ValueError(f"{model!r} is no shape ({', '.join(SHAPES)}): {error}") from error
     own = config.dtype or torch.bfloat16
     kind = getattr(torch, dtype, None) if dtype else own if on_gpu else torch.float32
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
@@ -147,7 +148,7 @@ def _shown(settings: dict[str, Any], found: Plan, machine: Machine) -> list[Any]
         )
         for tier in found.tiers
     ]
-    title = f"{passages:,} passages, {settings['model']}, {settings['dtype']}"
+    title = f"{count(passages, 'passage')}, {settings['model']}, {settings['dtype']}"
     columns = ("blocks in", "room for", "of yours", "first token", "against full prefill")
     return [
         table(title, columns, rows),

@@ -138,9 +138,10 @@ def _synchronise(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A passage that an answer was given from."""
+    """A passage that an answer was given from; ``page``: its page in a PDF, or empty."""
 
     source: str
+    page: str
     title: str
     text: str
     score: float | None
@@ -151,7 +152,8 @@ class Answer:
     """An answer with its sources and what it reused; times in seconds.
 
     ``ttft_s`` runs from the call of the language model to its first token; where the passages
-    needed several calls, the earlier ones count whole.
+    needed several calls, the earlier ones count whole. ``finish_reason`` is ``"length"`` where the
+    answer was cut off by ``max_new_tokens`` or by the end of the context window.
     """
 
     question: str
@@ -163,6 +165,7 @@ class Answer:
     reused_tokens: int
     computed_tokens: int
     generated_tokens: int
+    finish_reason: str
     ttft_s: float
     total_s: float
 
@@ -202,7 +205,7 @@ class Assistant:
             engine=self._database.engine, block_template=self._database.template, **options
         )
         engine = block_query_engine(self._index, llm, streaming=True, similarity_top_k=self._top_k)
-        with _reuse_events() as events:
+        with _finished_calls() as calls:
             response: Any = engine.query(question)
             pieces = []
             for piece in response.response_gen:
@@ -210,23 +213,25 @@ class Assistant:
                 if on_text:
                     on_text(piece)
         sources = tuple(_source(node) for node in response.source_nodes)
-        return _answer(question, "".join(pieces).strip(), mode, sources, events)
+        return _answer(question, "".join(pieces).strip(), mode, sources, calls)
 
 
 def _answer(
-    question: str, text: str, mode: str, sources: tuple[Source, ...], events: Sequence[Any]
+    question: str, text: str, mode: str, sources: tuple[Source, ...], calls: Sequence[Any]
 ) -> Answer:
     names = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_tokens", "total_s")
-    sums = {name: sum(getattr(event, name) for event in events) for name in names}
-    earlier = sum(event.total_s for event in events[:-1])
-    ttft_s = earlier + events[-1].ttft_s if events else 0.0
-    return Answer(question, text, mode, sources, ttft_s=ttft_s, **sums)
+    used = [call["usage"] for call in calls]
+    sums = {name: sum(usage[name] for usage in used) for name in names}
+    ttft_s = sum(usage["total_s"] for usage in used[:-1]) + (used[-1]["ttft_s"] if used else 0.0)
+    finish_reason = calls[-1]["finish_reason"] if calls else "stop"
+    return Answer(question, text, mode, sources, finish_reason=finish_reason, ttft_s=ttft_s, **sums)
 
 
 def _source(found: NodeWithScore) -> Source:
     node = found.node
     return Source(
         source=str(node.metadata.get(SOURCE_KEY, "")),
+        page=str(node.metadata.get("page_label", "")),
         title=str(node.metadata.get("title", "")),
         text=node.get_content(),
         score=found.score,
@@ -234,28 +239,27 @@ def _source(found: NodeWithScore) -> Source:
 
 
 @contextlib.contextmanager
-def _reuse_events() -> Iterator[list[Any]]:
-    """Collects what the language model reports of each call."""
+def _finished_calls() -> Iterator[list[Any]]:
+    """Collects what the language model reports of each call: ``usage`` and ``finish_reason``."""
     from llama_index.core.instrumentation.event_handlers import BaseEventHandler
     from llama_index.core.instrumentation.events import BaseEvent
+    from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
     from llama_index_instrumentation import get_dispatcher
 
-    from blockattn_rag.llama_index import BlockReuseEvent
-
-    events: list[Any] = []
+    calls: list[Any] = []
 
     class Collector(BaseEventHandler):
         @classmethod
         def class_name(cls) -> str:
-            return "ReuseCollector"
+            return "CallCollector"
 
         def handle(self, event: BaseEvent, **kwargs: Any) -> None:
-            if isinstance(event, BlockReuseEvent):
-                events.append(event)
+            if isinstance(event, LLMChatEndEvent | LLMCompletionEndEvent) and event.response:
+                calls.append(event.response.raw)
 
     root, collector = get_dispatcher(), Collector()
     root.add_event_handler(collector)
     try:
-        yield events
+        yield calls
     finally:
         root.event_handlers.remove(collector)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from blockattn_rag.cli.database import chroma_client, require_manifest
-from blockattn_rag.cli.output import JsonOption, emit, working
+from blockattn_rag.cli.output import JsonOption, count, emit, working
 from blockattn_rag.cli.sources import all_sources, delete_passages, ids_of
 
 
@@ -40,12 +40,15 @@ def remove(
     emit(
         as_json,
         {"db": str(db), "sources": sources, "removed": len(ids)},
-        f"{len(ids)} passages of {len(sources)} documents removed",
+        f"{count(len(ids), 'passage')} of {count(len(sources), 'document')} removed",
         f"Free their keys and values: blockattn-rag store gc {db} --grace 0s{force}",
     )
 
 
 def _at_or_below(path: Path, sources: list[str]) -> list[str]:
-    """Sources are named by a resolved folder and what lies below it, links as they stand."""
-    wanted = (path.resolve(), path.parent.resolve() / path.name)
-    return [s for s in sources if any(Path(s).is_relative_to(place) for place in wanted)]
+    """Sources are named by a resolved folder and what lies below it, links as they stand: what a
+    link leads to counts only where the link itself is none."""
+    for place in (path.parent.resolve() / path.name, path.resolve()):
+        if found := [source for source in sources if Path(source).is_relative_to(place)]:
+            return found
+    return []

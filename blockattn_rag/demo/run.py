@@ -25,7 +25,8 @@ MAX_NEW_TOKENS = 64
 @dataclass(frozen=True, slots=True)
 class DemoQuestion:
     """A question, what came out, and what it cost. ``hits`` and ``misses`` count blocks of the
-    block-mode answer; times to first token are seconds."""
+    block-mode answer; times to first token are seconds. ``finish_reason`` is ``"length"`` where the
+    shown answer was cut off."""
 
     question: str
     answer: str
@@ -38,6 +39,7 @@ class DemoQuestion:
     computed_tokens: int
     ttft_block_s: float
     ttft_full_s: float
+    finish_reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,4 +162,5 @@ def _ask(assistant: Assistant, turn: Turn, mode: str) -> DemoQuestion:
         computed_tokens=block.computed_tokens,
         ttft_block_s=block.ttft_s,
         ttft_full_s=answers["full"].ttft_s,
+        finish_reason=shown.finish_reason,
     )

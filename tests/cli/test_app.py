@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -88,6 +89,57 @@ def test_a_mistyped_model_folder_is_named(cli: Command) -> None:
         output = cli(*command)
         assert output.status == 1
         assert "no such model folder" in output.stderr
+
+
+def test_a_nul_character_in_any_argument_is_a_usage_error(cli: Command, tmp_path: Path) -> None:
+    for command in (
+        ("ingest", "a\0b", "--db", tmp_path, "--model", "bundled"),
+        ("ask", "What?", "--db", "a\0b"),
+        ("eval", "--model", "bundled", "--data", "a\0b"),
+        ("store", "stats", "a\0b"),
+    ):
+        output = cli(*command)
+        assert (output.status, output.stdout) == (2, "")
+        assert "NUL character" in output.stderr
+        assert r"a\x00b" in output.stderr
+
+
+def test_a_model_that_the_hub_does_not_give_is_told_in_one_line_that_names_it() -> None:
+    done = python("-m", "blockattn_rag", "check", "no/such-model",
+                  env={**os.environ, "HF_HUB_OFFLINE": "1"})  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: cannot load no/such-model: ")
+    assert line.endswith("expected a folder, a hub id, or 'bundled'")
+
+
+def test_an_unreachable_hub_is_told_of_once_however_often_it_is_tried() -> None:
+    code = (
+        "import sys, time\n"
+        "time.sleep = lambda seconds: None\n"
+        "from blockattn_rag.cli import main\n"
+        "main()\n"
+    )
+    online = {k: v for k, v in os.environ.items() if not k.endswith("_OFFLINE")}
+    # Nothing listens on port 9.
+    done = python("-c", code, "check", "no/such-model",
+                  env={**online, "HF_ENDPOINT": "http://127.0.0.1:9"})  # fmt: skip
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: cannot load no/such-model: ")
+
+
+def test_warnings_of_this_package_are_shown_once_and_without_control_characters(
+    cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def warn(*_: object, **__: object) -> None:
+        logging.getLogger("blockattn_rag").warning("an entry of %s", "\x1b[31mred")
+        raise ValueError("done")
+
+    monkeypatch.setattr("blockattn_rag.cli.ask.Database.open", warn)
+    for _ in range(2):
+        output = cli("ask", "What?", "--db", tmp_path)
+    assert output.stderr == ("WARNING blockattn_rag: an entry of \\x1b[31mred\nerror: done\n")
 
 
 def test_ctrl_c_ends_with_one_line_and_status_130(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from blockattn_rag.demo.corpus import bundled_corpus, bundled_questions
 from tests.cli.conftest import Command
 
 KEYS = {"question", "answer", "expected", "correct", "sources", "hits", "misses",
-        "ttft_block_s", "ttft_full_s"}  # fmt: skip
+        "ttft_block_s", "ttft_full_s", "finish_reason"}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +47,7 @@ def test_the_demo_shows_every_question_and_a_summary(
     assert output.status == 0, output.stderr
     for turn in bundled_questions()[:2]:
         assert turn.question in output.stdout
+    assert output.stdout.count(" ... [cut off by the demo's limit]") == 2
     assert "of 2 right in full mode" in output.stdout
     assert str(tmp_path / "home" / "demo") in output.stdout
 

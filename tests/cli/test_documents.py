@@ -23,6 +23,33 @@ def test_the_model_and_the_embedder_never_see_where_a_file_lies(documents: Path)
             assert str(documents) not in document.get_content(mode)
 
 
+def test_links_out_of_a_folder_are_not_followed_but_those_within_and_those_named_are(
+    documents: Path, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    secret = outside / "secret.txt"
+    secret.write_text("The key is 1234.", encoding="utf-8")
+    (documents / "file.txt").symlink_to(secret)
+    (documents / "folder").symlink_to(outside)
+    (documents / "gone.txt").symlink_to(outside / "never.txt")
+    (documents / "within.txt").symlink_to("tower.txt")
+    (documents / "circle.txt").symlink_to("circle.txt")
+    loaded = load_documents([documents])
+    names = [Path(d.metadata["source"]).name for d in loaded.documents]
+    assert names == ["river.md", "tower.txt", "within.txt"]
+    assert [link.name for link in loaded.links] == ["file.txt", "folder", "gone.txt"]
+    for named in (documents / "file.txt", documents / "folder"):
+        [document] = load_documents([named]).documents
+        assert document.metadata["source"] == str(secret)
+
+
+def test_a_link_does_not_lead_into_the_folder_that_is_left_out(documents: Path) -> None:
+    (documents / "link.md").symlink_to(documents / "more" / "river.md")
+    found = load_documents([documents], exclude=documents / "more").documents
+    assert [Path(d.metadata["source"]).name for d in found] == ["tower.txt"]
+
+
 def test_a_pdf_is_read_page_by_page(tmp_path: Path) -> None:
     path = tmp_path / "pages.pdf"
     path.write_bytes(two_pages("First page.", "Second page."))

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from blockattn_rag.cli.database import MANIFEST, Database
+from blockattn_rag.cli.rag import Answer
 from tests.cli.conftest import Command
+from tests.cli.test_documents import two_pages
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -94,7 +97,7 @@ def test_an_answer_comes_with_sources_and_a_line_on_reuse(cli: Command, database
     *_, source, reuse = output.stdout.splitlines()
     assert source.startswith("[1] ")
     assert "Halden Tower is 214 metres high." in source
-    assert reuse.startswith("block mode: 1 blocks reused, 1 computed;")
+    assert reuse.startswith("block mode: 1 block reused, 1 computed;")
     assert "first token after" in reuse
 
 
@@ -107,7 +110,7 @@ def test_json_is_one_object_and_the_second_answer_reuses_every_block(
     assert (second["hits"], second["misses"]) == (2, 0)
     assert second["answer"] == first["answer"]
     assert second["ttft_s"] > 0
-    assert set(second["sources"][0]) == {"source", "title", "text", "score"}
+    assert set(second["sources"][0]) == {"source", "page", "title", "text", "score"}
 
 
 def test_full_mode_reuses_nothing(cli: Command, database: Path) -> None:
@@ -174,3 +177,74 @@ def test_square_brackets_in_a_passage_are_text(cli: Command, model: Path, tmp_pa
     output = cli("ask", "How deep?", "--db", tmp_path / "db", "--max-new-tokens", 2)
     assert output.status == 0, output.stderr
     assert "[/bold] The depth is 45 feet. [link=x] [red]" in output.stdout
+
+
+def test_an_answer_that_the_limit_cut_off_is_marked_and_a_whole_one_is_not(
+    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3)
+    assert cli(*command, "--json").json["finish_reason"] == "length"
+    assert " ... [cut off after 3 tokens: --max-new-tokens, " in cli(*command).stdout
+    every_token = list(range(tiny_tokenizer().vocab_size))
+    monkeypatch.setattr(
+        "blockattn_rag.llama_index.BlockAttentionLLM._options",
+        lambda *_: {"max_new_tokens": 9, "eos_token_id": every_token},
+    )
+    assert cli(*command, "--json").json["finish_reason"] == "stop"
+    assert "cut off" not in cli(*command).stdout
+
+
+def test_sources_name_the_page_of_a_pdf(cli: Command, model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "towers.pdf"
+    path.write_bytes(two_pages("About rivers.", "Halden Tower is 214 metres high."))
+    assert cli("ingest", path, "--db", tmp_path / "db", "--model", model).status == 0
+    command = ("ask", "How high is Halden Tower?", "--db", tmp_path / "db", "--top-k", 1,
+               "--max-new-tokens", 2)  # fmt: skip
+    [source] = cli(*command, "--json").json["sources"]
+    assert (source["source"], source["page"]) == (str(path), "2")
+    assert f"[1] {path} page 2 (" in cli(*command).stdout
+
+
+def test_control_characters_of_a_passage_reach_no_terminal(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    text = "\x1b]0;owned\x07The depth is 45 feet.\x1b[2J\u202e"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "deep\x1b[31m.txt").write_text(text, encoding="utf-8")
+    (folder / "\x1b[32m.raw").write_bytes(b"\0")
+    ingested = cli("ingest", folder, "--db", tmp_path / "db", "--model", model)
+    command = ("ask", "How deep?", "--db", tmp_path / "db", "--max-new-tokens", 2)
+    asked = cli(*command)
+    assert (ingested.status, asked.status) == (0, 0), ingested.stderr + asked.stderr
+    shown = ingested.stdout + ingested.stderr + asked.stdout + asked.stderr
+    assert not {"\x1b", "\x07", "\u202e"} & set(shown)
+    assert r"\x1b]0;owned\x07The depth is 45 feet.\x1b[2J" in asked.stdout
+    [source] = cli(*command, "--json").json["sources"]
+    assert source["text"].startswith("\x1b]0;owned\x07The")
+
+
+def test_control_characters_of_an_answer_reach_no_terminal(
+    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(self: object, question: str, *, on_text: Any = None, **_: object) -> Answer:
+        for part in ("\x1b", "[31mred"):
+            on_text(part)
+        return Answer(question, "", "block", (), 1, 0, 9, 1, 2, "stop", 0.1, 0.2)
+
+    monkeypatch.setattr("blockattn_rag.cli.ask.Assistant.ask", answer)
+    assert cli("ask", "How?", "--db", database).stdout.startswith("\\x1b[31mred\n")
+
+
+def test_one_of_anything_is_told_in_the_singular(cli: Command, model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "one.txt"
+    text.write_text("Halden Tower is 214 metres high.", encoding="utf-8")
+    output = cli("ingest", text, "--db", tmp_path / "db", "--model", model)
+    assert output.stderr.splitlines()[0] == "1 document read; splitting into passages ..."
+    assert output.stdout.startswith("1 document, 1 passage: 1 added to Chroma, ")
+    assert "\n1 block computed, 0 reused: " in output.stdout
+    asked = cli("ask", "How high?", "--db", tmp_path / "db", "--max-new-tokens", 1)
+    assert "note: 1 block was computed now and will be reused" in asked.stderr
+    assert "[cut off after 1 token: " in asked.stdout
+    removed = cli("remove", text, "--db", tmp_path / "db")
+    assert removed.stdout.startswith("1 passage of 1 document removed\n")

@@ -54,12 +54,28 @@ def test_eval_prints_a_row_for_each_mode_and_goes_on_from_its_records(
     assert report.json["rows"][1]["samples"] == 2
     assert report.json["settings"]["num_passages"] == 2
     assert report.json["cut_off"] == 6
-    assert "6 of 6 answers were cut off, after 2 tokens" in report.stderr
+    assert "cut off: 6 of 6 answers (2 in full, 2 in block, 2 in closed-book)" in report.stderr
     lines = records.read_text(encoding="utf-8").splitlines()
     assert len(lines) == 7
+    assert [row["cut_off"] for row in report.json["rows"]] == [2, 2, 2]
     again = cli(*command)
     assert records.read_text(encoding="utf-8").splitlines() == lines
     assert "closed-book" in again.stdout
+
+
+def test_eval_explains_its_columns_and_tells_times_of_single_questions_alone(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    data = write_jsonl(tmp_path / "data.jsonl", [record(i) for i in range(1, 4)])
+    command = ("eval", "--model", model, "--data", data, "--max-new-tokens", 2, "--batch-size")
+    batched, single = cli(*command, 2), cli(*command, 1)
+    for name in ("accuracy", "exact", "F1", "diff", "same", "reused"):
+        assert f"{name}:" in batched.stdout
+    assert "TTFT" not in batched.stdout
+    assert "with --batch-size 1" in batched.stdout
+    assert "TTFT: time to the first token, median." in single.stdout
+    assert [row["ttft_s"] for row in cli(*command, 2, "--json").json["rows"]] == [None, None]
+    assert all(row["ttft_s"] > 0 for row in cli(*command, 1, "--json").json["rows"])
 
 
 def test_eval_names_a_bad_line_and_an_unknown_mode(

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from blockattn_rag.cli.bench.report import spread
 from blockattn_rag.cli.evaluate import _table
-from blockattn_rag.cli.output import _width, duration, size, table
+from blockattn_rag.cli.output import _width, count, duration, emit, fail, note, plain, size, table
 from blockattn_rag.evaluation import Interval, ModeResult
 
 
@@ -31,11 +31,34 @@ def test_sizes_are_told_in_powers_of_1024() -> None:
     ]  # fmt: skip
 
 
+def test_one_thing_is_named_in_the_singular() -> None:
+    assert [count(n, "block") for n in (0, 1, 2_000)] == ["0 blocks", "1 block", "2,000 blocks"]
+
+
+HOSTILE = "\x1b]0;owned\x07 a\rb \x9b2J \u202ecod\u2069 \udcff"
+TOLD = r"\x1b]0;owned\x07 a\rb \x9b2J \u202ecod\u2069 \udcff"
+
+
+def test_what_a_terminal_would_obey_is_written_out_wherever_text_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockattn_rag.cli.output.stdout", Console(width=160))
+    monkeypatch.setattr("blockattn_rag.cli.output.stderr", Console(width=160, stderr=True))
+    assert plain(HOSTILE) == TOLD
+    assert plain("Straße\t東京 [bold]\n") == "Straße\t東京 [bold]\n"
+    fail(HOSTILE)
+    note(HOSTILE)
+    emit(False, {}, HOSTILE, table(HOSTILE, ("a",), [(HOSTILE,)]))
+    shown = capsys.readouterr()
+    assert [shown.err.count(TOLD), shown.out.count(TOLD)] == [2, 3]
+    assert not {"\x1b", "\x07", "\r", "\x9b"} & set(shown.out + shown.err)
+
+
 def test_the_widest_table_of_eval_breaks_no_number_on_a_terminal_of_80_columns() -> None:
     whole = Interval(1.0, 1.0, 1.0)
     result = ModeResult(
         mode="block-composite", samples=500, accuracy=whole, exact_match=whole, f1=whole,
-        difference=Interval(-0.125, -0.2, -0.1), agreement=1.0, ttft_s=0.123,
+        difference=Interval(-0.125, -0.2, -0.1), agreement=1.0, cut_off=9, ttft_s=0.123,
         hits=9, misses=1, reused_tokens=999, computed_tokens=1,
     )  # fmt: skip
     console = Console(width=80)

@@ -71,14 +71,23 @@ def test_a_file_that_holds_no_text_any_more_is_named_and_can_be_removed(
 
 
 def test_a_link_is_removed_by_the_name_it_was_ingested_under(
-    cli: Command, database: Path, documents: Path, tmp_path: Path
+    cli: Command, database: Path, documents: Path
 ) -> None:
-    elsewhere = tmp_path / "elsewhere.txt"
-    elsewhere.write_text("The Vell Bridge is 40 metres long.")
     link = documents / "link.txt"
-    link.symlink_to(elsewhere)
+    link.symlink_to(documents / "tower.txt")
     assert cli("ingest", documents, "--db", database).status == 0
     assert cli("remove", link, "--db", database, "--json").json["sources"] == [str(link)]
+
+
+def test_a_file_that_a_link_out_of_the_folder_replaced_is_named(
+    cli: Command, database: Path, documents: Path, tmp_path: Path
+) -> None:
+    replaced, outside = documents / "tower.txt", tmp_path / "outside.txt"
+    replaced.rename(outside)
+    replaced.symlink_to(outside)
+    output = cli("ingest", documents, "--db", database)
+    assert f"left out: 1 link out of the folders given, such as {replaced};" in output.stderr
+    assert f"still answering from {database}: {replaced}" in output.stderr
 
 
 def test_the_command_that_is_suggested_frees_everything(

@@ -41,7 +41,10 @@ def ttft(
     plot: Plot = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time to first token: full prefill, blocks reused by copy and relay, the question alone."""
+    """Time to first token: full prefill, blocks reused by copy and relay, and the floor.
+
+    The floor is the question without any context: no reuse can be faster.
+    """
     counts = numbers(lengths, "--lengths")
     with working(as_json), progress("measuring") as tick:
         from blockattn_rag.evaluation.efficiency import measure_ttft

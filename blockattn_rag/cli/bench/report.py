@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blockattn_rag.cli.names import loading
 from blockattn_rag.cli.output import duration, emit, table
 
 if TYPE_CHECKING:
@@ -32,11 +33,11 @@ def open_engine(
     # Random weights: that they are not block-fine-tuned goes without saying.
     logging.getLogger("blockattn_rag").setLevel(logging.ERROR)
     # Room for the answer, and what a model may reserve.
-    loaded = (
-        load_model(model, device=device, dtype=dtype)
-        if model
-        else random_llama(shape, max_tokens=tokens + 16, device=device, dtype=dtype)
-    )
+    if model:
+        with loading(model):
+            loaded = load_model(model, device=device, dtype=dtype)
+    else:
+        loaded = random_llama(shape, max_tokens=tokens + 16, device=device, dtype=dtype)
     tokenizer = counting_tokenizer(loaded.config.vocab_size)
     store = MemoryStore(1 << 40)
     return BlockAttentionEngine.from_pretrained(
