@@ -22,6 +22,7 @@ bench ttft-bfloat16 ttft --dtype bfloat16 --lengths 4096,8192 --repeats 1
 bench decode decode --lengths 2048,8192 --block-tokens 128,512 --repeats 2
 bench shared shared --batch-sizes 32 --system-tokens 2048 --repeats 1
 bench memory memory --lengths 2048,8192
+bench memory-256 memory --block-tokens 256 --lengths 2048,8192
 bench ingest ingest --block-tokens 64,128,512 --repeats 3
 bench batch batch --batch-sizes 1,2,4 --length 4096 --repeats 1
 if [ ${#wanted[@]} -eq 0 ] || [[ " ${wanted[*]} " == *" packing "* ]]; then

@@ -66,6 +66,7 @@ TABLES: Mapping[str, Columns] = {
     ),
     "memory": (
         ("context", count("length")),
+        ("block", count("block_tokens")),
         ("full", peak("full")),
         ("copy", peak("copy")),
         ("relay", peak("relay")),
@@ -96,15 +97,21 @@ TABLES: Mapping[str, Columns] = {
 
 
 def table(data: Mapping[str, Any], columns: Columns) -> str:
-    """Rows as Markdown, and a line on what they were measured on."""
+    """Rows as Markdown, and a line on what they were measured on.
+
+    A column may show what holds for the whole table, such as the tokens of a block.
+    """
     heads = [head for head, _ in columns]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    lines += [f"| {' | '.join(show(row) for _, show in columns)} |" for row in data["rows"]]
+    lines += [
+        f"| {' | '.join(show({**data, **row}) for _, show in columns)} |" for row in data["rows"]
+    ]
     machine = data["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     where = f"{machine['accelerator'] or machine['processor']}, {machine['threads']} threads"
     what = f"{data['model']} shape, {data['dtype']} on {data['device']}"
-    return "\n".join(lines) + f"\n\n*{what}; {where}; {versions}. Medians.*\n"
+    how = "Counted." if "relay_peak_bytes" in data["rows"][0] else "Medians."
+    return "\n".join(lines) + f"\n\n*{what}; {where}; {versions}. {how}*\n"
 
 
 def main() -> int:

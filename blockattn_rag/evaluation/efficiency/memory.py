@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,10 @@ def measure_memory(
 
     Every tensor that PyTorch allocates is counted, and nothing else; so the figures are exact and
     the same every time. Blocks lie in the store beforehand and are not counted.
+
+    What relay takes depends on ``block_tokens``: small blocks it joins, in tensors of its own, from
+    the second token on (on an accelerator from the first), which live until the answer
+    ends (``DECODE_TOKENS`` and ``ACCELERATOR_TOKENS`` of ``relay_plan``).
 
     Args:
         engine: as for :func:`measure_ttft`.
@@ -78,6 +83,8 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
         before = torch.cuda.memory_allocated(device)
         work()
         return torch.cuda.max_memory_allocated(device) - before
+    # The profiler's library writes what it does to the process's stderr, below its highest level.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     results: Any = profiler.profiler

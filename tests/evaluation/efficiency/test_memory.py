@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from blockattn_rag.evaluation.efficiency import measure_memory
@@ -18,6 +19,26 @@ def test_the_peak_is_what_was_held_at_once() -> None:
 
     peak = peak_bytes(work, torch.device("cpu"))
     assert 768 * KIB <= peak < 780 * KIB
+
+
+def test_relay_joins_small_blocks_from_the_second_token_on_and_large_ones_never() -> None:
+    engine = tiny_engine(max_tokens=4500)
+
+    def relay(block_tokens: int, new_tokens: int) -> int:
+        (row,) = measure_memory(
+            engine, [4096], block_tokens=block_tokens, question_tokens=4, new_tokens=new_tokens
+        )
+        return int(row["relay_peak_bytes"])
+
+    stored = 4096 * engine.model.bytes_per_token
+    assert relay(256, 1) < stored
+    assert relay(256, 2) > stored
+    assert relay(512, 2) < stored
+
+
+def test_the_measurement_writes_nothing_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    peak_bytes(lambda: torch.zeros(KIB), torch.device("cpu"))
+    assert capfd.readouterr().err == ""
 
 
 def test_relay_does_not_grow_with_the_context_and_copy_does() -> None:
