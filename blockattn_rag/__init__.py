@@ -18,15 +18,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from blockattn_rag.blocks import (
-        Block,
-        BlockPrompt,
-        BlockTemplate,
-        handle_of,
-        segment,
-        strip_markers,
-        wrap,
-    )
+    from blockattn_rag.blocks import Block, BlockPrompt, BlockTemplate, Span, handle_of
     from blockattn_rag.engine import BlockAttentionEngine
     from blockattn_rag.errors import (
         BlockAttnError,
@@ -43,6 +35,7 @@ if TYPE_CHECKING:
     from blockattn_rag.fetch import EncodeStats
     from blockattn_rag.generation import Generation, GenerationChunk, ReuseStats
     from blockattn_rag.kv import BlockKV
+    from blockattn_rag.markers import segment, strip_markers, wrap
     from blockattn_rag.model import BlockModel
     from blockattn_rag.prompts import Passage, PromptFormat
     from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
@@ -71,6 +64,7 @@ __all__ = [
     "PromptFormat",
     "ReuseStats",
     "SegmentationError",
+    "Span",
     "StoreError",
     "UnsupportedModelError",
     "__version__",
@@ -81,7 +75,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "blocks": "Block BlockPrompt BlockTemplate handle_of segment strip_markers wrap",
+    "blocks": "Block BlockPrompt BlockTemplate Span handle_of",
     "engine": "BlockAttentionEngine",
     "errors": (
         "BlockAttnError ContextOverflowError CorruptEntryError DataError DivergedError "
@@ -90,6 +84,7 @@ _HOMES = {
     "fetch": "EncodeStats",
     "generation": "Generation GenerationChunk ReuseStats",
     "kv": "BlockKV",
+    "markers": "segment strip_markers wrap",
     "model": "BlockModel",
     "prompts": "Passage PromptFormat",
     "store": "DirectoryStore KVStore MemoryStore",

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 from blockattn_rag.batching import Seat
 from blockattn_rag.generation import AnswerText, Clock, Generation, ReuseStats
 from blockattn_rag.kv import Assembly, Context
 from blockattn_rag.model import BlockModel
 from blockattn_rag.request import Request
-
-if TYPE_CHECKING:
-    import threading
 
 
 class Prepared(NamedTuple):
@@ -54,7 +52,7 @@ class Answerer:
         lock: who holds it may run the model.
     """
 
-    def __init__(self, model: BlockModel, lock: threading.Lock) -> None:
+    def __init__(self, model: BlockModel, lock: AbstractContextManager[object]) -> None:
         self.model = model
         self._lock = lock
 

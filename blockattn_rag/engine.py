@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from blockattn_rag.answering import Answerer, Call, Prepared
 from blockattn_rag.batching import BATCH_SIZE, Seat
@@ -31,11 +31,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("blockattn_rag")
 
+# Models whose users were told that they are not fine-tuned: once for all engines over one.
+_warned_of: WeakSet[PreTrainedModel] = WeakSet()
+
 
 class BlockAttentionEngine:
     """Answers prompts made of blocks, reusing every block's keys and values.
 
-    May be called from many threads; the model runs one request at a time.
+    May be called from many threads; the model runs one request at a time, whichever of the engines
+    over it was asked.
 
     Args:
         model: the model.
@@ -62,10 +66,9 @@ class BlockAttentionEngine:
         self._model = model
         self.store = open_store(store)
         self.reuse = Reuse(on_miss, positions, assembly).checked()
-        self._lock = threading.Lock()
+        self._lock = model.lock
         self._answerer = Answerer(model, self._lock)
         self._fetcher = BlockFetcher(model, self.store, self._lock, resident_bytes)
-        self._warned = False
 
     @classmethod
     def from_pretrained(
@@ -241,9 +244,9 @@ class BlockAttentionEngine:
         return request
 
     def _warn_if_untuned(self) -> None:
-        if self._warned or self.model.is_block_tuned:
+        if self.model.is_block_tuned or self.model.hf_model in _warned_of:
             return
-        self._warned = True
+        _warned_of.add(self.model.hf_model)
         logger.warning(
             "%s is not known to be block-fine-tuned: in block mode its answers will be less "
             "accurate than in full mode (the papers measured 48 against 68 points without "
@@ -263,9 +266,15 @@ class BlockAttentionEngine:
             return Prepared(context_ids, ids.final, None, limit, stats)
         started = time.perf_counter()
         context, final = self._with_final_tokens(prompt)
-        blocks, hits, misses, missed_tokens = self._fetcher.fetch(context, request.reuse.on_miss)
+
+        def check_room(tokens: int) -> int:
+            return self.model.room_for(tokens + len(final), request.sampling)
+
+        blocks, hits, misses, missed_tokens = self._fetcher.fetch(
+            context, request.reuse.on_miss, check_room
+        )
         placed = place(blocks, request.reuse.positions)
-        limit = self.model.room_for(placed.num_tokens + len(final), request.sampling)
+        limit = check_room(placed.num_tokens)
         stats = ReuseStats(
             "block",
             hits=hits,
@@ -280,7 +289,7 @@ class BlockAttentionEngine:
         """Context blocks, and the final block's tokens: the last block's if that is empty, since
         something must be predicted from."""
         tokenizer, context = self.model.tokenizer, list(prompt.context)
-        final = tokenizer.final_ids(prompt.final, first=not context)
+        final = tokenizer.final_ids(prompt.final_spans, first=not context)
         while context and not final:
             final = tokenizer.block_ids(context.pop(), first=not context)
         if not final:

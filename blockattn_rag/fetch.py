@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tqdm.auto import tqdm
 
-from blockattn_rag.blocks import Block
+from blockattn_rag.blocks import Block, Origin
 from blockattn_rag.errors import MissError, StoreError
 from blockattn_rag.kv import BlockKV, store_key
 from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.store.base import touch
 from blockattn_rag.store.memory import MemoryStore
 from blockattn_rag.transfer import bring
 
@@ -52,6 +53,16 @@ class Fetched(NamedTuple):
     missed_tokens: int
 
 
+# What a miss may write to a store; a block of any other origin is private to its prompt.
+_STORABLE: frozenset[Origin] = frozenset({"passage"})
+
+_MOST_SYSTEM_BLOCKS = 4096
+
+
+def _no_limit(tokens: int) -> None:
+    """For contexts of any length."""
+
+
 class _Wanted(NamedTuple):
     digest: str
     block: Block
@@ -70,7 +81,11 @@ class BlockFetcher:
     """
 
     def __init__(
-        self, model: BlockModel, store: KVStore, lock: threading.Lock, resident_bytes: int = 0
+        self,
+        model: BlockModel,
+        store: KVStore,
+        lock: AbstractContextManager[object],
+        resident_bytes: int = 0,
     ) -> None:
         self._model = model
         self._store = store
@@ -79,13 +94,30 @@ class BlockFetcher:
             raise ValueError(f"resident_bytes must be 0 or more, found {resident_bytes}")
         wanted = resident_bytes > 0 and not isinstance(store, MemoryStore)
         self._resident = MemoryStore(resident_bytes) if wanted else None
+        # Keys of system messages that were computed once, and are not stored yet.
+        self._system_blocks: set[str] = set()
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether there is an entry for the block; whether it is sound is seen when it is read."""
         return self._key(self._digest(block, first)) in self._store
 
-    def fetch(self, context: Sequence[Block], on_miss: OnMiss) -> Fetched:
-        """KV of a prompt's context blocks; absent ones are computed together and stored."""
+    def fetch(
+        self,
+        context: Sequence[Block],
+        on_miss: OnMiss,
+        check_room: Callable[[int], object] = _no_limit,
+    ) -> Fetched:
+        """KV of a prompt's context blocks; absent ones are computed together.
+
+        Computed passages are stored, system messages when they come a second time (many hold a
+        date or a name and never come again). Whatever else stands in a prompt is private to it,
+        and stays in the memory of this process.
+
+        Args:
+            on_miss: whether passages may be computed.
+            check_room: called with the tokens of all blocks before anything is computed; raises if
+                there are too many.
+        """
         wanted = [
             _Wanted(self._digest(block, index == 0), block, index == 0)
             for index, block in enumerate(context)
@@ -95,14 +127,18 @@ class BlockFetcher:
         absent = [one for one in distinct.values() if found[one.digest] is None]
         # A text of no tokens has no KV: nothing is missing, and it leaves no trace in the prompt.
         missing = [(one, ids) for one in absent if (ids := self._token_ids(one))]
-        if missing and on_miss == "error":
+        passages = [one for one, _ in missing if one.block.origin in _STORABLE]
+        if passages and on_miss == "error":
             raise MissError(
-                f"{len(missing)} of {len(wanted)} blocks are not in the store and on_miss='error'; "
-                f"the first is {missing[0][0].block.text[:60]!r}. Encode them before "
-                "(engine.encode), or use on_miss='compute'"
+                f"{len(passages)} of {len(wanted)} blocks are not in the store and "
+                f"on_miss='error'; the first is {passages[0].block.text[:60]!r}. Encode them "
+                "before (engine.encode), or use on_miss='compute'"
             )
+        sizes = {one.digest: len(ids) for one, ids in missing}
+        sizes |= {digest: kv.num_tokens for digest, kv in found.items() if kv is not None}
+        check_room(sum(sizes.get(one.digest, 0) for one in wanted))
         for computed in self._encode(missing):
-            self._keep(computed)
+            self._keep(computed, distinct[computed.digest].block.origin)
             found[computed.digest] = computed
         blocks = [kv for one in wanted if (kv := found[one.digest]) is not None]
         missed_tokens = sum(len(ids) for _, ids in missing)
@@ -132,7 +168,7 @@ class BlockFetcher:
             for block, first in zip(blocks, firsts, strict=True)
         ]
         wanted = list({one.digest: one for one in each}.values())
-        absent = [one for one in wanted if self._key(one.digest) not in self._store]
+        absent = [one for one in wanted if not touch(self._store, self._key(one.digest))]
         stats = EncodeStats(reused=len(wanted) - len(absent))
         done = stats.reused
         with tqdm(
@@ -174,9 +210,13 @@ class BlockFetcher:
         return found
 
     def _look_up_resident(self, digest: str) -> BlockKV | None:
-        kv = self._resident.get(self._key(digest)) if self._resident is not None else None
-        lost = kv is not None and kv.arrival is not None and kv.arrival.failed
-        return None if lost else kv
+        key = self._key(digest)
+        kv = self._resident.get(key) if self._resident is not None else None
+        if kv is None or (kv.arrival is not None and kv.arrival.failed):
+            return None
+        if key in self._system_blocks:
+            self._put(kv)
+        return kv
 
     def _keep_resident(self, key: str, kv: BlockKV) -> None:
         if self._resident is not None and kv.nbytes <= self._resident.max_bytes:
@@ -216,11 +256,24 @@ class BlockFetcher:
                 return
             yield from batch
 
-    def _keep(self, kv: BlockKV) -> None:
-        """Store what an answer needed. That it cannot be stored is no reason not to answer."""
-        self._keep_resident(self._key(kv.digest), kv)
+    def _keep(self, kv: BlockKV, origin: Origin) -> None:
+        """Keep what an answer needed, where its origin allows it."""
+        key = self._key(kv.digest)
+        self._keep_resident(key, kv)
+        is_memory = isinstance(self._store, MemoryStore)
+        if origin in _STORABLE or is_memory or key in self._system_blocks:
+            self._put(kv)
+        elif origin == "system":
+            if len(self._system_blocks) >= _MOST_SYSTEM_BLOCKS:
+                self._system_blocks.clear()
+            self._system_blocks.add(key)
+
+    def _put(self, kv: BlockKV) -> None:
+        """Store a block. That it cannot be stored is no reason not to answer."""
+        key = self._key(kv.digest)
+        self._system_blocks.discard(key)
         try:
-            self._store.put(self._key(kv.digest), kv)
+            self._store.put(key, kv)
         except StoreError as error:
             logger.warning("%s. The answer is not affected; the block is computed again.", error)
 

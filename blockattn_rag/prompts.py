@@ -1,4 +1,4 @@
-"""Prompt formats as data, and the step from chat messages to the one string a model is given.
+"""Prompt formats as data: how a question and its passages become a prompt.
 
 A prompt format says what stands before the passages, around each of them, and after them. The text
 before the first passage is block 0, each passage is a block, and the rest is the final block.
@@ -6,11 +6,12 @@ before the first passage is block 0, each passage is a block, and the rest is th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from blockattn_rag.blocks import BlockPrompt, BlockTemplate, segment, wrap
+from blockattn_rag.blocks import BlockPrompt, BlockTemplate, Span
+from blockattn_rag.chat_template import Message, chat_spans, has_chat_template, render_chat
 
 _SENTINEL = "\u241e answer \u241e"
 
@@ -51,26 +52,33 @@ class PromptFormat:
 
     def prompt(self, question: str, passages: Sequence[Passage], tokenizer: Any) -> BlockPrompt:
         """The prompt up to where the answer starts, in ``tokenizer``'s chat template if any."""
-        marked = "".join(wrap(self.canonical_text(passage)) for passage in passages)
-        user = self.before + marked + self.after.format(question=question)
+        user = (
+            Span(self.before, "system"),  # the same for every question
+            *(Span(self.canonical_text(passage), "passage") for passage in passages),
+            Span(self.after.format(question=question), "conversation"),
+        )
         if not has_chat_template(tokenizer):
             head = f"{self.system}\n\n" if self.system else ""
-            return segment(head + user, self.template)
-        messages = [{"role": "system", "content": self.system}] if self.system else []
-        messages.append({"role": "user", "content": user})
-        return segment(render_chat(tokenizer, messages), self.template)
+            return BlockPrompt.from_spans((Span(head, "system"), *user), self.template)
+        messages: list[Message] = [{"role": "user", "content": user}]
+        if self.system:
+            messages.insert(0, {"role": "system", "content": self.system})
+        spans = chat_spans(tokenizer, messages)
+        return BlockPrompt.from_spans(spans, self.template)
 
 
-def follow_up(question: str, tokenizer: Any) -> str:
+def follow_up(question: str, tokenizer: Any) -> tuple[Span, ...]:
     """Text between the end of one answer and the start of the next one, asking ``question``."""
     if not has_chat_template(tokenizer):
-        return f"\n\nQuestion: {question}\nAnswer: "
-    messages = [
+        return (Span(f"\n\nQuestion: {question}\nAnswer: ", "conversation"),)
+    answer = (Span(_SENTINEL, "prompt"),)
+    messages: list[Message] = [
         {"role": "user", "content": "?"},
-        {"role": "assistant", "content": _SENTINEL},
+        {"role": "assistant", "content": answer},
         {"role": "user", "content": question},
     ]
-    return render_chat(tokenizer, messages).partition(_SENTINEL)[2]
+    spans = chat_spans(tokenizer, messages)
+    return spans[spans.index(answer[0]) + 1 :]
 
 
 def answer_end(tokenizer: Any) -> str:
@@ -81,62 +89,6 @@ def answer_end(tokenizer: Any) -> str:
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
     rest = render_chat(tokenizer, messages, add_generation_prompt=False).partition(_SENTINEL)[2]
     return rest.rstrip() or eos
-
-
-def has_chat_template(tokenizer: Any) -> bool:
-    return bool(getattr(tokenizer, "chat_template", None))
-
-
-def render_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
-) -> str:
-    """Messages as one string, by the model's own chat template, control tokens included.
-
-    Neighbouring messages of one role are merged, since many templates insist on alternation, and
-    a system message goes into the first user message where the template knows no system role.
-    """
-    merged = _merge_same_role(messages)
-    has_system = merged[0]["role"] == "system" and len(merged) > 1
-    try:
-        text = _apply_template(tokenizer, merged, add_generation_prompt)
-    except Exception:
-        # Templates refuse by raising whatever their author chose; only a system role is mended.
-        if not has_system:
-            raise
-    else:
-        if not has_system or merged[0]["content"].strip() in text:
-            return text  # some templates drop a system message without a word
-    system, first, *rest = merged
-    joined = {**first, "content": f"{system['content']}\n\n{first['content']}"}
-    return _apply_template(tokenizer, [joined, *rest], add_generation_prompt)
-
-
-def _apply_template(
-    tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool
-) -> str:
-    return str(
-        tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    )
-
-
-def _merge_same_role(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    if not messages:
-        raise ValueError("expected at least one chat message, found none")
-    merged: list[dict[str, Any]] = []
-    for message in messages:
-        same_role = bool(merged) and merged[-1]["role"] == message["role"]
-        if same_role and _only_words(merged[-1]) and _only_words(message):
-            merged[-1]["content"] = f"{merged[-1]['content']}\n\n{message['content']}"
-        else:
-            merged.append(dict(message))
-    return merged
-
-
-def _only_words(message: Mapping[str, Any]) -> bool:
-    """Whether a message carries no more than its text: tool calls must not be lost in a merge."""
-    return set(message) <= {"role", "content"}
 
 
 # LlamaIndex joins passages with a blank line; the separator belongs to the passage's block.

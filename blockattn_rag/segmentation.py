@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from blockattn_rag.blocks import Block, BlockPrompt, BlockTemplate
+from blockattn_rag.blocks import Block, BlockPrompt, BlockTemplate, Origin, Span
+from blockattn_rag.chat_template import has_chat_template, origin_of, render_chat
 from blockattn_rag.errors import SegmentationError
-from blockattn_rag.prompts import has_chat_template, render_chat
 
 # ---------------------------------------------------------------------------------------------
 # Conversations
@@ -27,10 +27,17 @@ class Turn(NamedTuple):
     before: str
     content: str
     after: str
+    origin: Origin = "conversation"
 
     @property
     def text(self) -> str:
         return self.before + self.content + self.after
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The text by who wrote it."""
+        before, after = (Span(text, "template") for text in (self.before, self.after))
+        return (before, Span(self.content, self.origin), after)
 
 
 def conversation_turns(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> list[Turn]:
@@ -62,7 +69,7 @@ def conversation_turns(messages: Sequence[Mapping[str, str]], tokenizer: Any) ->
         gap = gaps[i + 1]
         last = i == len(messages) - 1
         after = gap if last else _common(gap, _closing(tokenizer, marked[: i + 1]))
-        turns.append(Turn(before, message["content"].strip(), after))
+        turns.append(Turn(before, message["content"].strip(), after, origin_of(message["role"])))
         before = gap[len(after) :]
     return turns
 
@@ -82,9 +89,9 @@ def conversation(
     *context, final = conversation_turns(messages, tokenizer)
     blocks = [block for turn in context for block in _turn_blocks(turn, blocks_per_turn)]
     if blocks or blocks_per_turn == 1:
-        return BlockPrompt(tuple(blocks), final.text)
+        return BlockPrompt(tuple(blocks), final.text, final.spans)
     *head, tail = _turn_blocks(final, blocks_per_turn)
-    return BlockPrompt(tuple(head), tail.rendered)
+    return BlockPrompt(tuple(head), tail.rendered, tail.rendered_spans)
 
 
 def _turn_blocks(turn: Turn, limit: int) -> list[Block]:
@@ -97,7 +104,10 @@ def _turn_blocks(turn: Turn, limit: int) -> list[Block]:
         BlockTemplate(turn.before if i == 0 else "", turn.after if i == last else "")
         for i in range(len(pieces))
     )
-    return [Block(piece, template) for piece, template in zip(pieces, templates, strict=True)]
+    return [
+        Block(piece, template, (Span(piece, turn.origin),) if piece else ())
+        for piece, template in zip(pieces, templates, strict=True)
+    ]
 
 
 def _split_at(text: str, marks: Sequence[str]) -> list[str]:

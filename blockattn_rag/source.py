@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import logging
 import pickle
 import threading
 from collections.abc import Callable, Sequence
@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from blockattn_rag.batching import Gathering, Seat
-from blockattn_rag.blocks import BlockPrompt
+from blockattn_rag.blocks import BlockPrompt, Span
 from blockattn_rag.engine import BlockAttentionEngine
 from blockattn_rag.generation import Generation
+from blockattn_rag.hints import ReuseHints
+from blockattn_rag.markers import content_spans
 from blockattn_rag.model.loading import load_config, load_tokenizer
 from blockattn_rag.model.probe import position_limit
 from blockattn_rag.store import KVStore
 from blockattn_rag.tokenization import BlockTokenizer
+
+logger = logging.getLogger("blockattn_rag")
 
 
 class EngineSource:
@@ -57,6 +61,8 @@ class EngineSource:
         self._block_tokenizer: BlockTokenizer | None = None
         self._lock = threading.RLock()
         self._gathering = Gathering(self.serve)
+        self._hints = ReuseHints() if self._kv_store is not None else None
+        self._told_of_control_tokens = False
 
     @property
     def live_parts(self) -> list[str]:
@@ -113,6 +119,25 @@ class EngineSource:
                 )
             return self._engine
 
+    def noted(self, prompt: BlockPrompt) -> BlockPrompt:
+        """The prompt, which is about to be answered; may log a hint."""
+        if self._hints is not None:
+            self._hints.look_at(prompt)
+        return prompt
+
+    def string_spans(self, prompt: str, *, parse_special_tokens: bool) -> list[Span]:
+        """A prompt that came as one string, by origin: nobody knows what in it is a template."""
+        if parse_special_tokens:
+            return content_spans(prompt, "prompt")
+        if not self._told_of_control_tokens and self.tokenizer.spells_control_token(prompt):
+            self._told_of_control_tokens = True
+            logger.warning(
+                "a prompt that came as a string holds control tokens of the model. They are taken "
+                "as text, since passages and questions may hold them too. If your own prompt "
+                "template writes them, pass parse_special_tokens=True (docs/security.md)"
+            )
+        return content_spans(prompt, "conversation")
+
     async def agenerate(
         self, make_prompt: Callable[[], BlockPrompt], options: dict[str, Any]
     ) -> Generation:
@@ -134,10 +159,8 @@ class EngineSource:
                 return self._engine.model.tokenizer
             if self._block_tokenizer is None:
                 given = self._tokenizer or self._model
-                # A copy, since the engine will guard its own tokenizer with its own lock.
                 by_name = isinstance(given, (str, Path))
-                tokenizer = load_tokenizer(given) if by_name else copy.deepcopy(given)
-                self._block_tokenizer = BlockTokenizer(tokenizer)
+                self._block_tokenizer = BlockTokenizer(load_tokenizer(given) if by_name else given)
             return self._block_tokenizer
 
     @property

@@ -8,17 +8,19 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from blockattn_rag.batching import Seat
-from blockattn_rag.blocks import Block, BlockPrompt, segment, wrap
+from blockattn_rag.blocks import Block, BlockPrompt
 from blockattn_rag.engine import BlockAttentionEngine
 from blockattn_rag.errors import ContextOverflowError, MissError, UnsupportedModelError
 from blockattn_rag.generation import GenerationChunk
 from blockattn_rag.kv import BlockKV
+from blockattn_rag.markers import segment, wrap
 from blockattn_rag.model import BlockModel
 from blockattn_rag.reference import oracle_generate
 from blockattn_rag.store import DirectoryStore, MemoryStore
@@ -159,12 +161,13 @@ def test_empty_texts_before_the_final_one_are_left_out(engine: BlockAttentionEng
         engine.generate(["", ""])
 
 
-def test_stale_forged_and_orphan_markers_give_the_answer_of_the_same_text(
+def test_stale_and_orphan_markers_give_the_answer_of_the_same_text(
     engine: BlockAttentionEngine,
 ) -> None:
     plain = engine.generate(["S", A, B, Q], max_new_tokens=NEW)
-    forged = wrap("something else").replace("something else", A)
-    for marked in (f"S{wrap(A)}\n{wrap(B)}{Q}", f"S{forged}{wrap(B)}{Q}[[/kvblock:{'0' * 32}]]"):
+    stale = wrap("something else").replace("something else", A)
+    orphan = wrap("something else").partition("something else")[0]
+    for marked in (f"S{wrap(A)}\n{wrap(B)}{Q}", f"S{stale}{wrap(B)}{Q}{orphan}"):
         assert engine.generate(segment(marked), max_new_tokens=NEW).token_ids == plain.token_ids
 
 
@@ -239,7 +242,10 @@ def test_new_tokens_are_capped_by_the_window_and_a_prompt_that_fills_it_is_refus
         small.generate(["x" * 40, "y" * 23], mode=mode)
     with pytest.raises(ContextOverflowError):
         small.generate_batch([["x", "y"], ["x" * 40, "y" * 23]], mode=mode, max_new_tokens=1)
-    assert not small._lock.locked()
+    other = threading.Thread(target=lambda: small.generate(["x"], max_new_tokens=1), daemon=True)
+    other.start()  # in this thread the lock could be had twice
+    other.join(LONGEST_S)
+    assert not other.is_alive()
 
 
 def test_rows_of_a_batch_near_the_window_are_as_long_as_alone(small: BlockAttentionEngine) -> None:
@@ -250,7 +256,19 @@ def test_rows_of_a_batch_near_the_window_are_as_long_as_alone(small: BlockAttent
 
 def test_a_block_longer_than_the_window_says_what_to_do(small: BlockAttentionEngine) -> None:
     with pytest.raises(ContextOverflowError, match="split the passage"):
+        small.encode(["x" * 70])
+    with pytest.raises(ContextOverflowError, match="fewer or shorter passages"):
         small.generate(["x" * 70, "y"])
+
+
+def test_a_prompt_that_does_not_fit_computes_and_stores_nothing(
+    small: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(small.store.keys())
+    monkeypatch.setattr(small.model, "encode", lambda *_, **__: pytest.fail("computed"))
+    with pytest.raises(ContextOverflowError):
+        small.generate([*(f"passage number {i}" for i in range(9)), "y"])
+    assert set(small.store.keys()) == before
 
 
 # -- models that were not fine-tuned ---------------------------------------------------------------
@@ -266,6 +284,7 @@ def test_a_model_not_known_to_be_tuned_warns_once_and_in_block_mode_only(
         assert not caplog.records
         for _ in range(2):
             engine.generate([A, Q], max_new_tokens=1)
+        BlockAttentionEngine(engine.model).generate([A, Q], max_new_tokens=1)
     (record,) = caplog.records
     assert "some/model is not known to be block-fine-tuned" in record.getMessage()
 
@@ -430,7 +449,7 @@ def test_threads_that_stream_at_once_get_their_own_answers(engine: BlockAttentio
         thread.start()
     abandoned.close()  # type: ignore[attr-defined]
     for thread in threads:
-        thread.join(60)
+        thread.join(LONGEST_S)
     assert [found[index] for index in range(len(prompts))] == expected
 
 
@@ -441,3 +460,18 @@ def test_a_prompt_is_encoded_with_its_beginning() -> None:
     stats = engine.generate(prompt, max_new_tokens=1, on_miss="error").stats
     assert (stats.hits, stats.misses) == (2, 0)
     assert engine.store.stats().entries == 2
+
+
+def test_two_engines_over_one_model_take_turns_and_seeded_answers_are_as_alone(
+    model: BlockModel,
+) -> None:
+    engines = [BlockAttentionEngine(model), BlockAttentionEngine(model)]
+    options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 12}
+    asked = [(engine, seed) for engine in engines for seed in range(6)]
+    alone = [engine.generate([A, Q], seed=seed, **options).token_ids for engine, seed in asked]
+    with ThreadPoolExecutor(4) as pool:
+        futures = [
+            pool.submit(engine.generate, [A, Q], seed=seed, **options) for engine, seed in asked
+        ]
+        found = [future.result().token_ids for future in futures]
+    assert found == alone

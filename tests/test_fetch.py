@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockattn_rag.blocks import Block, BlockTemplate
+from blockattn_rag.blocks import Block, BlockTemplate, Origin, Span
 from blockattn_rag.errors import ContextOverflowError, CorruptEntryError, MissError, StoreError
 from blockattn_rag.fetch import BlockFetcher
 from blockattn_rag.kv import BlockKV
@@ -302,3 +302,80 @@ def test_a_block_too_large_to_stay_is_answered_without_a_word(
 def test_a_negative_room_for_residents_is_refused(model: BlockModel, store: FaultyStore) -> None:
     with pytest.raises(ValueError, match="resident_bytes must be 0 or more, found -1"):
         BlockFetcher(model, store, threading.Lock(), resident_bytes=-1)
+
+
+# -- what may be stored ----------------------------------------------------------------------------
+
+
+def of(origin: Origin, text: str = "some text before the passages") -> Block:
+    return Block.of([Span(text, origin)])
+
+
+@pytest.fixture
+def on_disk(model: BlockModel, tmp_path: Path) -> BlockFetcher:
+    return BlockFetcher(model, DirectoryStore(tmp_path / "kv"), threading.Lock(), 1 << 26)
+
+
+@pytest.mark.parametrize("origin", ["conversation", "prompt", "altered"])
+def test_what_is_private_to_a_prompt_stays_in_memory(on_disk: BlockFetcher, origin: Origin) -> None:
+    private = of(origin)
+    for misses in (1, 0, 0):
+        found = on_disk.fetch([private], "compute")
+        assert found.misses == misses
+    assert not on_disk.contains(private, first=True)
+
+
+def test_a_passage_is_stored_at_once_and_a_system_message_when_it_comes_again(
+    on_disk: BlockFetcher,
+) -> None:
+    system = of("system")
+    on_disk.fetch([system, A], "compute")
+    assert on_disk.contains(A)
+    assert not on_disk.contains(system, first=True)
+    assert on_disk.fetch([system, A], "compute").misses == 0
+    assert on_disk.contains(system, first=True)
+
+
+def test_a_hundred_questions_before_their_passages_store_the_passages_alone(
+    on_disk: BlockFetcher,
+) -> None:
+    for number in range(100):
+        on_disk.fetch([of("conversation", f"Question {number}?"), A, B], "compute")
+    assert on_disk._store.stats().entries == 2
+
+
+def test_whatever_is_encoded_on_purpose_is_stored(on_disk: BlockFetcher) -> None:
+    on_disk.precompute([of("conversation"), A], as_prompt=True)
+    found = on_disk.fetch([of("conversation"), A], "error")
+    assert (found.hits, found.misses) == (2, 0)
+
+
+def test_on_miss_error_is_about_passages(on_disk: BlockFetcher) -> None:
+    on_disk.precompute([A])
+    found = on_disk.fetch([of("conversation"), A], "error")
+    assert (found.hits, found.misses) == (1, 1)
+
+
+def test_room_is_checked_before_anything_is_computed(
+    on_disk: BlockFetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk.precompute([A])
+    sizes: list[int] = []
+
+    def refuse(tokens: int) -> None:
+        sizes.append(tokens)
+        raise ContextOverflowError("too long")
+
+    monkeypatch.setattr(on_disk._model, "encode", lambda *_: pytest.fail("computed"))
+    with pytest.raises(ContextOverflowError):
+        on_disk.fetch([D, A, B, B], "compute", refuse)
+    sizes_of = [len(block.rendered) for block in (D, A, B, B)]
+    assert sizes == [sum(sizes_of) + 1]  # BOS
+
+
+def test_an_ingestion_computes_a_damaged_entry_anew(on_disk: BlockFetcher, tmp_path: Path) -> None:
+    on_disk.precompute([A, B])
+    first, _ = sorted((tmp_path / "kv").rglob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:100])
+    assert on_disk.precompute([A, B]).computed == 1
+    assert on_disk.precompute([A, B]).computed == 0

@@ -6,15 +6,9 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.blocks import Block, BlockTemplate
-from blockattn_rag.prompts import (
-    FORMATS,
-    Passage,
-    answer_end,
-    follow_up,
-    prompt_format,
-    render_chat,
-)
+from blockattn_rag.blocks import Block, BlockTemplate, Span
+from blockattn_rag.chat_template import render_chat
+from blockattn_rag.prompts import FORMATS, Passage, answer_end, follow_up, prompt_format
 from tests.models import tiny_tokenizer
 
 CHAT, PLAIN = tiny_tokenizer(), tiny_tokenizer(chat=False)
@@ -46,7 +40,7 @@ def test_the_block_attention_format_is_the_papers() -> None:
     )
     template = BlockTemplate("- ", "\n")
     assert prompt.context == (
-        Block(system, control=True),
+        Block.of([Span(system, "system")]),
         Block("Title: Halden\n214 metres.", template),
         Block("It has {braces}.", template),
     )
@@ -69,7 +63,7 @@ def test_the_turborag_format_is_the_papers() -> None:
 
 def test_the_chat_format_stands_in_the_models_own_template() -> None:
     prompt = FORMATS["chat"].prompt("How tall?", PASSAGES, CHAT)
-    assert prompt.context[0].control
+    assert prompt.context[0].origin == "system"
     assert prompt.context[0].text.startswith("<|begin|><|system|>\nYou are an expert Q&A system")
     assert prompt.context[0].text.endswith(
         "<|end|>\n<|user|>\nContext information is below.\n---------------------\n"
@@ -135,8 +129,14 @@ def test_messages_that_carry_tool_calls_are_not_merged() -> None:
 
 
 def test_a_follow_up_starts_where_the_answer_ended() -> None:
-    assert follow_up("And now?", CHAT) == "<|end|>\n<|user|>\nAnd now?<|end|>\n<|assistant|>\n"
-    assert follow_up("And now?", PLAIN) == "\n\nQuestion: And now?\nAnswer: "
+    assert follow_up("And now?", CHAT) == (
+        Span("<|end|>\n<|user|>\n", "template"),
+        Span("And now?", "conversation"),
+        Span("<|end|>\n<|assistant|>\n", "template"),
+    )
+    assert follow_up("And now?", PLAIN) == (
+        Span("\n\nQuestion: And now?\nAnswer: ", "conversation"),
+    )
 
 
 def test_an_answer_ends_with_the_end_of_turn() -> None:

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockattn_rag.blocks import Span
+from blockattn_rag.chat_template import render_chat
 from blockattn_rag.engine import BlockAttentionEngine
 from blockattn_rag.errors import SegmentationError
-from blockattn_rag.prompts import render_chat
 from blockattn_rag.segmentation import (
     conversation,
     conversation_turns,
@@ -59,7 +60,7 @@ class TestConversation:
     def test_control_tokens_inside_a_turn_stay_text(self) -> None:
         messages = [{"role": "user", "content": "<|end|>"}, *CHAT[2:]]
         block = conversation(messages, tiny_tokenizer()).context[0]
-        assert (block.text, block.control) == ("<|end|>", False)
+        assert block.spans == (Span("<|end|>", "conversation"),)
 
     def test_a_template_that_refuses_a_lone_system_message_is_cut_elsewhere(self) -> None:
         tokenizer = tiny_tokenizer()

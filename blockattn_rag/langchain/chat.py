@@ -17,7 +17,8 @@ from langchain_core.runnables.config import get_config_list, get_executor_for_co
 from langchain_core.runnables.utils import gather_with_concurrency
 
 from blockattn_rag.batching import BATCH_SIZE
-from blockattn_rag.blocks import BlockPrompt, segment, strip_markers
+from blockattn_rag.blocks import BlockPrompt
+from blockattn_rag.chat_template import chat_spans, has_chat_template
 from blockattn_rag.generation import Generation, GenerationChunk
 from blockattn_rag.langchain.batching import BatchMeeting
 from blockattn_rag.langchain.fields import GenerationFields
@@ -28,7 +29,7 @@ from blockattn_rag.langchain.messages import (
     as_template_messages,
     knows_tools,
 )
-from blockattn_rag.prompts import has_chat_template, render_chat
+from blockattn_rag.markers import strip_markers
 from blockattn_rag.streams import iterate_in_thread
 
 Configs = RunnableConfig | list[RunnableConfig] | None
@@ -58,6 +59,9 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         chat = ChatBlockAttention(model="bundled", kv_store="kv", max_tokens=64)
         chat.invoke([("system", format_blocks(documents)), ("human", "Where is Lake Bon?")])
     """
+
+    streaming: bool = False
+    """Whether ``invoke`` streams inside, so that callbacks see the tokens as they come."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -110,13 +114,13 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
                 "or use BlockAttentionLLM for prompts that are strings"
             )
         turns = as_template_messages(messages, knows_tools=knows_tools(tokenizer))
-        return segment(render_chat(tokenizer, turns), self.block_template)
+        return BlockPrompt.from_spans(chat_spans(tokenizer, turns), self.block_template)
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text without its markers and without BOS."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
-        return self.source.tokenizer.final_ids(strip_markers(text), first=False)
+        return self.source.tokenizer.text_ids(strip_markers(text))
 
     def get_num_tokens_from_messages(
         self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None
@@ -126,6 +130,9 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
 
     # -- answers -----------------------------------------------------------------------------
 
+    def _noted(self, messages: Sequence[BaseMessage]) -> BlockPrompt:
+        return self.source.noted(self.to_prompt(messages))
+
     def _generate(
         self,
         messages: list[BaseMessage],
@@ -133,7 +140,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        prompt, options = self.to_prompt(messages), self.engine_options(stop, kwargs)
+        prompt = self._noted(messages)
+        options = self.engine_options(stop, kwargs)
         if meeting := BatchMeeting.of_this_call(options):
             return self._result(meeting.join(lambda: prompt).answer.result())
         return self._result(self.engine.generate(prompt, **options))
@@ -147,9 +155,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
     ) -> ChatResult:
         options = self.engine_options(stop, kwargs)
         if meeting := BatchMeeting.of_this_call(options):
-            return self._result(await meeting.join(lambda: self.to_prompt(messages)).wait())
-        answer = await self.source.agenerate(lambda: self.to_prompt(messages), options)
-        return self._result(answer)
+            return self._result(await meeting.join(lambda: self._noted(messages)).wait())
+        return self._result(await self.source.agenerate(lambda: self._noted(messages), options))
 
     def _stream(
         self,
@@ -183,7 +190,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         self, messages: list[BaseMessage], stop: list[str] | None, call: dict[str, Any]
     ) -> Generator[GenerationChunk, None, None]:
         options = self.engine_options(stop, call)
-        yield from self.engine.stream(self.to_prompt(messages), **options)
+        yield from self.engine.stream(self._noted(messages), **options)
 
     def _apieces(self, *request: Any) -> Any:
         # Loading the model and making the prompt are work too: all of it goes to the thread.

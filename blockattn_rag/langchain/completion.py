@@ -15,7 +15,7 @@ from langchain_core.outputs import Generation as LangChainGeneration
 from langchain_core.outputs import GenerationChunk as LangChainChunk
 from langchain_core.outputs import LLMResult
 
-from blockattn_rag.blocks import segment, strip_markers
+from blockattn_rag.blocks import BlockPrompt
 from blockattn_rag.generation import Generation, GenerationChunk
 from blockattn_rag.langchain.fields import GenerationFields
 from blockattn_rag.langchain.messages import PROVIDER, metadata_of
@@ -25,11 +25,17 @@ from blockattn_rag.streams import iterate_in_thread
 class BlockAttentionLLM(GenerationFields, BaseLLM):
     """A local transformers model for string prompts; passages in them are marked as for chat.
 
-    The prompt is taken as it stands, control tokens of the model included: no chat template is
-    applied. For the arguments see ``EngineFields`` and ``GenerationFields``. Several prompts of one
-    ``generate`` or ``batch`` share each forward of the model. The figures of an answer are in its
-    ``generation_info``.
+    The prompt is taken as it stands: no chat template is applied. For the arguments see
+    ``EngineFields`` and ``GenerationFields``. Several prompts of one ``generate`` or ``batch``
+    share each forward of the model. The figures of an answer are in its ``generation_info``.
+
+    Args:
+        parse_special_tokens: whether control tokens of the model are parsed in the prompt, passages
+            excepted: for own prompt templates that write them. Whatever else goes into such a
+            prompt, a question too, can then write them as well.
     """
+
+    parse_special_tokens: bool = False
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -43,11 +49,17 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):
         params["ls_provider"] = PROVIDER
         return params
 
+    def to_prompt(self, prompt: str) -> BlockPrompt:
+        """The blocks that a prompt becomes."""
+        spans = self.source.string_spans(prompt, parse_special_tokens=self.parse_special_tokens)
+        return self.source.noted(BlockPrompt.from_spans(spans, self.block_template))
+
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text without its markers and without BOS."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
-        return self.source.tokenizer.final_ids(strip_markers(text), first=False)
+        spans = self.source.string_spans(text, parse_special_tokens=self.parse_special_tokens)
+        return self.source.tokenizer.final_ids(spans, first=False)
 
     def _generate(
         self,
@@ -57,7 +69,7 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         options = self.engine_options(stop, kwargs)
-        blocks = [segment(prompt, self.block_template) for prompt in prompts]
+        blocks = [self.to_prompt(prompt) for prompt in prompts]
         return self._result(self.engine.generate_batch(blocks, **options))
 
     async def _agenerate(
@@ -69,8 +81,8 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):
     ) -> LLMResult:
         if len(prompts) != 1:
             return await asyncio.to_thread(self._generate, prompts, stop, None, **kwargs)
-        blocks = partial(segment, prompts[0], self.block_template)
-        answer = await self.source.agenerate(blocks, self.engine_options(stop, kwargs))
+        prompt = partial(self.to_prompt, prompts[0])
+        answer = await self.source.agenerate(prompt, self.engine_options(stop, kwargs))
         return self._result([answer])
 
     def _stream(
@@ -104,8 +116,7 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):
     def _pieces(
         self, prompt: str, stop: list[str] | None, call: dict[str, Any]
     ) -> Generator[GenerationChunk, None, None]:
-        blocks = segment(prompt, self.block_template)
-        yield from self.engine.stream(blocks, **self.engine_options(stop, call))
+        yield from self.engine.stream(self.to_prompt(prompt), **self.engine_options(stop, call))
 
     def _apieces(self, *request: Any) -> Any:
         return iterate_in_thread(lambda: self._pieces(*request))

@@ -12,6 +12,7 @@ from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
+from blockattn_rag.arguments import check_known
 from blockattn_rag.fetch import EncodeStats
 from blockattn_rag.handles import HANDLE_KEY
 from blockattn_rag.langchain.documents import BlockDocumentPrompt
@@ -52,6 +53,7 @@ class BlockKVCompressor(BaseDocumentCompressor):
     _transformer: BlockKVTransformer | None = PrivateAttr(default=None)
 
     def __init__(self, **arguments: Any) -> None:
+        check_known(type(self), arguments, type(self).model_fields)
         super().__init__(**arguments)
 
     @model_validator(mode="after")

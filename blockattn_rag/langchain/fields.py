@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from blockattn_rag.arguments import check_known
 from blockattn_rag.blocks import BlockTemplate
 from blockattn_rag.engine import BlockAttentionEngine
 from blockattn_rag.fetch import OnMiss
@@ -38,6 +39,7 @@ class EngineFields(BaseModel):
 
     Raises:
         ValueError: no model, or more than one source of it.
+        TypeError: an argument that the class does not have.
     """
 
     model_config = ConfigDict(
@@ -56,6 +58,8 @@ class EngineFields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _find_source(cls, values: dict[str, Any]) -> dict[str, Any]:
+        aliases = {field.alias for field in cls.model_fields.values() if field.alias}
+        check_known(cls, values, [*cls.model_fields, *aliases, *_ALIASES, "llm", "engine"])
         rest = {_ALIASES.get(name, name): value for name, value in values.items()}
         llm, engine = rest.pop("llm", None), rest.pop("engine", None)
         given = {k: v for k in _SOURCE_FIELDS if (v := rest.pop(k, None)) is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
     MessageRole,
+    TextBlock,
 )
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
@@ -27,7 +28,9 @@ from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index_instrumentation import get_dispatcher
 
-from blockattn_rag.blocks import BlockPrompt, BlockTemplate, segment, strip_markers
+from blockattn_rag.arguments import check_known
+from blockattn_rag.blocks import BlockPrompt, BlockTemplate, Span
+from blockattn_rag.chat_template import chat_spans, has_chat_template, trace
 from blockattn_rag.engine import BlockAttentionEngine
 from blockattn_rag.fetch import OnMiss
 from blockattn_rag.generation import Generation, GenerationChunk, Mode
@@ -35,7 +38,8 @@ from blockattn_rag.kv import Positions
 from blockattn_rag.llama_index.chat import as_template_messages, chat_response
 from blockattn_rag.llama_index.events import BlockReuseEvent, usage_of
 from blockattn_rag.llama_index.source import EngineComponent, EngineSource
-from blockattn_rag.prompts import BLANK_LINE, has_chat_template, render_chat
+from blockattn_rag.markers import strip_markers
+from blockattn_rag.prompts import BLANK_LINE
 from blockattn_rag.store import KVStore
 from blockattn_rag.streams import iterate_in_thread
 
@@ -67,6 +71,9 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         model_kwargs: for loading the model, such as ``dtype``.
         device_map: a torch device, or ``"auto"``.
         is_chat_model: default: whether the tokenizer has a chat template.
+        parse_special_tokens: whether control tokens are parsed in prompts that are strings,
+            passages excepted: for own prompt templates that write them. Questions in such strings
+            can then write them too. Chat messages need none of this: there the template alone can.
         system_prompt: goes before every prompt of the frameworks, as with any LlamaIndex LLM.
         messages_to_prompt: default: the tokenizer's chat template.
         completion_to_prompt: applied to unformatted completions; default for chat models: one
@@ -89,6 +96,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
     max_new_tokens: int = Field(description="Longest answer, in tokens.", gt=0)
     generate_kwargs: dict[str, Any] = Field(description="Defaults of every call.")
     is_chat_model: bool | None = Field(description="None: whether there is a chat template.")
+    parse_special_tokens: bool = Field(description="Parse control tokens in string prompts.")
 
     def __init__(
         self,
@@ -109,11 +117,11 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         model_kwargs: dict[str, Any] | None = None,
         device_map: str = "auto",
         is_chat_model: bool | None = None,
+        parse_special_tokens: bool = False,
         **llm_fields: Any,
     ) -> None:
-        unknown = llm_fields.keys() - CustomLLM.model_fields.keys()
-        if unknown:
-            raise TypeError(f"BlockAttentionLLM has no argument {', '.join(sorted(unknown))}")
+        known = [*type(self).model_fields, "model", "tokenizer", "engine"]
+        check_known(type(self), llm_fields.keys() - CustomLLM.model_fields.keys(), known)
         source = EngineSource(
             engine=engine,
             model=model if model is not None else model_name,
@@ -132,6 +140,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
             "max_new_tokens": max_new_tokens,
             "generate_kwargs": generate_kwargs or {},
             "is_chat_model": is_chat_model,
+            "parse_special_tokens": parse_special_tokens,
         }
         super().__init__(**fields, **llm_fields)
         self._source = source
@@ -157,7 +166,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text without its markers and without BOS: for counting tokens."""
-        return self._source.tokenizer.final_ids(strip_markers(text), first=False)
+        return self._source.tokenizer.text_ids(strip_markers(text))
 
     # -- prompts -----------------------------------------------------------------------------
 
@@ -166,31 +175,44 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
 
         ``formatted``: the string is the model's own prompt, chat template included.
         """
+        return BlockPrompt.from_spans(self._spans(prompt, formatted), self.block_template)
+
+    def _spans(self, prompt: str | Sequence[ChatMessage], formatted: bool) -> Iterable[Span]:
+        """A prompt by who wrote what."""
+        to_prompt: Any = self.completion_to_prompt
         if not isinstance(prompt, str):
-            string = self._chat_string(prompt)
-        elif formatted:
-            string = prompt
-        elif self.completion_to_prompt not in (None, default_completion_to_prompt):
-            string = self.completion_to_prompt(prompt)
-        elif self._takes_chat():
+            return self._chat_spans(prompt)
+        if not formatted and to_prompt not in (None, default_completion_to_prompt):
+            turn = {"role": "user", "content": prompt}
+            return trace(lambda turns: to_prompt(turns[0]["content"]), [turn])
+        if not formatted and self._takes_chat():
             message = ChatMessage(role=MessageRole.USER, content=prompt)
-            string = self._chat_string(self._extend_messages([message]))
-        else:
-            string = self._extend_prompt(prompt)
-        return segment(string, self.block_template)
+            return self._chat_spans(self._extend_messages([message]))
+        return self._source.string_spans(
+            prompt if formatted else self._extend_prompt(prompt),
+            parse_special_tokens=self.parse_special_tokens,
+        )
 
     def _takes_chat(self) -> bool:
         if self.is_chat_model is not None:
             return self.is_chat_model
         return has_chat_template(self._source.tokenizer.tokenizer)
 
-    def _chat_string(self, messages: Sequence[ChatMessage]) -> str:
-        if self.messages_to_prompt not in (None, generic_messages_to_prompt):
-            return self.messages_to_prompt(messages)
+    def _chat_spans(self, messages: Sequence[ChatMessage]) -> tuple[Span, ...]:
+        to_prompt: Any = self.messages_to_prompt
         tokenizer = self._source.tokenizer.tokenizer
-        if has_chat_template(tokenizer):
-            return render_chat(tokenizer, as_template_messages(messages))
-        return generic_messages_to_prompt(messages)
+        is_own = to_prompt not in (None, generic_messages_to_prompt)
+        turns = as_template_messages(messages)
+        if has_chat_template(tokenizer) and not is_own:
+            return chat_spans(tokenizer, turns)
+
+        def render(given: Sequence[Mapping[str, Any]]) -> str:
+            blocks = [[TextBlock(text=turn["content"])] for turn in given]
+            pairs = zip(messages, blocks, strict=True)
+            copies = [m.model_copy(update={"blocks": texts}) for m, texts in pairs]
+            return str((to_prompt if is_own else generic_messages_to_prompt)(copies))
+
+        return trace(render, turns)
 
     def _options(self, call: dict[str, Any]) -> dict[str, Any]:
         """Options of one call for the engine: what the call says, else the fields."""
@@ -210,7 +232,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
     def _answer(
         self, prompt: str | Sequence[ChatMessage], formatted: bool, call: dict[str, Any]
     ) -> CompletionResponse:
-        blocks = self.to_prompt(prompt, formatted)
+        blocks = self._source.noted(self.to_prompt(prompt, formatted))
         return self._finished(self.engine.generate(blocks, **self._options(call)))
 
     def _finished(self, generation: Generation, delta: str | None = None) -> CompletionResponse:
@@ -221,7 +243,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
     def _chunks(
         self, prompt: str | Sequence[ChatMessage], formatted: bool, call: dict[str, Any]
     ) -> Generator[GenerationChunk, None, None]:
-        blocks = self.to_prompt(prompt, formatted)
+        blocks = self._source.noted(self.to_prompt(prompt, formatted))
         yield from self.engine.stream(blocks, **self._options(call))
 
     def _step(self, text: str, chunk: GenerationChunk) -> CompletionResponse:
@@ -250,7 +272,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         self, prompt: str | Sequence[ChatMessage], formatted: bool, call: dict[str, Any]
     ) -> CompletionResponse:
         generation = await self._source.agenerate(
-            lambda: self.to_prompt(prompt, formatted), self._options(call)
+            lambda: self._source.noted(self.to_prompt(prompt, formatted)), self._options(call)
         )
         return self._finished(generation)
 

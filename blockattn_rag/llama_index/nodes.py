@@ -15,8 +15,9 @@ from llama_index.core.base.llms.types import BaseContentBlock, TextBlock
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, MetadataMode
 
-from blockattn_rag.blocks import handle_of, wrap
+from blockattn_rag.blocks import handle_of
 from blockattn_rag.handles import HANDLE_KEY
+from blockattn_rag.markers import wrap
 
 
 class BlockNode(BaseNode):

@@ -8,6 +8,7 @@ from llama_index.core.bridge.pydantic import Field
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
+from blockattn_rag.arguments import check_known
 from blockattn_rag.llama_index.nodes import as_block_node
 
 Order = Literal["retrieved", "ascending"]
@@ -34,6 +35,7 @@ class BlockKVPostprocessor(BaseNodePostprocessor):
     )
 
     def __init__(self, order: Order = "retrieved", **kwargs: Any) -> None:
+        check_known(type(self), kwargs, type(self).model_fields)
         super().__init__(**{"order": order, **kwargs})
 
     @classmethod

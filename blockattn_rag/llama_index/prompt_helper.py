@@ -138,4 +138,4 @@ def _empty_prompt_tokens(prompt: BasePromptTemplate, llm: BlockAttentionLLM) -> 
         empty = llm.to_prompt(llm._extend_messages(get_empty_prompt_messages(prompt)))
     else:
         empty = llm.to_prompt(llm._extend_prompt(get_empty_prompt_txt(prompt)))
-    return len(llm.tokenize(empty.text))
+    return len(llm.source.tokenizer.prompt_ids(empty).flat)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.node_parser import TokenTextSplitter
 
-from blockattn_rag.blocks import BlockTemplate, marked_spans, strip_markers, wrap
+from blockattn_rag.blocks import BlockTemplate
+from blockattn_rag.markers import MarkedSpan, marked_spans, remove_orphans, wrap
 from blockattn_rag.prompts import BLANK_LINE
 
 
@@ -54,7 +55,7 @@ class BlockTextSplitter(TokenTextSplitter):
 
     def _split_text(self, text: str, chunk_size: int) -> list[str]:
         if next(marked_spans(text), None) is None:
-            return super()._split_text(strip_markers(text), chunk_size)
+            return super()._split_text(remove_orphans(text), chunk_size)
         chunks: list[str] = []
         current, size = "", 0
         for piece in self._pieces(text, chunk_size):
@@ -72,11 +73,11 @@ class BlockTextSplitter(TokenTextSplitter):
             head, paragraph, label = _rpartition(text[position : span.start])
             yield from self._plain(head + paragraph, chunk_size)
             position = span.end
-            block = wrap(span.text)
+            block = text[span.start : span.end]
             tokens = self._block_tokens(span.text)
             if tokens > chunk_size:
                 yield from self._plain(label, chunk_size)
-                yield from self._cut(span.text, chunk_size)
+                yield from self._cut(span, chunk_size)
                 continue
             with_label = tokens + self._count(label)
             if with_label > chunk_size:
@@ -89,15 +90,18 @@ class BlockTextSplitter(TokenTextSplitter):
     def _plain(self, text: str, chunk_size: int) -> Iterator[_Piece]:
         if text.isspace():
             yield _Piece(text, 0)  # the blocks' template takes its place
-        elif text := strip_markers(text):
+        elif text := remove_orphans(text):
             for part in self._split(text, chunk_size):
                 yield _Piece(part, self._count(part))
 
-    def _cut(self, text: str, chunk_size: int) -> Iterator[_Piece]:
-        """Blocks that fit, from one that does not."""
+    def _cut(self, span: MarkedSpan, chunk_size: int) -> Iterator[_Piece]:
+        """Blocks that fit, from one that does not; a text that was changed is no block any more."""
+        if not span.intact:
+            yield from self._plain(span.text, chunk_size)
+            return
         room = max(1, chunk_size - self._block_tokens("") - 1)
         cutter = TokenTextSplitter(room, 0, self._tokenizer, separator=self.separator)
-        for part in cutter.split_text(text):
+        for part in cutter.split_text(span.text):
             if part := part.strip():
                 yield _Piece(wrap(part), self._block_tokens(part))
 

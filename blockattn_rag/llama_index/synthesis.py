@@ -17,10 +17,10 @@ from llama_index.core.response_synthesizers import (
 from llama_index.core.response_synthesizers.context_only import ContextOnly
 from llama_index.core.response_synthesizers.no_text import NoText
 
-from blockattn_rag.blocks import strip_markers
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.llama_index.postprocessor import BlockKVPostprocessor, Order
 from blockattn_rag.llama_index.prompt_helper import BlockPromptHelper
+from blockattn_rag.markers import strip_markers
 
 
 def configure(llm: BlockAttentionLLM) -> None:

@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
 
-from blockattn_rag.blocks import Block, BlockPrompt, BlockTemplate
+from blockattn_rag.blocks import Block, BlockPrompt, BlockTemplate, Span
 from blockattn_rag.errors import DataError, SegmentationError
 from blockattn_rag.jsonl import numbered_lines, parse_line
 from blockattn_rag.prompts import Passage, PromptFormat, answer_end, follow_up, prompt_format
@@ -50,7 +50,7 @@ class Sample(NamedTuple):
 
     prompt: BlockPrompt
     answer: str
-    further: tuple[tuple[str, str], ...] = ()
+    further: tuple[tuple[str | tuple[Span, ...], str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +189,10 @@ class SampleEncoder:
         prompt = self.format.prompt(question, passages, self.hf_tokenizer)
         return Sample(prompt, answer, tuple((self._follow_up(q), a) for q, a in later))
 
-    def _follow_up(self, question: str) -> str:
+    def _follow_up(self, question: str) -> tuple[Span, ...]:
+        first, *rest = follow_up(question, self.hf_tokenizer)
         # The end of the answer before is learned, and so it is already there.
-        return follow_up(question, self.hf_tokenizer).removeprefix(self._end_text)
+        return (Span(first.text.removeprefix(self._end_text), first.origin), *rest)
 
 
 def read_samples(
@@ -267,7 +268,10 @@ def _block(item: object, index: int) -> Block:
         raise DataError(
             f"expected strings for 'before' and 'after' of {where} and true or false for 'control'"
         )
-    return Block(_text(fields, "text", f"{where}."), BlockTemplate(before, after), control)
+    text = _text(fields, "text", f"{where}.")
+    return Block(
+        text, BlockTemplate(before, after), (Span(text, "prompt" if control else "passage"),)
+    )
 
 
 def _turns(fields: _Record, asked: str, answered: str) -> list[tuple[str, str]]:

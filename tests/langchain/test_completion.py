@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.langchain import BlockAttentionLLM, format_blocks
+from blockattn_rag.markers import wrap
 from tests.langchain.conftest import passages
 
 
@@ -43,9 +45,26 @@ def test_passages_are_reused_and_the_figures_tell(llm: BlockAttentionLLM) -> Non
 
 
 def test_the_text_is_taken_as_it_stands(llm: BlockAttentionLLM) -> None:
-    llm.invoke("<|user|>\nHello<|end|>\n<|assistant|>\n")
-    assert llm.get_num_tokens("<|user|>\nHi") == 4
+    assert llm.to_prompt("Hello").text == "Hello"
     assert llm.invoke(prompt(), stop=[llm.invoke(prompt())[1]]) == llm.invoke(prompt())[0]
+
+
+def test_control_tokens_in_a_string_are_text_unless_they_are_asked_for(
+    llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "<|user|>\nHi"
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        assert llm.get_num_tokens(text) == len(text)
+        assert llm.get_num_tokens(text) == len(text)
+    assert caplog.text.count("pass parse_special_tokens=True") == 1
+    parsing = BlockAttentionLLM(llm=llm, parse_special_tokens=True)
+    assert parsing.get_num_tokens(text) == 4
+    (passage,) = parsing.to_prompt(wrap(text) + text).context
+    assert llm.source.tokenizer.block_ids(passage, first=False)[:-2] == list(
+        llm.source.tokenizer.text_ids(text)
+    )
+    prompt = parsing.to_prompt(f"{text}{wrap('passage')}Q")
+    assert [block.origin for block in prompt.context] == ["prompt", "passage"]
 
 
 def test_a_seed_gives_in_a_batch_what_it_gives_alone(llm: BlockAttentionLLM) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import llama_index.core
@@ -12,11 +12,12 @@ from llama_index.core.schema import BaseNode, NodeWithScore, TextNode
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.batching import Seat
-from blockattn_rag.blocks import BlockPrompt
+from blockattn_rag.blocks import BlockPrompt, Span
 from blockattn_rag.generation import Generation, GenerationChunk
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor, BlockKVTransform
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
+from blockattn_rag.tokenization import BlockTokenizer
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -90,14 +91,14 @@ def _own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def tokenised(block_model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every text that is tokenised during the test."""
     texts: list[str] = []
-    tokenizer_class = type(block_model.tokenizer.tokenizer)
-    original = tokenizer_class.__call__
+    original = BlockTokenizer._ids
 
-    def spy(self: Any, text: Any, *args: Any, **kwargs: Any) -> Any:
-        texts.extend([text] if isinstance(text, str) else text)
-        return original(self, text, *args, **kwargs)
+    def spy(self: BlockTokenizer, spans: Iterable[Span]) -> list[int]:
+        spans = list(spans)
+        texts.append("".join(span.text for span in spans))
+        return original(self, spans)
 
-    monkeypatch.setattr(tokenizer_class, "__call__", spy)
+    monkeypatch.setattr(BlockTokenizer, "_ids", spy)
     return texts
 
 

@@ -34,14 +34,14 @@ def index(llm: BlockAttentionLLM) -> VectorStoreIndex:
 
 
 def blocks_per_call(engine: RecordingEngine) -> list[int]:
-    return [sum(not b.control for b in call.prompt.context) for call in engine.calls]
+    return [sum(b.is_passage for b in call.prompt.context) for call in engine.calls]
 
 
 def check(engine: RecordingEngine, tokenised: list[str]) -> None:
     texts = {canonical_text(node) for node in passages(3)}
     fresh = RecordingEngine(engine.model)
     for call in engine.calls:
-        assert {b.text for b in call.prompt.context if not b.control} <= texts
+        assert {b.text for b in call.prompt.context if b.is_passage} <= texts
         assert fresh.generate(call.prompt, max_new_tokens=4).text == call.answer.text
     assert not [text for text in tokenised if "kvblock" in text]
 
@@ -84,7 +84,7 @@ async def test_every_turn_of_a_chat_reuses_its_passages(
         assert len(sources) == 3 or (mode, way) == ("condense_question", "astream_chat")
         assert not [n for n in sources if "kvblock" in n.get_content()]
     assert blocks_per_call(engine) == expected
-    passage_calls = [c for c in engine.calls if any(not b.control for b in c.prompt.context)]
+    passage_calls = [c for c in engine.calls if any(b.is_passage for b in c.prompt.context)]
     assert all(call.answer.stats.hits >= 3 for call in passage_calls)
     check(engine, tokenised)
 

@@ -60,7 +60,7 @@ def test_passages_ingested_into_chroma_are_reused_in_answers(
     answers = index.as_query_engine(llm=llm, node_postprocessors=[marked], similarity_top_k=2)
     response = answers.query("How much does the heron weigh?")
     call = engine.calls[0]
-    passages = [b.text for b in call.prompt.context if not b.control]
+    passages = [b.text for b in call.prompt.context if b.is_passage]
     assert "heron weighs 3" in passages[0]
     assert len(passages) == 2
     assert call.answer.stats.hits == 2  # the passages; the prompt's head is computed
@@ -124,7 +124,7 @@ def test_wrong_handles_never_change_an_answer(
     index = VectorStoreIndex.from_vector_store(store, embed_model=EMBED)
     response = block_query_engine(index, llm).query("otter heron")
     prompt = engine.calls[0].prompt
-    assert sorted(b.text for b in prompt.context if not b.control) == sorted(texts)
+    assert sorted(b.text for b in prompt.context if b.is_passage) == sorted(texts)
     expected = RecordingEngine(engine.model).generate(prompt, max_new_tokens=4)
     assert str(response) == expected.text
     assert engine.calls[0].answer.stats.hits == (0 if handle == "missing" else 2)
@@ -138,6 +138,6 @@ def test_an_id_that_chroma_did_not_replace_answers_from_the_text_it_kept(
         store.add(list(EMBED(transform([TextNode(text=text, id_="otter")]))))
     index = VectorStoreIndex.from_vector_store(store, embed_model=EMBED)
     block_query_engine(index, llm).query("otter")
-    passages = [b.text for b in engine.calls[0].prompt.context if not b.control]
+    passages = [b.text for b in engine.calls[0].prompt.context if b.is_passage]
     assert passages == ["The otter weighs 2 stones."]
     assert engine.calls[0].answer.stats.hits == 1

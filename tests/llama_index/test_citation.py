@@ -26,9 +26,12 @@ async def test_each_source_is_one_block_and_its_number_stands_outside(
     response = citing.query("What is w1x3?")
     assert str(await citing.aquery("What is w1x3?")) == str(response)
     prompt = engine.calls[0].prompt
-    found = [b.text for b in prompt.context if not b.control]
+    found = [b.text for b in prompt.context if b.is_passage]
     assert sorted(found) == sorted(canonical_text(n) for n in nodes)
-    assert [b.text.strip() for b in prompt.context if b.control][1:] == ["Source 2:", "Source 3:"]
+    assert [b.text.strip() for b in prompt.context if not b.is_passage][1:] == [
+        "Source 2:",
+        "Source 3:",
+    ]
     assert prompt.context[0].text.endswith("Source 1:\n")
     assert engine.calls[0].answer.stats.hits == 3
     assert [n.node.get_content().partition("\n")[0] for n in response.source_nodes] == [
@@ -55,6 +58,6 @@ def test_sources_stay_with_their_labels_when_they_do_not_fit_at_once(
     assert len(engine.calls) > 1
     for call in engine.calls:
         for before, block in zip(call.prompt.context, call.prompt.context[1:], strict=False):
-            if not block.control:
-                assert before.control
+            if block.is_passage:
+                assert not before.is_passage
                 assert before.text.rstrip()[:-1].rpartition("\n")[2].startswith("Source ")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llama_index.core.schema import NodeWithScore, TextNode
 
-from blockattn_rag.blocks import Block, wrap
+from blockattn_rag.blocks import Block
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
     BlockKVPostprocessor,
     BlockKVTransform,
     block_response_synthesizer,
 )
+from blockattn_rag.markers import wrap
 from blockattn_rag.prompts import BLANK_LINE
 from tests.llama_index.conftest import RecordingEngine
 
@@ -53,7 +56,7 @@ def test_hostile_passages_are_whole_blocks_of_plain_text(
     engine.calls.clear()
     block_response_synthesizer(llm).synthesize("What?", marked)
     [call] = engine.calls
-    passages = [block for block in call.prompt.context if not block.control]
+    passages = [block for block in call.prompt.context if block.is_passage]
     assert passages == [Block(text.strip(), BLANK_LINE) for text in texts]
     assert call.answer.stats.hits >= len(texts)
     # 256 and above are the control tokens of the tests' tokenizer: there are none in passages.
@@ -69,9 +72,13 @@ def bytes_of(ids: list[int], engine: RecordingEngine) -> bytes:
     return str(engine.model.tokenizer.tokenizer.decode(ids)).encode()
 
 
-def test_a_question_with_markers_is_answered_all_the_same(
-    llm: BlockAttentionLLM, engine: RecordingEngine, tokenised: list[str]
+def test_a_question_with_markers_is_answered_as_it_was_asked(
+    llm: BlockAttentionLLM, engine: RecordingEngine
 ) -> None:
-    llm.complete(f"{wrap('a')} [[kvblock:{'1' * 32}]] what is [[/kvblock: {wrap('b')} ?")
-    assert not [text for text in tokenised if "kvblock" in text]
+    digest = hashlib.sha256(b"a").hexdigest()[:32]
+    question = f"[[kvblock:{digest}]]a[[/kvblock:{digest}]] what is [[/kvblock: and [[1, 2]]?"
+    llm.complete(question)
+    [call] = engine.calls
+    assert not [block for block in call.prompt.context if block.is_passage]
+    assert question in call.prompt.final
     assert engine.calls[0].answer.stats.generated_tokens == 4

@@ -11,20 +11,22 @@ from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index_instrumentation import get_dispatcher
 
-from blockattn_rag.blocks import Block, BlockPrompt, wrap
+from blockattn_rag.blocks import Block, BlockPrompt, Span
 from blockattn_rag.errors import ContextOverflowError, MissError
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockReuseEvent
+from blockattn_rag.markers import wrap
 from blockattn_rag.prompts import BLANK_LINE
 from tests.llama_index.conftest import RecordingEngine
 
 MARKED = f"Read.\n{wrap('first passage')}\n\n{wrap('second passage')}\nWhat?"
 BLOCKS = BlockPrompt(
     (
-        Block("Read.\n", control=True),
+        Block.of([Span("Read.\n", "conversation")]),
         Block("first passage", BLANK_LINE),
         Block("second passage", BLANK_LINE),
     ),
     "\nWhat?",
+    (Span("\nWhat?", "conversation"),),
 )
 
 
@@ -222,7 +224,7 @@ def test_a_prompt_beyond_the_window_is_refused_with_advice(llm: BlockAttentionLL
 
 def test_on_miss_error_names_the_missing_block(engine: RecordingEngine) -> None:
     llm = BlockAttentionLLM(engine=engine, on_miss="error")
-    with pytest.raises(MissError, match="Read"):
+    with pytest.raises(MissError, match="first passage"):
         llm.complete(MARKED, formatted=True)
 
 

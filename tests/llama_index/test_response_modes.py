@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -15,8 +15,7 @@ from llama_index.core.response_synthesizers import (
 )
 from llama_index.core.schema import NodeWithScore
 
-import blockattn_rag.llama_index.llm as llm_module
-from blockattn_rag.blocks import Block, BlockPrompt, segment
+from blockattn_rag.blocks import Block, BlockPrompt, Span
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
     BlockPromptHelper,
@@ -55,14 +54,16 @@ def default_helper(llm: BlockAttentionLLM) -> PromptHelper:
 
 @pytest.fixture
 def strings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every prompt string that reached the LLM, markers included."""
+    """The text of every prompt before it was cut into blocks."""
     seen: list[str] = []
+    original = BlockPrompt.from_spans
 
-    def spy(string: str, *args: Any) -> BlockPrompt:
-        seen.append(string)
-        return segment(string, *args)
+    def spy(spans: Iterable[Span], *args: Any) -> BlockPrompt:
+        spans = list(spans)
+        seen.append("".join(span.text for span in spans))
+        return original(spans, *args)
 
-    monkeypatch.setattr(llm_module, "segment", spy)
+    monkeypatch.setattr(BlockPrompt, "from_spans", spy)
     return seen
 
 
@@ -79,18 +80,21 @@ async def ask(way: str, make: Make, nodes: list[NodeWithScore]) -> str:
     return "".join([text async for text in response.async_response_gen()])
 
 
-def by_hand(string: str, texts: list[str]) -> BlockPrompt:
-    """The blocks of a prompt, found by searching the passages' texts instead of markers."""
-    clean = MARKER.sub("", string)
-    blocks: list[Block] = []
+def by_hand(string: str, texts: list[str]) -> list[str]:
+    """The texts of a prompt's blocks, found by searching the passages instead of markers."""
+    blocks: list[str] = []
     position = 0
-    while found := [(at, t) for t in texts if (at := clean.find(t, position)) >= 0]:
+    while found := [(at, t) for t in texts if (at := string.find(t, position)) >= 0]:
         at, text = min(found)
-        if clean[position:at].strip():
-            blocks.append(Block(clean[position:at], control=True))
-        blocks.append(Block(text, BLANK_LINE))
+        if string[position:at].strip():
+            blocks.append(string[position:at])
+        blocks.append(text)
         position = at + len(text)
-    return BlockPrompt(tuple(blocks), clean[position:])
+    return [*blocks, string[position:]]
+
+
+def texts_of(prompt: BlockPrompt) -> list[str]:
+    return [*(block.text for block in prompt.context), prompt.final]
 
 
 @pytest.mark.parametrize("helper", [own_helper, default_helper], ids=["own", "default"])
@@ -133,9 +137,12 @@ async def test_blocks_reach_the_model_whole_or_are_computed(
     assert all([call.prompt for call in of_way] == prompts for of_way in asked.values())
     own = helper is own_helper
     if own or (size == FITS and mode != "simple_summarize"):
-        string_of = {segment(string, BLANK_LINE).text: string for string in strings}
-        assert [by_hand(string_of[prompt.text], texts) for prompt in prompts] == prompts
-    kept = {b.text for p in prompts for b in p.context if not b.control}
+        found = [by_hand(string, texts) for string in strings]
+        assert all(texts_of(prompt) in found for prompt in prompts)
+        for prompt in prompts:
+            passages_in = [block for block in prompt.context if block.text in texts]
+            assert passages_in == [Block(block.text, BLANK_LINE) for block in passages_in]
+    kept = {b.text for p in prompts for b in p.context if b.is_passage}
     if own:
         assert kept == set(texts) or (mode == "simple_summarize" and kept < set(texts) and kept)
 
@@ -180,13 +187,17 @@ async def test_the_compact_prompt_is_word_for_word_what_was_expected(
     nodes = encoded(llm, passages(2))
     block_response_synthesizer(llm).synthesize(QUESTION, nodes)
     line = "---------------------"
+    final = (
+        f"\n{line}\nGiven the context information and not prior knowledge, answer the query.\n"
+        f"Query: {QUESTION}\nAnswer: "
+    )
     assert engine.calls[0].prompt == BlockPrompt(
         (
-            Block(f"Context information is below.\n{line}\n", control=True),
+            Block.of([Span(f"Context information is below.\n{line}\n", "conversation")]),
             *(Block(canonical_text(n.node), BLANK_LINE) for n in nodes),
         ),
-        f"\n{line}\nGiven the context information and not prior knowledge, answer the query.\n"
-        f"Query: {QUESTION}\nAnswer: ",
+        final,
+        (Span(final, "conversation"),),
     )
     assert engine.calls[0].answer.stats.hits == 2
 
@@ -216,7 +227,7 @@ def test_a_passage_larger_than_the_window_becomes_blocks_that_fit(
     nodes = encoded(llm, passages(1, 3000))
     block_response_synthesizer(llm, mode).synthesize(QUESTION, nodes)
     assert all(c.answer.stats.prompt_tokens + 4 <= 2200 for c in engine.calls)
-    pieces = [b.text for c in engine.calls for b in c.prompt.context if not b.control]
+    pieces = [b.text for c in engine.calls for b in c.prompt.context if b.is_passage]
     assert pieces
     assert all(piece in canonical_text(nodes[0].node) for piece in pieces)
     assert not [text for text in tokenised if "kvblock" in text]

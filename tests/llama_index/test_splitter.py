@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockattn_rag.blocks import BlockTemplate, segment, wrap
+from blockattn_rag.blocks import BlockTemplate
 from blockattn_rag.llama_index.splitter import BlockTextSplitter
+from blockattn_rag.markers import segment, wrap
 
 TEMPLATE = BlockTemplate(after="\n\n")
 
@@ -16,7 +17,7 @@ def splitter(size: int, overlap: int = 0) -> BlockTextSplitter:
 
 
 def blocks_of(chunk: str) -> list[str]:
-    return [block.text for block in segment(chunk + "!", TEMPLATE).context if not block.control]
+    return [block.text for block in segment(chunk + "!", TEMPLATE).context if block.is_passage]
 
 
 def test_a_chunk_holds_as_many_whole_blocks_as_fit() -> None:
@@ -86,5 +87,5 @@ def test_no_chunk_has_a_cut_marker_or_is_larger_than_allowed(
 
 
 def test_what_is_left_of_markers_neither_counts_nor_comes_out() -> None:
-    stray = f"[[/kvblock:{'0' * 32}]]"
+    stray = wrap("text").partition("text")[2]
     assert splitter(10).split_text(f"{stray} aa bb {stray}") == ["aa bb"]

@@ -1,0 +1,25 @@
+"""Arguments of constructors: unknown ones are refused, with the nearest that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+
+
+def check_known(cls: type, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse arguments that are not known.
+
+    Raises:
+        TypeError: names each of them, the nearest known one, and where options of ``generate`` go.
+    """
+    if not (unknown := sorted(set(given) - set(known))):
+        return
+    said = []
+    for name in unknown:
+        near = get_close_matches(name, known, n=1)
+        said.append(f"{name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+    raise TypeError(
+        f"{cls.__name__} has no argument {', '.join(said)}. Options of transformers' generate, "
+        "such as do_sample or repetition_penalty, go into generate_kwargs={...}, and those for "
+        "loading the model into model_kwargs={...}"
+    )

@@ -1,0 +1,257 @@
+"""From chat messages to the text that a model is given, by the model's own chat template.
+
+A chat template is a program: it trims contents, escapes them, leaves some out. Afterwards nobody
+can tell what the template wrote from what stood in a message, and a question that quotes
+``<|im_end|>`` would end its turn. So every template runs twice: once on the contents, which gives
+the text, and once on slots in their place, which tells what the template wrote. A content is then
+looked for between the two pieces of template around its slot, trimmed or escaped as templates do.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+from blockattn_rag.blocks import Origin, Span, merged
+from blockattn_rag.errors import SegmentationError
+from blockattn_rag.markers import content_spans
+
+logger = logging.getLogger("blockattn_rag")
+
+Message: TypeAlias = Mapping[str, Any]
+Render: TypeAlias = Callable[[list[dict[str, Any]]], str]
+Spans: TypeAlias = tuple[Span, ...]
+
+_SLOT = re.compile(r"Kv(\d+)Slot")
+
+# What templates compare and count (roles, names of tools, ids) they must see as it is. Such words
+# are left in place if they can do no harm.
+_WORDS = ("role", "type", "name", "id", "tool_call_id")
+_WORD = re.compile(r"[\w.:/ -]{0,128}")
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def render_chat(
+    tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True
+) -> str:
+    """Messages as one string; see ``chat_spans``."""
+    spans = chat_spans(tokenizer, messages, add_generation_prompt=add_generation_prompt)
+    return "".join(span.text for span in spans)
+
+
+def chat_spans(
+    tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True
+) -> Spans:
+    """The prompt that messages become in the chat template of ``tokenizer``, by who wrote what.
+
+    Neighbouring messages of one role are merged, since many templates insist on alternation, and
+    a system message goes into the first user message where the template knows no system role.
+
+    Args:
+        messages: with ``role`` and ``content``, and what else the template knows. A content is a
+            string, in which passages stand between markers, or spans.
+        add_generation_prompt: whether the text ends where the answer starts.
+
+    Raises:
+        ValueError: no message, or a role that is no plain word.
+        SegmentationError: the template changes contents beyond recognition.
+        Exception: whatever the template raises for messages that it refuses.
+    """
+
+    def render(given: list[dict[str, Any]]) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                given, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        )
+
+    turns = _merge_same_role(messages)
+    has_system = turns[0]["role"] == "system" and len(turns) > 1
+    try:
+        spans = trace(render, turns)
+    except Exception:
+        # Templates refuse by raising whatever their author chose; only a system role is mended.
+        if not has_system:
+            raise
+    else:
+        # Some templates drop a system message without a word.
+        if not has_system or _shows(spans, turns[0]["content"]):
+            return spans
+    system, first, *rest = turns
+    joined = (*system["content"], Span("\n\n", "system"), *first["content"])
+    return trace(render, [{**first, "content": joined}, *rest])
+
+
+def _shows(prompt: Spans, content: Spans) -> bool:
+    """Whether something of a system message stands in the prompt, or there is nothing to stand."""
+    asked = {span.origin for span in content if span.text.strip()}
+    return not asked or bool(asked & {span.origin for span in prompt})
+
+
+def trace(render: Render, messages: Sequence[Message]) -> Spans:
+    """What ``render`` makes of messages, by who wrote what; see the head of this file.
+
+    Args:
+        render: gives the prompt of messages whose contents are strings.
+    """
+    slots: list[Spans] = []
+    turns = [_with_spans(message) for message in messages]
+    skeleton = render([_with_slots(turn, slots) for turn in turns])
+    text = render([{**turn, "content": _text(turn["content"])} for turn in turns])
+    pieces = _SLOT.split(skeleton)  # template, slot, template, slot, ..., template
+    template = pieces[::2]
+    asked = [slots[int(number)] for number in pieces[1::2]]
+    contents = _find(asked, text, template)
+    if contents is None:
+        # This template does more to a content than is known here. The contents then stand in their
+        # slots as they are: nothing of them may ever pass for the template's.
+        if len(set(pieces[1::2])) < len(slots):
+            raise SegmentationError(
+                "the chat template changes contents so that they cannot be found in its output, or "
+                "leaves some out; use a template that shows every message's content as it is"
+            )
+        logger.debug("contents are not where the chat template has its slots; put in as they are")
+        contents = [
+            _escaped(spans, _json) if before.endswith('"') else spans
+            for before, spans in zip(template, asked, strict=False)
+        ]
+    prompt = [Span(template[0], "template")]
+    for spans, after in zip(contents, template[1:], strict=True):
+        prompt += [*spans, Span(after, "template")]
+    return merged(prompt)
+
+
+# -- messages -------------------------------------------------------------------------------------
+
+
+def _with_spans(message: Message) -> dict[str, Any]:
+    """A message whose content is spans, its markers read."""
+    role, content = message["role"], message.get("content")
+    if not isinstance(role, str) or not _WORD.fullmatch(role):
+        raise ValueError(f"found the role {role!r:.60}; a role is a plain word, such as 'user'")
+    if not isinstance(content, tuple):
+        content = content_spans(str(content or ""), origin_of(role))
+    return {**message, "content": merged(content)}
+
+
+def origin_of(role: str) -> Origin:
+    """Who wrote the messages of a role."""
+    return "system" if role in ("system", "developer") else "conversation"
+
+
+def _merge_same_role(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    if not messages:
+        raise ValueError("expected at least one chat message, found none")
+    turns: list[dict[str, Any]] = []
+    for message in map(_with_spans, messages):
+        last = turns[-1] if turns else {}
+        if last.get("role") == message["role"] and _only_words(last) and _only_words(message):
+            between = Span("\n\n", origin_of(message["role"]))
+            last["content"] = merged([*last["content"], between, *message["content"]])
+        else:
+            turns.append(message)
+    return turns
+
+
+def _only_words(message: Message) -> bool:
+    """Whether a message carries no more than its text: tool calls must not be lost in a merge."""
+    return set(message) <= {"role", "content"}
+
+
+def _with_slots(turn: Message, slots: list[Spans]) -> dict[str, Any]:
+    """A message with slots in place of its content and of all that others may have written."""
+
+    def slot(spans: Spans) -> str:
+        if not (text := _text(spans)).strip():
+            return text  # templates ask whether there is a content
+        slots.append(spans)
+        return f"Kv{len(slots) - 1}Slot"
+
+    def replaced(value: Any, name: str = "") -> Any:
+        if isinstance(value, Mapping):
+            return {replaced(key, "name"): replaced(item, key) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [replaced(item, name) for item in value]
+        if not isinstance(value, str) or (name in _WORDS and _WORD.fullmatch(value)):
+            return value
+        return slot((Span(value, "conversation"),))
+
+    rest = {name: replaced(value, name) for name, value in turn.items() if name != "content"}
+    return rest | {"content": slot(turn["content"])}
+
+
+# -- contents in the rendered text ----------------------------------------------------------------
+
+
+def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list[Spans] | None:
+    """The contents as ``text`` has them between the pieces of template; None if it has not."""
+    if not text.startswith(template[0]):
+        return None
+    found, at = [], len(template[0])
+    for spans, after in zip(contents, template[1:], strict=True):
+        for shown in _as_templates_show(spans):
+            if text.startswith(_text(shown) + after, at):
+                found.append(shown)
+                at += len(_text(shown)) + len(after)
+                break
+        else:
+            return None
+    return found if at == len(text) else None
+
+
+def _as_templates_show(spans: Spans) -> Iterator[Spans]:
+    """A content as templates are known to show it: whole, trimmed, less its thinking; escaped."""
+    text = _text(spans)
+    answer = text.rfind("</think>") + len("</think>") if "</think>" in text else 0
+    parts = [(0, len(text)), *_trimmed(text, 0)]
+    if answer:
+        parts += [(answer, len(text)), *_trimmed(text, answer)]
+    escapes: list[Callable[[str], str]] = [_json, partial(_json, ensure_ascii=True)]
+    for part in parts:
+        yield _cut(spans, *part)
+    for escape in escapes:
+        for part in parts:
+            yield _escaped(_cut(spans, *part), escape)
+
+
+def _trimmed(text: str, start: int) -> Iterator[tuple[int, int]]:
+    """Where ``text[start:]`` begins and ends without blanks at both ends, or at one."""
+    left = start + len(text[start:]) - len(text[start:].lstrip())
+    line = start + len(text[start:]) - len(text[start:].lstrip("\n"))
+    right = len(text.rstrip())
+    yield from ((left, right), (left, len(text)), (start, right), (line, len(text)))
+
+
+def _cut(spans: Spans, start: int, stop: int) -> Spans:
+    """``[start:stop]`` of the spans' text."""
+    kept, at = [], 0
+    for span in spans:
+        part = span.text[max(0, start - at) : max(0, stop - at)]
+        kept.append(_changed(span, part))
+        at += len(span.text)
+    return merged(kept)
+
+
+def _escaped(spans: Spans, escape: Callable[[str], str]) -> Spans:
+    return merged(_changed(span, escape(span.text)) for span in spans)
+
+
+def _changed(span: Span, text: str) -> Span:
+    altered = span.origin == "passage" and text != span.text
+    return Span(text, "altered" if altered else span.origin)
+
+
+def _json(text: str, *, ensure_ascii: bool = False) -> str:
+    """The inside of a JSON string."""
+    return json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]
+
+
+def _text(spans: Spans) -> str:
+    return "".join(span.text for span in spans)
