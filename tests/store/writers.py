@@ -40,14 +40,19 @@ def passage(number: int, filled_with: int | None = None) -> BlockKV:
 
 
 def kill_writers(path: Path, times: int) -> None:
-    """Fork a writer and kill it at a random moment, ``times`` times; no entry is ever damaged."""
+    """Fork a writer and kill it at a random moment of its work, ``times`` times; no entry is ever
+    damaged. Any moment will do: only that it has begun is waited for."""
     torch.set_num_threads(1)
     store, choose = DirectoryStore(path), random.Random(0)
     kvs = [passage(number) for number in range(10)]
     for _ in range(times):
+        begun, beginning = os.pipe()
         writer = os.fork()
         if writer == 0:
-            _write_until_killed(store, kvs)
+            _write_until_killed(store, kvs, beginning)
+        os.close(beginning)
+        assert os.read(begun, 1) == b"!"
+        os.close(begun)
         time.sleep(choose.uniform(0, 0.05))
         os.kill(writer, signal.SIGKILL)
         _, status = os.waitpid(writer, 0)
@@ -55,8 +60,9 @@ def kill_writers(path: Path, times: int) -> None:
         assert not verify(store).damaged
 
 
-def _write_until_killed(store: DirectoryStore, kvs: list[BlockKV]) -> NoReturn:
+def _write_until_killed(store: DirectoryStore, kvs: list[BlockKV], beginning: int) -> NoReturn:
     try:
+        os.write(beginning, b"!")
         while True:
             for kv in kvs:
                 store.put(key_of(kv), kv)
