@@ -28,8 +28,8 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.docs  ## run the notebooks and build the documentation into site/
-	$(OFFLINE) $(QUIET) OMP_NUM_THREADS=2 $(BIN)/mkdocs build --strict --quiet
+docs: $(VENV)/.docs  ## run the notebooks, naming each, and build the documentation into site/
+	$(OFFLINE) $(QUIET) OMP_NUM_THREADS=2 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) site .cache build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
