@@ -198,7 +198,7 @@ def test_a_real_engine_reuses_blocks_and_answers_alike_in_batches(tmp_path: Path
     single = evaluate(engine, data, modes, max_new_tokens=4, batch_size=1)
     assert [r.output for r in batched.records] == [r.output for r in single.records]
     assert single["full"].reused_tokens == 0
-    assert single["full"].ttft_s > 0
+    assert (single["full"].ttft_s or 0) > 0
     assert [result.ttft_s for result in batched.results] == [None] * 3  # each waits for all
     assert (single["block"].misses, single["block-composite"].misses) == (0, 0)
     assert single["block"].reused_tokens > 0
