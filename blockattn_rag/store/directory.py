@@ -292,7 +292,7 @@ class DirectoryStore:
                 if bound.refused == 1:
                     warn_of_refused(self, nbytes)
                 return
-            bound.make_room(nbytes, (file for file in self.files() if file.path != path))
+            bound.make_room(nbytes, lambda: (f for f in self.files() if f.path != path))
             self._write(path, buffers)
 
     def _make(self, create: bool) -> None:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 _SHARE = 64
 
+# What is used while room is made stays: then others are looked for, but not for ever.
+_LOOKS = 3
+
 
 class StoredFile(NamedTuple):
     """An entry's file. ``used_ns``: its modification time, nanoseconds since 1970."""
@@ -85,16 +88,19 @@ class SizeBound:
         """A lock cannot be pickled, and another process counts for itself."""
         return SizeBound, (self.max_bytes,)
 
-    def make_room(self, nbytes: int, files: Iterable[StoredFile]) -> None:
+    def make_room(self, nbytes: int, files: Callable[[], Iterable[StoredFile]]) -> None:
         """Delete what was not used for long, if need be, for ``nbytes`` that are now written.
 
         Args:
             nbytes: at most ``max_bytes``.
-            files: all others; looked at only if need be.
+            files: lists all others; called only if need be.
         """
         if nbytes > self._room:
-            share = self.max_bytes // _SHARE
-            left, deleted = shrink(files, self.max_bytes - nbytes, more_bytes=share)
-            self.evictions += len(deleted)
-            self._room = nbytes + min(share, self.max_bytes - nbytes - left)
+            share, most = self.max_bytes // _SHARE, self.max_bytes - nbytes
+            for _ in range(_LOOKS):
+                left, deleted = shrink(files(), most, more_bytes=share)
+                self.evictions += len(deleted)
+                if left <= most:
+                    break
+            self._room = nbytes + min(share, most - left)
         self._room -= nbytes
