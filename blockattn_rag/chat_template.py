@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import logging
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from blockattn_rag.blocks import Origin, Span, merged
 from blockattn_rag.errors import SegmentationError
@@ -26,12 +27,12 @@ Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[[list[dict[str, Any]]], str]
 Spans: TypeAlias = tuple[Span, ...]
 
-_SLOT = re.compile(r"Kv(\d+)Slot")
-
 # What templates compare and count (roles, names of tools, ids) they must see as it is. Such words
 # are left in place if they can do no harm.
 _WORDS = ("role", "type", "name", "id", "tool_call_id")
 _WORD = re.compile(r"[\w.:/ -]{0,128}")
+_IDS = ("id", "tool_call_id")
+_NO_WORD = re.compile(r"[^\w.:/ -]")
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -73,26 +74,22 @@ def chat_spans(
         )
 
     turns = _merge_same_role(messages)
+    if "reasoning_content" in str(tokenizer.chat_template):
+        turns = [_with_reasoning(turn) for turn in turns]
     has_system = turns[0]["role"] == "system" and len(turns) > 1
     try:
-        spans = trace(render, turns)
+        traced = _trace(render, turns)
     except Exception:
         # Templates refuse by raising whatever their author chose; only a system role is mended.
         if not has_system:
             raise
     else:
         # Some templates drop a system message without a word.
-        if not has_system or _shows(spans, turns[0]["content"]):
-            return spans
+        if not has_system or 0 in traced.shown or not _text(turns[0]["content"]).strip():
+            return traced.spans
     system, first, *rest = turns
     joined = (*system["content"], Span("\n\n", "system"), *first["content"])
     return trace(render, [{**first, "content": joined}, *rest])
-
-
-def _shows(prompt: Spans, content: Spans) -> bool:
-    """Whether something of a system message stands in the prompt, or there is nothing to stand."""
-    asked = {span.origin for span in content if span.text.strip()}
-    return not asked or bool(asked & {span.origin for span in prompt})
 
 
 def trace(render: Render, messages: Sequence[Message]) -> Spans:
@@ -101,18 +98,28 @@ def trace(render: Render, messages: Sequence[Message]) -> Spans:
     Args:
         render: gives the prompt of messages whose contents are strings.
     """
-    slots: list[Spans] = []
-    turns = [_with_spans(message) for message in messages]
-    skeleton = render([_with_slots(turn, slots) for turn in turns])
+    return _trace(render, [_with_spans(message) for message in messages]).spans
+
+
+class _Traced(NamedTuple):
+    """A prompt, and the numbers of the slots that the template shows; the first content's is 0."""
+
+    spans: Spans
+    shown: set[int]
+
+
+def _trace(render: Render, turns: Sequence[Message]) -> _Traced:
+    slots = _Slots()
+    skeleton = render([slots.put_in(turn) for turn in turns])
     text = render([{**turn, "content": _text(turn["content"])} for turn in turns])
-    pieces = _SLOT.split(skeleton)  # template, slot, template, slot, ..., template
-    template = pieces[::2]
-    asked = [slots[int(number)] for number in pieces[1::2]]
+    pieces = slots.pattern.split(skeleton)  # template, slot, template, slot, ..., template
+    template, numbers = pieces[::2], [int(number) for number in pieces[1::2]]
+    asked = [slots.spans[number] for number in numbers]
     contents = _find(asked, text, template)
     if contents is None:
         # This template does more to a content than is known here. The contents then stand in their
         # slots as they are: nothing of them may ever pass for the template's.
-        if len(set(pieces[1::2])) < len(slots):
+        if not slots.of_contents <= set(numbers):
             raise SegmentationError(
                 "the chat template changes contents so that they cannot be found in its output, or "
                 "leaves some out; use a template that shows every message's content as it is"
@@ -125,7 +132,7 @@ def trace(render: Render, messages: Sequence[Message]) -> Spans:
     prompt = [Span(template[0], "template")]
     for spans, after in zip(contents, template[1:], strict=True):
         prompt += [*spans, Span(after, "template")]
-    return merged(prompt)
+    return _Traced(merged(prompt), set(numbers))
 
 
 # -- messages -------------------------------------------------------------------------------------
@@ -138,7 +145,34 @@ def _with_spans(message: Message) -> dict[str, Any]:
         raise ValueError(f"found the role {role!r:.60}; a role is a plain word, such as 'user'")
     if not isinstance(content, tuple):
         content = content_spans(str(content or ""), origin_of(role))
-    return {**message, "content": merged(content)}
+    return {**_plain_ids(message), "content": merged(content)}
+
+
+def _plain_ids(message: Any) -> Any:
+    """A message, the ids of whose tool calls are plain words of the same length. Templates count
+    their letters, and nobody reads them."""
+    if isinstance(message, (list, tuple)) and not isinstance(message, Span):
+        return type(message)(_plain_ids(item) for item in message)
+    if not isinstance(message, Mapping):
+        return message
+    return {
+        key: _NO_WORD.sub("_", value)[:128]
+        if key in _IDS and isinstance(value, str)
+        else _plain_ids(value)
+        for key, value in message.items()
+        if key != "arguments"
+    } | ({"arguments": message["arguments"]} if "arguments" in message else {})
+
+
+def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
+    """An answer and its thoughts apart, for templates that write what stands around thoughts."""
+    text = _text(turn["content"])
+    if turn["role"] != "assistant" or "</think>" not in text or "reasoning_content" in turn:
+        return turn
+    thoughts = text.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
+    answer = text.split("</think>")[-1].lstrip("\n")
+    contents = _cut(turn["content"], len(text) - len(answer), len(text))
+    return {**turn, "content": contents, "reasoning_content": thoughts}
 
 
 def origin_of(role: str) -> Origin:
@@ -165,26 +199,38 @@ def _only_words(message: Message) -> bool:
     return set(message) <= {"role", "content"}
 
 
-def _with_slots(turn: Message, slots: list[Spans]) -> dict[str, Any]:
-    """A message with slots in place of its content and of all that others may have written."""
+class _Slots:
+    """Slots in place of contents, and what belongs in each. Nobody can guess how one is spelled."""
 
-    def slot(spans: Spans) -> str:
-        if not (text := _text(spans)).strip():
-            return text  # templates ask whether there is a content
-        slots.append(spans)
-        return f"Kv{len(slots) - 1}Slot"
+    def __init__(self) -> None:
+        self._name = f"Kv{secrets.token_hex(8)}"
+        self.pattern = re.compile(rf"{self._name}x(\d+)x")
+        self.spans: list[Spans] = []
+        self.of_contents: set[int] = set()
 
-    def replaced(value: Any, name: str = "") -> Any:
+    def put_in(self, turn: Message) -> dict[str, Any]:
+        """A message with slots in place of its content and of all that others may have written."""
+        count = len(self.spans)
+        content = self._slot(turn["content"])
+        self.of_contents |= set(range(count, len(self.spans)))
+        rest = {name: self._replaced(v, name) for name, v in turn.items() if name != "content"}
+        return rest | {"content": content}
+
+    def _replaced(self, value: Any, name: str = "") -> Any:
         if isinstance(value, Mapping):
-            return {replaced(key, "name"): replaced(item, key) for key, item in value.items()}
+            pairs = value.items()
+            return {self._replaced(key, "name"): self._replaced(v, key) for key, v in pairs}
         if isinstance(value, (list, tuple)):
-            return [replaced(item, name) for item in value]
+            return [self._replaced(item, name) for item in value]
         if not isinstance(value, str) or (name in _WORDS and _WORD.fullmatch(value)):
             return value
-        return slot((Span(value, "conversation"),))
+        return self._slot((Span(value, "conversation"),))
 
-    rest = {name: replaced(value, name) for name, value in turn.items() if name != "content"}
-    return rest | {"content": slot(turn["content"])}
+    def _slot(self, spans: Spans) -> str:
+        if not (text := _text(spans)).strip():
+            return text  # templates ask whether there is a content
+        self.spans.append(spans)
+        return f"{self._name}x{len(self.spans) - 1}x"
 
 
 # -- contents in the rendered text ----------------------------------------------------------------

@@ -18,11 +18,13 @@ from blockattn_rag.errors import UnsupportedModelError
 
 
 class FoundToken(NamedTuple):
-    """An added token in a text: ``text[start:end]``, white space that it swallows included."""
+    """An added token in a text: ``text[start:end]``; it may take the white space beside it."""
 
     start: int
     end: int
     token_id: int
+    swallows_before: bool
+    swallows_after: bool
 
 
 class Encoder(Protocol):
@@ -86,7 +88,7 @@ class _RustEncoder:
         state |= {"truncation": None, "padding": None}
         self._state = state
         added = state["added_tokens"]
-        self._added_ids = frozenset(token["id"] for token in added)
+        self._added = {token["id"]: (token["lstrip"], token["rstrip"]) for token in added}
         self._control_ids = frozenset(t["id"] for t in added if _is_control(t["content"]))
         # A post-processor adds tokens, and may move the offsets of tokens.
         bare = state | {"post_processor": None}
@@ -102,7 +104,7 @@ class _RustEncoder:
     def added_tokens(self, text: str) -> list[FoundToken]:
         found = self._parsing.encode(text, add_special_tokens=False)
         pairs = zip(found.ids, found.offsets, strict=True)
-        return [FoundToken(start, end, i) for i, (start, end) in pairs if i in self._added_ids]
+        return [FoundToken(a, b, i, *self._added[i]) for i, (a, b) in pairs if i in self._added]
 
     def spells_control_token(self, text: str) -> bool:
         return any(found.token_id in self._control_ids for found in self.added_tokens(text))
@@ -169,7 +171,9 @@ class _PythonEncoder:
         at = 0
         for piece in pieces:
             if piece in self._added:
-                found.append(FoundToken(at, at + len(piece), self._added[piece]))
+                token = self._tokenizer.added_tokens_decoder[self._added[piece]]
+                strips = token.lstrip, token.rstrip
+                found.append(FoundToken(at, at + len(piece), self._added[piece], *strips))
             at += len(piece)
         return found
 

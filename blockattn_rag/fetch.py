@@ -64,6 +64,7 @@ def _no_limit(tokens: int) -> None:
 
 
 class _Wanted(NamedTuple):
+    key: str
     digest: str
     block: Block
     first: bool
@@ -99,7 +100,7 @@ class BlockFetcher:
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether there is an entry for the block; whether it is sound is seen when it is read."""
-        return self._key(self._digest(block, first)) in self._store
+        return self._wanted([block], [first])[0].key in self._store
 
     def fetch(
         self,
@@ -118,12 +119,9 @@ class BlockFetcher:
             check_room: called with the tokens of all blocks before anything is computed; raises if
                 there are too many.
         """
-        wanted = [
-            _Wanted(self._digest(block, index == 0), block, index == 0)
-            for index, block in enumerate(context)
-        ]
+        wanted = self._wanted(context, [index == 0 for index in range(len(context))])
         distinct = {one.digest: one for one in wanted}
-        found = self._look_up(distinct)
+        found = self._look_up(distinct.values())
         absent = [one for one in distinct.values() if found[one.digest] is None]
         # A text of no tokens has no KV: nothing is missing, and it leaves no trace in the prompt.
         missing = [(one, ids) for one in absent if (ids := self._token_ids(one))]
@@ -163,12 +161,8 @@ class BlockFetcher:
         """
         started = time.perf_counter()
         firsts = [as_prompt and index == 0 for index in range(len(blocks))]
-        each = [
-            _Wanted(self._digest(block, first), block, first)
-            for block, first in zip(blocks, firsts, strict=True)
-        ]
-        wanted = list({one.digest: one for one in each}.values())
-        absent = [one for one in wanted if not touch(self._store, self._key(one.digest))]
+        wanted = list({one.digest: one for one in self._wanted(blocks, firsts)}.values())
+        absent = [one for one in wanted if not touch(self._store, one.key)]
         stats = EncodeStats(reused=len(wanted) - len(absent))
         done = stats.reused
         with tqdm(
@@ -179,7 +173,7 @@ class BlockFetcher:
                     (one, self._token_ids(one)) for one in absent[at : at + _PRECOMPUTE_WINDOW]
                 ]
                 for kv in self._encode(window, batch_tokens):
-                    self._store.put(self._key(kv.digest), kv)
+                    self._store.put(_key_of(kv), kv)
                     stats = _counted(stats, kv)
                     done += 1
                     bar.update()
@@ -187,30 +181,33 @@ class BlockFetcher:
                         on_progress(done, len(wanted))
         return replace(stats, seconds=time.perf_counter() - started)
 
-    def _digest(self, block: Block, first: bool) -> str:
-        """Without BOS, a block is the same at the start of a prompt as later."""
-        return block.digest(first=first and bool(self._model.tokenizer.prefix_ids))
+    def _wanted(self, blocks: Sequence[Block], firsts: Sequence[bool]) -> list[_Wanted]:
+        """What to look up for blocks; ``firsts``: which of them open a prompt."""
+        # Read once: the model looks each time whether it is still the same.
+        fingerprint, has_bos = self._model.fingerprint, bool(self._model.tokenizer.prefix_ids)
+        wanted = []
+        for block, first in zip(blocks, firsts, strict=True):
+            # Without BOS, a block is the same at the start of a prompt as later.
+            digest = block.digest(first=first and has_bos)
+            wanted.append(_Wanted(store_key(fingerprint, digest), digest, block, first))
+        return wanted
 
-    def _key(self, digest: str) -> str:
-        return store_key(self._model.fingerprint, digest)
-
-    def _look_up(self, digests: Collection[str]) -> dict[str, BlockKV | None]:
-        """Each block's KV on the model's device, or None if it must be computed."""
+    def _look_up(self, wanted: Collection[_Wanted]) -> dict[str, BlockKV | None]:
+        """Each block's KV by its digest, on the model's device; None if it must be computed."""
         resident, read = self._resident, dict[str, BlockKV]()
-        found = {digest: self._look_up_resident(digest) for digest in digests}
-        for digest in digests:
-            if found[digest] is None and (kv := self._read(self._key(digest), digest)) is not None:
-                read[digest] = kv
+        found = {one.digest: self._look_up_resident(one.key) for one in wanted}
+        for one in wanted:
+            if found[one.digest] is None and (kv := self._read(one)) is not None:
+                read[one.digest] = kv
         # Copies, to be kept: what was read may be a view of a file, which may change after its
         # check.
         brought = bring(list(read.values()), self._model.device, copy=resident is not None)
         for digest, kv in zip(read, brought, strict=True):
-            self._keep_resident(self._key(digest), kv)
+            self._keep_resident(kv)
             found[digest] = kv
         return found
 
-    def _look_up_resident(self, digest: str) -> BlockKV | None:
-        key = self._key(digest)
+    def _look_up_resident(self, key: str) -> BlockKV | None:
         kv = self._resident.get(key) if self._resident is not None else None
         if kv is None or (kv.arrival is not None and kv.arrival.failed):
             return None
@@ -218,24 +215,30 @@ class BlockFetcher:
             self._put(kv)
         return kv
 
-    def _keep_resident(self, key: str, kv: BlockKV) -> None:
+    def _keep_resident(self, kv: BlockKV) -> None:
         if self._resident is not None and kv.nbytes <= self._resident.max_bytes:
-            self._resident.put(key, kv)
+            self._resident.put(_key_of(kv), kv)
 
-    def _read(self, key: str, digest: str) -> BlockKV | None:
+    def _read(self, one: _Wanted) -> BlockKV | None:
         """The stored KV if it is sound and is what was asked for. A bad entry is a miss."""
         try:
-            kv = self._store.get(key)
+            kv = self._store.get(one.key)
         except StoreError as error:
             logger.warning("%s. The block is computed again and the entry overwritten.", error)
             return None
         if kv is None:
             return None
-        if (kv.fingerprint, kv.digest) != (self._model.fingerprint, digest):
+        if _key_of(kv) != one.key or kv.digest != one.digest:
             logger.warning(
                 "The store holds under %s another block or another model's KV (digest %s, "
                 "fingerprint %s). The block is computed again and the entry overwritten.",
-                key, kv.digest[:12], kv.fingerprint[:12],
+                one.key, kv.digest[:12], kv.fingerprint[:12],
+            )  # fmt: skip
+            return None
+        if not self._model.could_have_computed(kv):
+            logger.warning(
+                "The store holds under %s keys and values of another shape than this model's. The "
+                "block is computed again and the entry overwritten.", one.key,
             )  # fmt: skip
             return None
         return kv
@@ -258,8 +261,8 @@ class BlockFetcher:
 
     def _keep(self, kv: BlockKV, origin: Origin) -> None:
         """Keep what an answer needed, where its origin allows it."""
-        key = self._key(kv.digest)
-        self._keep_resident(key, kv)
+        key = _key_of(kv)
+        self._keep_resident(kv)
         is_memory = isinstance(self._store, MemoryStore)
         if origin in _STORABLE or is_memory or key in self._system_blocks:
             self._put(kv)
@@ -270,12 +273,17 @@ class BlockFetcher:
 
     def _put(self, kv: BlockKV) -> None:
         """Store a block. That it cannot be stored is no reason not to answer."""
-        key = self._key(kv.digest)
+        key = _key_of(kv)
         self._system_blocks.discard(key)
         try:
             self._store.put(key, kv)
         except StoreError as error:
             logger.warning("%s. The answer is not affected; the block is computed again.", error)
+
+
+def _key_of(kv: BlockKV) -> str:
+    """By what computed it: an adapter may have been switched since the block was looked up."""
+    return store_key(kv.fingerprint, kv.digest)
 
 
 def _counted(stats: EncodeStats, kv: BlockKV) -> EncodeStats:

@@ -63,7 +63,7 @@ class BlockTokenizer:
 
     def spells_control_token(self, text: str) -> bool:
         """Whether a text holds what would be a control token if it came from a template."""
-        return self._encoder.spells_control_token(text)
+        return self._encoder.spells_control_token(_encodable(text))
 
     def prompt_ids(self, prompt: BlockPrompt) -> PromptIds:
         """Token ids of a whole prompt, without any store."""
@@ -79,22 +79,29 @@ class BlockTokenizer:
 
     def _ids(self, spans: Iterable[Span]) -> list[int]:
         ids: list[int] = []
-        run = ""  # text since the last control token
+        run, swallows = "", False  # text since the last control token, which may take blanks
         for span in spans:
-            # A lone surrogate cannot be tokenised; it becomes a question mark.
-            text, at = span.text.encode("utf-8", "replace").decode("utf-8"), 0
+            text, at = _encodable(span.text), 0
             for token in self._encoder.added_tokens(text) if span.parses_control else ():
                 run += text[at : token.start]
+                run = run.rstrip() if token.swallows_before else run
                 ids += self._encoder.plain_ids(run, opens=not ids) if run else []
                 ids.append(token.token_id)
-                run, at = "", token.end
+                run, at, swallows = "", token.end, token.swallows_after
             run += text[at:]
+            run = run.lstrip() if swallows else run
+            swallows = swallows and not run
         return [*ids, *(self._encoder.plain_ids(run, opens=not ids) if run else [])]
 
     def _with_prefix(self, ids: list[int]) -> list[int]:
         count = len(self.prefix_ids)
         # Chat templates usually write BOS themselves; it must not come twice.
         return ids if count and ids[:count] == self.prefix_ids else [*self.prefix_ids, *ids]
+
+
+def _encodable(text: str) -> str:
+    """A lone surrogate cannot be tokenised; it becomes a question mark."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def finish_prompt_ids(context: list[list[int]], final: list[int]) -> PromptIds:

@@ -129,7 +129,7 @@ def test_a_text_of_no_tokens_is_no_miss_and_leaves_no_trace(
     assert fetcher.precompute([C, B]).computed == 0
 
 
-@pytest.mark.parametrize("fault", ["corrupt", "another block", "another model"])
+@pytest.mark.parametrize("fault", ["corrupt", "another block", "another model", "a layer less"])
 def test_a_bad_entry_is_a_miss_with_a_warning_and_is_overwritten(
     fetcher: BlockFetcher,
     store: FaultyStore,
@@ -141,8 +141,10 @@ def test_a_bad_entry_is_a_miss_with_a_warning_and_is_overwritten(
         store.corrupt.update(store.keys())
     elif fault == "another block":
         store.swapped = replace(good, digest="0" * 64)
-    else:
+    elif fault == "another model":
         store.swapped = replace(good, fingerprint="0" * 64)
+    else:
+        store.swapped = replace(good, keys=good.keys[1:], values=good.values[1:])
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         found = fetcher.fetch([A], "compute")
     assert (found.hits, found.misses) == (0, 1)

@@ -99,6 +99,8 @@ def test_a_template_without_control_tokens_is_tokenised_together_with_the_text()
 def test_lone_surrogates_become_question_marks_instead_of_failing() -> None:
     assert decoded(with_bos.block_ids(Block("a\ud800b"), first=False)) == "a?b"
     assert decoded(with_bos.final_ids("a\ud800b", first=False)) == "a?b"
+    assert not with_bos.spells_control_token("a\ud800b")
+    assert with_bos.spells_control_token("a\ud800<|end|>")
 
 
 def test_the_last_block_becomes_final_where_the_final_text_is_empty() -> None:
@@ -207,7 +209,15 @@ class TestAddedTokens:
         tokenizer = tiny_tokenizer()
         tokenizer.backend_tokenizer.add_tokens([AddedToken("<|turn|>", rstrip=True, special=True)])
         own = BlockTokenizer(tokenizer)
-        assert own.final_ids("<|turn|>\n a", first=False) == [264, *own.text_ids("a")]
+        expected = [264, *own.text_ids("a")]
+        assert own.final_ids("<|turn|>\n a", first=False) == expected
+        spans = [Span("<|turn|>\n", "template"), Span("  ", "conversation"), Span(" a", "system")]
+        assert own.final_ids(spans, first=False) == expected
+        before = AddedToken("<|stop|>", lstrip=True, special=True)
+        tokenizer.backend_tokenizer.add_tokens([before])
+        spans = [Span("a \n", "conversation"), Span("<|stop|>", "template")]
+        ids = BlockTokenizer(tokenizer).final_ids(spans, first=False)
+        assert ids == [*own.text_ids("a"), 265]
 
 
 def test_a_tokenizer_without_rust_keeps_the_same_rules() -> None:

@@ -17,6 +17,7 @@ from blockattn_rag.lazy import import_name
 
 if TYPE_CHECKING:
     from blockattn_rag.langchain.chat import ChatBlockAttention
+    from blockattn_rag.langchain.cleaning import without_markers
     from blockattn_rag.langchain.completion import BlockAttentionLLM
     from blockattn_rag.langchain.compressor import BlockKVCompressor
     from blockattn_rag.langchain.documents import BlockDocumentPrompt, format_blocks
@@ -31,6 +32,7 @@ _HOMES = {
     "ChatBlockAttention": "chat",
     "HashingEmbeddings": "embedding",
     "format_blocks": "documents",
+    "without_markers": "cleaning",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "HashingEmbeddings",
     "format_blocks",
     "live_handles",
+    "without_markers",
 ]
 
 

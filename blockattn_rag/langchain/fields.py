@@ -6,8 +6,10 @@ needs to share the engine is a field.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
+from langchain_core.runnables import Runnable, RunnableLambda
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from blockattn_rag.arguments import check_known
@@ -16,6 +18,7 @@ from blockattn_rag.engine import BlockAttentionEngine
 from blockattn_rag.fetch import OnMiss
 from blockattn_rag.generation import Mode
 from blockattn_rag.kv import Positions
+from blockattn_rag.langchain.cleaning import without_markers
 from blockattn_rag.prompts import BLANK_LINE
 from blockattn_rag.source import EngineSource
 
@@ -142,6 +145,20 @@ class GenerationFields(EngineFields):
         if "max_tokens" in options:
             options["max_new_tokens"] = options.pop("max_tokens")
         return {**options, "stop": tuple(self.stop or () if stop is None else stop)}
+
+    def with_fallbacks(self, fallbacks: Sequence[Runnable[Any, Any]], **kwargs: Any) -> Any:
+        """As any runnable's. Fallbacks that are no models of this package get their prompts without
+        the markers of passages, which would be noise to them."""
+        return Runnable.with_fallbacks(
+            cast(Runnable[Any, Any], self),
+            [
+                other
+                if isinstance(other, GenerationFields)
+                else RunnableLambda(without_markers) | other
+                for other in fallbacks
+            ],
+            **kwargs,
+        )
 
     @classmethod
     def arguments_from_model_id(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from langchain_core.documents import Document
 from langchain_core.messages import (
     AIMessage,
     AIMessageChunk,
@@ -97,8 +98,23 @@ def _tool_fields(message: BaseMessage) -> dict[str, Any]:
 
 def _text_of(message: BaseMessage) -> str:
     if isinstance(message.content, str):
-        return message.content
+        artifact = message.artifact if isinstance(message, ToolMessage) else None
+        return _marked(message.content, artifact)
     return "".join(_text_of_part(part, message) for part in message.content)
+
+
+def _marked(content: str, artifact: Any) -> str:
+    """What a retriever's tool found, between markers. The tool hands the documents on beside their
+    text (``response_format="content_and_artifact"``), so the message itself needs no marker."""
+    documents = artifact if isinstance(artifact, (list, tuple)) else ()
+    marked, position = "", 0
+    for document in documents:
+        text = document.page_content.strip() if isinstance(document, Document) else ""
+        at = content.find(text, position) if text else -1
+        if at >= 0:
+            marked += content[position:at] + wrap(text)
+            position = at + len(text)
+    return marked + content[position:]
 
 
 def _text_of_part(part: str | dict[str, Any], message: BaseMessage) -> str:

@@ -170,7 +170,7 @@ class BlockModel:
                 if not self.hf_model.training:
                     self.hf_model.eval()  # adapters come as for training, with dropout
                 self.profile = profile_attention(self.hf_model)
-                for name in ("supports_relay", "bytes_per_token"):
+                for name in ("supports_relay", "_one_token"):
                     vars(self).pop(name, None)
             self._identity = Identity(self.hf_model, self.tokenizer)
             return self._identity
@@ -180,11 +180,20 @@ class BlockModel:
         """Tokens of one encoding batch, padding included, unless the call says otherwise."""
         return _BATCH_TOKENS.get(self.device.type, _BATCH_TOKENS_ACCELERATOR)
 
-    @cached_property
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of keys and values per token."""
+        return self._one_token.nbytes
+
+    def could_have_computed(self, kv: BlockKV) -> bool:
+        """Whether keys and values have this model's layers, heads, head sizes and number type."""
+        return _outlines(kv) == _outlines(self._one_token)
+
+    @cached_property
+    def _one_token(self) -> BlockKV:
+        """A block of one token: what this model's blocks are like."""
         with self.lock:
-            return self._encode_batch([EncodeRequest([0], "", "")])[0].nbytes
+            return self._encode_batch([EncodeRequest([0], "", "")])[0]
 
     def encode(
         self, requests: Sequence[EncodeRequest], *, batch_tokens: int | None = None
@@ -395,6 +404,11 @@ def _cut_out(
         digest=request.digest,
         handle=request.handle,
     )
+
+
+def _outlines(kv: BlockKV) -> list[tuple[int, int, torch.dtype]]:
+    """Heads, head size and number type of each layer's keys, and then values."""
+    return [(states.shape[0], states.shape[2], states.dtype) for states in (*kv.keys, *kv.values)]
 
 
 def _batch_rows(lengths: Sequence[int], budget: int) -> int:
