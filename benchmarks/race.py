@@ -38,9 +38,7 @@ def main() -> None:
             assert kv is not None
             entries += 1
             wrong += kv.token_ids.tolist() != written[kv.handle]
-    print(
-        f"{entries} passages stored in {seconds:.0f} s, {wrong} with tokens not of their text"
-    )
+    print(f"{entries} passages stored in {seconds:.0f} s, {wrong} with tokens not of their text")
     raise SystemExit(bool(wrong) or entries != len(written))
 
 

@@ -56,8 +56,8 @@ def ask(
     if answer.misses:
         one = answer.misses == 1
         note(
-            f"note: {count(answer.misses, 'block')} {'was' if one else 'were'} computed now and "
-            "will be reused"
+            f"note: {count(answer.misses, 'block')} {'was' if one else 'were'} computed now; "
+            "passages are stored for the next question"
         )
     emit(as_json, answer.to_dict(), "", *_sources(answer), reuse_line(answer))
 

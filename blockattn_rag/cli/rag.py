@@ -59,7 +59,7 @@ def ingest_documents(
     from llama_index.core.node_parser import SentenceSplitter
 
     from blockattn_rag.fetch import EncodeStats
-    from blockattn_rag.llama_index import BlockKVTransform
+    from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform, encode_prompt_head
 
     # Loaded before the clock starts: imports are no work of the ingestion.
     collection, embedding = database.collection, database.embedding
@@ -79,6 +79,7 @@ def ingest_documents(
     encode = IngestionPipeline(transformations=[encoder], disable_cache=True)
     passages = list(encode.run(nodes=passages))
     stats = encoder.stats or EncodeStats()
+    encode_prompt_head(BlockAttentionLLM(engine=database.engine, block_template=database.template))
     added, removed = _synchronise(database.client, collection, embedding, passages)
     return IngestReport(
         documents=len(documents),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         block_query_engine,
         block_response_synthesizer,
         configure,
+        encode_prompt_head,
     )
     from blockattn_rag.llama_index.transform import BlockKVTransform
 
@@ -46,6 +47,7 @@ _HOMES = {
     "block_response_synthesizer": "synthesis",
     "canonical_text": "nodes",
     "configure": "synthesis",
+    "encode_prompt_head": "synthesis",
 }
 _EXTRA_PACKAGES = ("llama_index", "chromadb", "sklearn")
 
@@ -65,6 +67,7 @@ __all__ = [
     "block_response_synthesizer",
     "canonical_text",
     "configure",
+    "encode_prompt_head",
     "live_handles",
 ]
 

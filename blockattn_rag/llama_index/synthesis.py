@@ -9,6 +9,8 @@ from llama_index.core import Settings
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.response_synthesizers import (
     BaseSynthesizer,
     ResponseMode,
@@ -20,7 +22,7 @@ from llama_index.core.response_synthesizers.no_text import NoText
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.llama_index.postprocessor import BlockKVPostprocessor, Order
 from blockattn_rag.llama_index.prompt_helper import BlockPromptHelper
-from blockattn_rag.markers import strip_markers
+from blockattn_rag.markers import strip_markers, wrap
 
 
 def configure(llm: BlockAttentionLLM) -> None:
@@ -32,6 +34,32 @@ def configure(llm: BlockAttentionLLM) -> None:
     Settings.llm = llm
     Settings.prompt_helper = BlockPromptHelper.from_llm(llm)
     Settings.tokenizer = llm.tokenize
+
+
+def encode_prompt_head(
+    llm: BlockAttentionLLM, prompt: BasePromptTemplate = DEFAULT_TEXT_QA_PROMPT_SEL
+) -> None:
+    """Store what stands before the passages in every prompt made of a template.
+
+    Questions store passages, and never what stands in a user's message beside them. So the words of
+    the template are computed by the first question of each process, unless they were stored on
+    purpose: this does it, once.
+
+    A template that shows the question first has no such head: nothing is stored then.
+
+    Args:
+        llm: the model that will be asked.
+        prompt: with ``context_str`` and ``query_str``; default: LlamaIndex's own for questions.
+    """
+    query = "\u241equery\u241e"
+    variables = {"context_str": wrap("passage"), "query_str": query}
+    if llm.metadata.is_chat_model:
+        asked = llm.to_prompt(llm._extend_messages(prompt.format_messages(llm=llm, **variables)))
+    else:
+        asked = llm.to_prompt(llm._extend_prompt(prompt.format(llm=llm, **variables)))
+    head = asked.context[:1]
+    if head and not head[0].is_passage and query not in head[0].text:
+        llm.engine.precompute(head, as_prompt=True)
 
 
 def block_response_synthesizer(

@@ -1,0 +1,61 @@
+"""Shortcuts: the head of prompts is stored on purpose, and only if no question stands in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core.prompts import PromptTemplate
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.generation import Generation
+from blockattn_rag.llama_index import (
+    BlockAttentionLLM,
+    block_response_synthesizer,
+    encode_prompt_head,
+)
+from blockattn_rag.model import BlockModel
+from tests.llama_index.conftest import encoded, passages
+
+
+def recorded(generate: Any, answers: list[Generation]) -> Any:
+    """``generate`` that keeps its answers."""
+
+    def and_keep(*args: Any, **kwargs: Any) -> Generation:
+        answers.append(generate(*args, **kwargs))
+        return answers[-1]
+
+    return and_keep
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+def test_a_head_that_was_stored_is_reused_by_the_first_question_of_a_process(
+    block_model: BlockModel, tmp_path: Path, chat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fresh() -> BlockAttentionLLM:
+        engine = BlockAttentionEngine(block_model, tmp_path / "kv")
+        return BlockAttentionLLM(
+            engine=engine, max_new_tokens=2, is_chat_model=chat, system_prompt="Be brief."
+        )
+
+    nodes = encoded(fresh(), passages())
+    found = []
+    for stores_head in (False, False, True, False):
+        llm = fresh()
+        if stores_head:
+            encode_prompt_head(llm)
+        answers: list[Generation] = []
+        monkeypatch.setattr(llm.engine, "generate", recorded(llm.engine.generate, answers))
+        block_response_synthesizer(llm).synthesize("What?", nodes)
+        found += [(answer.stats.hits, answer.stats.misses) for answer in answers]
+    assert found == [(3, 1), (3, 1), (4, 0), (4, 0)]
+
+
+def test_a_template_that_begins_with_the_question_stores_nothing(
+    block_model: BlockModel, tmp_path: Path
+) -> None:
+    engine = BlockAttentionEngine(block_model, tmp_path / "kv")
+    llm = BlockAttentionLLM(engine=engine, max_new_tokens=2)
+    encode_prompt_head(llm, PromptTemplate("{query_str}\n{context_str}\nAnswer:"))
+    assert engine.store.stats().entries == 0
