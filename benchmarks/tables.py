@@ -42,7 +42,7 @@ TABLES: Mapping[str, Columns] = {
         ("full", seconds("full")),
         ("copy", seconds("copy")),
         ("relay", seconds("relay")),
-        ("question", seconds("floor")),
+        ("floor", seconds("floor")),
         ("full / relay", number("full_over_relay")),
         ("relay / copy", lambda row: f"{row['relay_s'] / row['copy_s']:.2f}"),
         ("FLOPs", number("flops_ratio", 0)),

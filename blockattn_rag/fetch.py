@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -57,6 +58,8 @@ class Fetched(NamedTuple):
 _STORABLE: frozenset[Origin] = frozenset({"passage"})
 
 _MOST_SYSTEM_BLOCKS = 4096
+_MARK_EVERY_S = 60.0
+_MOST_MARKED = 1 << 16
 
 
 def _no_limit(tokens: int) -> None:
@@ -97,6 +100,7 @@ class BlockFetcher:
         self._resident = MemoryStore(resident_bytes) if wanted else None
         # Keys of system messages that were computed once, and are not stored yet.
         self._system_blocks: set[str] = set()
+        self._marked: dict[str, float] = {}
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether there is an entry for the block; whether it is sound is seen when it is read."""
@@ -194,26 +198,40 @@ class BlockFetcher:
 
     def _look_up(self, wanted: Collection[_Wanted]) -> dict[str, BlockKV | None]:
         """Each block's KV by its digest, on the model's device; None if it must be computed."""
-        resident, read = self._resident, dict[str, BlockKV]()
-        found = {one.digest: self._look_up_resident(one.key) for one in wanted}
+        read: dict[str, BlockKV] = {}
+        found = {one.digest: self._look_up_resident(one) for one in wanted}
         for one in wanted:
             if found[one.digest] is None and (kv := self._read(one)) is not None:
                 read[one.digest] = kv
-        # Copies, to be kept: what was read may be a view of a file, which may change after its
-        # check.
-        brought = bring(list(read.values()), self._model.device, copy=resident is not None)
+        brought = bring(list(read.values()), self._model.device)
         for digest, kv in zip(read, brought, strict=True):
             self._keep_resident(kv)
             found[digest] = kv
         return found
 
-    def _look_up_resident(self, key: str) -> BlockKV | None:
-        kv = self._resident.get(key) if self._resident is not None else None
+    def _look_up_resident(self, one: _Wanted) -> BlockKV | None:
+        kv = self._resident.get(one.key) if self._resident is not None else None
         if kv is None or (kv.arrival is not None and kv.arrival.failed):
             return None
-        if key in self._system_blocks:
+        if one.key in self._system_blocks:
             self._put(kv)
+        elif one.block.origin in _STORABLE:
+            self._mark_as_used(one.key)
         return kv
+
+    def _mark_as_used(self, key: str) -> None:
+        """Tell the store of a block that is used and not read, once in a while: it would take what
+        is used most for what nobody wants."""
+        now = time.monotonic()
+        if now - self._marked.get(key, -math.inf) < _MARK_EVERY_S:
+            return
+        if len(self._marked) >= _MOST_MARKED:
+            self._marked.clear()
+        self._marked[key] = now
+        try:
+            touch(self._store, key)
+        except StoreError as error:
+            logger.warning("%s. The answer is not affected.", error)
 
     def _keep_resident(self, kv: BlockKV) -> None:
         if self._resident is not None and kv.nbytes <= self._resident.max_bytes:

@@ -103,7 +103,8 @@ class EngineSource:
                 f"this was built from a live {' and '.join(live)}, which cannot be sent to another "
                 "process; build it from the name of a model and the directory of a store"
             )
-        return _from_fields, (self.fields(),)
+        # The store itself, which may have a bound, and not its place alone.
+        return _from_fields, ({**self.fields(), "kv_store": self._kv_store},)
 
     @property
     def engine(self) -> BlockAttentionEngine:

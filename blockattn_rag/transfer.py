@@ -20,15 +20,11 @@ from blockattn_rag.kv import BlockKV
 from blockattn_rag.threads import start_thread
 
 
-def bring(blocks: Sequence[BlockKV], device: torch.device, *, copy: bool) -> list[BlockKV]:
-    """Blocks on ``device``; on CUDA those from elsewhere may still be on their way.
-
-    Args:
-        copy: share no memory with what was given, even if it lies there.
-    """
+def bring(blocks: Sequence[BlockKV], device: torch.device) -> list[BlockKV]:
+    """Blocks on ``device``; on CUDA those from elsewhere may still be on their way."""
     if device.type == "cuda" and any(kv.device.type == "cpu" for kv in blocks):
         return send(blocks, device)
-    return [kv.copy_to(device) if copy else kv.to(device) for kv in blocks]
+    return [kv.to(device) for kv in blocks]
 
 
 def send(blocks: Sequence[BlockKV], device: torch.device) -> list[BlockKV]:
@@ -77,14 +73,23 @@ class _Transfer:
         return self._error is not None
 
     def _empty_copy(self, kv: BlockKV) -> BlockKV:
-        """One tensor for all layers, so that a block can be freed by itself."""
+        """One tensor for all layers, so that a block can be freed by itself; layers of different
+        number types are a tensor each."""
         states = [t for layer in zip(kv.keys, kv.values, strict=True) for t in layer]
-        flat = torch.empty(
-            sum(t.numel() for t in states), dtype=states[0].dtype, device=self._device
+        if len({t.dtype for t in states}) == 1:
+            count = sum(t.numel() for t in states)
+            flat = torch.empty(count, dtype=states[0].dtype, device=self._device)
+            parts = torch.split(flat, [t.numel() for t in states])
+            copies = [part.view(t.shape) for part, t in zip(parts, states, strict=True)]
+        else:
+            copies = [torch.empty_like(t, device=self._device) for t in states]
+        return replace(
+            kv,
+            keys=tuple(copies[::2]),
+            values=tuple(copies[1::2]),
+            token_ids=kv.token_ids.clone(),
+            arrival=self,
         )
-        parts = torch.split(flat, [t.numel() for t in states])
-        copies = [part.view(t.shape) for part, t in zip(parts, states, strict=True)]
-        return replace(kv, keys=tuple(copies[::2]), values=tuple(copies[1::2]), arrival=self)
 
     def _stream_beside(self) -> Any:
         """A stream that starts when the copies' memory is free, and holds it until it ends."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from blockattn_rag.errors import ContextOverflowError, CorruptEntryError, MissEr
 from blockattn_rag.fetch import BlockFetcher
 from blockattn_rag.kv import BlockKV
 from blockattn_rag.model import BlockModel
-from blockattn_rag.store import DirectoryStore, MemoryStore
+from blockattn_rag.store import DirectoryStore, MemoryStore, shrink
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
 A, B, C = Block("first passage"), Block("second"), Block("third", BlockTemplate("- ", "\n"))
@@ -381,3 +383,21 @@ def test_an_ingestion_computes_a_damaged_entry_anew(on_disk: BlockFetcher, tmp_p
     first.write_bytes(first.read_bytes()[:100])
     assert on_disk.precompute([A, B]).computed == 1
     assert on_disk.precompute([A, B]).computed == 0
+
+
+def test_blocks_that_are_used_from_memory_are_not_the_first_that_a_full_store_forgets(
+    model: BlockModel, tmp_path: Path
+) -> None:
+    store = DirectoryStore(tmp_path / "kv")
+    fetcher = BlockFetcher(model, store, threading.Lock(), 1 << 26)
+    fetcher.fetch([D, A], "compute")  # both are kept in memory too
+    for path in tmp_path.rglob("*.safetensors"):
+        os.utime(path, (0, time.time() - 200))
+    known = {*tmp_path.rglob("*.safetensors")}
+    fetcher.precompute([B])
+    (written,) = {*tmp_path.rglob("*.safetensors")} - known
+    os.utime(written, (0, time.time() - 100))
+    fetcher.fetch([D, A], "compute")
+    shrink(store, store.stats().total_bytes - 1)
+    assert fetcher.contains(A)
+    assert not fetcher.contains(B)

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -152,10 +153,17 @@ def test_a_block_that_nobody_holds_is_freed_at_once(blocks: list[BlockKV]) -> No
 
 
 def test_on_the_cpu_blocks_are_there_at_once(blocks: list[BlockKV]) -> None:
-    assert bring(blocks, CPU, copy=False) == blocks
-    copies = bring(blocks, CPU, copy=True)
-    assert [kv.arrival for kv in copies] == [None, None]
-    assert copies[0].keys[0].data_ptr() != blocks[0].keys[0].data_ptr()
+    assert bring(blocks, CPU) == blocks
+
+
+def test_copies_keep_each_layers_number_type_and_share_no_token_ids(blocks: list[BlockKV]) -> None:
+    mixed = replace(blocks[0], values=tuple(t.half() for t in blocks[0].values))
+    (copy,) = send([mixed], CPU)
+    for layer in range(mixed.num_layers):
+        for found, expected in zip(copy.states(layer), mixed.states(layer), strict=True):
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+    assert copy.token_ids.data_ptr() != mixed.token_ids.data_ptr()
 
 
 def test_an_engine_answers_from_blocks_that_are_still_arriving(
@@ -177,7 +185,7 @@ def test_on_cuda_blocks_arrive_beside_the_models_work(blocks: list[BlockKV]) -> 
     device = torch.device("cuda", 0)
     for _ in range(20):
         work = torch.randn(2048, 2048, device=device)
-        copies = bring(blocks, device, copy=True)
+        copies = bring(blocks, device)
         for layer in range(blocks[0].num_layers):
             work = work @ work / 100
             for sent, copy in zip(blocks, copies, strict=True):

@@ -110,8 +110,9 @@ def progress(description: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things: ``1 block``, ``2,000 blocks``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """A number of things: ``1 block``, ``2,000 blocks``, ``2 entries``."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def size(number: float) -> str:

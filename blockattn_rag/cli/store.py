@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from blockattn_rag.cli.database import MANIFEST, chroma_client, require_manifest
-from blockattn_rag.cli.output import JsonOption, emit, note, progress, size, table, working
+from blockattn_rag.cli.output import JsonOption, count, emit, note, progress, size, table, working
 
 if TYPE_CHECKING:
     from chromadb.api import ClientAPI
@@ -91,9 +91,9 @@ def verify(
         note(f"note: {error}")
     lines = [f"{key}: {reason}" for key, reason in (report.damaged | report.unread).items()]
     summary = (
-        f"{report.ok} entries sound ({size(report.total_bytes)}), {len(report.damaged)} damaged, "
-        f"{len(report.unread)} not readable, {report.deleted} deleted, "
-        f"{len(report.leftovers)} temporary files"
+        f"{count(report.ok, 'entry')} sound ({size(report.total_bytes)}), "
+        f"{len(report.damaged)} damaged, {len(report.unread)} not readable, "
+        f"{report.deleted} deleted, {count(len(report.leftovers), 'temporary file')}"
     )
     emit(as_json, data, *lines, summary)
     if len(report.damaged) > report.deleted or report.unread:
@@ -169,9 +169,10 @@ def gc(
     }
     verb = "would delete" if dry_run else "deleted"
     summary = (
-        f"{verb} {len(report.deleted)} entries and {len(report.leftovers)} temporary files "
+        f"{verb} {count(len(report.deleted), 'entry')} and "
+        f"{count(len(report.leftovers), 'temporary file')} "
         f"({size(report.freed_bytes)}); kept {report.kept} referred to and {report.kept_young} "
-        f"used recently; {len(live)} handles in {len(names)} collection(s)"
+        f"used recently; {count(len(live), 'handle')} in {count(len(names), 'collection')}"
     )
     emit(as_json, data, summary)
     if report.errors:
@@ -199,7 +200,7 @@ def shrink(
         report = shrink_store(_open(store), most, dry_run=dry_run)
     verb = "would delete" if dry_run else "deleted"
     summary = (
-        f"{verb} {len(report.deleted)} entries ({size(report.freed_bytes)}); "
+        f"{verb} {count(len(report.deleted), 'entry')} ({size(report.freed_bytes)}); "
         f"the others take {size(report.left_bytes)}"
     )
     emit(as_json, {**asdict(report), "store": str(store), "max_bytes": most}, summary)

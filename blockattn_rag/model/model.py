@@ -24,6 +24,7 @@ from blockattn_rag.model.probe import (
     check_ready,
     layer_states,
     profile_attention,
+    vocabulary_size,
 )
 from blockattn_rag.model.requests import EncodeRequest
 from blockattn_rag.tokenization import BlockTokenizer
@@ -186,7 +187,9 @@ class BlockModel:
         return self._one_token.nbytes
 
     def could_have_computed(self, kv: BlockKV) -> bool:
-        """Whether keys and values have this model's layers, heads, head sizes and number type."""
+        """Whether a block has this model's layers, heads, head sizes, number type and tokens."""
+        if int(kv.token_ids.max()) >= vocabulary_size(self.hf_model):
+            return False
         return _outlines(kv) == _outlines(self._one_token)
 
     @cached_property

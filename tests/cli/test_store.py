@@ -18,6 +18,13 @@ from tests.store.kvs import key_of, make_kv
 NO_TELEMETRY = Settings(anonymized_telemetry=False)
 
 
+@pytest.fixture
+def database(database: Path, cli: Command) -> Path:
+    """A database whose store holds its passage alone, not the words before passages."""
+    assert len(cli("store", "gc", database, "--grace", "0", "--json").json["deleted"]) == 1
+    return database
+
+
 def entries(database: Path) -> list[Path]:
     return sorted((database / "kv").rglob("*.safetensors"))
 

@@ -10,7 +10,7 @@ LABELS = {
     "full": "full prefill",
     "copy": "blocks, copied",
     "relay": "blocks, relay",
-    "floor": "question alone",
+    "floor": "floor (question alone)",
     "shared": "shared (relay)",
     "unshared": "unshared (copy)",
     "encode": "encoding blocks",
