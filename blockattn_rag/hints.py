@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from blockattn_rag.blocks import BlockPrompt
+from blockattn_rag.blocks import Block, BlockPrompt
 
 logger = logging.getLogger("blockattn_rag")
 
 _UNMARKED_PROMPTS = 3
+_MOST_HEADS = 1000
 _LONG_PROMPT = 500  # characters: shorter ones hold no passages worth the name
-_DISTINCT_HEADS = 3
+_NEW_HEADS = 5  # in a row: different prompt templates in turn are nobody's mistake
 
 
 class ReuseHints:
@@ -24,6 +25,7 @@ class ReuseHints:
         self._unmarked = 0
         self._any_marked = False
         self._heads: set[str] = set()
+        self._new_heads = 0
         self._told: set[str] = set()
 
     def look_at(self, prompt: BlockPrompt) -> None:
@@ -40,15 +42,22 @@ class ReuseHints:
                     "LangChain: format documents by format_blocks or BlockDocumentPrompt",
                     _UNMARKED_PROMPTS,
                 )
-        if marked and prompt.context[0].origin == "conversation":
-            self._heads.add(prompt.context[0].handle)
-            if len(self._heads) == _DISTINCT_HEADS:
-                self._tell(
-                    "text that changes with every question stands before the passages: it is "
-                    "computed anew each time, %d times so far, and is never stored. Put "
-                    "the passages before the question and the history in your prompt template",
-                    _DISTINCT_HEADS,
-                )
+        if marked:
+            self._look_at_head(prompt.context[0])
+
+    def _look_at_head(self, head: Block) -> None:
+        """``head``: the first block of a prompt with passages."""
+        is_new = head.origin == "conversation" and head.handle not in self._heads
+        self._new_heads = self._new_heads + 1 if is_new else 0
+        if is_new and len(self._heads) < _MOST_HEADS:
+            self._heads.add(head.handle)
+        if self._new_heads == _NEW_HEADS:
+            self._tell(
+                "text that changes with every question stands before the passages: it was computed "
+                "anew for each of the last %d, and is never stored. Put the passages before the "
+                "question and the history in your prompt template",
+                _NEW_HEADS,
+            )
 
     def _tell(self, message: str, count: int) -> None:
         if message not in self._told:

@@ -49,6 +49,14 @@ def test_a_question_that_stands_before_the_passages(
     assert "before the passages" in record.getMessage()
 
 
+def test_different_templates_in_turn_are_no_questions(
+    hints: ReuseHints, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(12):
+        hints.look_at(segment(f"Template {number % 4}: {wrap('passage')}Question {number}?"))
+    assert not caplog.records
+
+
 def test_a_head_that_stays_the_same_is_no_question(
     hints: ReuseHints, caplog: pytest.LogCaptureFixture
 ) -> None:
