@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from blockattn_rag.blocks import PLAIN, BlockPrompt, BlockTemplate, Origin, Span
 from blockattn_rag.errors import SegmentationError
+from blockattn_rag.folders import state_folder
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -211,14 +212,6 @@ def _key() -> bytes:
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         logger.info("markers are valid in this process only: no key can be kept (%s)", error)
         return secrets.token_bytes(_KEY_BYTES)
-
-
-def state_folder() -> Path:
-    """Where this package keeps what must outlive a process: ``$BLOCKATTN_RAG_HOME``, or below the
-    user's cache folder (``$XDG_CACHE_HOME``, else ``~/.cache``)."""
-    if home := os.environ.get("BLOCKATTN_RAG_HOME"):
-        return Path(home)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockattn_rag"
 
 
 def _key_in(path: Path) -> bytes:

@@ -19,7 +19,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = {
     "errors": "",
     "blocks": "",
-    "markers": "blocks errors",
+    "folders": "",
+    "markers": "blocks errors folders",
     "chat_template": "blocks errors markers",
     "arguments": "",
     "hints": "blocks",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.demo.corpus import Turn, bundled_corpus, bundled_questions, is_correct
+from blockattn_rag.folders import state_folder
 
 if TYPE_CHECKING:
     from llama_index.core.schema import Document
 
     from blockattn_rag.cli.rag import Answer, Assistant, IngestReport
 
-HOME_VARIABLE = "BLOCKATTN_RAG_HOME"
 SOURCE = "bundled encyclopedia"
 TOP_K = 5
 MAX_NEW_TOKENS = 64
@@ -75,12 +74,8 @@ class DemoReport:
 
 
 def default_folder() -> Path:
-    """Where the demo keeps its database: ``$BLOCKATTN_RAG_HOME/demo``, or below the user's cache
-    folder (``$XDG_CACHE_HOME``, else ``~/.cache``)."""
-    if home := os.environ.get(HOME_VARIABLE):
-        return Path(home) / "demo"
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "blockattn_rag" / "demo"
+    """Where the demo keeps its database; see ``folders.state_folder``."""
+    return state_folder() / "demo"
 
 
 def documents() -> list[Document]:

@@ -49,6 +49,11 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):
         params["ls_provider"] = PROVIDER
         return params
 
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        parses = {"parse_special_tokens": self.parse_special_tokens}
+        return {**super()._identifying_params, **parses}
+
     def to_prompt(self, prompt: str) -> BlockPrompt:
         """The blocks that a prompt becomes."""
         spans = self.source.string_spans(prompt, parse_special_tokens=self.parse_special_tokens)
