@@ -155,13 +155,13 @@ def _plain_ids(message: Any) -> Any:
         return type(message)(_plain_ids(item) for item in message)
     if not isinstance(message, Mapping):
         return message
-    return {
-        key: _NO_WORD.sub("_", value)[:128]
-        if key in _IDS and isinstance(value, str)
-        else _plain_ids(value)
-        for key, value in message.items()
-        if key != "arguments"
-    } | ({"arguments": message["arguments"]} if "arguments" in message else {})
+    plain = dict(message)
+    for key, value in message.items():
+        if key in _IDS and isinstance(value, str):
+            plain[key] = _NO_WORD.sub("_", value)[:128]
+        elif key != "arguments":  # which have keys of their own
+            plain[key] = _plain_ids(value)
+    return plain
 
 
 def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
