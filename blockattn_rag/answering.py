@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from blockattn_rag.batching import Seat
@@ -49,12 +48,10 @@ class Answerer:
 
     Args:
         model: the model.
-        lock: who holds it may run the model.
     """
 
-    def __init__(self, model: BlockModel, lock: AbstractContextManager[object]) -> None:
+    def __init__(self, model: BlockModel) -> None:
         self.model = model
-        self._lock = lock
 
     def answer(
         self,
@@ -78,7 +75,7 @@ class Answerer:
             if text := answer.push(token):
                 on_text(text)
 
-        with self._lock:
+        with self.model.running(request.sampling):
             if is_cancelled():  # while waiting for the model
                 return self._generation(answer, [], prepared, clock)
             clock.assembling = time.perf_counter()
@@ -140,7 +137,7 @@ class Answerer:
             clock.note_token()
             return nobody_waits()
 
-        with self._lock:
+        with self.model.running(request.sampling):
             clock.assembling = time.perf_counter()
             rows: Sequence[list[int]] = [[] for _ in calls]
             if not nobody_waits():  # since before the model was free

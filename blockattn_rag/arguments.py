@@ -18,8 +18,9 @@ def check_known(cls: type, given: Iterable[str], known: Collection[str]) -> None
     for name in unknown:
         near = get_close_matches(name, known, n=1)
         said.append(f"{name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
-    raise TypeError(
-        f"{cls.__name__} has no argument {', '.join(said)}. Options of transformers' generate, "
-        "such as do_sample or repetition_penalty, go into generate_kwargs={...}, and those for "
-        "loading the model into model_kwargs={...}"
+    places = (
+        ". Options of transformers' generate, such as do_sample or repetition_penalty, go into "
+        "generate_kwargs={...}, and those for loading the model into model_kwargs={...}"
     )
+    has_places = "generate_kwargs" in known
+    raise TypeError(f"{cls.__name__} has no argument {', '.join(said)}{places * has_places}")

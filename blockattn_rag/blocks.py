@@ -30,7 +30,7 @@ Control tokens are parsed in ``template`` and ``prompt`` alone.
 """
 
 _PARSED: frozenset[Origin] = frozenset({"template", "prompt"})
-_PASSAGES: frozenset[Origin] = frozenset({"passage", "altered"})
+PASSAGES: frozenset[Origin] = frozenset({"passage", "altered"})
 
 
 def handle_of(text: str) -> str:
@@ -54,7 +54,7 @@ def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
     """The spans without empty ones, neighbours of one origin joined; passages stay apart."""
     joined: list[Span] = []
     for span in spans:
-        if joined and joined[-1].origin == span.origin and span.origin not in _PASSAGES:
+        if joined and joined[-1].origin == span.origin and span.origin not in PASSAGES:
             joined[-1] = Span(joined[-1].text + span.text, span.origin)
         elif span.text:
             joined.append(span)
@@ -121,7 +121,7 @@ class Block:
     @property
     def is_passage(self) -> bool:
         """Whether the block is a passage, intact or altered."""
-        return self.origin in _PASSAGES
+        return self.origin in PASSAGES
 
     @property
     def rendered(self) -> str:
@@ -215,7 +215,7 @@ class BlockPrompt:
         context: list[Block] = []
         between: list[Span] = []
         for span in merged(spans):
-            if span.origin not in _PASSAGES:
+            if span.origin not in PASSAGES:
                 between.append(span)
                 continue
             if between and (not context or any(one.text.strip() for one in between)):

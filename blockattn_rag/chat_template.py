@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-from blockattn_rag.blocks import Origin, Span, merged
+from blockattn_rag.blocks import PASSAGES, Origin, Span, merged
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.markers import content_spans
 
@@ -27,12 +27,12 @@ Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[[list[dict[str, Any]]], str]
 Spans: TypeAlias = tuple[Span, ...]
 
-# What templates compare and count (roles, names of tools, ids) they must see as it is. Such words
-# are left in place if they can do no harm.
-_WORDS = ("role", "type", "name", "id", "tool_call_id")
-_WORD = re.compile(r"[\w.:/ -]{0,128}")
-_IDS = ("id", "tool_call_id")
-_NO_WORD = re.compile(r"[^\w.:/ -]")
+# What templates compare and count (roles, names of tools, ids) they must see as it is. It is left
+# in place if it is of harmless characters, and of ids all others are replaced.
+_COMPARED_FIELDS = ("role", "type", "name", "id", "tool_call_id")
+_ID_FIELDS = ("id", "tool_call_id")
+_HARMLESS = re.compile(r"[\w.:/ -]{0,128}")
+_HARMFUL_CHARACTER = re.compile(r"[^\w.:/ -]")
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -115,11 +115,12 @@ def _trace(render: Render, turns: Sequence[Message]) -> _Traced:
     pieces = slots.pattern.split(skeleton)  # template, slot, template, slot, ..., template
     template, numbers = pieces[::2], [int(number) for number in pieces[1::2]]
     asked = [slots.spans[number] for number in numbers]
+    _check_passages_are_shown(turns, slots, set(numbers))
     contents = _find(asked, text, template)
     if contents is None:
         # This template does more to a content than is known here. The contents then stand in their
         # slots as they are: nothing of them may ever pass for the template's.
-        if not slots.of_contents <= set(numbers):
+        if not set(slots.of_turn.values()) <= set(numbers):
             raise SegmentationError(
                 "the chat template changes contents so that they cannot be found in its output, or "
                 "leaves some out; use a template that shows every message's content as it is"
@@ -135,13 +136,25 @@ def _trace(render: Render, turns: Sequence[Message]) -> _Traced:
     return _Traced(merged(prompt), set(numbers))
 
 
+def _check_passages_are_shown(turns: Sequence[Message], slots: _Slots, shown: set[int]) -> None:
+    """Refuse a template that leaves out a message with passages: nobody would notice."""
+    for turn in turns:
+        number = slots.of_turn.get(id(turn))
+        if number not in shown and any(span.origin in PASSAGES for span in turn["content"]):
+            raise SegmentationError(
+                f"the chat template shows no message of the role {turn['role']!r}, and so none of "
+                "its passages; use a template that does, or put the passages into a message of "
+                "the user"
+            )
+
+
 # -- messages -------------------------------------------------------------------------------------
 
 
 def _with_spans(message: Message) -> dict[str, Any]:
     """A message whose content is spans, its markers read."""
     role, content = message["role"], message.get("content")
-    if not isinstance(role, str) or not _WORD.fullmatch(role):
+    if not isinstance(role, str) or not _HARMLESS.fullmatch(role):
         raise ValueError(f"found the role {role!r:.60}; a role is a plain word, such as 'user'")
     if not isinstance(content, tuple):
         content = content_spans(str(content or ""), origin_of(role))
@@ -149,16 +162,16 @@ def _with_spans(message: Message) -> dict[str, Any]:
 
 
 def _plain_ids(message: Any) -> Any:
-    """A message, the ids of whose tool calls are plain words of the same length. Templates count
-    their letters, and nobody reads them."""
+    """A message, the ids of whose tool calls are plain words of the same length, up to 128.
+    Templates count their letters, and nobody reads them."""
     if isinstance(message, (list, tuple)) and not isinstance(message, Span):
         return type(message)(_plain_ids(item) for item in message)
     if not isinstance(message, Mapping):
         return message
     plain = dict(message)
     for key, value in message.items():
-        if key in _IDS and isinstance(value, str):
-            plain[key] = _NO_WORD.sub("_", value)[:128]
+        if key in _ID_FIELDS and isinstance(value, str):
+            plain[key] = _HARMFUL_CHARACTER.sub("_", value)[:128]
         elif key != "arguments":  # which have keys of their own
             plain[key] = _plain_ids(value)
     return plain
@@ -206,13 +219,13 @@ class _Slots:
         self._name = f"Kv{secrets.token_hex(8)}"
         self.pattern = re.compile(rf"{self._name}x(\d+)x")
         self.spans: list[Spans] = []
-        self.of_contents: set[int] = set()
+        self.of_turn: dict[int, int] = {}  # the content's slot, by the message's identity
 
     def put_in(self, turn: Message) -> dict[str, Any]:
         """A message with slots in place of its content and of all that others may have written."""
-        count = len(self.spans)
+        if _text(turn["content"]).strip():
+            self.of_turn[id(turn)] = len(self.spans)
         content = self._slot(turn["content"])
-        self.of_contents |= set(range(count, len(self.spans)))
         rest = {name: self._replaced(v, name) for name, v in turn.items() if name != "content"}
         return rest | {"content": content}
 
@@ -222,9 +235,11 @@ class _Slots:
             return {self._replaced(key, "name"): self._replaced(v, key) for key, v in pairs}
         if isinstance(value, (list, tuple)):
             return [self._replaced(item, name) for item in value]
-        if not isinstance(value, str) or (name in _WORDS and _WORD.fullmatch(value)):
+        if not isinstance(value, str) or (name in _COMPARED_FIELDS and _HARMLESS.fullmatch(value)):
             return value
-        return self._slot((Span(value, "conversation"),))
+        # Passages have no place in a call; what marks them is not for the model to see.
+        text = _text(tuple(content_spans(value, "conversation")))
+        return self._slot((Span(text, "conversation"),))
 
     def _slot(self, spans: Spans) -> str:
         if not (text := _text(spans)).strip():

@@ -2,17 +2,20 @@
 
 A tokenizer that others hold can be changed at any time, by a call alone: padding, truncation and
 "parse special tokens" are state of the object. So the ids that decide what is stored come from
-copies that nobody else can reach. Two copies: one knows the model's added tokens (control tokens
-and all others), and finds them in text that a template wrote; the other one knows none.
+copies that nobody else can reach: one knows the model's added tokens (control tokens and all
+others), and finds them in text that a template wrote; others know none but runs of blanks.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
+
+from tokenizers import AddedToken, Tokenizer
 
 from blockattn_rag.errors import UnsupportedModelError
 
@@ -45,8 +48,8 @@ class Encoder(Protocol):
         ``opens``: nothing stands before it. Some tokenizers put a blank there.
         """
 
-    def state(self) -> object:
-        """All that decides ids, as JSON."""
+    digest: str
+    """sha256 of all that decides ids."""
 
 
 def private_encoder(tokenizer: Any) -> Encoder:
@@ -80,72 +83,131 @@ def _is_control(token: str) -> bool:
 
 
 class _RustEncoder:
-    """Copies of a ``tokenizers.Tokenizer``, which is transformers' usual backend."""
+    """Copies of a ``tokenizers.Tokenizer``, which is transformers' usual backend.
+
+    They share one vocabulary: copies of it would take much memory, and seconds to make.
+    """
 
     def __init__(self, serialised: str) -> None:
-        state = json.loads(serialised)
+        self._parsing = Tokenizer.from_str(serialised)
         # Set by callers for batching, without effect on the ids of one text.
-        state |= {"truncation": None, "padding": None}
-        self._state = state
-        added = state["added_tokens"]
-        self._added = {token["id"]: (token["lstrip"], token["rstrip"]) for token in added}
-        self._control_ids = frozenset(t["id"] for t in added if _is_control(t["content"]))
-        # A post-processor adds tokens, and may move the offsets of tokens.
-        bare = state | {"post_processor": None}
-        self._parsing = _tokenizer(bare)
-        plain = bare | {"added_tokens": []}
-        self._plain = _tokenizer(plain)
-        # What follows a control token does not open the text, and gets no blank put before it.
-        inside = _without_first_blank(plain)
-        self._plain_inside = self._plain if inside == plain else _tokenizer(inside)
+        self._parsing.no_truncation()
+        self._parsing.no_padding()
+        self.digest = hashlib.sha256(self._parsing.to_str().encode()).hexdigest()
         alone = self._parsing.encode("a", add_special_tokens=False).ids
-        self.prefix_ids = _prefix_of(_tokenizer(state).encode("a").ids, alone)
+        self.prefix_ids = _prefix_of(self._parsing.encode("a").ids, alone)
+        self._parsing.post_processor = None  # it may move the offsets of tokens
+        self._added = self._parsing.get_added_tokens_decoder()
+        self._control = {i: t.content for i, t in self._added.items() if _is_control(t.content)}
+        self._opening = _Plain(self._parsing, self._added)
+        self._inside = _Plain(self._parsing, self._added, first_blank=False)
+        self._after_cut = _Plain(self._parsing, self._added, first_blank=False, any_blank=False)
 
     def added_tokens(self, text: str) -> list[FoundToken]:
-        found = self._parsing.encode(text, add_special_tokens=False)
-        pairs = zip(found.ids, found.offsets, strict=True)
-        return [FoundToken(a, b, i, *self._added[i]) for i, (a, b) in pairs if i in self._added]
+        encoding = self._parsing.encode(text, add_special_tokens=False)
+        found = []
+        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if (token := self._added.get(token_id)) is not None:
+                found.append(FoundToken(start, end, token_id, token.lstrip, token.rstrip))
+        return found
 
     def spells_control_token(self, text: str) -> bool:
-        return any(found.token_id in self._control_ids for found in self.added_tokens(text))
+        return any(found.token_id in self._control for found in self.added_tokens(text))
 
     def plain_ids(self, text: str, *, opens: bool) -> list[int]:
-        tokenizer = self._plain if opens else self._plain_inside
-        encoding = tokenizer.encode(text, add_special_tokens=False)
-        # A control token may be a piece of the model's own vocabulary ("<s>" in many), and so come
-        # out of plain text. Cut behind its first character, it cannot.
-        cuts = [
-            start + 1
-            for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
-            if token in self._control_ids and end - start > 1
-        ]
-        if not cuts:
-            return list(encoding.ids)
         ids: list[int] = []
-        for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            ids += self.plain_ids(text[start:end], opens=opens and start == 0)
+        # Each piece: its text, and what it comes after.
+        pieces = [(text, self._opening if opens else self._inside)]
+        while pieces:
+            piece, plain = pieces.pop()
+            found, offsets = plain.encode(piece)
+            cut = next((c for c in map(self._cut_in, [piece] * len(found), found, offsets) if c), 0)
+            if cut:
+                pieces += [(piece[cut:], self._after_cut), (piece[:cut], plain)]
+            else:
+                ids += found
         return ids
 
-    def state(self) -> object:
-        return self._state
+    def _cut_in(self, text: str, token_id: int, offset: tuple[int, int]) -> int:
+        """Where to cut a text so that this token cannot come out of it; 0 if it may.
+
+        A control token may be a piece of the model's own vocabulary ("<s>" in many). Cut behind its
+        first character, it cannot come. What stands for unknown characters is another thing.
+        """
+        start, end = offset
+        if token_id not in self._control or end - start < 2:
+            return 0
+        spelled = self._opening.normalised(text[start:end])
+        return start + 1 if self._control[token_id] in spelled else 0
 
 
-def _tokenizer(state: dict[str, Any]) -> Any:
-    from tokenizers import Tokenizer
+class _Plain:
+    """A tokenizer with the vocabulary of another, and none of its control tokens.
 
-    return Tokenizer.from_str(json.dumps(state))
+    Args:
+        first_blank: whether a blank is put before a text by those that put one before the first.
+        any_blank: the same for those that put one before each.
+    """
+
+    def __init__(
+        self,
+        whole: Tokenizer,
+        added: Mapping[int, AddedToken],
+        *,
+        first_blank: bool = True,
+        any_blank: bool = True,
+    ) -> None:
+        self._tokenizer = Tokenizer(whole.model)
+        kept = tuple(
+            scheme for scheme, keeps in (("first", first_blank), ("always", any_blank)) if keeps
+        )
+        for part in ("normalizer", "pre_tokenizer"):
+            if (component := getattr(whole, part)) is not None:
+                state = _with_blanks(json.loads(component.__getstate__()), kept)
+                setattr(self._tokenizer, part, _component(part, state))
+        # Runs of blanks say no more than they show, and models that know them were trained on code
+        # that is full of them.
+        self._blanks: dict[int, int] = {}
+        for token_id, token in added.items():
+            if not _is_control(token.content):
+                self._tokenizer.add_tokens([token])
+                own_id: Any = self._tokenizer.token_to_id(token.content)
+                self._blanks[own_id] = token_id
+
+    def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of a text, and where each stands in it."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return [self._blanks.get(i, i) for i in encoding.ids], encoding.offsets
+
+    def normalised(self, text: str) -> str:
+        normalizer = self._tokenizer.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
 
 
-def _without_first_blank(state: Any) -> Any:
-    """A tokenizer's state in which no blank is put before the first piece of a text."""
+def _with_blanks(state: Any, kept: Collection[str]) -> Any:
+    """A component's state that puts blanks before texts by the given schemes alone."""
     if isinstance(state, list):
-        return [_without_first_blank(item) for item in state]
+        return [_with_blanks(item, kept) for item in state]
     if not isinstance(state, dict):
         return state
-    inner = {
-        k: v if k in ("vocab", "merges") else _without_first_blank(v) for k, v in state.items()
-    }
-    return inner | {"prepend_scheme": "never"} if inner.get("prepend_scheme") == "first" else inner
+    inner = {key: _with_blanks(value, kept) for key, value in state.items()}
+    if inner.get("prepend_scheme") in ("first", "always"):
+        inner["prepend_scheme"] = (
+            inner["prepend_scheme"] if inner["prepend_scheme"] in kept else "never"
+        )
+    if "always" not in kept:
+        if "add_prefix_space" in inner and "prepend_scheme" not in inner:
+            inner["add_prefix_space"] = False
+        if inner.get("type") == "Prepend":
+            inner["prepend"] = ""
+    return inner
+
+
+def _component(part: str, state: Any) -> Any:
+    """A normalizer or pre-tokenizer from its state."""
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    whole = {"version": "1.0", "added_tokens": [], "model": empty, part: state}
+    return getattr(Tokenizer.from_str(json.dumps(whole)), part)
 
 
 class _PythonEncoder:
@@ -154,6 +216,8 @@ class _PythonEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._lock = threading.Lock()
+        known = {"vocab": tokenizer.get_vocab(), "class": type(tokenizer).__name__}
+        self.digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
         added = self._tokenizer.get_added_vocab()
         self._control = {token: i for token, i in added.items() if _is_control(token)}
         self._added = added
@@ -184,13 +248,9 @@ class _PythonEncoder:
         with self._lock:
             pieces = self._tokenizer.tokenize(text, split_special_tokens=True)
             ids = [self._tokenizer._convert_token_to_id(piece) for piece in pieces]
-        if forged := {piece for piece in pieces if piece in self._control}:
-            # Pieces have no offsets here: cut wherever the piece is spelled.
-            token = min(forged, key=text.find)
-            if (at := text.find(token)) >= 0:
-                head, tail = text[: at + 1], text[at + 1 :]
-                return [*self.plain_ids(head, opens=opens), *self.plain_ids(tail, opens=False)]
+        if len(text) > 1 and not self._control.keys().isdisjoint(pieces):
+            # Pieces have no offsets here: of two halves, one holds the piece whole or none does.
+            half = len(text) // 2
+            parts = (text[:half], opens), (text[half:], False)
+            return [i for part, first in parts for i in self.plain_ids(part, opens=first)]
         return ids
-
-    def state(self) -> object:
-        return {"vocab": self._tokenizer.get_vocab(), "class": type(self._tokenizer).__name__}

@@ -66,9 +66,8 @@ class BlockAttentionEngine:
         self._model = model
         self.store = open_store(store)
         self.reuse = Reuse(on_miss, positions, assembly).checked()
-        self._lock = model.lock
-        self._answerer = Answerer(model, self._lock)
-        self._fetcher = BlockFetcher(model, self.store, self._lock, resident_bytes)
+        self._answerer = Answerer(model)
+        self._fetcher = BlockFetcher(model, self.store, model.lock, resident_bytes)
 
     @classmethod
     def from_pretrained(

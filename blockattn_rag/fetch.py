@@ -57,9 +57,9 @@ class Fetched(NamedTuple):
 # What a miss may write to a store; a block of any other origin is private to its prompt.
 _STORABLE: frozenset[Origin] = frozenset({"passage"})
 
-_MOST_SYSTEM_BLOCKS = 4096
-_MARK_EVERY_S = 60.0
-_MOST_MARKED = 1 << 16
+_MOST_TO_STORE = 4096
+_TOUCH_EVERY_S = 60.0
+_MOST_TOUCHED = 1 << 16
 
 
 def _no_limit(tokens: int) -> None:
@@ -98,9 +98,10 @@ class BlockFetcher:
             raise ValueError(f"resident_bytes must be 0 or more, found {resident_bytes}")
         wanted = resident_bytes > 0 and not isinstance(store, MemoryStore)
         self._resident = MemoryStore(resident_bytes) if wanted else None
-        # Keys of system messages that were computed once, and are not stored yet.
-        self._system_blocks: set[str] = set()
-        self._marked: dict[str, float] = {}
+        # Keys of blocks that are stored when they are computed or come again, whatever their
+        # origin: system messages that were used once, and what was stored and is damaged.
+        self._to_store: set[str] = set()
+        self._touched: dict[str, float] = {}
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether there is an entry for the block; whether it is sound is seen when it is read."""
@@ -213,21 +214,21 @@ class BlockFetcher:
         kv = self._resident.get(one.key) if self._resident is not None else None
         if kv is None or (kv.arrival is not None and kv.arrival.failed):
             return None
-        if one.key in self._system_blocks:
+        if one.key in self._to_store:
             self._put(kv)
         elif one.block.origin in _STORABLE:
-            self._mark_as_used(one.key)
+            self._touch(one.key)
         return kv
 
-    def _mark_as_used(self, key: str) -> None:
+    def _touch(self, key: str) -> None:
         """Tell the store of a block that is used and not read, once in a while: it would take what
         is used most for what nobody wants."""
         now = time.monotonic()
-        if now - self._marked.get(key, -math.inf) < _MARK_EVERY_S:
+        if now - self._touched.get(key, -math.inf) < _TOUCH_EVERY_S:
             return
-        if len(self._marked) >= _MOST_MARKED:
-            self._marked.clear()
-        self._marked[key] = now
+        if len(self._touched) >= _MOST_TOUCHED:
+            self._touched.clear()
+        self._touched[key] = now
         try:
             touch(self._store, key)
         except StoreError as error:
@@ -243,6 +244,7 @@ class BlockFetcher:
             kv = self._store.get(one.key)
         except StoreError as error:
             logger.warning("%s. The block is computed again and the entry overwritten.", error)
+            self._to_store.add(one.key)
             return None
         if kv is None:
             return None
@@ -252,12 +254,14 @@ class BlockFetcher:
                 "fingerprint %s). The block is computed again and the entry overwritten.",
                 one.key, kv.digest[:12], kv.fingerprint[:12],
             )  # fmt: skip
+            self._to_store.add(one.key)
             return None
         if not self._model.could_have_computed(kv):
             logger.warning(
                 "The store holds under %s keys and values of another shape than this model's. The "
                 "block is computed again and the entry overwritten.", one.key,
             )  # fmt: skip
+            self._to_store.add(one.key)
             return None
         return kv
 
@@ -282,17 +286,17 @@ class BlockFetcher:
         key = _key_of(kv)
         self._keep_resident(kv)
         is_memory = isinstance(self._store, MemoryStore)
-        if origin in _STORABLE or is_memory or key in self._system_blocks:
+        if origin in _STORABLE or is_memory or key in self._to_store:
             self._put(kv)
         elif origin == "system":
-            if len(self._system_blocks) >= _MOST_SYSTEM_BLOCKS:
-                self._system_blocks.clear()
-            self._system_blocks.add(key)
+            if len(self._to_store) >= _MOST_TO_STORE:
+                self._to_store.clear()
+            self._to_store.add(key)
 
     def _put(self, kv: BlockKV) -> None:
         """Store a block. That it cannot be stored is no reason not to answer."""
         key = _key_of(kv)
-        self._system_blocks.discard(key)
+        self._to_store.discard(key)
         try:
             self._store.put(key, kv)
         except StoreError as error:

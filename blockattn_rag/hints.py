@@ -10,7 +10,7 @@ logger = logging.getLogger("blockattn_rag")
 
 _UNMARKED_PROMPTS = 3
 _MOST_HEADS = 1000
-_LONG_PROMPT = 500  # characters: shorter ones hold no passages worth the name
+_LONG_PROMPT = 200  # characters: shorter ones hold no passages worth the name
 _NEW_HEADS = 5  # in a row: different prompt templates in turn are nobody's mistake
 
 
@@ -38,7 +38,8 @@ class ReuseHints:
                 self._tell(
                     "none of the last %d prompts had a marked passage, so nothing of the store "
                     "can be reused. LlamaIndex: put BlockKVPostprocessor() last in "
-                    "node_postprocessors, and use BlockCitationQueryEngine for citations. "
+                    "node_postprocessors, call configure(llm) so that passages are not cut, and "
+                    "use BlockCitationQueryEngine for citations. "
                     "LangChain: format documents by format_blocks or BlockDocumentPrompt",
                     _UNMARKED_PROMPTS,
                 )

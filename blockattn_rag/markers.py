@@ -18,13 +18,14 @@ import logging
 import os
 import re
 import secrets
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from blockattn_rag.blocks import PLAIN, BlockPrompt, BlockTemplate, Origin, Span
+from blockattn_rag.blocks import PLAIN, BlockPrompt, BlockTemplate, Origin, Span, handle_of
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.folders import state_folder
 
@@ -39,6 +40,8 @@ MAX_MARKED = 4096
 _MARKER = re.compile(r"\[\[(/?)kvblock:([0-9a-f]{32})\]\]")
 _HALF = 16
 _KEY_BYTES = 32
+_SHORTEST_KEY = 16
+_key_guard = threading.Lock()
 
 
 class MarkedSpan(NamedTuple):
@@ -132,6 +135,13 @@ def remove_orphans(text: str) -> str:
     return "".join(kept)
 
 
+def holds_orphans(string: str) -> bool:
+    """Whether a string holds a marker of ours whose partner is missing: a passage was cut."""
+    paired = [marker for span in marked_spans(string) for marker in _own_markers(span.text)]
+    count = sum(2 for _ in marked_spans(string)) + len(paired)
+    return len(_own_markers(string)) > count
+
+
 def strip_markers(string: str) -> str:
     """The string without markers, whoever made them: for showing prompts and messages."""
     return _MARKER.sub("", string)
@@ -162,7 +172,7 @@ def _partners(markers: Sequence[re.Match[str]]) -> dict[int, int]:
     return partners
 
 
-_SHORTEST_PIECE = 3
+_SHORTEST_PIECE = 6  # "[[/kvb": shorter ones may be words of the text
 
 
 def _without_head_of(marker: str, text: str) -> str:
@@ -196,16 +206,29 @@ def _is_own(seal: str) -> bool:
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_HALF]
+    return handle_of(text)[:_HALF]
 
 
-@cache
 def _key() -> bytes:
     """The key of this installation: from the environment, else from a file of the user's.
 
     Where no file can be kept, the key lives as long as the process.
+
+    Raises:
+        ValueError: the key in the environment is so short that it could be guessed.
     """
+    with _key_guard:  # threads that come at once must not make one key each
+        return _found_key()
+
+
+@cache
+def _found_key() -> bytes:
     if given := os.environ.get(KEY_VARIABLE):
+        if len(given) < _SHORTEST_KEY:
+            raise ValueError(
+                f"{KEY_VARIABLE} has {len(given)} characters, expected at least {_SHORTEST_KEY}, "
+                "drawn at random: python -c 'import secrets; print(secrets.token_hex())'"
+            )
         return given.encode()
     try:
         return _key_in(state_folder() / "marker.key")

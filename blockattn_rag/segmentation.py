@@ -58,6 +58,12 @@ def conversation_turns(messages: Sequence[Mapping[str, str]], tokenizer: Any) ->
             "the tokenizer has no chat template, which tells how messages become text; "
             "set tokenizer.chat_template, or give texts instead of messages"
         )
+    for message in messages:
+        if more := message.keys() - {"role", "content"}:
+            raise SegmentationError(
+                f"found a message with {', '.join(map(repr, sorted(more)))}; a turn is its 'role' "
+                "and 'content': what a template makes of other fields could not be told from it"
+            )
     # Contents are put in after rendering: where each one stands is then known beyond doubt, and
     # nothing a user wrote is taken for a part of the template.
     marks = [f"\u241e{i}\u241e" for i in range(len(messages))]

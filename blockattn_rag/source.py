@@ -12,9 +12,10 @@ from typing import Any
 from blockattn_rag.batching import Gathering, Seat
 from blockattn_rag.blocks import BlockPrompt, Span
 from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.errors import SegmentationError
 from blockattn_rag.generation import Generation
 from blockattn_rag.hints import ReuseHints
-from blockattn_rag.markers import content_spans
+from blockattn_rag.markers import content_spans, holds_orphans
 from blockattn_rag.model.loading import load_config, load_tokenizer
 from blockattn_rag.model.probe import position_limit
 from blockattn_rag.store import KVStore
@@ -113,7 +114,7 @@ class EngineSource:
             if self._engine is None:
                 self._engine = BlockAttentionEngine.from_pretrained(
                     self._model,
-                    tokenizer=self._tokenizer,
+                    tokenizer=self._block_tokenizer or self._tokenizer,
                     store=self._kv_store,
                     device=self._device_map,
                     **self._model_kwargs,
@@ -127,17 +128,32 @@ class EngineSource:
         return prompt
 
     def string_spans(self, prompt: str, *, parse_special_tokens: bool) -> list[Span]:
-        """A prompt that came as one string, by origin: nobody knows what in it is a template."""
+        """A prompt that came as one string, by origin: nobody knows what in it is a template.
+
+        Raises:
+            SegmentationError: control tokens are to be parsed, and a passage was cut.
+        """
         if parse_special_tokens:
+            if holds_orphans(prompt):
+                raise SegmentationError(
+                    "found a passage that a text splitter cut, in a prompt in which control tokens "
+                    "are parsed: what it holds could end the turn. Keep passages whole by "
+                    "configure(llm) or block_query_engine, or use chat messages"
+                )
             return content_spans(prompt, "prompt")
-        if not self._told_of_control_tokens and self.tokenizer.spells_control_token(prompt):
+        spans = content_spans(prompt, "conversation")
+        if not self._told_of_control_tokens and any(
+            self.tokenizer.spells_control_token(span.text)
+            for span in spans
+            if span.origin == "conversation"
+        ):
             self._told_of_control_tokens = True
             logger.warning(
                 "a prompt that came as a string holds control tokens of the model. They are taken "
                 "as text, since passages and questions may hold them too. If your own prompt "
                 "template writes them, pass parse_special_tokens=True (docs/security.md)"
             )
-        return content_spans(prompt, "conversation")
+        return spans
 
     async def agenerate(
         self, make_prompt: Callable[[], BlockPrompt], options: dict[str, Any]

@@ -7,7 +7,6 @@ transformers is used by its call signature only; transformers is not imported he
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -74,8 +73,7 @@ class BlockTokenizer:
     @property
     def fingerprint(self) -> str:
         """sha256 of all that decides token ids."""
-        text = json.dumps([self._encoder.state(), self.prefix_ids], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(f"{self._encoder.digest}:{self.prefix_ids}".encode()).hexdigest()
 
     def _ids(self, spans: Iterable[Span]) -> list[int]:
         ids: list[int] = []

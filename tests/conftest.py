@@ -20,7 +20,7 @@ from hypothesis import settings
 from tests.holding import LONGEST_S, Held, holding
 
 # Tests leave no key behind in the folder of whoever runs them.
-os.environ["BLOCKATTN_RAG_MARKER_KEY"] = "tests"
+os.environ["BLOCKATTN_RAG_MARKER_KEY"] = "the key of the tests"
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -14,14 +14,17 @@ class Thing:
 
 
 def test_the_nearest_argument_is_named_and_where_other_options_go() -> None:
-    check_known(Thing, ["temperature"], ["temperature", "top_p"])
+    known = ["temperature", "top_p", "generate_kwargs"]
+    check_known(Thing, ["temperature"], known)
     with pytest.raises(TypeError) as raised:
-        check_known(Thing, ["temprature", "zzz"], ["temperature", "top_p"])
+        check_known(Thing, ["temprature", "zzz"], known)
     message = str(raised.value)
     assert message.startswith(
         "Thing has no argument 'temprature' (did you mean 'temperature'?), 'zzz'. "
     )
     assert "generate_kwargs={...}" in message
+    with pytest.raises(TypeError, match=r"^Thing has no argument 'zzz'$"):
+        check_known(Thing, ["zzz"], ["order"])
 
 
 @pytest.mark.parametrize("name", ["temprature", "do_sample", "timeout"])

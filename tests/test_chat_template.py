@@ -176,3 +176,18 @@ def test_the_text_is_what_the_template_makes_of_the_contents() -> None:
     messages = [user("Kv0Slot Hi"), {"role": "assistant", "content": "Yes"}, user("Bye")]
     expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert render_chat(tokenizer, messages) == expected
+
+
+def test_a_template_that_leaves_out_passages_is_refused() -> None:
+    template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+    result = {"role": "tool", "content": wrap("found")}
+    with pytest.raises(SegmentationError, match="no message of the role 'tool'"):
+        spans_of(template, user("Q"), result)
+    assert spans_of(template, user("Q"), {"role": "tool", "content": "no passage"})
+
+
+def test_markers_in_arguments_of_a_tool_call_do_not_reach_the_model() -> None:
+    function = {"name": "search", "arguments": {"query": f"about {wrap('a page')}?"}}
+    calls = [{"type": "function", "function": function}]
+    found = spans_of(CALLS, {"role": "assistant", "content": "", "tool_calls": calls})
+    assert ("about a page?", "conversation") in found

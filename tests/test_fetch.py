@@ -377,6 +377,20 @@ def test_room_is_checked_before_anything_is_computed(
     assert sizes == [sum(sizes_of) + 1]  # BOS
 
 
+@pytest.mark.parametrize("origin", ["system", "conversation"])
+def test_a_damaged_entry_of_any_origin_is_overwritten_at_once(
+    model: BlockModel, tmp_path: Path, origin: Origin
+) -> None:
+    def fresh() -> BlockFetcher:
+        return BlockFetcher(model, DirectoryStore(tmp_path / "kv"), threading.Lock(), 1 << 26)
+
+    fresh().precompute([of(origin)], as_prompt=True)
+    (entry,) = (tmp_path / "kv").rglob("*.safetensors")
+    entry.write_bytes(entry.read_bytes()[:500])
+    assert fresh().fetch([of(origin)], "compute").misses == 1
+    assert fresh().fetch([of(origin)], "compute").misses == 0
+
+
 def test_an_ingestion_computes_a_damaged_entry_anew(on_disk: BlockFetcher, tmp_path: Path) -> None:
     on_disk.precompute([A, B])
     first, _ = sorted((tmp_path / "kv").rglob("*.safetensors"))

@@ -194,6 +194,25 @@ class TestAddedTokens:
         text = "".join(backend.id_to_token(i) for i in ids)
         assert text == "\u2581a<s></s>b<s>"
 
+    def test_unknown_characters_are_no_control_tokens(self) -> None:
+        pieces = [("<unk>", -9.0), ("a", -1.0), ("\u2581", -2.0)]
+        backend = Tokenizer(models.Unigram(pieces, unk_id=0))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        make: Any = PreTrainedTokenizerFast
+        tokenizer = make(tokenizer_object=backend, unk_token="<unk>")
+        own = BlockTokenizer(tokenizer)
+        for text in ("\u6f22\u5b57", "\u6771" * 3000, "a\u6f22a"):
+            assert own.text_ids(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def test_runs_of_blanks_that_were_added_are_ordinary_tokens(self) -> None:
+        tokenizer = tiny_tokenizer()
+        tokenizer.backend_tokenizer.add_tokens([AddedToken("    ", special=False)])
+        own, code = BlockTokenizer(tokenizer), "def f():\n        return '<|end|>'"
+        ids = own.block_ids(Block(code), first=False)
+        assert ids.count(264) == 2
+        assert END not in ids
+        assert str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) == code
+
     def test_no_blank_is_put_after_a_control_token(self) -> None:
         pieces = [(piece, -1.0) for piece in ["<unk>", "\u2581", "a", "b"]]
         backend = Tokenizer(models.Unigram(pieces, unk_id=0))

@@ -190,6 +190,7 @@ class Assistant:
         self._database = database
         self._top_k = top_k
         self._max_new_tokens = max_new_tokens
+        self._has_head = False
         self._index = VectorStoreIndex.from_vector_store(
             ChromaVectorStore(chroma_collection=database.collection),
             embed_model=database.embedding,
@@ -199,12 +200,19 @@ class Assistant:
         self, question: str, *, mode: str = "block", on_text: Callable[[str], None] | None = None
     ) -> Answer:
         """Answer a question; ``on_text`` gets the answer piece by piece."""
-        from blockattn_rag.llama_index import BlockAttentionLLM, block_query_engine
+        from blockattn_rag.llama_index import (
+            BlockAttentionLLM,
+            block_query_engine,
+            encode_prompt_head,
+        )
 
         options: dict[str, Any] = {"mode": mode, "max_new_tokens": self._max_new_tokens}
         llm = BlockAttentionLLM(
             engine=self._database.engine, block_template=self._database.template, **options
         )
+        if mode == "block" and not self._has_head:
+            encode_prompt_head(llm)  # `store gc` may have deleted it: no passage refers to it
+            self._has_head = True
         engine = block_query_engine(self._index, llm, streaming=True, similarity_top_k=self._top_k)
         with _finished_calls() as calls:
             response: Any = engine.query(question)

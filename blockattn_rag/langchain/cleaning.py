@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from langchain_core.messages import BaseMessage, convert_to_messages
+from langchain_core.messages import AIMessage, BaseMessage, convert_to_messages
 from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
 
 from blockattn_rag.markers import strip_markers
@@ -33,13 +33,16 @@ def without_markers(value: Any) -> Any:
 
 
 def _clean(message: BaseMessage) -> BaseMessage:
-    content = message.content
-    if isinstance(content, str):
-        return message.model_copy(update={"content": strip_markers(content)})
-    parts = [
-        strip_markers(part)
-        if isinstance(part, str)
-        else {k: strip_markers(v) if isinstance(v, str) else v for k, v in part.items()}
-        for part in content
-    ]
-    return message.model_copy(update={"content": parts})
+    changed = {"content": _cleaned(message.content)}
+    if isinstance(message, AIMessage):
+        changed["tool_calls"] = _cleaned(message.tool_calls)
+    return message.model_copy(update=changed)
+
+
+def _cleaned(value: Any) -> Any:
+    """A value with the markers taken out of every string in it."""
+    if isinstance(value, str):
+        return strip_markers(value)
+    if isinstance(value, dict):
+        return {key: _cleaned(item) for key, item in value.items()}
+    return [_cleaned(item) for item in value] if isinstance(value, list) else value

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from langchain_core.runnables import Runnable, RunnableLambda
+from langchain_core.runnables.base import RunnableBindingBase
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from blockattn_rag.arguments import check_known
@@ -148,13 +149,15 @@ class GenerationFields(EngineFields):
 
     def with_fallbacks(self, fallbacks: Sequence[Runnable[Any, Any]], **kwargs: Any) -> Any:
         """As any runnable's. Fallbacks that are no models of this package get their prompts without
-        the markers of passages, which would be noise to them."""
+        the markers of passages, which would be noise to them.
+
+        Call it on the model itself: what ``bind``, ``with_config`` and ``with_retry`` return is a
+        runnable of LangChain, whose own ``with_fallbacks`` knows no markers.
+        """
         return Runnable.with_fallbacks(
             cast(Runnable[Any, Any], self),
             [
-                other
-                if isinstance(other, GenerationFields)
-                else RunnableLambda(without_markers) | other
+                other if _is_own(other) else RunnableLambda(without_markers) | other
                 for other in fallbacks
             ],
             **kwargs,
@@ -184,3 +187,10 @@ class GenerationFields(EngineFields):
             **{name: options.pop(name) for name in named if name in options},
             "generate_kwargs": options,
         }
+
+
+def _is_own(runnable: Any) -> bool:
+    """Whether this is a model of this package, with options bound to it or not."""
+    while isinstance(runnable, RunnableBindingBase):
+        runnable = runnable.bound
+    return isinstance(runnable, GenerationFields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -110,10 +111,11 @@ def _marked(content: str, artifact: Any) -> str:
     marked, position = "", 0
     for document in documents:
         text = document.page_content.strip() if isinstance(document, Document) else ""
-        at = content.find(text, position) if text else -1
-        if at >= 0:
-            marked += content[position:at] + wrap(text)
-            position = at + len(text)
+        # Of whole lines: a short text may stand within another one.
+        whole = re.compile(rf"(?:\A|\n)[^\S\n]*({re.escape(text)})[^\S\n]*(?=\n|\Z)")
+        if text and (found := whole.search(content, position)):
+            marked += content[position : found.start(1)] + wrap(text)
+            position = found.end(1)
     return marked + content[position:]
 
 

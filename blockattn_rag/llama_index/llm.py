@@ -207,12 +207,20 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
             return chat_spans(tokenizer, turns)
 
         def render(given: Sequence[Mapping[str, Any]]) -> str:
-            blocks = [[TextBlock(text=turn["content"])] for turn in given]
-            pairs = zip(messages, blocks, strict=True)
-            copies = [m.model_copy(update={"blocks": texts}) for m, texts in pairs]
+            copies = [
+                message.model_copy(
+                    update={
+                        "blocks": [TextBlock(text=turn["content"])],
+                        "additional_kwargs": turn["additional_kwargs"],
+                    }
+                )
+                for message, turn in zip(messages, given, strict=True)
+            ]
             return str((to_prompt if is_own else generic_messages_to_prompt)(copies))
 
-        return trace(render, turns)
+        # The function may show these as well, and others wrote them.
+        extras = [{"additional_kwargs": message.additional_kwargs} for message in messages]
+        return trace(render, [{**t, **more} for t, more in zip(turns, extras, strict=True)])
 
     def _options(self, call: dict[str, Any]) -> dict[str, Any]:
         """Options of one call for the engine: what the call says, else the fields."""

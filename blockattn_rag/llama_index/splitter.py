@@ -77,7 +77,7 @@ class BlockTextSplitter(TokenTextSplitter):
             tokens = self._block_tokens(span.text)
             if tokens > chunk_size:
                 yield from self._plain(label, chunk_size)
-                yield from self._cut(span, chunk_size)
+                yield from self._cut(span, block, chunk_size)
                 continue
             with_label = tokens + self._count(label)
             if with_label > chunk_size:
@@ -94,16 +94,16 @@ class BlockTextSplitter(TokenTextSplitter):
             for part in self._split(text, chunk_size):
                 yield _Piece(part, self._count(part))
 
-    def _cut(self, span: MarkedSpan, chunk_size: int) -> Iterator[_Piece]:
-        """Blocks that fit, from one that does not; a text that was changed is no block any more."""
-        if not span.intact:
-            yield from self._plain(span.text, chunk_size)
-            return
+    def _cut(self, span: MarkedSpan, block: str, chunk_size: int) -> Iterator[_Piece]:
+        """Blocks that fit, from one that does not. Pieces of a text that was changed keep its
+        markers, which tell that it was."""
+        opening, closing = block[: block.index("]]") + 2], block[block.rindex("[[") :]
         room = max(1, chunk_size - self._block_tokens("") - 1)
         cutter = TokenTextSplitter(room, 0, self._tokenizer, separator=self.separator)
         for part in cutter.split_text(span.text):
             if part := part.strip():
-                yield _Piece(wrap(part), self._block_tokens(part))
+                marked = wrap(part) if span.intact else opening + part + closing
+                yield _Piece(marked, self._block_tokens(part))
 
     def _block_tokens(self, text: str) -> int:
         return self._count(self._block_template.before + text + self._block_template.after)

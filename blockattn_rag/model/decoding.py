@@ -204,16 +204,18 @@ def _run(
     beams = _beams(hf_model, arguments)
     if cache is not None and beams > 1:
         cache.batch_repeat_interleave(beams)
-    draws = drawing(sampling.seed) if _draws(sampling, arguments) else nullcontext()
+    draws = drawing(sampling.seed) if draws_tokens(sampling) else nullcontext()
     with torch.inference_mode(), draws, plan_scope():
         run: Any = hf_model.generate
         output = run(input_ids, attention_mask=attention_mask, past_key_values=cache, **arguments)
     return output if isinstance(output, torch.Tensor) else output.sequences
 
 
-def _draws(sampling: Sampling, arguments: dict[str, Any]) -> bool:
+def draws_tokens(sampling: Sampling) -> bool:
     """Whether random state decides the tokens; with a seed, a caller's own processors may draw."""
-    return bool(arguments["do_sample"]) or sampling.seed is not None
+    do_sample = sampling.extra.get("do_sample", bool(sampling.temperature))
+    config: Any = sampling.extra.get("generation_config")
+    return bool(do_sample or getattr(config, "do_sample", False)) or sampling.seed is not None
 
 
 def _arguments(

@@ -42,6 +42,17 @@ def drawing(seed: int | None) -> Iterator[None]:
             yield
 
 
+@contextmanager
+def turn_to_draw(*, alone: bool) -> Iterator[None]:
+    """Surrounds a run that will draw, from before it has its model.
+
+    Who waits to draw must hold no model: another thread that is drawing may wait for that very one,
+    because its logits processor asks it.
+    """
+    with _draws.entered(alone=alone):
+        yield
+
+
 class _Draws:
     """Lets in one thread alone, or any number together. Who is in may enter again, as it is."""
 

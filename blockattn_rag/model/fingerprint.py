@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from typing import Any
@@ -56,10 +57,11 @@ class Identity:
             if key not in before or key not in after or before[key] != after[key]
         }
         self._settings = self._without_records(before)
+        self._config = _settled(hf_model.config.to_dict())
         self._seen = _Snapshot(hf_model)
         identity = {
             "kv_version": KV_VERSION,
-            "config": _settled(hf_model.config.to_dict()),
+            "config": self._config,
             "dtype": str(hf_model.dtype),
             "weights": weights_digest(hf_model),
             "settings": self._settings,
@@ -83,6 +85,8 @@ class Identity:
         now = _Snapshot(self._hf_model)
         found = settings(self._hf_model)
         if now.weights != self._seen.weights or self._without_records(found) != self._settings:
+            return False
+        if _settled(self._hf_model.config.to_dict()) != self._config:
             return False
         self._seen = now  # what was changed does not count
         return True
@@ -122,15 +126,22 @@ class _Snapshot:
                 for t in (*module._parameters.values(), *module._buffers.values())
                 if t is not None
             ]
+        configs = {id(c): c for m in hf_model.modules() if (c := vars(m).get("config")) is not None}
+        self._copies += [(vars(config), _copied(vars(config))) for config in configs.values()]
         self._tensors = tensors
         self.weights = _places(tensors)
 
     def is_current(self) -> bool:
         try:
-            unchanged = all(container == copy for container, copy in self._copies)
+            unchanged = all(container == before for container, before in self._copies)
         except (RuntimeError, ValueError):  # another tensor or array, of many truth values
             return False
         return unchanged and _places(self._tensors) == self.weights
+
+
+def _copied(settings: dict[str, Any]) -> dict[str, Any]:
+    """A copy that does not change with lists and dicts inside."""
+    return {k: copy.deepcopy(v) if isinstance(v, (dict, list)) else v for k, v in settings.items()}
 
 
 def _places(tensors: list[Tensor]) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +16,7 @@ from blockattn_rag.errors import ContextOverflowError, UnsupportedModelError
 from blockattn_rag.generation import Sampling
 from blockattn_rag.kv import Assembly, BlockKV, Context
 from blockattn_rag.model import decoding, loading, relay
-from blockattn_rag.model.exclusion import lock_of
+from blockattn_rag.model.exclusion import lock_of, turn_to_draw
 from blockattn_rag.model.fingerprint import Identity
 from blockattn_rag.model.graphs import record_graphs
 from blockattn_rag.model.packing import pack_linears
@@ -54,7 +55,7 @@ class BlockModel:
 
     Args:
         hf_model: the model, on its device, in its dtype.
-        tokenizer: its transformers tokenizer.
+        tokenizer: its transformers tokenizer, or a ``BlockTokenizer`` of it.
         name: what to call it in messages; default: where it was loaded from.
         pack_weights: on the CPU, keep a second copy of the weights of linear layers that serves
             questions faster, where it fits (``packing.pack_linears``).
@@ -76,7 +77,8 @@ class BlockModel:
         cuda_graphs: bool = False,
     ) -> None:
         self.hf_model = hf_model.eval()
-        self.tokenizer = BlockTokenizer(tokenizer)
+        is_ready = isinstance(tokenizer, BlockTokenizer)
+        self.tokenizer: BlockTokenizer = tokenizer if is_ready else BlockTokenizer(tokenizer)
         self.name = name or str(
             getattr(hf_model.config, "_name_or_path", "") or type(hf_model).__name__
         )
@@ -293,6 +295,14 @@ class BlockModel:
             return relay.relay_cache(self.hf_model, contexts, layouts, width)
         return decoding.copied_cache(self.hf_model.config, contexts, layouts, width)
 
+    @contextmanager
+    def running(self, sampling: Sampling) -> Iterator[None]:
+        """Have the model for oneself, to generate with these options."""
+        draws = decoding.draws_tokens(sampling)
+        turn = turn_to_draw(alone=sampling.seed is not None) if draws else nullcontext()
+        with turn, self.lock:
+            yield
+
     def generate(
         self,
         context_ids: Sequence[int],
@@ -317,7 +327,7 @@ class BlockModel:
         """
         ids = [*context_ids, *final_ids]
         limit = self.room_for(len(ids), sampling)
-        with self.lock:
+        with self.running(sampling):
             return decoding.generate(
                 self.hf_model,
                 self.tokenizer.tokenizer,
@@ -344,7 +354,7 @@ class BlockModel:
         """
         longest = max(len(context) + len(final) for context, final in prompts)
         limit = self.room_for(longest, sampling)
-        with self.lock:
+        with self.running(sampling):
             return decoding.generate_batch(
                 self.hf_model,
                 self.tokenizer.tokenizer,

@@ -90,6 +90,8 @@ def touch(store: KVStore, key: str) -> bool:
 
 def check_max_bytes(max_bytes: int) -> None:
     """Refuse a store of no size."""
+    if not isinstance(max_bytes, int):
+        raise TypeError(f"max_bytes must be a number of bytes, found {max_bytes!r}")
     if max_bytes <= 0:
         raise ValueError(f"max_bytes must be positive, found {max_bytes}")
 

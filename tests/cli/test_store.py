@@ -140,7 +140,7 @@ def test_gc_keeps_what_chroma_refers_to(cli: Command, database: Path) -> None:
     assert done["deleted"] == dry["deleted"]
     assert done["live_handles"] == 1
     assert len(entries(database)) == 1
-    assert cli("ask", "How?", "--db", database, "--max-new-tokens", 1, "--json").json["hits"] == 1
+    assert cli("ask", "How?", "--db", database, "--max-new-tokens", 1, "--json").json["hits"] == 2
 
 
 def test_gc_refuses_to_delete_everything_unless_forced(cli: Command, database: Path) -> None:

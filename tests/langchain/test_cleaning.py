@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from langchain_core.documents import Document
 from langchain_core.language_models import FakeListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.prompt_values import StringPromptValue
@@ -34,6 +35,14 @@ def test_every_kind_of_prompt_and_message_is_cleaned() -> None:
     assert texts(without_markers([("system", marked), HumanMessage(marked)])) == [plain, plain]
     template = ChatPromptTemplate.from_messages([("human", "{text}")])
     assert texts(without_markers(template.invoke({"text": marked})).messages) == [plain]
+    call = {"type": "tool_call", "id": "1", "name": "f", "args": {"page": [marked]}}
+    result: list[str | dict[Any, Any]] = [
+        {"type": "tool_result", "content": [{"type": "text", "text": marked}]}
+    ]
+    assert without_markers(AIMessage("", tool_calls=[call])).tool_calls[0]["args"] == {
+        "page": [plain]
+    }
+    assert "kvblock" not in str(without_markers(HumanMessage(result)))
     with pytest.raises(TypeError, match="found int"):
         without_markers(3)
 
@@ -56,7 +65,8 @@ def test_a_fallback_of_another_make_gets_no_markers(chat: ChatBlockAttention) ->
 def test_a_fallback_of_our_own_keeps_them(chat: ChatBlockAttention) -> None:
     broken = ChatBlockAttention(llm=chat, on_miss="error")
     marked = [("system", format_blocks(passages(2))), ("human", "Which?")]
-    answer = broken.with_fallbacks([chat, FakeListChatModel(responses=["no"])]).invoke(marked)
+    others = [chat.bind(max_tokens=2).with_retry(), FakeListChatModel(responses=["no"])]
+    answer = broken.with_fallbacks(others).invoke(marked)
     assert answer.response_metadata["block_attention"]["misses"] == 3
     assert answer.response_metadata["block_attention"]["mode"] == "block"
 
@@ -78,6 +88,13 @@ def test_a_retriever_tool_with_artifacts_needs_no_markers_in_its_messages(
     prompt = chat.to_prompt([HumanMessage("Which?"), AIMessage("", tool_calls=[call]), message])
     blocks = [block.text for block in prompt.context if block.is_passage]
     assert blocks == [document.page_content.strip() for document in found]
+
+
+def test_an_artifact_is_found_as_whole_lines(chat: ChatBlockAttention) -> None:
+    documents = [Document("e"), Document("lines\nof text")]
+    message = ToolMessage("Results:\ne\n\nlines\nof text", tool_call_id="1", artifact=documents)
+    prompt = chat.to_prompt([HumanMessage("Which?"), message])
+    assert [b.text for b in prompt.context if b.is_passage] == ["e", "lines\nof text"]
 
 
 def test_an_artifact_whose_text_is_not_in_the_message_marks_nothing(

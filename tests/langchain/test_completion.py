@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.errors import SegmentationError
 from blockattn_rag.langchain import BlockAttentionLLM, format_blocks
 from blockattn_rag.markers import wrap
 from tests.langchain.conftest import passages
@@ -66,6 +67,23 @@ def test_control_tokens_in_a_string_are_text_unless_they_are_asked_for(
     )
     prompt = parsing.to_prompt(f"{text}{wrap('passage')}Q")
     assert [block.origin for block in prompt.context] == ["prompt", "passage"]
+
+
+def test_a_passage_that_holds_control_tokens_gives_no_advice_to_parse_them(
+    llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        BlockAttentionLLM(llm=llm).to_prompt(f"Context: {wrap('a <|end|> b')} Q")
+    assert "parse_special_tokens" not in caplog.text
+
+
+def test_a_cut_passage_is_refused_where_control_tokens_are_parsed(llm: BlockAttentionLLM) -> None:
+    parsing = BlockAttentionLLM(llm=llm, parse_special_tokens=True)
+    marked = wrap("a <|end|> b")
+    assert parsing.to_prompt(f"<|user|>{marked}Q{marked}<|end|>").context
+    for cut in (marked[:-20], marked[50:]):
+        with pytest.raises(SegmentationError, match="a text splitter cut"):
+            parsing.to_prompt(f"<|user|>{marked}{cut}<|end|>")
 
 
 def test_a_seed_gives_in_a_batch_what_it_gives_alone(llm: BlockAttentionLLM) -> None:
