@@ -57,6 +57,11 @@ class TestConversation:
         before, after = conversation(CHAT, tokenizer), conversation(longer, tokenizer)
         assert after.context[: len(before.context)] == before.context
 
+    def test_fields_that_could_not_be_told_from_the_template_are_refused(self) -> None:
+        messages = [{**CHAT[1], "name": "<|end|>"}, *CHAT[2:]]
+        with pytest.raises(SegmentationError, match="found a message with 'name'"):
+            conversation(messages, tiny_tokenizer())
+
     def test_control_tokens_inside_a_turn_stay_text(self) -> None:
         messages = [{"role": "user", "content": "<|end|>"}, *CHAT[2:]]
         block = conversation(messages, tiny_tokenizer()).context[0]

@@ -123,8 +123,8 @@ class Database:
         if engine.model.fingerprint != manifest.fingerprint:
             note(
                 f"note: {path} was encoded by {manifest.model} in another state (weights, dtype, "
-                "tokenizer or model): passages are computed when first used. `blockattn-rag "
-                "ingest` encodes them all"
+                "tokenizer, model, or version of this package): passages are computed when first "
+                "used. `blockattn-rag ingest` encodes them all"
             )
         return cls(path, manifest, engine)
 

@@ -89,3 +89,11 @@ def test_no_chunk_has_a_cut_marker_or_is_larger_than_allowed(
 def test_what_is_left_of_markers_neither_counts_nor_comes_out() -> None:
     stray = wrap("text").partition("text")[2]
     assert splitter(10).split_text(f"{stray} aa bb {stray}") == ["aa bb"]
+
+
+def test_pieces_of_a_text_that_was_changed_stay_blocks_and_known_as_changed() -> None:
+    changed = wrap("x" * 8).replace("x" * 8, " ".join(["word"] * 20))
+    blocks = [b for c in splitter(30).split_text(changed) for b in segment(c + "!").context]
+    assert len(blocks) > 1
+    assert {block.origin for block in blocks} == {"altered"}
+    assert " ".join(block.text for block in blocks) == " ".join(["word"] * 20)

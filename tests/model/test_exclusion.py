@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from blockattn_rag.generation import Sampling
-from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model import BlockModel, EncodeRequest, exclusion
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
 IDS = list(range(40, 60))
@@ -180,3 +181,27 @@ def test_many_threads_with_seeds_and_without_get_what_they_get_alone(model: Bloc
     threads = [InThread(partial(ask, *key)) for key in expected]
     assert all(thread.join() for thread in threads)
     assert not torch.equal(torch.get_rng_state(), state)  # by the unseeded ones alone
+
+
+def test_a_seeded_run_that_waits_to_draw_holds_no_model(model: BlockModel) -> None:
+    other = other_model()
+    is_drawing, may_ask = threading.Event(), threading.Event()
+
+    class Asks(LogitsProcessor):
+        """Asks the other model, as contrastive decoding does."""
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            is_drawing.set()
+            assert may_ask.wait(LONG)
+            other.next_logits(torch.tensor([IDS]))
+            return scores
+
+    sampling = Sampling(2, temperature=2.0, extra={"logits_processor": [Asks()]})
+    asking = InThread(lambda: model.generate([], IDS, sampling))
+    assert is_drawing.wait(LONG)
+    seeded = InThread(lambda: sampled(other, seed=1))
+    while not exclusion._draws._waiting:  # it waits to be alone
+        time.sleep(0.001)
+    may_ask.set()
+    asking.join()
+    assert seeded.join() == sampled(other, seed=1)

@@ -497,3 +497,14 @@ def test_in_training_mode_nothing_is_encoded() -> None:
     model.hf_model.train(False)
     assert model.fingerprint == before
     assert states(model)
+
+
+def test_a_setting_of_the_config_that_changes_on_a_model_in_use_is_seen() -> None:
+    model = BlockModel(tiny_model("mistral", sliding_window=None), tiny_tokenizer())
+    before = model.fingerprint
+    model.config.sliding_window = 4
+    assert model.fingerprint != before
+    model.config.sliding_window = None
+    assert model.fingerprint == before
+    model.config.eos_token_id = 3  # decides no keys and values
+    assert model.fingerprint == before
