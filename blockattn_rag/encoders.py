@@ -13,6 +13,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 from tokenizers import AddedToken, Tokenizer
@@ -121,24 +122,27 @@ class _RustEncoder:
         while pieces:
             piece, plain = pieces.pop()
             found, offsets = plain.encode(piece)
-            cut = next((c for c in map(self._cut_in, [piece] * len(found), found, offsets) if c), 0)
-            if cut:
-                pieces += [(piece[cut:], self._after_cut), (piece[:cut], plain)]
+            if cuts := self._cuts(piece, found, offsets):
+                parts = [piece[a:b] for a, b in pairwise([0, *cuts, len(piece)])]
+                pieces += [(part, self._after_cut) for part in parts[:0:-1]]
+                pieces.append((parts[0], plain))
             else:
                 ids += found
         return ids
 
-    def _cut_in(self, text: str, token_id: int, offset: tuple[int, int]) -> int:
-        """Where to cut a text so that this token cannot come out of it; 0 if it may.
+    def _cuts(self, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[int]:
+        """Where to cut a text so that no control token comes out of it.
 
-        A control token may be a piece of the model's own vocabulary ("<s>" in many). Cut behind its
-        first character, it cannot come. What stands for unknown characters is another thing.
+        One may be a piece of the model's own vocabulary ("<s>" in many). Cut behind its first
+        character, it cannot come. What stands for unknown characters is another thing.
         """
-        start, end = offset
-        if token_id not in self._control or end - start < 2:
-            return 0
-        spelled = self._opening.normalised(text[start:end])
-        return start + 1 if self._control[token_id] in spelled else 0
+        return [
+            start + 1
+            for token_id, (start, end) in zip(ids, offsets, strict=True)
+            if token_id in self._control
+            and end - start > 1
+            and self._control[token_id] in self._opening.normalised(text[start:end])
+        ]
 
 
 class _Plain:

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import PreTrainedTokenizerFast, StopStringCriteria
 from transformers.tokenization_python import PythonBackend
 
+from blockattn_rag import encoders
 from blockattn_rag.blocks import Block, BlockPrompt, BlockTemplate, Origin, Span
 from blockattn_rag.tokenization import BlockTokenizer
 from tests.models import tiny_tokenizer
@@ -193,6 +194,25 @@ class TestAddedTokens:
         assert not {1, 2} & set(ids)
         text = "".join(backend.id_to_token(i) for i in ids)
         assert text == "\u2581a<s></s>b<s>"
+
+    def test_many_of_them_are_cut_in_few_passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pieces = [("<unk>", 0.0), ("<s>", 0.0), *((c, -5.0) for c in "<s>")]
+        make: Any = PreTrainedTokenizerFast
+        own = BlockTokenizer(
+            make(tokenizer_object=Tokenizer(models.Unigram(pieces, unk_id=0)), bos_token="<s>")
+        )
+        encoded = 0
+        original = encoders._Plain.encode
+
+        def counted(plain: Any, text: str) -> Any:
+            nonlocal encoded
+            encoded += len(text)
+            return original(plain, text)
+
+        monkeypatch.setattr(encoders._Plain, "encode", counted)
+        text = "<s>" * 2000
+        assert own.text_ids(text) == [2, 3, 4] * 2000
+        assert encoded < 4 * len(text)
 
     def test_unknown_characters_are_no_control_tokens(self) -> None:
         pieces = [("<unk>", -9.0), ("a", -1.0), ("\u2581", -2.0)]

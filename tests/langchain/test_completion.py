@@ -60,7 +60,9 @@ def test_control_tokens_in_a_string_are_text_unless_they_are_asked_for(
     assert caplog.text.count("pass parse_special_tokens=True") == 1
     parsing = BlockAttentionLLM(llm=llm, parse_special_tokens=True)
     assert parsing.get_num_tokens(text) == 4
-    assert parsing._identifying_params != llm._identifying_params  # an answer cache tells by these
+    # An answer cache tells models apart by these.
+    assert parsing._identifying_params["parse_special_tokens"]
+    assert not llm._identifying_params["parse_special_tokens"]
     (passage,) = parsing.to_prompt(wrap(text) + text).context
     assert llm.source.tokenizer.block_ids(passage, first=False)[:-2] == list(
         llm.source.tokenizer.text_ids(text)
