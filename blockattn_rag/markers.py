@@ -137,9 +137,39 @@ def remove_orphans(text: str) -> str:
 
 def holds_orphans(string: str) -> bool:
     """Whether a string holds a marker of ours whose partner is missing: a passage was cut."""
-    paired = [marker for span in marked_spans(string) for marker in _own_markers(span.text)]
-    count = sum(2 for _ in marked_spans(string)) + len(paired)
-    return len(_own_markers(string)) > count
+    return bool(_orphans(string, list(marked_spans(string))))
+
+
+def close_cut_passages(chunk: str) -> str:
+    """A chunk that a text splitter made, with the markers that it cut off put at its ends.
+
+    What was cut is one passage again, known as altered unless all of its text is there.
+
+    Args:
+        chunk: the splitter's own output: passages that it cut begin, or end, where it does.
+    """
+    spans = list(marked_spans(chunk))
+    orphans = _orphans(chunk, spans)
+    if not orphans:
+        return chunk
+    first, last = orphans[0], orphans[-1]
+    opens = closes = ""
+    if not last.group(1) and not any(span.start > last.start() for span in spans):
+        closes = f"[[/kvblock:{last.group(2)}]]"
+        chunk = chunk[: last.end()] + _without_head_of(closes, chunk[last.end() :])
+    if first.group(1) and not any(span.start < first.start() for span in spans):
+        opens = f"[[kvblock:{first.group(2)}]]"
+        chunk = _without_tail_of(opens, chunk[: first.start()]) + chunk[first.start() :]
+    return opens + chunk + closes
+
+
+def _orphans(string: str, spans: Sequence[MarkedSpan]) -> list[re.Match[str]]:
+    """Our markers that stand neither around nor inside a marked passage."""
+    return [
+        marker
+        for marker in _own_markers(string)
+        if not any(span.start <= marker.start() < span.end for span in spans)
+    ]
 
 
 def strip_markers(string: str) -> str:

@@ -21,6 +21,7 @@ from blockattn_rag.blocks import Block, BlockPrompt, BlockTemplate, Span, handle
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.markers import (
     MAX_MARKED,
+    close_cut_passages,
     content_spans,
     marked_spans,
     remove_orphans,
@@ -191,6 +192,25 @@ def test_a_splitter_that_cuts_a_marker_leaves_nothing_of_it_beside_its_partner()
         for text in outside(segment(f"Read {marked[cut:]}\nWhat?")):
             assert "kvb" not in text
             assert "]]" not in text or cut > opening_end - 6
+
+
+def test_a_chunk_of_a_splitter_gets_back_the_markers_that_were_cut_off() -> None:
+    marked, other = wrap("Halden Tower is tall."), wrap("other")
+    opening_end, closing_start = marked.index("]]") + 2, marked.rindex("[[")
+    for cut in range(opening_end + 1, len(marked)):
+        prompt = segment(close_cut_passages(f"{other}\n\n{marked[:cut]}") + " What?")
+        first, cut_off = prompt.context
+        assert (first.text, prompt.final) == ("other", " What?")
+        assert "Halden Tower is tall."[: cut - opening_end].startswith(cut_off.text[:5])
+        # With all of its text there, it is the passage that it was.
+        assert (cut_off.origin == "passage") == (cut_off.text == "Halden Tower is tall.")
+    for cut in range(1, closing_start - 1):
+        prompt = segment(close_cut_passages(f"{marked[cut:]}\n\n{other}") + " What?")
+        cut_off, last = prompt.context
+        assert (last.text, prompt.final) == ("other", " What?")
+        assert cut_off.text.endswith(".")
+    for whole in (marked, f"{marked}{other}", "no marker", f"[[kvblock:{OTHER}]]text"):
+        assert close_cut_passages(whole) == whole
 
 
 def test_removing_orphans_touches_no_other_text() -> None:

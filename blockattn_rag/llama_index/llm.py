@@ -26,6 +26,7 @@ from llama_index.core.bridge.pydantic import Field
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.llms.llm import default_completion_to_prompt
+from llama_index.core.prompts import BasePromptTemplate
 from llama_index_instrumentation import get_dispatcher
 
 from blockattn_rag.arguments import check_known
@@ -38,7 +39,7 @@ from blockattn_rag.kv import Positions
 from blockattn_rag.llama_index.chat import as_template_messages, chat_response
 from blockattn_rag.llama_index.events import BlockReuseEvent, usage_of
 from blockattn_rag.llama_index.source import EngineComponent, EngineSource
-from blockattn_rag.markers import strip_markers
+from blockattn_rag.markers import close_cut_passages, strip_markers
 from blockattn_rag.prompts import BLANK_LINE
 from blockattn_rag.store import KVStore
 from blockattn_rag.streams import iterate_in_thread
@@ -169,6 +170,12 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         return self._source.tokenizer.text_ids(strip_markers(text))
 
     # -- prompts -----------------------------------------------------------------------------
+
+    def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        return super()._get_prompt(prompt, **_with_whole_passages(prompt_args))
+
+    def _get_messages(self, prompt: BasePromptTemplate, **prompt_args: Any) -> list[ChatMessage]:
+        return super()._get_messages(prompt, **_with_whole_passages(prompt_args))
 
     def to_prompt(self, prompt: str | Sequence[ChatMessage], formatted: bool = True) -> BlockPrompt:
         """The blocks that a prompt string, or chat messages, become.
@@ -332,3 +339,12 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
                     yield chat_response(step)
 
         return steps()
+
+
+def _with_whole_passages(prompt_args: dict[str, Any]) -> dict[str, Any]:
+    """The variables of a prompt template. LlamaIndex's own prompt helper cuts long passages: here,
+    and nowhere later, it is known where the pieces begin and end."""
+    return {
+        name: close_cut_passages(value) if isinstance(value, str) and name != "query_str" else value
+        for name, value in prompt_args.items()
+    }

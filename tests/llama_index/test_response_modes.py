@@ -237,3 +237,24 @@ def test_a_window_without_room_for_passages_is_refused_with_advice(engine: Recor
     llm = BlockAttentionLLM(engine=engine, context_window=900, max_new_tokens=4)
     with pytest.raises(ValueError, match="larger context_window"):
         block_response_synthesizer(llm, "compact").synthesize(QUESTION, encoded(llm, passages()))
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+@pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize"])
+def test_pieces_of_passages_that_the_default_helper_cuts_are_blocks(
+    mode: str, chat: bool, engine: RecordingEngine
+) -> None:
+    llm = BlockAttentionLLM(
+        engine=engine, context_window=WINDOW, max_new_tokens=NEW_TOKENS, is_chat_model=chat
+    )
+    nodes = encoded(llm, passages(3, OVERFLOWS))
+    synthesizer = get_response_synthesizer(
+        llm, prompt_helper=default_helper(llm), response_mode=ResponseMode(mode)
+    )
+    engine.calls.clear()
+    synthesizer.synthesize(QUESTION, nodes)
+    words = {word for n in nodes for word in canonical_text(n.node).split()}
+    for call in engine.calls:
+        # What is left of a passage stands in a block, not beside the question.
+        beside = {word for word in call.prompt.final.split() if word in words and "x" in word}
+        assert not beside
