@@ -220,15 +220,18 @@ class BlockFetcher:
             self._touch(one.key)
         return kv
 
+    def _note_use(self, key: str) -> None:
+        if len(self._touched) >= _MOST_TOUCHED:
+            self._touched.clear()
+        self._touched[key] = time.monotonic()
+
     def _touch(self, key: str) -> None:
         """Tell the store of a block that is used and not read, once in a while: it would take what
         is used most for what nobody wants."""
         now = time.monotonic()
         if now - self._touched.get(key, -math.inf) < _TOUCH_EVERY_S:
             return
-        if len(self._touched) >= _MOST_TOUCHED:
-            self._touched.clear()
-        self._touched[key] = now
+        self._note_use(key)
         try:
             touch(self._store, key)
         except StoreError as error:
@@ -237,6 +240,7 @@ class BlockFetcher:
     def _keep_resident(self, kv: BlockKV) -> None:
         if self._resident is not None and kv.nbytes <= self._resident.max_bytes:
             self._resident.put(_key_of(kv), kv)
+            self._note_use(_key_of(kv))  # by reading it, or by writing it next
 
     def _read(self, one: _Wanted) -> BlockKV | None:
         """The stored KV if it is sound and is what was asked for. A bad entry is a miss."""

@@ -400,10 +400,11 @@ def test_an_ingestion_computes_a_damaged_entry_anew(on_disk: BlockFetcher, tmp_p
 
 
 def test_blocks_that_are_used_from_memory_are_not_the_first_that_a_full_store_forgets(
-    model: BlockModel, tmp_path: Path
+    model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = DirectoryStore(tmp_path / "kv")
     fetcher = BlockFetcher(model, store, threading.Lock(), 1 << 26)
+    monkeypatch.setattr("blockattn_rag.fetch._TOUCH_EVERY_S", 0.0)
     fetcher.fetch([D, A], "compute")  # both are kept in memory too
     for path in tmp_path.rglob("*.safetensors"):
         os.utime(path, (0, time.time() - 200))
