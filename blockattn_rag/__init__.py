@@ -18,8 +18,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from blockattn_rag.blocks import Block, BlockPrompt, BlockTemplate, Span, handle_of
-    from blockattn_rag.engine import BlockAttentionEngine
+    from blockattn_rag.engine import (
+        BlockAttentionEngine,
+        EncodeStats,
+        Generation,
+        GenerationChunk,
+        ReuseStats,
+    )
     from blockattn_rag.errors import (
         BlockAttnError,
         ContextOverflowError,
@@ -32,12 +37,20 @@ if TYPE_CHECKING:
         StoreError,
         UnsupportedModelError,
     )
-    from blockattn_rag.fetch import EncodeStats
-    from blockattn_rag.generation import Generation, GenerationChunk, ReuseStats
     from blockattn_rag.kv import BlockKV
-    from blockattn_rag.markers import segment, strip_markers, wrap
     from blockattn_rag.model import BlockModel
-    from blockattn_rag.prompts import Passage, PromptFormat
+    from blockattn_rag.prompts import (
+        Block,
+        BlockPrompt,
+        BlockTemplate,
+        Passage,
+        PromptFormat,
+        Span,
+        handle_of,
+        segment,
+        strip_markers,
+        wrap,
+    )
     from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
 
 __all__ = [
@@ -75,18 +88,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "blocks": "Block BlockPrompt BlockTemplate Span handle_of",
-    "engine": "BlockAttentionEngine",
+    "engine": "BlockAttentionEngine EncodeStats Generation GenerationChunk ReuseStats",
     "errors": (
         "BlockAttnError ContextOverflowError CorruptEntryError DataError DivergedError "
         "FingerprintMismatchError MissError SegmentationError StoreError UnsupportedModelError"
     ),
-    "fetch": "EncodeStats",
-    "generation": "Generation GenerationChunk ReuseStats",
     "kv": "BlockKV",
-    "markers": "segment strip_markers wrap",
     "model": "BlockModel",
-    "prompts": "Passage PromptFormat",
+    "prompts": (
+        "Block BlockPrompt BlockTemplate Passage PromptFormat Span handle_of segment "
+        "strip_markers wrap"
+    ),
     "store": "DirectoryStore KVStore MemoryStore",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -15,40 +15,23 @@ import blockattn_rag
 PACKAGE = Path(blockattn_rag.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Part: what it may import at module level of the package, itself aside. Lower floors first.
+# Folder (or file) of the core: what it may import, itself aside. Lower floors first.
 FLOORS = {
     "errors": "",
-    "blocks": "",
-    "folders": "",
-    "markers": "blocks errors folders",
-    "chat_template": "blocks errors markers",
-    "arguments": "",
-    "hints": "blocks",
-    "encoders": "errors",
-    "rope": "",
-    "kv": "rope",
-    "transfer": "kv threads",
-    "attention": "",
-    "relay_plan": "attention kv rope",
-    "handles": "blocks errors",
-    "generation": "",
-    "threads": "",
-    "batching": "blocks generation threads",
-    "tokenization": "blocks encoders",
-    "prompts": "blocks chat_template",
-    "segmentation": "blocks chat_template errors",
+    "lazy": "",
+    "files": "errors",
+    "prompts": "errors files",
+    "kv": "",
+    "attention": "kv",
     "store": "errors kv",
-    "reference": "",
-    "model": "blocks errors generation kv reference relay_plan rope tokenization",
-    "fetch": "blocks errors kv model store transfer",
-    "streams": "generation threads",
-    "request": "blocks fetch generation kv",
-    "answering": "batching generation kv model request",
-    "engine": "answering batching blocks fetch generation kv model request store streams",
+    "model": "attention engine errors kv prompts",
+    "engine": "errors kv model prompts store",
+    "check": "engine kv model prompts",
+    "adapters": "engine errors model prompts store",
 }
 FRAMEWORKS = {"llama_index", "langchain", "langchain_core", "langchain_chroma", "chromadb"}
 # Where the seam to transformers is.
-TRANSFORMERS_PARTS = {"model", "training", "reference"}
+TRANSFORMERS_PARTS = {"model", "training", "check"}
 
 
 def part_of(file: Path) -> str:
@@ -107,11 +90,9 @@ def test_only_the_seam_knows_transformers() -> None:
     assert users - {"demo", "evaluation"} <= TRANSFORMERS_PARTS
 
 
-def test_only_check_imports_the_reference() -> None:
-    users = {
-        file.relative_to(PACKAGE).as_posix() for file in FILES if "reference" in own_parts(file)
-    }
-    assert users == {"model/check.py"}
+def test_only_the_command_line_imports_the_check() -> None:
+    users = {file.relative_to(PACKAGE).as_posix() for file in FILES if "check" in own_parts(file)}
+    assert users == {"cli/check.py"}
 
 
 def test_adapters_do_not_import_one_another() -> None:
@@ -125,7 +106,7 @@ def test_adapters_do_not_import_one_another() -> None:
 def test_importing_the_package_loads_neither_torch_nor_a_framework() -> None:
     heavy = sorted({"torch", "transformers", "numpy", *FRAMEWORKS})
     code = (
-        "import sys, blockattn_rag, blockattn_rag.blocks, blockattn_rag.store;"
+        "import sys, blockattn_rag, blockattn_rag.prompts.blocks, blockattn_rag.store;"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

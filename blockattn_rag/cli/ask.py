@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from blockattn_rag.cli.database import Database
-from blockattn_rag.cli.names import existing_model
 from blockattn_rag.cli.output import JsonOption, count, duration, emit, note, piece, working
-from blockattn_rag.cli.rag import Answer, Assistant
+from blockattn_rag.rag.ask import Answer, Assistant
+from blockattn_rag.rag.database import Database
+from blockattn_rag.rag.names import existing_model
 
 
 class Mode(StrEnum):

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from blockattn_rag.cli.names import existing_model, loading
 from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, table, working
+from blockattn_rag.rag.names import existing_model, loading
 
 
 def check(
@@ -20,7 +20,8 @@ def check(
 ) -> None:
     """Measure whether a model gives the same answers in blocks; exit status 0 if so, else 1."""
     with working(as_json):
-        from blockattn_rag.model import BlockModel, check_model
+        from blockattn_rag.check.checks import check_model
+        from blockattn_rag.model import BlockModel
 
         with loading(model):
             loaded = BlockModel.from_pretrained(model, device=device, dtype=dtype)

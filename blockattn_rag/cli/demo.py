@@ -9,7 +9,6 @@ import typer
 from rich.markup import escape
 
 from blockattn_rag.cli.ask import Mode, ModeOption
-from blockattn_rag.cli.names import existing_model
 from blockattn_rag.cli.output import (
     JsonOption,
     ModelArgument,
@@ -22,10 +21,11 @@ from blockattn_rag.cli.output import (
     stdout,
     working,
 )
+from blockattn_rag.rag.names import existing_model
 
 if TYPE_CHECKING:
-    from blockattn_rag.cli.rag import IngestReport
     from blockattn_rag.demo.run import DemoQuestion, DemoReport
+    from blockattn_rag.rag.ask import IngestReport
 
 
 def demo(

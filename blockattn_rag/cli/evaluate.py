@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockattn_rag.cli.names import existing_model, loading
 from blockattn_rag.cli.output import (
     JsonOption,
     ModelArgument,
@@ -21,6 +20,7 @@ from blockattn_rag.cli.output import (
     table,
     working,
 )
+from blockattn_rag.rag.names import existing_model, loading
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -62,7 +62,7 @@ def evaluate(
 ) -> None:
     """Answer questions over their passages in each mode and score the answers."""
     with working(as_json), contextlib.ExitStack() as bars:
-        from blockattn_rag.engine import BlockAttentionEngine
+        from blockattn_rag.engine.engine import BlockAttentionEngine
         from blockattn_rag.evaluation import evaluate as run
         from blockattn_rag.evaluation import read_samples
 

@@ -8,9 +8,6 @@ from typing import Annotated
 
 import typer
 
-from blockattn_rag.cli.database import HASHING, Database, Manifest
-from blockattn_rag.cli.documents import load_documents
-from blockattn_rag.cli.names import existing_model
 from blockattn_rag.cli.output import (
     JsonOption,
     ModelArgument,
@@ -21,8 +18,11 @@ from blockattn_rag.cli.output import (
     size,
     working,
 )
-from blockattn_rag.cli.rag import ingest_documents
-from blockattn_rag.cli.sources import orphaned_sources
+from blockattn_rag.rag.ask import ingest_documents
+from blockattn_rag.rag.database import HASHING, Database, Manifest
+from blockattn_rag.rag.documents import load_documents
+from blockattn_rag.rag.names import existing_model
+from blockattn_rag.rag.sources import orphaned_sources
 
 
 def ingest(

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockattn_rag.cli.names import existing_model, loading
 from blockattn_rag.cli.output import JsonOption, count, duration, emit, size, table, working
+from blockattn_rag.rag.names import existing_model, loading
 
 if TYPE_CHECKING:
-    from blockattn_rag.evaluation.efficiency.plan import Machine, Plan
+    from blockattn_rag.planning import Machine, Plan
 
 GIB = 1 << 30
 
@@ -61,8 +61,8 @@ def plan(
     with working(as_json):
         import torch
 
-        from blockattn_rag.evaluation.efficiency.plan import Machine, measured_operations_per_s
-        from blockattn_rag.evaluation.efficiency.plan import plan as make_plan
+        from blockattn_rag.planning import Machine, measured_operations_per_s
+        from blockattn_rag.planning import plan as make_plan
 
         for option, value in (
             ("--tflops", tflops), ("--bandwidth", bandwidth),

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockattn_rag.cli.database import MANIFEST, chroma_client, require_manifest
 from blockattn_rag.cli.output import JsonOption, count, emit, note, progress, size, table, working
+from blockattn_rag.rag.database import MANIFEST, chroma_client, require_manifest
 
 if TYPE_CHECKING:
     from chromadb.api import ClientAPI
@@ -132,7 +132,7 @@ def gc(
     """
     grace_s = _seconds(grace)
     with working(as_json):
-        from blockattn_rag.handles import live_handles
+        from blockattn_rag.adapters.handles import live_handles
         from blockattn_rag.store import gc as collect
 
         opened = _open(store)

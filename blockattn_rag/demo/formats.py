@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from blockattn_rag.prompts import TURBORAG
+from blockattn_rag.prompts.formats import TURBORAG
 
 from .scenes import Passage
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.evaluation import evaluate, read_samples
 from blockattn_rag.model.loading import load_config
 from blockattn_rag.store import MemoryStore

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.demo.corpus import Turn, bundled_corpus, bundled_questions, is_correct
-from blockattn_rag.folders import state_folder
+from blockattn_rag.files.folders import state_folder
 
 if TYPE_CHECKING:
     from llama_index.core.schema import Document
 
-    from blockattn_rag.cli.rag import Answer, Assistant, IngestReport
+    from blockattn_rag.rag.ask import Answer, Assistant, IngestReport
 
 SOURCE = "bundled encyclopedia"
 TOP_K = 5
@@ -82,7 +82,7 @@ def documents() -> list[Document]:
     """The encyclopedia as LlamaIndex documents; the model sees title and text."""
     from llama_index.core.schema import Document
 
-    from blockattn_rag.cli.documents import set_source
+    from blockattn_rag.rag.documents import set_source
 
     found = []
     for number, passage in enumerate(bundled_corpus()):
@@ -115,8 +115,8 @@ def run_demo(
         on_ingested: called when the encyclopedia is ready.
         on_question: called after each question.
     """
-    from blockattn_rag.cli.database import Database, Manifest
-    from blockattn_rag.cli.rag import Assistant, ingest_documents
+    from blockattn_rag.rag.ask import Assistant, ingest_documents
+    from blockattn_rag.rag.database import Database, Manifest
 
     folder = folder or default_folder()
     database = Database.create(folder, Manifest(model=model, fingerprint=""))

@@ -22,7 +22,7 @@ import typer
 from torch import distributed as dist
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from blockattn_rag.kv import Positions
+from blockattn_rag.kv.block_kv import Positions
 
 from .base import (
     TOKENS_PER_STEP,

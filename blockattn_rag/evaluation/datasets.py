@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from blockattn_rag.errors import DataError
-from blockattn_rag.jsonl import numbered_lines, parse_line
+from blockattn_rag.files.jsonl import numbered_lines, parse_line
 
 
 @dataclass(frozen=True, slots=True)

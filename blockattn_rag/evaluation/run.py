@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockattn_rag.blocks import PLAIN, BlockPrompt
 from blockattn_rag.errors import ContextOverflowError, DataError
 from blockattn_rag.evaluation.datasets import EvaluationSample
 from blockattn_rag.evaluation.metrics import METRICS, Interval, bootstrap_mean, normalize_answer
 from blockattn_rag.evaluation.records import EvaluationRecord, RecordFile
-from blockattn_rag.prompts import Passage, PromptFormat, prompt_format
+from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt
+from blockattn_rag.prompts.formats import Passage, PromptFormat, prompt_format
 
 if TYPE_CHECKING:
-    from blockattn_rag.engine import BlockAttentionEngine
-    from blockattn_rag.generation import Generation
+    from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.engine.results import Generation
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "full": {"mode": "full"},

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from blockattn_rag.batching import Seat, Serve, fail_all, serve_all
-from blockattn_rag.blocks import BlockPrompt
-from blockattn_rag.threads import start_thread
+from blockattn_rag.engine.scheduler import Seat, Serve, fail_all, serve_all
+from blockattn_rag.engine.threads import start_thread
+from blockattn_rag.prompts.blocks import BlockPrompt
 
 _CURRENT: ContextVar[BatchMeeting | None] = ContextVar("blockattn_batch", default=None)
 

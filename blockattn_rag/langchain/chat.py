@@ -16,10 +16,9 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import get_config_list, get_executor_for_config
 from langchain_core.runnables.utils import gather_with_concurrency
 
-from blockattn_rag.batching import BATCH_SIZE
-from blockattn_rag.blocks import BlockPrompt
-from blockattn_rag.chat_template import chat_spans, has_chat_template
-from blockattn_rag.generation import Generation, GenerationChunk
+from blockattn_rag.engine.results import Generation, GenerationChunk
+from blockattn_rag.engine.scheduler import BATCH_SIZE
+from blockattn_rag.engine.streams import iterate_in_thread
 from blockattn_rag.langchain.batching import BatchMeeting
 from blockattn_rag.langchain.fields import GenerationFields
 from blockattn_rag.langchain.messages import (
@@ -29,8 +28,9 @@ from blockattn_rag.langchain.messages import (
     as_template_messages,
     knows_tools,
 )
-from blockattn_rag.markers import strip_markers
-from blockattn_rag.streams import iterate_in_thread
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.chat_template import chat_spans, has_chat_template
+from blockattn_rag.prompts.markers import strip_markers
 
 Configs = RunnableConfig | list[RunnableConfig] | None
 

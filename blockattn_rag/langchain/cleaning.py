@@ -8,7 +8,7 @@ from typing import Any
 from langchain_core.messages import AIMessage, BaseMessage, convert_to_messages
 from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
 
-from blockattn_rag.markers import strip_markers
+from blockattn_rag.prompts.markers import strip_markers
 
 
 def without_markers(value: Any) -> Any:

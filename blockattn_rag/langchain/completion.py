@@ -15,11 +15,11 @@ from langchain_core.outputs import Generation as LangChainGeneration
 from langchain_core.outputs import GenerationChunk as LangChainChunk
 from langchain_core.outputs import LLMResult
 
-from blockattn_rag.blocks import BlockPrompt
-from blockattn_rag.generation import Generation, GenerationChunk
+from blockattn_rag.engine.results import Generation, GenerationChunk
+from blockattn_rag.engine.streams import iterate_in_thread
 from blockattn_rag.langchain.fields import GenerationFields
 from blockattn_rag.langchain.messages import PROVIDER, metadata_of
-from blockattn_rag.streams import iterate_in_thread
+from blockattn_rag.prompts.blocks import BlockPrompt
 
 
 class BlockAttentionLLM(GenerationFields, BaseLLM):

@@ -14,9 +14,9 @@ from langchain_core.prompts import (
 )
 from pydantic import Field, model_validator
 
-from blockattn_rag.blocks import handle_of
-from blockattn_rag.handles import HANDLE_KEY, SOURCE_KEY, TEXT_VARIABLE, source_of
-from blockattn_rag.markers import wrap
+from blockattn_rag.adapters.handles import HANDLE_KEY, SOURCE_KEY, TEXT_VARIABLE, source_of
+from blockattn_rag.prompts.blocks import handle_of
+from blockattn_rag.prompts.markers import wrap
 
 
 def _page_content() -> BasePromptTemplate[str]:

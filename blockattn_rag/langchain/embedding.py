@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from langchain_core.embeddings import Embeddings
 
-from blockattn_rag.hashing import hashed_vectors
+from blockattn_rag.adapters.hashed_embedding import hashed_vectors
 
 
 class HashingEmbeddings(Embeddings):

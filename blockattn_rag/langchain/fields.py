@@ -13,15 +13,15 @@ from langchain_core.runnables import Runnable, RunnableLambda
 from langchain_core.runnables.base import RunnableBindingBase
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from blockattn_rag.arguments import check_known
-from blockattn_rag.blocks import BlockTemplate
-from blockattn_rag.engine import BlockAttentionEngine
-from blockattn_rag.fetch import OnMiss
-from blockattn_rag.generation import Mode
-from blockattn_rag.kv import Positions
+from blockattn_rag.adapters.arguments import check_known
+from blockattn_rag.adapters.engine_source import EngineSource
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.fetcher import OnMiss
+from blockattn_rag.engine.results import Mode
+from blockattn_rag.kv.block_kv import Positions
 from blockattn_rag.langchain.cleaning import without_markers
-from blockattn_rag.prompts import BLANK_LINE
-from blockattn_rag.source import EngineSource
+from blockattn_rag.prompts.blocks import BlockTemplate
+from blockattn_rag.prompts.formats import BLANK_LINE
 
 _SOURCE_FIELDS = ("model_name", "tokenizer_name", "kv_store", "device_map", "model_kwargs")
 _ALIASES = {"model": "model_name", "tokenizer": "tokenizer_name", "device": "device_map"}

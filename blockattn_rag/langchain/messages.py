@@ -22,9 +22,9 @@ from langchain_core.messages import (
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGenerationChunk
 
-from blockattn_rag.generation import Generation, GenerationChunk, ReuseStats
-from blockattn_rag.handles import HANDLE_KEY
-from blockattn_rag.markers import wrap
+from blockattn_rag.adapters.handles import HANDLE_KEY
+from blockattn_rag.engine.results import Generation, GenerationChunk, ReuseStats
+from blockattn_rag.prompts.markers import wrap
 
 PROVIDER = "blockattn_rag"
 

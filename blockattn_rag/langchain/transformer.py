@@ -8,10 +8,10 @@ from typing import Annotated, Any
 from langchain_core.documents import BaseDocumentTransformer, Document
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from blockattn_rag.blocks import Block
-from blockattn_rag.fetch import EncodeStats
+from blockattn_rag.engine.fetcher import EncodeStats
 from blockattn_rag.langchain.documents import BlockDocumentPrompt, as_block_prompt
 from blockattn_rag.langchain.fields import EngineFields
+from blockattn_rag.prompts.blocks import Block
 
 DocumentPromptField = Annotated[BlockDocumentPrompt, BeforeValidator(as_block_prompt)]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from blockattn_rag.handles import HANDLE_KEY, live_handles
+from blockattn_rag.adapters.handles import HANDLE_KEY, live_handles
 from blockattn_rag.lazy import import_name
 
 if TYPE_CHECKING:

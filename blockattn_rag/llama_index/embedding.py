@@ -8,7 +8,7 @@ from typing import Any
 from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
 from llama_index.core.bridge.pydantic import Field
 
-from blockattn_rag.hashing import hashed_vectors
+from blockattn_rag.adapters.hashed_embedding import hashed_vectors
 
 
 class HashingEmbedding(BaseEmbedding):

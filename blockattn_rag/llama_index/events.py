@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from llama_index.core.instrumentation.events import BaseEvent
 
 if TYPE_CHECKING:
-    from blockattn_rag.generation import Generation
+    from blockattn_rag.engine.results import Generation
 
 
 class BlockReuseEvent(BaseEvent):

@@ -29,20 +29,20 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index_instrumentation import get_dispatcher
 
-from blockattn_rag.arguments import check_known
-from blockattn_rag.blocks import BlockPrompt, BlockTemplate, Span
-from blockattn_rag.chat_template import chat_spans, has_chat_template, trace
-from blockattn_rag.engine import BlockAttentionEngine
-from blockattn_rag.fetch import OnMiss
-from blockattn_rag.generation import Generation, GenerationChunk, Mode
-from blockattn_rag.kv import Positions
+from blockattn_rag.adapters.arguments import check_known
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.fetcher import OnMiss
+from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
+from blockattn_rag.engine.streams import iterate_in_thread
+from blockattn_rag.kv.block_kv import Positions
 from blockattn_rag.llama_index.chat import as_template_messages, chat_response
 from blockattn_rag.llama_index.events import BlockReuseEvent, usage_of
 from blockattn_rag.llama_index.source import EngineComponent, EngineSource
-from blockattn_rag.markers import close_cut_passages, strip_markers
-from blockattn_rag.prompts import BLANK_LINE
+from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
+from blockattn_rag.prompts.chat_template import chat_spans, has_chat_template, trace
+from blockattn_rag.prompts.formats import BLANK_LINE
+from blockattn_rag.prompts.markers import close_cut_passages, strip_markers
 from blockattn_rag.store import KVStore
-from blockattn_rag.streams import iterate_in_thread
 
 dispatcher = get_dispatcher(__name__)
 

@@ -15,9 +15,9 @@ from llama_index.core.base.llms.types import BaseContentBlock, TextBlock
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, MetadataMode
 
-from blockattn_rag.blocks import handle_of
-from blockattn_rag.handles import HANDLE_KEY
-from blockattn_rag.markers import wrap
+from blockattn_rag.adapters.handles import HANDLE_KEY
+from blockattn_rag.prompts.blocks import handle_of
+from blockattn_rag.prompts.markers import wrap
 
 
 class BlockNode(BaseNode):

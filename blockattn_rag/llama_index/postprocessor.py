@@ -8,7 +8,7 @@ from llama_index.core.bridge.pydantic import Field
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
-from blockattn_rag.arguments import check_known
+from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.llama_index.nodes import as_block_node
 
 Order = Literal["retrieved", "ascending"]

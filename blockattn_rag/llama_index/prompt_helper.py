@@ -15,10 +15,10 @@ from llama_index.core.prompts.prompt_utils import (
     get_empty_prompt_txt,
 )
 
-from blockattn_rag.blocks import BlockTemplate
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.llama_index.splitter import BlockTextSplitter
-from blockattn_rag.prompts import BLANK_LINE
+from blockattn_rag.prompts.blocks import BlockTemplate
+from blockattn_rag.prompts.formats import BLANK_LINE
 
 
 class _Joined(list[str]):

@@ -8,8 +8,8 @@ from typing import Any
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import BaseComponent
 
-from blockattn_rag.engine import BlockAttentionEngine
-from blockattn_rag.source import EngineSource
+from blockattn_rag.adapters.engine_source import EngineSource
+from blockattn_rag.engine.engine import BlockAttentionEngine
 
 __all__ = ["EngineComponent", "EngineSource"]
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.node_parser import TokenTextSplitter
 
-from blockattn_rag.blocks import BlockTemplate
-from blockattn_rag.markers import MarkedSpan, marked_spans, remove_orphans, wrap
-from blockattn_rag.prompts import BLANK_LINE
+from blockattn_rag.prompts.blocks import BlockTemplate
+from blockattn_rag.prompts.formats import BLANK_LINE
+from blockattn_rag.prompts.markers import MarkedSpan, marked_spans, remove_orphans, wrap
 
 
 class _Piece(NamedTuple):

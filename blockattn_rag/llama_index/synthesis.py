@@ -22,7 +22,7 @@ from llama_index.core.response_synthesizers.no_text import NoText
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.llama_index.postprocessor import BlockKVPostprocessor, Order
 from blockattn_rag.llama_index.prompt_helper import BlockPromptHelper
-from blockattn_rag.markers import strip_markers, wrap
+from blockattn_rag.prompts.markers import strip_markers, wrap
 
 
 def configure(llm: BlockAttentionLLM) -> None:

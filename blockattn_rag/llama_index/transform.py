@@ -16,13 +16,13 @@ from llama_index.core.schema import (
     TransformComponent,
 )
 
-from blockattn_rag.blocks import Block, BlockTemplate
-from blockattn_rag.engine import BlockAttentionEngine
-from blockattn_rag.fetch import EncodeStats
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.fetcher import EncodeStats
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.llama_index.nodes import canonical_text, stamp
 from blockattn_rag.llama_index.source import EngineComponent, EngineSource
-from blockattn_rag.prompts import BLANK_LINE
+from blockattn_rag.prompts.blocks import Block, BlockTemplate
+from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import KVStore
 
 

@@ -1,7 +1,6 @@
 """The seam to transformers: loading, the layout probe, encoding, generation, the fingerprint."""
 
-from blockattn_rag.model.check import CheckReport, CheckRow, check_model
-from blockattn_rag.model.model import BlockModel
+from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.requests import EncodeRequest
 
-__all__ = ["BlockModel", "CheckReport", "CheckRow", "EncodeRequest", "check_model"]
+__all__ = ["BlockModel", "EncodeRequest"]

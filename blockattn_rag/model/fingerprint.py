@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from blockattn_rag.model.kv_summary import kv_summary
 from blockattn_rag.model.settings import OF_PYTORCH, settings
 from blockattn_rag.model.weights import weights_digest
-from blockattn_rag.tokenization import BlockTokenizer
+from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 KV_VERSION = 2
 """Raised whenever this package computes different keys and values for the same model and text."""

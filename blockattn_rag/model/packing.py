@@ -18,7 +18,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from blockattn_rag.rope import relative_error
+from blockattn_rag.kv.rope import relative_error
 
 logger = logging.getLogger("blockattn_rag")
 

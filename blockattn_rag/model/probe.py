@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from blockattn_rag.errors import UnsupportedModelError
-from blockattn_rag.rope import LayoutFit, RotaryLayout, fit_layout, relative_error
+from blockattn_rag.kv.rope import LayoutFit, RotaryLayout, fit_layout, relative_error
 
 if TYPE_CHECKING:
     from torch import Tensor

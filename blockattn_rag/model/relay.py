@@ -22,16 +22,16 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from blockattn_rag.kv import Context, place
+from blockattn_rag.attention.relay import RelayPlan
+from blockattn_rag.kv.block_kv import Context, place
+from blockattn_rag.kv.rope import RotaryLayout, relative_error
 from blockattn_rag.model.probe import vocabulary_size
 from blockattn_rag.model.requests import EncodeRequest
-from blockattn_rag.relay_plan import RelayPlan
-from blockattn_rag.rope import RotaryLayout, relative_error
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from blockattn_rag.model.model import BlockModel
+    from blockattn_rag.model.block_model import BlockModel
 
 _PREFIX = "blockattn_relay_"
 

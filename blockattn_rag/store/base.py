@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from blockattn_rag.kv import BlockKV, store_key
+from blockattn_rag.kv.block_kv import BlockKV, store_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from blockattn_rag.kv import BlockKV
+    from blockattn_rag.kv.block_kv import BlockKV
 
 DTYPES = {
     "F64": torch.float64,

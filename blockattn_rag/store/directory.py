@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
-from blockattn_rag.kv import BlockKV, store_key
+from blockattn_rag.kv.block_kv import BlockKV, store_key
 from blockattn_rag.store.base import StoreStats, check_key_of, is_key, warn_of_refused
 from blockattn_rag.store.checks import check_storable, is_finite
 from blockattn_rag.store.eviction import SizeBound, StoredFile

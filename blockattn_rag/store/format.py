@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from blockattn_rag.kv import BlockKV
+from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.checks import (
     DTYPE_NAMES,
     DTYPES,

@@ -12,7 +12,7 @@ from blockattn_rag.store.checks import check_storable
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from blockattn_rag.kv import BlockKV
+    from blockattn_rag.kv.block_kv import BlockKV
 
 
 class MemoryStore:

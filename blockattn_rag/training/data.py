@@ -14,7 +14,7 @@ template and ``control`` says whether control tokens in ``text`` are parsed (see
 *Passages*: written by a prompt format of :mod:`blockattn_rag.prompts`. With *turns*, everything
 after the first question is in the final block and every answer is learned.
 
-Token ids come from the same :class:`~blockattn_rag.tokenization.BlockTokenizer` as the engine's.
+Token ids come from the same ``BlockTokenizer`` as the engine's.
 A response is tokenised alone, since in answering, generation starts after the final block's text;
 what closes an answer (end of turn, or EOS) is learned after each one.
 """
@@ -29,12 +29,18 @@ from typing import Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
 
-from blockattn_rag.blocks import Block, BlockPrompt, BlockTemplate, Span
 from blockattn_rag.errors import DataError, SegmentationError
-from blockattn_rag.jsonl import numbered_lines, parse_line
-from blockattn_rag.prompts import Passage, PromptFormat, answer_end, follow_up, prompt_format
-from blockattn_rag.segmentation import conversation
-from blockattn_rag.tokenization import BlockTokenizer
+from blockattn_rag.files.jsonl import numbered_lines, parse_line
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
+from blockattn_rag.prompts.formats import (
+    Passage,
+    PromptFormat,
+    answer_end,
+    follow_up,
+    prompt_format,
+)
+from blockattn_rag.prompts.segmentation import conversation
+from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -86,7 +92,7 @@ class SampleEncoder:
         tokenizer: a transformers tokenizer.
         prompt: prompt format of records with passages: its name, or the format.
         blocks_per_turn: into how many blocks a turn of ``messages`` may be cut at blank lines and
-            the like; see :func:`~blockattn_rag.segmentation.conversation`.
+            the like; see :func:`~blockattn_rag.prompts.segmentation.conversation`.
         max_tokens: the longest sample allowed; None for no limit.
     """
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from blockattn_rag.jsonl import require_file
+from blockattn_rag.files.jsonl import require_file
 from blockattn_rag.model.loading import resolve_name
 from blockattn_rag.training.config import FinetuneConfig
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.cli.database import MANIFEST, Database
-from blockattn_rag.cli.rag import Answer
+from blockattn_rag.rag.ask import Answer
+from blockattn_rag.rag.database import MANIFEST, Database
 from tests.cli.conftest import Command
-from tests.cli.test_documents import two_pages
 from tests.models import tiny_model, tiny_tokenizer
+from tests.rag.test_documents import two_pages
 
 
 def test_ingesting_twice_computes_and_adds_nothing_the_second_time(
@@ -41,7 +41,7 @@ def test_an_ingestion_that_stops_before_chroma_is_completed_by_the_next(
 
     command = ("ingest", documents, "--db", tmp_path / "db", "--model", model, "--json")
     with monkeypatch.context() as patch:
-        patch.setattr("blockattn_rag.cli.rag._synchronise", stop)
+        patch.setattr("blockattn_rag.rag.ask._synchronise", stop)
         assert cli(*command).status == 130
     report = cli(*command).json
     assert (report["computed"], report["reused"], report["added"]) == (0, 2, 2)

@@ -30,10 +30,12 @@ def test_check_passes_a_supported_model_with_status_0(cli: Command, model: Path)
 def test_check_shows_a_failed_row_and_exits_with_status_1(
     cli: Command, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from blockattn_rag.model.check import CheckReport, CheckRow
+    from blockattn_rag.check.checks import CheckReport, CheckRow
 
     row = CheckRow("assembled = oracle", False, 0.5, float("nan"), "made to fail")
-    monkeypatch.setattr("blockattn_rag.model.check_model", lambda m: CheckReport(m.name, (row,)))
+    monkeypatch.setattr(
+        "blockattn_rag.check.checks.check_model", lambda m: CheckReport(m.name, (row,))
+    )
     output = cli("check", model)
     assert output.status == 1
     assert "NOT usable in block mode" in output.stdout

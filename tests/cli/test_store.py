@@ -9,8 +9,8 @@ import chromadb
 import pytest
 from chromadb.config import Settings
 
-from blockattn_rag.cli.database import chroma_client
 from blockattn_rag.cli.store import _bytes, _shown
+from blockattn_rag.rag.database import chroma_client
 from blockattn_rag.store import DirectoryStore
 from tests.cli.conftest import Command
 from tests.store.kvs import key_of, make_kv

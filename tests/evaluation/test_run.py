@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.blocks import BlockPrompt
-from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.results import Generation, ReuseStats
 from blockattn_rag.errors import ContextOverflowError, DataError
 from blockattn_rag.evaluation import EvaluationSample, evaluate, read_samples
 from blockattn_rag.evaluation.run import make_prompt
-from blockattn_rag.generation import Generation, ReuseStats
-from blockattn_rag.prompts import prompt_format
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.formats import prompt_format
 from tests.evaluation.samples import record, write_jsonl
 from tests.models import shared_tiny_llama, tiny_tokenizer
 

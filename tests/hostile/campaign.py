@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from blockattn_rag.blocks import BlockTemplate
+from blockattn_rag.prompts.blocks import BlockTemplate
 from tests.hostile import langchain_parts, llama_index_parts
 from tests.hostile.families import Family, families
 from tests.hostile.judge import Asked, Fault, judge

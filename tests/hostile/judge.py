@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from blockattn_rag.blocks import Block, BlockPrompt
+from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from tests.hostile.families import Family
 
 MARKER = "kvblock:"

@@ -16,7 +16,6 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.tools import create_retriever_tool
 from pydantic import PrivateAttr
 
-from blockattn_rag.blocks import BlockPrompt
 from blockattn_rag.langchain import (
     HANDLE_KEY,
     BlockAttentionLLM,
@@ -24,6 +23,7 @@ from blockattn_rag.langchain import (
     ChatBlockAttention,
     format_blocks,
 )
+from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.hostile.families import Family
 from tests.hostile.judge import Asked
 from tests.hostile.llama_index_parts import everything, in_json, thoughts, typed_history

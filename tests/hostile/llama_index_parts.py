@@ -23,13 +23,13 @@ from llama_index.core.response_synthesizers import ResponseMode, get_response_sy
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 
-from blockattn_rag.blocks import BlockPrompt
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
     BlockKVPostprocessor,
     BlockPromptHelper,
     configure,
 )
+from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.hostile.families import Family
 from tests.hostile.judge import Asked
 from tests.hostile.texts import Passage, Sample

@@ -8,8 +8,8 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 
-from blockattn_rag.blocks import BlockPrompt
 from blockattn_rag.langchain import BlockAttentionLLM, format_blocks
+from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.hostile.families import families
 from tests.hostile.judge import passage_blocks
 from tests.hostile.langchain_parts import recording_chat

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.blocks import BlockPrompt, Span
-from blockattn_rag.tokenization import BlockTokenizer, PromptIds
+from blockattn_rag.prompts.blocks import BlockPrompt, Span
+from blockattn_rag.prompts.tokenization import BlockTokenizer, PromptIds
 from tests.hostile.families import Family, families
 from tests.hostile.judge import Asked, judge
 

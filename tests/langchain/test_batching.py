@@ -10,8 +10,8 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.prompts import ChatPromptTemplate
 
 from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.engine.results import Generation
 from blockattn_rag.errors import ContextOverflowError
-from blockattn_rag.generation import Generation
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from blockattn_rag.store import MemoryStore
 from tests.langchain.conftest import passages, tiny_block_model

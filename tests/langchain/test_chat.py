@@ -15,11 +15,11 @@ from langchain_core.messages import AIMessageChunk
 from langchain_core.runnables import ConfigurableField
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.blocks import Block
 from blockattn_rag.errors import MissError
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from blockattn_rag.model import BlockModel
-from blockattn_rag.prompts import BLANK_LINE
+from blockattn_rag.prompts.blocks import Block
+from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import DirectoryStore
 from tests.holding import FEW, Held
 from tests.langchain.conftest import passages, tiny_block_model

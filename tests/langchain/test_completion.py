@@ -10,7 +10,7 @@ import pytest
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.langchain import BlockAttentionLLM, format_blocks
-from blockattn_rag.markers import wrap
+from blockattn_rag.prompts.markers import wrap
 from tests.langchain.conftest import passages
 
 

@@ -8,7 +8,6 @@ import pickle
 import pytest
 from langchain_core.documents import Document
 
-from blockattn_rag.blocks import handle_of
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.langchain import (
     BlockDocumentPrompt,
@@ -17,6 +16,7 @@ from blockattn_rag.langchain import (
     ChatBlockAttention,
     format_blocks,
 )
+from blockattn_rag.prompts.blocks import handle_of
 from tests.langchain.conftest import passages
 
 TITLED = BlockDocumentPrompt.from_template("title: {title}\n\n{page_content}")

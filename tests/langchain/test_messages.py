@@ -15,9 +15,9 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
-from blockattn_rag.blocks import BlockPrompt
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from blockattn_rag.langchain.messages import as_template_messages
+from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.langchain.conftest import passages
 
 CALL = {"name": "search", "args": {"query": "q"}, "id": "1", "type": "tool_call"}

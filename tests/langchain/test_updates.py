@@ -9,7 +9,6 @@ from langchain_chroma import Chroma
 from langchain_core.documents import Document
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.blocks import Block, handle_of
 from blockattn_rag.demo.corpus import bundled_corpus
 from blockattn_rag.langchain import (
     BlockDocumentPrompt,
@@ -18,7 +17,8 @@ from blockattn_rag.langchain import (
     format_blocks,
     live_handles,
 )
-from blockattn_rag.prompts import BLANK_LINE
+from blockattn_rag.prompts.blocks import Block, handle_of
+from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import DirectoryStore, gc
 from tests.langchain.conftest import (
     bundled_block_model,

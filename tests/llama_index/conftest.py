@@ -11,13 +11,13 @@ from llama_index.core import Settings
 from llama_index.core.schema import BaseNode, NodeWithScore, TextNode
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.batching import Seat
-from blockattn_rag.blocks import BlockPrompt, Span
-from blockattn_rag.generation import Generation, GenerationChunk
+from blockattn_rag.engine.results import Generation, GenerationChunk
+from blockattn_rag.engine.scheduler import Seat
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor, BlockKVTransform
 from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.blocks import BlockPrompt, Span
+from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.store import MemoryStore
-from blockattn_rag.tokenization import BlockTokenizer
 from tests.models import tiny_model, tiny_tokenizer
 
 

@@ -9,9 +9,9 @@ from contextlib import aclosing
 
 import pytest
 
-from blockattn_rag.generation import GenerationChunk
+from blockattn_rag.engine.results import GenerationChunk
+from blockattn_rag.engine.streams import iterate_in_thread
 from blockattn_rag.llama_index import BlockAttentionLLM
-from blockattn_rag.streams import iterate_in_thread
 from tests.holding import FEW, LONGEST_S, Held
 from tests.llama_index.conftest import RecordingEngine
 

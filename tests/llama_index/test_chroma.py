@@ -14,8 +14,7 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import TextNode
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
-from blockattn_rag.blocks import handle_of
-from blockattn_rag.handles import HANDLE_KEY, live_handles
+from blockattn_rag.adapters.handles import HANDLE_KEY, live_handles
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
     BlockKVPostprocessor,
@@ -24,6 +23,7 @@ from blockattn_rag.llama_index import (
     add_nodes,
     block_query_engine,
 )
+from blockattn_rag.prompts.blocks import handle_of
 from tests.llama_index.conftest import RecordingEngine
 
 EMBED = HashingEmbedding(128)

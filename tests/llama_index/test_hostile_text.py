@@ -8,15 +8,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llama_index.core.schema import NodeWithScore, TextNode
 
-from blockattn_rag.blocks import Block
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
     BlockKVPostprocessor,
     BlockKVTransform,
     block_response_synthesizer,
 )
-from blockattn_rag.markers import wrap
-from blockattn_rag.prompts import BLANK_LINE
+from blockattn_rag.prompts.blocks import Block
+from blockattn_rag.prompts.formats import BLANK_LINE
+from blockattn_rag.prompts.markers import wrap
 from tests.llama_index.conftest import RecordingEngine
 
 PIECES = st.sampled_from(

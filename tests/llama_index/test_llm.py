@@ -14,11 +14,11 @@ from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index_instrumentation import get_dispatcher
 
-from blockattn_rag.blocks import Block, BlockPrompt, Span
 from blockattn_rag.errors import ContextOverflowError, MissError
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockReuseEvent
-from blockattn_rag.markers import wrap
-from blockattn_rag.prompts import BLANK_LINE
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
+from blockattn_rag.prompts.formats import BLANK_LINE
+from blockattn_rag.prompts.markers import wrap
 from tests.llama_index.conftest import RecordingEngine
 
 MARKED = f"Read.\n{wrap('first passage')}\n\n{wrap('second passage')}\nWhat?"

@@ -8,7 +8,7 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 from pydantic import ValidationError
 
 from blockattn_rag.llama_index import BlockKVPostprocessor
-from blockattn_rag.markers import wrap
+from blockattn_rag.prompts.markers import wrap
 
 
 def scored(*scores: float | None) -> list[NodeWithScore]:

@@ -15,7 +15,6 @@ from llama_index.core.response_synthesizers import (
 )
 from llama_index.core.schema import NodeWithScore
 
-from blockattn_rag.blocks import Block, BlockPrompt, Span
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
     BlockPromptHelper,
@@ -23,7 +22,8 @@ from blockattn_rag.llama_index import (
     canonical_text,
 )
 from blockattn_rag.model import BlockModel
-from blockattn_rag.prompts import BLANK_LINE
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
+from blockattn_rag.prompts.formats import BLANK_LINE
 from tests.llama_index.conftest import Call, RecordingEngine, encoded, passages
 
 WINDOW = 2200

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockattn_rag.blocks import BlockTemplate
 from blockattn_rag.llama_index.splitter import BlockTextSplitter
-from blockattn_rag.markers import segment, wrap
+from blockattn_rag.prompts.blocks import BlockTemplate
+from blockattn_rag.prompts.markers import segment, wrap
 
 TEMPLATE = BlockTemplate(after="\n\n")
 

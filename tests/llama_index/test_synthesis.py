@@ -9,7 +9,7 @@ import pytest
 from llama_index.core.prompts import PromptTemplate
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.generation import Generation
+from blockattn_rag.engine.results import Generation
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
     block_response_synthesizer,

@@ -16,9 +16,8 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
-from blockattn_rag.blocks import Block, BlockTemplate, handle_of
-from blockattn_rag.fetch import EncodeStats
-from blockattn_rag.handles import HANDLE_KEY
+from blockattn_rag.adapters.handles import HANDLE_KEY
+from blockattn_rag.engine.fetcher import EncodeStats
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
     BlockKVPostprocessor,
@@ -27,7 +26,8 @@ from blockattn_rag.llama_index import (
     canonical_text,
 )
 from blockattn_rag.model import BlockModel
-from blockattn_rag.prompts import BLANK_LINE
+from blockattn_rag.prompts.blocks import Block, BlockTemplate, handle_of
+from blockattn_rag.prompts.formats import BLANK_LINE
 from tests.llama_index.conftest import RecordingEngine, passages
 from tests.models import tiny_model, tiny_tokenizer
 

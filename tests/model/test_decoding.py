@@ -10,11 +10,11 @@ import torch
 from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from blockattn_rag.blocks import BlockPrompt
-from blockattn_rag.engine import BlockAttentionEngine
-from blockattn_rag.generation import Sampling
-from blockattn_rag.kv import Assembly
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.results import Sampling
+from blockattn_rag.kv.block_kv import Assembly
 from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.model.families import SUPPORTED
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 

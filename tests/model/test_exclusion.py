@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from blockattn_rag.generation import Sampling
+from blockattn_rag.engine.results import Sampling
 from blockattn_rag.model import BlockModel, EncodeRequest, exclusion
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 

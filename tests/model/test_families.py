@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from blockattn_rag.blocks import Block, BlockPrompt
-from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.check.oracle import oracle_generate, oracle_logits
+from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import ContextOverflowError, UnsupportedModelError
-from blockattn_rag.kv import Assembly, place
+from blockattn_rag.kv.block_kv import Assembly, place
+from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.reference import oracle_generate, oracle_logits
-from blockattn_rag.rope import relative_error
+from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.store import MemoryStore
 from tests.model.families import LONGROPE_LIMIT, REFUSED, SUPPORTED
 from tests.models import tiny_model, tiny_tokenizer

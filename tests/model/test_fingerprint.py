@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from blockattn_rag.model.fingerprint import model_fingerprint
 from blockattn_rag.model.weights import weights_digest
-from blockattn_rag.tokenization import BlockTokenizer
+from blockattn_rag.prompts.tokenization import BlockTokenizer
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
 TOKENIZER = BlockTokenizer(tiny_tokenizer())

@@ -23,7 +23,7 @@ from blockattn_rag.model.fingerprint import model_fingerprint
 from blockattn_rag.model.graphs import record_graphs
 from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.relay import enable_relay
-from blockattn_rag.tokenization import BlockTokenizer
+from blockattn_rag.prompts.tokenization import BlockTokenizer
 from tests.model.test_graphs import LogRecorder
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from blockattn_rag import relay_plan
+from blockattn_rag.attention import relay as relay_plan
+from blockattn_rag.check.oracle import oracle_generate, oracle_logits
+from blockattn_rag.engine.results import Sampling
 from blockattn_rag.errors import UnsupportedModelError
-from blockattn_rag.generation import Sampling
-from blockattn_rag.kv import Context, place
+from blockattn_rag.kv.block_kv import Context, place
+from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.relay import enable_relay
-from blockattn_rag.reference import oracle_generate, oracle_logits
-from blockattn_rag.rope import relative_error
 from tests.models import tiny_model, tiny_tokenizer
 
 RELAYING = ["llama", "qwen3", "gemma", "phi", "glm", "cohere", "smollm3", "gpt_neox", "mixtral"]

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 
-from blockattn_rag.generation import Sampling
+from blockattn_rag.engine.results import Sampling
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.graphs import record_graphs
 from tests.model.test_graphs import LogRecorder

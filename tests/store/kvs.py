@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from hypothesis import strategies as st
 
-from blockattn_rag.kv import BlockKV, store_key
+from blockattn_rag.kv.block_kv import BlockKV, store_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
-from blockattn_rag.kv import BlockKV
+from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, KVStore, StoreStats, open_store
 from blockattn_rag.store.format import encode
 from tests.store.kvs import key_of, kvs, make_kv, same

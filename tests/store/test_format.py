@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import torch as safetensors_torch
 
-from blockattn_rag.kv import BlockKV, store_key
+from blockattn_rag.kv.block_kv import BlockKV, store_key
 from blockattn_rag.store import format as entry
 from blockattn_rag.store.checks import DTYPES, check_storable, is_finite
 from blockattn_rag.store.format import FormatError, decode, encode, read_header

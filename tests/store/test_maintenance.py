@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from blockattn_rag.errors import StoreError
-from blockattn_rag.kv import BlockKV
+from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, gc, verify
 from tests.store.kvs import key_of, make_kv
 from tests.store.test_format import fields_of, resealed

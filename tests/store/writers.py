@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from blockattn_rag.kv import BlockKV
+    from blockattn_rag.kv.block_kv import BlockKV
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.store.writers"])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from blockattn_rag import reference
+from blockattn_rag.check import oracle as reference
 from blockattn_rag.training.batches import (
     Collator,
     Item,

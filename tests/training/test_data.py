@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from blockattn_rag.errors import DataError
-from blockattn_rag.prompts import FORMATS, Passage
-from blockattn_rag.segmentation import conversation
-from blockattn_rag.tokenization import BlockTokenizer
+from blockattn_rag.prompts.formats import FORMATS, Passage
+from blockattn_rag.prompts.segmentation import conversation
+from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.training.data import DataReport, EncodedSample, SampleEncoder, read_samples
 from tests.models import tiny_tokenizer
 

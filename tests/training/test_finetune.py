@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import DataError, DivergedError, UnsupportedModelError
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import load_config

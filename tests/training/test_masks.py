@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from blockattn_rag import reference
+from blockattn_rag.check import oracle as reference
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.training.masks import (
     ModelMasks,

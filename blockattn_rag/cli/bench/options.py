@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from blockattn_rag.cli.names import existing_model
+from blockattn_rag.rag.names import existing_model
 
 Shape = Annotated[str, typer.Option(help="Llama shape with random weights: tiny, 135m, 1b or 8b.")]
 Model = Annotated[

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockattn_rag.cli.names import loading
 from blockattn_rag.cli.output import duration, emit, table
+from blockattn_rag.rag.names import loading
 
 if TYPE_CHECKING:
-    from blockattn_rag.engine import BlockAttentionEngine
+    from blockattn_rag.engine.engine import BlockAttentionEngine
 
 
 def open_engine(
@@ -25,7 +25,7 @@ def open_engine(
     cuda_graphs: bool = False,
 ) -> BlockAttentionEngine:
     """An engine over a random shape or a real model, whose tokens are counted words."""
-    from blockattn_rag.engine import BlockAttentionEngine
+    from blockattn_rag.engine.engine import BlockAttentionEngine
     from blockattn_rag.evaluation.efficiency.shapes import counting_tokenizer, random_llama
     from blockattn_rag.model.loading import load_model
     from blockattn_rag.store.memory import MemoryStore

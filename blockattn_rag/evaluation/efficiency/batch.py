@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from blockattn_rag.blocks import BlockPrompt
-from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.results import Sampling
 from blockattn_rag.evaluation.efficiency.decode import check_full_length
 from blockattn_rag.evaluation.efficiency.shapes import random_prompt
 from blockattn_rag.evaluation.efficiency.timing import OnProgress, Turns, check_sizes, fields
 from blockattn_rag.evaluation.efficiency.ttft import PATHS
-from blockattn_rag.generation import Sampling
+from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.store import MemoryStore
 
 if TYPE_CHECKING:
-    from blockattn_rag.kv import BlockKV
+    from blockattn_rag.kv.block_kv import BlockKV
 
 
 def measure_batch(

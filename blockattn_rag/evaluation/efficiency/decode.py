@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from blockattn_rag.blocks import BlockPrompt
 from blockattn_rag.evaluation.efficiency.shapes import random_prompt
 from blockattn_rag.evaluation.efficiency.timing import OnProgress, Turns, check_sizes, fields
 from blockattn_rag.evaluation.efficiency.ttft import PATHS
+from blockattn_rag.prompts.blocks import BlockPrompt
 
 if TYPE_CHECKING:
-    from blockattn_rag.engine import BlockAttentionEngine
-    from blockattn_rag.generation import ReuseStats
+    from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.engine.results import ReuseStats
 
 
 def measure_decode(

@@ -15,7 +15,7 @@ from blockattn_rag.evaluation.efficiency.timing import OnProgress, check_sizes
 from blockattn_rag.evaluation.efficiency.ttft import PATHS
 
 if TYPE_CHECKING:
-    from blockattn_rag.engine import BlockAttentionEngine
+    from blockattn_rag.engine.engine import BlockAttentionEngine
 
 
 def measure_memory(

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from blockattn_rag.blocks import Block, BlockPrompt
+from blockattn_rag.prompts.blocks import Block, BlockPrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from blockattn_rag.blocks import BlockPrompt
 from blockattn_rag.evaluation.efficiency.shapes import prefill_flops, random_prompt
 from blockattn_rag.evaluation.efficiency.timing import (
     OnProgress,
@@ -15,9 +14,10 @@ from blockattn_rag.evaluation.efficiency.timing import (
     check_sizes,
     fields,
 )
+from blockattn_rag.prompts.blocks import BlockPrompt
 
 if TYPE_CHECKING:
-    from blockattn_rag.engine import BlockAttentionEngine
+    from blockattn_rag.engine.engine import BlockAttentionEngine
 
 PATHS: Mapping[str, Mapping[str, Any]] = {
     "full": {"mode": "full"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockattn_rag.engine import BlockAttentionEngine
+from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.evaluation.efficiency.shapes import counting_tokenizer, random_llama
 
 

@@ -8,7 +8,7 @@ import torch
 
 from blockattn_rag.evaluation.efficiency import measure_batch, measure_shared
 from blockattn_rag.evaluation.efficiency.batch import _HostStore, _sharing
-from blockattn_rag.kv import BlockKV
+from blockattn_rag.kv.block_kv import BlockKV
 from tests.evaluation.efficiency.engines import tiny_engine
 
 

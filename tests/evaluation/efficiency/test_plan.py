@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig, MambaConfig
 
 from blockattn_rag.errors import UnsupportedModelError
-from blockattn_rag.evaluation.efficiency.plan import Machine, footprint, plan
 from blockattn_rag.evaluation.efficiency.shapes import SHAPES, prefill_flops
+from blockattn_rag.planning import Machine, footprint, plan
 from tests.evaluation.efficiency.engines import tiny_engine
 from tests.models import tiny_model
 

@@ -1,0 +1,208 @@
+"""Where the adapters get their engine: given ready, or loaded once when it is first needed."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from blockattn_rag.adapters.hints import ReuseHints
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.results import Generation
+from blockattn_rag.engine.scheduler import Gathering, Seat
+from blockattn_rag.errors import SegmentationError
+from blockattn_rag.model.loading import load_config, load_tokenizer
+from blockattn_rag.model.probe import position_limit
+from blockattn_rag.prompts.blocks import BlockPrompt, Span
+from blockattn_rag.prompts.markers import content_spans, holds_orphans
+from blockattn_rag.prompts.tokenization import BlockTokenizer
+from blockattn_rag.store import KVStore
+
+logger = logging.getLogger("blockattn_rag")
+
+
+class EngineSource:
+    """An engine, or how to load one. Copies of a component share it, and so one set of weights.
+
+    Args:
+        engine: a ready engine; instead of all else.
+        model: name or path of a model, or a loaded transformers model.
+        tokenizer: a transformers tokenizer, or its name or path; None takes the model's.
+        kv_store: a store or its directory; None keeps keys and values in memory.
+        device_map: a torch device, or ``"auto"``.
+        model_kwargs: further arguments for loading the model.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: BlockAttentionEngine | None,
+        model: Any,
+        tokenizer: Any,
+        kv_store: KVStore | str | Path | None,
+        device_map: str,
+        model_kwargs: dict[str, Any] | None,
+    ) -> None:
+        if (engine is None) == (model is None):
+            raise ValueError(
+                "expected one source of the model, either model_name= (or model= with tokenizer=) "
+                f"or engine=; found {'none' if model is None else 'both'}"
+            )
+        self._engine = engine
+        self._model = str(model) if isinstance(model, Path) else model
+        self._tokenizer = tokenizer
+        self._kv_store = engine.store if engine is not None else kv_store
+        self._device_map = device_map
+        self._model_kwargs = dict(model_kwargs or {})
+        if "torch_dtype" in self._model_kwargs:  # its name in transformers 4
+            self._model_kwargs["dtype"] = self._model_kwargs.pop("torch_dtype")
+        self._block_tokenizer: BlockTokenizer | None = None
+        self._lock = threading.RLock()
+        self._gathering = Gathering(self.serve)
+        self._hints = ReuseHints() if self._kv_store is not None else None
+        self._told_of_control_tokens = False
+
+    @property
+    def live_parts(self) -> list[str]:
+        """What was given as an object in memory, which no name can bring back."""
+        store = self._kv_store
+        live = {
+            "engine": self._engine is not None and self._model is None,
+            "model": self._model is not None and not isinstance(self._model, str),
+            "tokenizer": not isinstance(self._tokenizer, (str, Path, type(None))),
+            "kv_store": store is not None and _location(store) is None,
+        }
+        return [name for name, is_live in live.items() if is_live]
+
+    def fields(self) -> dict[str, Any]:
+        """What ``EngineComponent`` shows of this source, and loads it again from."""
+        name = self._model if isinstance(self._model, str) else None
+        if self._engine is not None and name is None:
+            name = self._engine.model.name
+        return {
+            "model_name": name,
+            "tokenizer_name": (
+                str(self._tokenizer) if isinstance(self._tokenizer, (str, Path)) else None
+            ),
+            "kv_store": None if self._kv_store is None else _location(self._kv_store),
+            "device_map": self._device_map,
+            "model_kwargs": self._model_kwargs,
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> EngineSource:
+        # Weights and locks are shared, never copied.
+        return self
+
+    __copy__ = __deepcopy__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if live := self.live_parts:
+            raise pickle.PicklingError(
+                f"this was built from a live {' and '.join(live)}, which cannot be sent to another "
+                "process; build it from the name of a model and the directory of a store"
+            )
+        # The store itself, which may have a bound, and not its place alone.
+        return _from_fields, ({**self.fields(), "kv_store": self._kv_store},)
+
+    @property
+    def engine(self) -> BlockAttentionEngine:
+        """The engine; loads the weights on first use."""
+        with self._lock:
+            if self._engine is None:
+                self._engine = BlockAttentionEngine.from_pretrained(
+                    self._model,
+                    tokenizer=self._block_tokenizer or self._tokenizer,
+                    store=self._kv_store,
+                    device=self._device_map,
+                    **self._model_kwargs,
+                )
+            return self._engine
+
+    def noted(self, prompt: BlockPrompt) -> BlockPrompt:
+        """The prompt, which is about to be answered; may log a hint."""
+        if self._hints is not None:
+            self._hints.look_at(prompt)
+        return prompt
+
+    def string_spans(self, prompt: str, *, parse_special_tokens: bool) -> list[Span]:
+        """A prompt that came as one string, by origin: nobody knows what in it is a template.
+
+        Raises:
+            SegmentationError: control tokens are to be parsed, and a passage was cut.
+        """
+        if parse_special_tokens:
+            if holds_orphans(prompt):
+                raise SegmentationError(
+                    "found a passage that a text splitter cut, in a prompt in which control tokens "
+                    "are parsed: what it holds could end the turn. Keep passages whole by "
+                    "configure(llm) or block_query_engine, or use chat messages"
+                )
+            return content_spans(prompt, "prompt")
+        spans = content_spans(prompt, "conversation")
+        if not self._told_of_control_tokens and any(
+            self.tokenizer.spells_control_token(span.text)
+            for span in spans
+            if span.origin == "conversation"
+        ):
+            self._told_of_control_tokens = True
+            logger.warning(
+                "a prompt that came as a string holds control tokens of the model. They are taken "
+                "as text, since passages and questions may hold them too. If your own prompt "
+                "template writes them, pass parse_special_tokens=True (docs/security.md)"
+            )
+        return spans
+
+    async def agenerate(
+        self, make_prompt: Callable[[], BlockPrompt], options: dict[str, Any]
+    ) -> Generation:
+        """``engine.generate`` for event loops: calls side by side share a batch."""
+        return await self._gathering.answer(make_prompt, options)
+
+    def serve(self, options: dict[str, Any], seats: Sequence[Seat]) -> None:
+        """Answer the calls on seats, which all ask for the same options."""
+        if foreign := options.keys() & {"batch_size", "seats"}:
+            raise TypeError(f"{', '.join(sorted(foreign))} cannot be given to a single call")
+        prompts = [seat.prompt() for seat in seats]
+        self.engine.generate_batch(prompts, seats=seats, **options)
+
+    @property
+    def tokenizer(self) -> BlockTokenizer:
+        """The model's tokenizer, without loading weights."""
+        with self._lock:
+            if self._engine is not None:
+                return self._engine.model.tokenizer
+            if self._block_tokenizer is None:
+                given = self._tokenizer or self._model
+                by_name = isinstance(given, (str, Path))
+                self._block_tokenizer = BlockTokenizer(load_tokenizer(given) if by_name else given)
+            return self._block_tokenizer
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Tokens that the model can hold, without loading weights."""
+        with self._lock:
+            if self._engine is not None:
+                return self._engine.model.max_context_tokens
+            model = self._model
+            return position_limit(load_config(model) if isinstance(model, str) else model.config)
+
+
+def _from_fields(fields: dict[str, Any]) -> EngineSource:
+    """A source again, in another process."""
+    return EngineSource(
+        engine=None,
+        model=fields["model_name"],
+        tokenizer=fields["tokenizer_name"],
+        kv_store=fields["kv_store"],
+        device_map=fields["device_map"],
+        model_kwargs=fields["model_kwargs"],
+    )
+
+
+def _location(store: KVStore | str | Path) -> str | None:
+    """The directory of a store; None for one in memory."""
+    path = store if isinstance(store, (str, Path)) else getattr(store, "path", None)
+    return None if path is None else str(path)

@@ -1,0 +1,66 @@
+"""Hints to those whose pipeline gives away what it could reuse: each said once."""
+
+from __future__ import annotations
+
+import logging
+
+from blockattn_rag.prompts.blocks import Block, BlockPrompt
+
+logger = logging.getLogger("blockattn_rag")
+
+_UNMARKED_PROMPTS = 3
+_MOST_HEADS = 1000
+_LONG_PROMPT = 200  # characters: shorter ones hold no passages worth the name
+_NEW_HEADS = 5  # in a row: different prompt templates in turn are nobody's mistake
+
+
+class ReuseHints:
+    """Looks at the prompts of one model with a store, and tells when reuse is lost.
+
+    An answer is right without markers and with a question in front; only nothing is gained, and
+    nobody would notice.
+    """
+
+    def __init__(self) -> None:
+        self._unmarked = 0
+        self._any_marked = False
+        self._heads: set[str] = set()
+        self._new_heads = 0
+        self._told: set[str] = set()
+
+    def look_at(self, prompt: BlockPrompt) -> None:
+        """Take note of a prompt that is about to be answered."""
+        marked = any(block.is_passage for block in prompt.context)
+        self._any_marked |= marked
+        if not self._any_marked and len(prompt.text) >= _LONG_PROMPT:
+            self._unmarked += 1
+            if self._unmarked == _UNMARKED_PROMPTS:
+                self._tell(
+                    "none of the last %d prompts had a marked passage, so nothing of the store "
+                    "can be reused. LlamaIndex: put BlockKVPostprocessor() last in "
+                    "node_postprocessors, call configure(llm) so that passages are not cut, and "
+                    "use BlockCitationQueryEngine for citations. "
+                    "LangChain: format documents by format_blocks or BlockDocumentPrompt",
+                    _UNMARKED_PROMPTS,
+                )
+        if marked:
+            self._look_at_head(prompt.context[0])
+
+    def _look_at_head(self, head: Block) -> None:
+        """``head``: the first block of a prompt with passages."""
+        is_new = head.origin == "conversation" and head.handle not in self._heads
+        self._new_heads = self._new_heads + 1 if is_new else 0
+        if is_new and len(self._heads) < _MOST_HEADS:
+            self._heads.add(head.handle)
+        if self._new_heads == _NEW_HEADS:
+            self._tell(
+                "text that changes with every question stands before the passages: it was computed "
+                "anew for each of the last %d, and is never stored. Put the passages before the "
+                "question and the history in your prompt template",
+                _NEW_HEADS,
+            )
+
+    def _tell(self, message: str, count: int) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning(message, count)

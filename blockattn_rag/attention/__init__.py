@@ -1,0 +1,1 @@
+"""Attention to blocks where they lie."""

@@ -1,0 +1,155 @@
+"""Does block mode work exactly on this model? Measured, against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from blockattn_rag.check.oracle import oracle_generate, oracle_logits
+from blockattn_rag.engine.results import Sampling
+from blockattn_rag.kv.block_kv import Context, place
+from blockattn_rag.kv.rope import relative_error
+from blockattn_rag.model.block_model import BlockModel
+from blockattn_rag.model.probe import vocabulary_size
+from blockattn_rag.model.requests import EncodeRequest
+from blockattn_rag.prompts.blocks import Block
+
+_FLOAT32_BUDGET = 1e-4
+_BLOCK_TOKENS = (24, 1, 17)
+_FINAL_TOKENS = 12
+_NEW_TOKENS = 8
+_BOUNDARY_TEXT = "Halden Tower is 214 metres tall.\n\nIt was built in 1931."
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRow:
+    """One property: what was measured, and how much it may be."""
+
+    name: str
+    passed: bool
+    value: float
+    budget: float
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """All properties of one model."""
+
+    model: str
+    rows: tuple[CheckRow, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows)
+
+
+def check_model(model: BlockModel) -> CheckReport:
+    """Run every check on a loaded model. Loading it has already measured its rotary layout.
+
+    In float32 logits must agree to 1e-4. In 16-bit types the budget is what rounding alone does to
+    this model: the difference of two full-attention runs that are equal in exact arithmetic.
+    """
+    blocks = _random_blocks(model)
+    budget = _budget(model, blocks)
+    rows = [_layout_row(model)]
+    for name, context in (
+        ("one block = full attention", blocks[:1]),
+        ("assembled = oracle", blocks[:-1]),
+        ("same block twice = oracle", [blocks[0], blocks[0]]),
+        ("other order = oracle", blocks[-2::-1]),
+    ):
+        full = name.startswith("one block")
+        error = _logits_error(model, [*context, blocks[-1]], full=full)
+        rows.append(CheckRow(name, error <= budget, error, budget, "relative error of the logits"))
+    rows.append(_greedy_row(model, blocks))
+    rows.append(_boundary_row(model))
+    return CheckReport(model.name, tuple(rows))
+
+
+def _layout_row(model: BlockModel) -> CheckRow:
+    profile = model.profile
+    kinds = {(layout.pairing, layout.rotary_dim) for layout in profile.layouts}
+    kind = ", ".join(f"{pairing} x {dim}" if dim else "none" for pairing, dim in sorted(kinds))
+    windows = sum(window is not None for window in profile.windows)
+    detail = f"{len(profile.layouts)} layers, rotation: {kind}, sliding windows: {windows}"
+    error = max(profile.key_error, profile.value_error)
+    return CheckRow("rotary layout", True, error, float("nan"), detail)
+
+
+def _random_blocks(model: BlockModel) -> list[list[int]]:
+    """Context blocks, one of them of a single token, and a final block; random token ids."""
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = vocabulary_size(model.hf_model)
+    lengths = [*_BLOCK_TOKENS, _FINAL_TOKENS]
+    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+def _placed_context(model: BlockModel, blocks: list[list[int]]) -> Context:
+    """The blocks, encoded and placed in this order."""
+    requests = [EncodeRequest(ids, str(i), "") for i, ids in enumerate(blocks)]
+    encoded = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
+    return place([encoded[request.digest] for request in requests])
+
+
+def _placed_logits(model: BlockModel, blocks: list[list[int]]) -> torch.Tensor:
+    """Logits after the final block through encode, place and assemble."""
+    context = _placed_context(model, blocks[:-1])
+    return model.next_logits(torch.tensor([blocks[-1]]), model.cache_for(context)).float()
+
+
+def _logits_error(model: BlockModel, blocks: list[list[int]], *, full: bool) -> float:
+    if full:
+        expected = model.next_logits(torch.tensor([[t for ids in blocks for t in ids]])).float()
+    else:
+        expected = oracle_logits(model.hf_model, blocks)[-1]
+    return relative_error(_placed_logits(model, blocks), expected)
+
+
+def _budget(model: BlockModel, blocks: list[list[int]]) -> float:
+    if model.dtype in (torch.float32, torch.float64):
+        return _FLOAT32_BUDGET
+    # One forward, and the same tokens in two steps through the cache: equal but for rounding.
+    tokens = [t for ids in blocks for t in ids]
+    whole = model.next_logits(torch.tensor([tokens])).float()
+    return max(_FLOAT32_BUDGET, 4 * relative_error(_two_steps(model, tokens), whole))
+
+
+def _two_steps(model: BlockModel, tokens: list[int]) -> torch.Tensor:
+    half = len(tokens) // 2
+    request = EncodeRequest(tokens[:half], "", "")
+    cache = model.cache_for(place(next(model.encode([request]))))
+    return model.next_logits(torch.tensor([tokens[half:]]), cache).float()
+
+
+def _greedy_row(model: BlockModel, blocks: list[list[int]]) -> CheckRow:
+    context = _placed_context(model, blocks[:-1])
+    found = model.generate(
+        context.token_ids,
+        blocks[-1],
+        Sampling(max_new_tokens=_NEW_TOKENS),
+        cache=model.cache_for(context),
+    )
+    expected = oracle_generate(
+        model.hf_model, blocks, _NEW_TOKENS, end_ids=sorted(model.end_token_ids)
+    )
+    same = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), -1)
+    equal = found == expected
+    # 16-bit rounding may turn a near tie; the logits rows judge those types.
+    strict = model.dtype in (torch.float32, torch.float64)
+    detail = f"{len(found)} tokens" if equal else f"first difference at token {same}"
+    return CheckRow("greedy tokens = oracle", equal or not strict, float(not equal), 0.0, detail)
+
+
+def _boundary_row(model: BlockModel) -> CheckRow:
+    """A block's tokens must give its text back: nothing added, nothing lost at its edges."""
+    block = Block(_BOUNDARY_TEXT)
+    ids = model.tokenizer.block_ids(block, first=False)
+    decode: Callable[..., str] = model.tokenizer.tokenizer.decode
+    text = decode(ids, clean_up_tokenization_spaces=False)
+    lost = float(text.strip() != block.text.strip())
+    return CheckRow(
+        "tokenizer boundary", not lost, lost, 0.0, f"{len(ids)} tokens, no special token added"
+    )

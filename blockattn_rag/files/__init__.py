@@ -1,0 +1,1 @@
+"""Files and folders: where state lives, and lines of JSON."""

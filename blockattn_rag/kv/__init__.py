@@ -1,0 +1,27 @@
+"""Keys and values of one block, and where they stand in a prompt."""
+
+from blockattn_rag.kv.block_kv import (
+    Assembly,
+    BlockKV,
+    Context,
+    PlacedBlock,
+    Positions,
+    assemble,
+    place,
+    store_key,
+)
+from blockattn_rag.kv.rope import RotaryLayout, relative_error, rotate
+
+__all__ = [
+    "Assembly",
+    "BlockKV",
+    "Context",
+    "PlacedBlock",
+    "Positions",
+    "RotaryLayout",
+    "assemble",
+    "place",
+    "relative_error",
+    "rotate",
+    "store_key",
+]

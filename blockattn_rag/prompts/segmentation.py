@@ -1,0 +1,312 @@
+"""Cutting what is not a list of passages into blocks: conversations, texts, examples, JSON state.
+
+Sources: "Efficient Prefilling" (Block-Attention, arXiv 2409.15355), section 3.1 for texts and
+few-shot examples, appendix A for the state of a game. Text alone: no tensors here.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from blockattn_rag.errors import SegmentationError
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Origin, Span
+from blockattn_rag.prompts.chat_template import has_chat_template, origin_of, render_chat
+
+# ---------------------------------------------------------------------------------------------
+# Conversations
+
+
+class Turn(NamedTuple):
+    """A message as the chat template writes it: ``before + content + after``."""
+
+    before: str
+    content: str
+    after: str
+    origin: Origin = "conversation"
+
+    @property
+    def text(self) -> str:
+        return self.before + self.content + self.after
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The text by who wrote it."""
+        before, after = (Span(text, "template") for text in (self.before, self.after))
+        return (before, Span(self.content, self.origin), after)
+
+
+def conversation_turns(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> list[Turn]:
+    """Cut a conversation into its turns, in the chat template of ``tokenizer``.
+
+    The texts of the turns, in order, are the whole conversation up to where the next answer
+    starts (or to the end, when the last message is the assistant's). White space around contents
+    is removed.
+
+    Raises:
+        SegmentationError: no chat template, no message, or a template that drops or reorders
+            contents.
+    """
+    if not messages:
+        raise SegmentationError("found no message; a conversation needs at least one")
+    if not has_chat_template(tokenizer):
+        raise SegmentationError(
+            "the tokenizer has no chat template, which tells how messages become text; "
+            "set tokenizer.chat_template, or give texts instead of messages"
+        )
+    for message in messages:
+        if more := message.keys() - {"role", "content"}:
+            raise SegmentationError(
+                f"found a message with {', '.join(map(repr, sorted(more)))}; a turn is its 'role' "
+                "and 'content': what a template makes of other fields could not be told from it"
+            )
+    # Contents are put in after rendering: where each one stands is then known beyond doubt, and
+    # nothing a user wrote is taken for a part of the template.
+    marks = [f"\u241e{i}\u241e" for i in range(len(messages))]
+    marked = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
+    open_end = messages[-1]["role"] != "assistant"
+    gaps = _split_at(render_chat(tokenizer, marked, add_generation_prompt=open_end), marks)
+    before, turns = gaps[0], []
+    for i, message in enumerate(messages):
+        gap = gaps[i + 1]
+        last = i == len(messages) - 1
+        after = gap if last else _common(gap, _closing(tokenizer, marked[: i + 1]))
+        turns.append(Turn(before, message["content"].strip(), after, origin_of(message["role"])))
+        before = gap[len(after) :]
+    return turns
+
+
+def conversation(
+    messages: Sequence[Mapping[str, str]], tokenizer: Any, *, blocks_per_turn: int = 1
+) -> BlockPrompt:
+    """A prompt in which every turn but the last is a block of its own; the last is the final block.
+
+    Control tokens are recognised in what the template writes, never in what an earlier turn says.
+
+    Args:
+        blocks_per_turn: cut long turns further, by :func:`split_text`, into at most that many
+            blocks. A last turn that has none before it is cut too, its last piece being final (as
+            the paper trains on single-turn data).
+    """
+    *context, final = conversation_turns(messages, tokenizer)
+    blocks = [block for turn in context for block in _turn_blocks(turn, blocks_per_turn)]
+    if blocks or blocks_per_turn == 1:
+        return BlockPrompt(tuple(blocks), final.text, final.spans)
+    *head, tail = _turn_blocks(final, blocks_per_turn)
+    return BlockPrompt(tuple(head), tail.rendered, tail.rendered_spans)
+
+
+def _turn_blocks(turn: Turn, limit: int) -> list[Block]:
+    """The blocks of one turn; what the template wrote goes to the first and the last piece."""
+    if not turn.text:
+        return []
+    pieces = split_text(turn.content, max_blocks=limit) or [""]
+    last = len(pieces) - 1
+    templates = (
+        BlockTemplate(turn.before if i == 0 else "", turn.after if i == last else "")
+        for i in range(len(pieces))
+    )
+    return [
+        Block(piece, template, (Span(piece, turn.origin),) if piece else ())
+        for piece, template in zip(pieces, templates, strict=True)
+    ]
+
+
+def _split_at(text: str, marks: Sequence[str]) -> list[str]:
+    """The pieces of text before, between and after the marks, which must come once, in order."""
+    pieces = []
+    for mark in marks:
+        piece, found, text = text.partition(mark)
+        if not found or mark in text:
+            raise SegmentationError(
+                "the chat template drops, repeats or reorders messages, so that turns cannot be "
+                "told apart in its output; give texts instead of messages"
+            )
+        pieces.append(piece)
+    return [*pieces, text]
+
+
+def _closing(tokenizer: Any, marked: list[dict[str, str]]) -> str:
+    """What the template writes after the last of these messages; empty where it refuses them."""
+    from jinja2 import TemplateError
+
+    try:
+        text = render_chat(tokenizer, marked, add_generation_prompt=False)
+    except TemplateError:  # many refuse a lone system message; the next turn then opens earlier
+        return ""
+    return text.partition(marked[-1]["content"])[2]
+
+
+def _common(one: str, other: str) -> str:
+    """The longest string that both begin with."""
+    pairs = zip(one, other, strict=False)
+    return one[: next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
+
+
+# ---------------------------------------------------------------------------------------------
+# Texts and examples
+
+SEPARATORS = ("\n\n", "---", "===", "\n\t", "\n")
+"""Where texts are cut; the first of these that a text holds is used, and no other."""
+
+# A line may end with \r\n, and an empty one may hold spaces.
+_CUTS = {
+    "\n\n": re.compile(r"\n[ \t]*\r?\n\s*"),
+    "---": re.compile(r"-{3,}\s*"),
+    "===": re.compile(r"={3,}\s*"),
+    "\n\t": re.compile(r"\n\t\s*"),
+    "\n": re.compile(r"\n\s*"),
+}
+
+
+def split_text(text: str, *, max_blocks: int | None = 15) -> list[str]:
+    """Cut a text at its coarsest separator (section 3.1); the pieces joined are the text.
+
+    A piece ends with its separator and the white space around it, and none is white space alone
+    (but for a text that is nothing else). An empty text has no piece.
+
+    Args:
+        max_blocks: merge neighbours, the smallest pair first, until so few are left.
+    """
+    if max_blocks is not None and max_blocks < 1:
+        raise ValueError(f"max_blocks must be at least 1, found {max_blocks}")
+    separator = next((s for s in SEPARATORS if _CUTS[s].search(text)), None)
+    pieces = [text] if text else []
+    if separator is not None:
+        lead = len(text) - len(text.lstrip())
+        ends = [cut.end() for cut in _CUTS[separator].finditer(text)]
+        starts = [0, *(end for end in ends if end > lead), len(text)]
+        pieces = [text[a:b] for a, b in pairwise(starts) if a < b]
+    return pieces if max_blocks is None else merge_smallest(pieces, max_blocks)
+
+
+def merge_smallest(pieces: Sequence[str], max_blocks: int) -> list[str]:
+    """Join neighbours until at most ``max_blocks`` are left, always the pair that is shortest.
+
+    Of equally short pairs the leftmost is joined. Time O(n log n) in the number of pieces.
+    """
+    sizes, after = [len(p) for p in pieces], list(range(1, len(pieces) + 1))
+    before = list(range(-1, len(pieces) - 1))
+    alive = [True] * len(pieces)
+    heap = [(a + b, i) for i, (a, b) in enumerate(pairwise(sizes))]
+    heapq.heapify(heap)
+    for _ in range(len(pieces) - max_blocks):
+        while True:  # entries made before one of the pair grew or went are stale
+            size, left = heapq.heappop(heap)
+            right = after[left]
+            if alive[left] and right < len(pieces) and sizes[left] + sizes[right] == size:
+                break
+        alive[right], sizes[left] = False, size
+        after[left] = following = after[right]
+        if following < len(pieces):
+            before[following] = left
+            heapq.heappush(heap, (size + sizes[following], left))
+        if before[left] >= 0:
+            heapq.heappush(heap, (sizes[before[left]] + size, before[left]))
+    starts = [i for i, kept in enumerate(alive) if kept]
+    return ["".join(pieces[i : after[i]]) for i in starts]
+
+
+def few_shot(examples: Sequence[str], query: str, *, separator: str = "\n\n") -> BlockPrompt:
+    """k examples and a query: k + 1 blocks, the query final. Empty examples are left out."""
+    template = BlockTemplate(after=separator)
+    return BlockPrompt(tuple(Block(e, template) for e in examples if e.strip()), query)
+
+
+# ---------------------------------------------------------------------------------------------
+# JSON state
+
+
+_WORD = re.compile(r"[^\W\d][\w-]*")
+"""A key or id that is written as it stands. Numbers are not: ``"3"`` is another id than ``3``."""
+
+
+def split_json(state: Any, *, depth: int | None = 2, name: str = "state") -> list[str]:
+    """Cut a JSON value into lines, each a block, so that a changed field changes one line only.
+
+    The cut depends on structure alone, never on lengths or values: down to ``depth``, the plain
+    fields of an object are one line, and every object or list inside it has its own lines; at
+    ``depth``, a value is one line. A line names its path, so it reads the same wherever it stands::
+
+        state: {"tick": 7, "map": "desert"}
+        state.units[id=3]: {"id": 3, "hp": 20, "at": [4, 9]}
+        state.units[id=8]: {"id": 8, "hp": 35, "at": [1, 2]}
+
+    List items that are objects with an ``id`` are named by it, so that items may come, go and move
+    without changing the lines of others; other items, and those whose id came before in the list,
+    are named by index. Keys and ids that are no plain words are quoted, so that different states
+    never give the same lines.
+
+    Args:
+        state: what ``json.loads`` returns.
+        depth: levels to descend; None for all.
+        name: what the lines call the whole.
+
+    Raises:
+        SegmentationError: the value is not JSON (NaN, infinities and keys other than strings are
+            not), or nested too deep.
+    """
+    try:
+        _check_keys(state)
+        return list(_lines(state, name, -1 if depth is None else depth))
+    except (TypeError, ValueError) as error:
+        raise SegmentationError(f"found a state that is not JSON: {error}") from error
+    except RecursionError as error:
+        raise SegmentationError("found a state that is nested too deep, or holds itself") from error
+
+
+def _check_keys(value: Any) -> None:
+    """Other keys than strings would be written as strings, and may then be lost to equal ones."""
+    for key in value if isinstance(value, dict) else ():
+        if not isinstance(key, str):
+            raise TypeError(f"the key {key!r} is no string")
+    children = value.values() if isinstance(value, dict) else value
+    for child in children if isinstance(value, (dict, list)) else ():
+        _check_keys(child)
+
+
+def _lines(value: Any, path: str, depth: int) -> Iterator[str]:
+    """Lines of a value; ``depth`` counts down to 0, and from -1 never gets there."""
+    if depth == 0 or _is_plain(value):
+        yield _line(path, value)
+        return
+    if isinstance(value, dict):
+        if plain := {key: child for key, child in value.items() if _is_plain(child)}:
+            yield _line(path, plain)
+        inner = [(_field(key), child) for key, child in value.items() if key not in plain]
+    else:
+        inner = list(zip(_item_names(value), value, strict=True))
+    for name, child in inner:
+        yield from _lines(child, path + name, depth - 1)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value has no inner structure: a scalar, or a list of scalars."""
+    if isinstance(value, dict):
+        return not value
+    return not (isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value))
+
+
+def _field(key: str) -> str:
+    return f".{key}" if _WORD.fullmatch(key) else f"[{json.dumps(key)}]"
+
+
+def _item_names(items: Sequence[Any]) -> Iterator[str]:
+    """``[id=7]`` of objects with an id that no item before has, else ``[0]``, the index."""
+    seen: set[str] = set()
+    for index, item in enumerate(items):
+        identity = item.get("id") if isinstance(item, dict) else None
+        plain = isinstance(identity, str) and _WORD.fullmatch(identity)
+        name = f"[id={identity if plain else json.dumps(identity)}]"
+        if not isinstance(identity, (str, int)) or isinstance(identity, bool) or name in seen:
+            name = f"[{index}]"
+        seen.add(name)
+        yield name
+
+
+def _line(path: str, value: Any) -> str:
+    return f"{path}: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n"

@@ -1,0 +1,1 @@
+"""The pipeline behind the command line: LlamaIndex over Chroma, with block attention."""

@@ -1,0 +1,210 @@
+"""A database folder: Chroma, the KV store, and a note of what both were made with.
+
+::
+
+    DIR/blockattn.json    model, embedding, chunk size, collection, block template
+    DIR/chroma/           embedded Chroma: passages, their embeddings and KV handles
+    DIR/kv/               DirectoryStore: keys and values
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blockattn_rag.cli.output import note
+from blockattn_rag.errors import BlockAttnError
+from blockattn_rag.prompts.blocks import BlockTemplate
+from blockattn_rag.prompts.formats import BLANK_LINE
+from blockattn_rag.rag.names import loading
+
+if TYPE_CHECKING:
+    from chromadb.api import ClientAPI
+    from chromadb.api.models.Collection import Collection
+    from llama_index.core.base.embeddings.base import BaseEmbedding
+
+    from blockattn_rag.engine.engine import BlockAttentionEngine
+
+MANIFEST = "blockattn.json"
+HASHING = "hashing"
+VERSION = 1
+
+
+class DatabaseError(BlockAttnError):
+    """A database folder is missing, of another version, or cannot serve what was asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a database was made with. ``fingerprint``: of the model that encoded last."""
+
+    model: str
+    fingerprint: str
+    embedding: str = HASHING
+    collection: str = "passages"
+    chunk_size: int = 512
+    template: dict[str, str] = field(default_factory=lambda: asdict(BLANK_LINE))
+    version: int = VERSION
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """The folder's manifest, or None if it has none."""
+        path = folder / MANIFEST
+        if not path.is_file():
+            return None
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            found = fields.get("version")
+            if found != VERSION:
+                raise DatabaseError(
+                    f"{path} is of version {found}, expected {VERSION}; ingest into a new folder"
+                )
+            return cls(**fields)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise DatabaseError(f"{path} is damaged ({error}); ingest into a new folder") from error
+
+    def write(self, folder: Path) -> None:
+        """Write whole or not at all."""
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".{MANIFEST}.{os.getpid()}.tmp"
+        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        temporary.replace(folder / MANIFEST)
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    """An open database: its folder, its manifest, and the engine that serves it."""
+
+    path: Path
+    manifest: Manifest
+    engine: BlockAttentionEngine
+
+    @classmethod
+    def create(
+        cls, path: Path, wanted: Manifest, *, device: str = "auto", dtype: str = "auto"
+    ) -> Database:
+        """Open a folder for ingestion; make it if it does not exist.
+
+        ``wanted.fingerprint`` is filled in from the loaded model.
+
+        Raises:
+            DatabaseError: the folder was embedded by another embedding: its vectors do not compare.
+        """
+        old = Manifest.read(path)
+        wanted = replace(wanted, model=absolute_model(wanted.model))
+        if old and (old.embedding, old.template) != (wanted.embedding, wanted.template):
+            raise DatabaseError(
+                f"{path} was made with embedding {old.embedding!r}, found {wanted.embedding!r}: "
+                "use the same, or ingest into a new folder"
+            )
+        if old and old.model != wanted.model:
+            note(f"note: {path} was made with {old.model}; from now on it is {wanted.model}'s")
+        engine = _load_engine(path, wanted.model, device, dtype)
+        manifest = replace(wanted, fingerprint=engine.model.fingerprint)
+        manifest.write(path)
+        return cls(path, manifest, engine)
+
+    @classmethod
+    def open(
+        cls, path: Path, *, model: str | None = None, device: str = "auto", dtype: str = "auto"
+    ) -> Database:
+        """Open a folder for questions, with the model that encoded it or with another one.
+
+        Handles hold no model identity: another model computes the passages anew, and stores them.
+
+        Raises:
+            DatabaseError: the folder is no database.
+        """
+        manifest = require_manifest(path)
+        engine = _load_engine(path, model or manifest.model, device, dtype)
+        if engine.model.fingerprint != manifest.fingerprint:
+            note(
+                f"note: {path} was encoded by {manifest.model} in another state (weights, dtype, "
+                "tokenizer, model, or version of this package): passages are computed when first "
+                "used. `blockattn-rag ingest` encodes them all"
+            )
+        return cls(path, manifest, engine)
+
+    @property
+    def template(self) -> BlockTemplate:
+        return BlockTemplate(**self.manifest.template)
+
+    @property
+    def client(self) -> ClientAPI:
+        return chroma_client(self.path / "chroma", create=True)
+
+    @property
+    def collection(self) -> Collection:
+        """The Chroma collection. Vectors always come with the call: Chroma embeds nothing."""
+        return self.client.get_or_create_collection(
+            self.manifest.collection,
+            embedding_function=None,
+            # Chroma's default looks at 100 candidates, and small collections shall give the same
+            # answer every time.
+            configuration={"hnsw": {"space": "cosine", "ef_search": 200}},
+        )
+
+    @property
+    def embedding(self) -> BaseEmbedding:
+        return embedding_model(self.manifest.embedding)
+
+
+def require_manifest(path: Path) -> Manifest:
+    """The manifest of a folder that must be a database."""
+    manifest = Manifest.read(path)
+    if manifest is None:
+        raise DatabaseError(
+            f"{path} is no database (no {MANIFEST} there); make one with `blockattn-rag ingest "
+            f"PATH --db {path}`"
+        )
+    return manifest
+
+
+def absolute_model(model: str) -> str:
+    """A model's folder as an absolute path; names stay as they are."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
+def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
+    """Embedded Chroma in a folder, telemetry off.
+
+    Raises:
+        DatabaseError: ``create`` is False and there is no Chroma database.
+    """
+    if not create and not (path / "chroma.sqlite3").is_file():
+        raise DatabaseError(f"{path} holds no Chroma database (no chroma.sqlite3 there)")
+    import chromadb
+    from chromadb.config import Settings
+
+    path.mkdir(parents=True, exist_ok=True)
+    return chromadb.PersistentClient(str(path), settings=Settings(anonymized_telemetry=False))
+
+
+def embedding_model(name: str) -> BaseEmbedding:
+    """``hashing`` (offline, no weights) or the name of a HuggingFace embedding."""
+    if name == HASHING:
+        from blockattn_rag.llama_index import HashingEmbedding
+
+        return HashingEmbedding()
+    try:
+        from llama_index.embeddings.huggingface import (  # type: ignore[import-not-found,unused-ignore]
+            HuggingFaceEmbedding,
+        )
+    except ImportError as error:
+        raise ImportError(
+            f"embedding {name!r} needs another package: pip install "
+            f"llama-index-embeddings-huggingface; or use --embedding {HASHING}"
+        ) from error
+    embedding: BaseEmbedding = HuggingFaceEmbedding(model_name=name)
+    return embedding
+
+
+def _load_engine(path: Path, model: str, device: str, dtype: str) -> BlockAttentionEngine:
+    from blockattn_rag.engine.engine import BlockAttentionEngine
+
+    options: dict[str, Any] = {"device": device, "dtype": dtype}
+    with loading(model):
+        return BlockAttentionEngine.from_pretrained(model, store=path / "kv", **options)

@@ -1,0 +1,49 @@
+"""Unknown constructor arguments are refused by every class that takes keyword arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from blockattn_rag.adapters.arguments import check_known
+
+
+class Thing:
+    """Has arguments."""
+
+
+def test_the_nearest_argument_is_named_and_where_other_options_go() -> None:
+    known = ["temperature", "top_p", "generate_kwargs"]
+    check_known(Thing, ["temperature"], known)
+    with pytest.raises(TypeError) as raised:
+        check_known(Thing, ["temprature", "zzz"], known)
+    message = str(raised.value)
+    assert message.startswith(
+        "Thing has no argument 'temprature' (did you mean 'temperature'?), 'zzz'. "
+    )
+    assert "generate_kwargs={...}" in message
+    with pytest.raises(TypeError, match=r"^Thing has no argument 'zzz'$"):
+        check_known(Thing, ["zzz"], ["order"])
+
+
+@pytest.mark.parametrize("name", ["temprature", "do_sample", "timeout"])
+def test_langchain_and_llama_index_refuse_them(name: str) -> None:
+    from blockattn_rag.langchain import BlockAttentionLLM, BlockKVTransformer, ChatBlockAttention
+    from blockattn_rag.llama_index import BlockAttentionLLM as LlamaIndexLLM
+
+    arguments: dict[str, Any] = {name: 1}
+    for cls in (ChatBlockAttention, BlockAttentionLLM, BlockKVTransformer):
+        with pytest.raises(TypeError, match=f"{cls.__name__} has no argument '{name}'"):
+            cls(model="bundled", **arguments)
+    with pytest.raises(TypeError, match=f"no argument '{name}'.*generate_kwargs"):
+        LlamaIndexLLM(model_name="bundled", **arguments)
+
+
+def test_every_name_of_an_argument_is_known() -> None:
+    from blockattn_rag.langchain import ChatBlockAttention
+
+    chat = ChatBlockAttention(
+        model="bundled", device="cpu", max_new_tokens=3, stop_sequences=["x"], tags=["a"]
+    )
+    assert (chat.max_tokens, chat.stop, chat.tags) == (3, ["x"], ["a"])

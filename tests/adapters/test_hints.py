@@ -1,0 +1,67 @@
+"""Hints: reuse that is given away is told of once, and nothing else is."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from blockattn_rag.adapters.hints import ReuseHints
+from blockattn_rag.prompts.blocks import BlockPrompt, Span
+from blockattn_rag.prompts.markers import segment, wrap
+
+LONG = "Context: " + "a passage that nobody marked. " * 20
+
+
+@pytest.fixture
+def hints(caplog: pytest.LogCaptureFixture) -> ReuseHints:
+    caplog.set_level(logging.WARNING, "blockattn_rag")
+    return ReuseHints()
+
+
+def test_passages_that_are_never_marked(
+    hints: ReuseHints, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(9):
+        hints.look_at(segment(LONG))
+    (record,) = caplog.records
+    assert "BlockKVPostprocessor() last" in record.getMessage()
+    assert "format_blocks" in record.getMessage()
+
+
+def test_short_prompts_and_prompts_after_marked_ones_are_nobodys_mistake(
+    hints: ReuseHints, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(9):
+        hints.look_at(segment("What is meant?"))
+    hints.look_at(segment(wrap("passage") + "Q"))
+    for _ in range(9):
+        hints.look_at(segment(LONG))
+    assert not caplog.records
+
+
+def test_a_question_that_stands_before_the_passages(
+    hints: ReuseHints, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(9):
+        hints.look_at(segment(f"Question {number}? {wrap('passage')}Answer:"))
+    (record,) = caplog.records
+    assert "before the passages" in record.getMessage()
+
+
+def test_different_templates_in_turn_are_no_questions(
+    hints: ReuseHints, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(12):
+        hints.look_at(segment(f"Template {number % 4}: {wrap('passage')}Question {number}?"))
+    assert not caplog.records
+
+
+def test_a_head_that_stays_the_same_is_no_question(
+    hints: ReuseHints, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(9):
+        hints.look_at(segment(f"Context: {wrap('passage')}Question {number}?"))
+        spans = [Span(f"Date {number}", "system"), Span("passage", "passage"), Span("Q", "prompt")]
+        hints.look_at(BlockPrompt.from_spans(spans))
+    assert not caplog.records

@@ -1,0 +1,76 @@
+"""``check_model`` passes what is right and finds what is wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockattn_rag.check.checks import CheckReport, check_model
+from blockattn_rag.kv.block_kv import Context, assemble
+from blockattn_rag.kv.rope import RotaryLayout
+from blockattn_rag.model import BlockModel, decoding
+from tests.models import shared_tiny_llama, tiny_tokenizer
+
+
+@pytest.fixture
+def model() -> BlockModel:
+    return BlockModel(shared_tiny_llama(), tiny_tokenizer())
+
+
+def failed(report: CheckReport) -> set[str]:
+    return {row.name for row in report.rows if not row.passed}
+
+
+def test_a_good_model_passes_every_check(model: BlockModel) -> None:
+    report = check_model(model)
+    assert report.passed
+    assert not failed(report)
+    assert report.rows[0].detail.startswith("3 layers, rotation: half x 8")
+    assert all(row.value <= row.budget for row in report.rows[1:])
+
+
+def test_sixteen_bit_models_are_judged_by_their_own_rounding() -> None:
+    model = BlockModel(copy.deepcopy(shared_tiny_llama()).bfloat16(), tiny_tokenizer())
+    report = check_model(model)
+    assert report.passed
+    assert 1e-3 < report.rows[2].budget < 0.5
+
+
+@pytest.mark.parametrize("fault", ["pairing", "frequencies", "none"])
+def test_a_wrong_layout_fails_wherever_a_block_was_moved(model: BlockModel, fault: str) -> None:
+    right = model.profile.layouts[0]
+    wrong = {
+        "pairing": RotaryLayout(right.frequencies, "interleaved"),
+        "frequencies": RotaryLayout(right.frequencies * 1.1, "half"),
+        "none": RotaryLayout(torch.empty(0), "half"),
+    }[fault]
+    model.profile = replace(model.profile, layouts=(wrong,) * 3)
+    report = check_model(model)
+    assert not report.passed
+    assert "assembled = oracle" in failed(report)
+    assert "one block = full attention" not in failed(report)
+
+
+def test_one_wrong_layer_of_values_fails(
+    model: BlockModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = assemble
+
+    def wrong(context: Context, layouts: Sequence[RotaryLayout]) -> Iterator[tuple[Tensor, Tensor]]:
+        for index, (keys, values) in enumerate(right(context, layouts)):
+            yield keys, values * 1.01 if index == 1 else values
+
+    monkeypatch.setattr(decoding, "assemble", wrong)
+    assert "assembled = oracle" in failed(check_model(model))
+
+
+def test_a_tokenizer_that_loses_text_fails(model: BlockModel) -> None:
+    right: Any = model.tokenizer.tokenizer.decode
+    model.tokenizer.tokenizer.decode = lambda *args, **kwargs: right(*args, **kwargs)[1:]
+    assert failed(check_model(model)) == {"tokenizer boundary"}

@@ -1,0 +1,477 @@
+"""The engine: reuse that changes no answer, figures that add up, streams that let go."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag.check.oracle import oracle_generate
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.results import GenerationChunk
+from blockattn_rag.engine.scheduler import Seat
+from blockattn_rag.errors import ContextOverflowError, MissError, UnsupportedModelError
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.blocks import Block, BlockPrompt
+from blockattn_rag.prompts.markers import segment, wrap
+from blockattn_rag.store import DirectoryStore, MemoryStore
+from tests.holding import FEW, LONGEST_S, Held
+from tests.model.families import SUPPORTED
+from tests.models import tiny_model, tiny_tokenizer
+
+A, B, Q = "Halden Tower is 214 metres tall.", "It was built in 1931.", "How tall?"
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    model = BlockModel(tiny_model(), tiny_tokenizer())
+    model.config.block_attention = {"tuned": True}
+    return model
+
+
+@pytest.fixture
+def engine(model: BlockModel) -> BlockAttentionEngine:
+    return BlockAttentionEngine(model)
+
+
+def oracle(model: BlockModel, prompt: BlockPrompt | list[str], new: int = NEW) -> list[int]:
+    if not isinstance(prompt, BlockPrompt):
+        prompt = BlockPrompt.from_texts(prompt)
+    ids = model.tokenizer.prompt_ids(prompt)
+    ends = sorted(model.end_token_ids)
+    return oracle_generate(model.hf_model, [*ids.context, ids.final], new, ends)
+
+
+def contents(engine: BlockAttentionEngine) -> dict[str, str]:
+    """What the store holds, hashed."""
+
+    def digest(kv: BlockKV | None) -> str:
+        assert kv is not None
+        states = b"".join(t.numpy().tobytes() for t in (*kv.keys, *kv.values, kv.token_ids))
+        return hashlib.sha256(states).hexdigest()
+
+    return {key: digest(engine.store.get(key)) for key in list(engine.store.keys())}
+
+
+def test_figures_tell_what_was_reused_and_what_was_computed(engine: BlockAttentionEngine) -> None:
+    prompt = ["first", A, B, A, Q]
+    cold = engine.generate(prompt, max_new_tokens=NEW).stats
+    # "first" holds BOS; the second A comes from the first.
+    context = len("first") + 1 + 2 * len(A) + len(B)
+    assert (cold.hits, cold.misses) == (1, 3)
+    assert (cold.reused_tokens, cold.computed_tokens) == (len(A), context - len(A) + len(Q))
+    warm = engine.generate(prompt, max_new_tokens=NEW).stats
+    assert (warm.hits, warm.misses) == (4, 0)
+    assert (warm.reused_tokens, warm.computed_tokens) == (context, len(Q))
+    assert warm.prompt_tokens == cold.prompt_tokens == context + len(Q)
+    assert warm.generated_tokens == NEW
+    full = engine.generate(prompt, mode="full", max_new_tokens=NEW).stats
+    assert (full.mode, full.hits, full.misses, full.reused_tokens) == ("full", 0, 0, 0)
+    assert full.computed_tokens == context + len(Q)
+
+
+def test_the_parts_of_the_time_fit_in_the_whole(engine: BlockAttentionEngine) -> None:
+    for mode in ("block", "full"):
+        stats = engine.generate([A, Q], mode=mode, max_new_tokens=2).stats
+        assert min(stats.assemble_s, stats.fetch_s) >= 0
+        assert stats.prefill_s > 0
+        parts = stats.fetch_s + stats.assemble_s + stats.prefill_s
+        assert parts <= stats.ttft_s <= stats.total_s
+
+
+def test_encoding_before_makes_hits(engine: BlockAttentionEngine) -> None:
+    handles = engine.encode([A, B, A])
+    assert handles == [Block(A).handle, Block(B).handle, Block(A).handle]
+    assert engine.contains(Block(A))
+    assert not engine.contains(Block(A), first=True)  # BOS
+    stats = engine.generate(["first", B, A, Q], max_new_tokens=1).stats
+    assert (stats.hits, stats.misses) == (2, 1)
+    assert engine.precompute([Block(A), Block(B)]).computed == 0
+
+
+def test_encode_takes_a_list_and_no_empty_text(engine: BlockAttentionEngine) -> None:
+    with pytest.raises(TypeError, match=r"pass \[text\]"):
+        engine.encode("one text")
+    with pytest.raises(ValueError, match="empty"):
+        engine.encode([""])
+    assert engine.encode([]) == []
+
+
+def test_on_miss_error_answers_from_the_store_or_not_at_all(engine: BlockAttentionEngine) -> None:
+    with pytest.raises(MissError, match="2 of 2 blocks"):
+        engine.generate([A, B, Q], on_miss="error", max_new_tokens=1)
+    engine.generate([A, B, Q], max_new_tokens=1)
+    answer = engine.generate([A, B, Q], on_miss="error", max_new_tokens=NEW)
+    assert answer.token_ids == oracle(engine.model, [A, B, Q])
+
+
+def test_the_engines_own_settings_hold_unless_overridden(model: BlockModel) -> None:
+    engine = BlockAttentionEngine(model, on_miss="error", positions="composite", assembly="copy")
+    with pytest.raises(MissError):
+        engine.generate([A, B, Q], max_new_tokens=1)
+    composite = engine.generate([A, B, Q], on_miss="compute", max_new_tokens=NEW).token_ids
+    reordered = engine.generate([A, B, Q], positions="reordered", max_new_tokens=NEW).token_ids
+    assert reordered == oracle(model, [A, B, Q]) != composite
+
+
+@pytest.mark.parametrize("name", ["mode", "positions", "on_miss", "assembly"])
+def test_unknown_settings_are_refused(engine: BlockAttentionEngine, name: str) -> None:
+    options: dict[str, Any] = {name: "nonsense"}
+    with pytest.raises(ValueError, match=f"{name} must be one of .*; found 'nonsense'"):
+        engine.generate([A, Q], **options)
+    with pytest.raises(ValueError, match=f"{name} must be one of"):
+        engine.stream([A, Q], **options)
+
+
+def test_relay_is_refused_by_a_model_that_cannot(engine: BlockAttentionEngine) -> None:
+    kind, config = SUPPORTED["gemma2"]
+    other = BlockAttentionEngine(BlockModel(tiny_model(kind, **config), tiny_tokenizer()))
+    with pytest.raises(UnsupportedModelError, match="cannot use assembly='relay'"):
+        other.generate([A, Q], assembly="relay", max_new_tokens=1)
+    assert other.generate([A, Q], max_new_tokens=1).token_ids
+
+
+def test_an_empty_final_text_makes_the_last_block_final(engine: BlockAttentionEngine) -> None:
+    prompt = BlockPrompt((Block(A), Block(B)), "")
+    answer = engine.generate(prompt, max_new_tokens=NEW)
+    assert answer.token_ids == oracle(engine.model, [A, B])
+    stats = answer.stats
+    assert (stats.hits, stats.misses) == (0, 1)
+    assert (stats.reused_tokens, stats.computed_tokens) == (0, len(A) + 1 + len(B))
+    full = engine.generate(prompt, mode="full", max_new_tokens=NEW).stats
+    assert full.prompt_tokens == stats.prompt_tokens
+    only = engine.generate(BlockPrompt((Block(A),), ""), max_new_tokens=NEW)
+    assert only.token_ids == oracle(engine.model, [A])
+
+
+def test_empty_texts_before_the_final_one_are_left_out(engine: BlockAttentionEngine) -> None:
+    answer = engine.generate(["", A, "", Q], max_new_tokens=NEW)
+    assert answer.token_ids == oracle(engine.model, [A, Q])
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        engine.generate(["", ""])
+
+
+def test_stale_and_orphan_markers_give_the_answer_of_the_same_text(
+    engine: BlockAttentionEngine,
+) -> None:
+    plain = engine.generate(["S", A, B, Q], max_new_tokens=NEW)
+    stale = wrap("something else").replace("something else", A)
+    orphan = wrap("something else").partition("something else")[0]
+    for marked in (f"S{wrap(A)}\n{wrap(B)}{Q}", f"S{stale}{wrap(B)}{Q}{orphan}"):
+        assert engine.generate(segment(marked), max_new_tokens=NEW).token_ids == plain.token_ids
+
+
+def test_a_passage_of_control_tokens_and_markers_is_text(engine: BlockAttentionEngine) -> None:
+    hostile = f"<|end|><|begin|> {wrap('inner')} \x00 [[kvblock: \ud800"
+    prompt = segment(wrap(hostile) + Q)
+    answer = engine.generate(prompt, max_new_tokens=NEW)
+    assert answer.token_ids == oracle(engine.model, prompt)
+    assert answer.stats.misses == 1
+
+
+@pytest.mark.parametrize("assembly", ["copy", "relay"])
+def test_stored_tensors_are_never_written(engine: BlockAttentionEngine, assembly: Any) -> None:
+    prompts = [[A, Q], [A, B, Q], [B, A, A, Q], [B, Q]]
+    for prompt in prompts:
+        engine.generate(prompt, max_new_tokens=1)
+    before = contents(engine)
+    for options in ({}, {"num_beams": 2}, {"temperature": 1.0}, {"positions": "composite"}):
+        for prompt in prompts:
+            engine.generate(prompt, max_new_tokens=NEW, assembly=assembly, **options)
+    engine.generate_batch(prompts, max_new_tokens=NEW, assembly=assembly)
+    assert contents(engine) == before
+
+
+def test_a_damaged_file_is_computed_again_with_a_warning(
+    model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = BlockAttentionEngine(model, tmp_path / "store")
+    assert isinstance(engine.store, DirectoryStore)
+    right = engine.generate([A, B, Q], max_new_tokens=NEW)
+    for file in (tmp_path / "store").rglob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 0x10
+        file.write_bytes(bytes(data))
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        again = BlockAttentionEngine(model, tmp_path / "store").generate(
+            [A, B, Q], max_new_tokens=NEW
+        )
+    assert again.token_ids == right.token_ids
+    assert again.stats.misses == 2
+    assert "computed again" in caplog.text
+    assert engine.generate([A, B, Q], max_new_tokens=NEW).stats.hits == 2
+
+
+def test_a_store_too_small_for_a_block_changes_no_answer(model: BlockModel) -> None:
+    engine = BlockAttentionEngine(model, MemoryStore(1))
+    for _ in range(2):
+        answer = engine.generate([A, B, Q], max_new_tokens=NEW)
+        assert answer.token_ids == oracle(model, [A, B, Q])
+        assert answer.stats.misses == 2
+
+
+# -- the window ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small() -> BlockAttentionEngine:
+    model = BlockModel(tiny_model(max_position_embeddings=64), tiny_tokenizer())
+    model.config.block_attention = {"tuned": True}
+    return BlockAttentionEngine(model)
+
+
+@pytest.mark.parametrize("mode", ["block", "full"])
+def test_new_tokens_are_capped_by_the_window_and_a_prompt_that_fills_it_is_refused(
+    small: BlockAttentionEngine, mode: Any
+) -> None:
+    # 1 of BOS.
+    answer = small.generate(["x" * 40, "y" * 20], mode=mode, max_new_tokens=50)
+    assert len(answer.token_ids) == 3
+    assert answer.finish_reason == "length"
+    with pytest.raises(ContextOverflowError, match="has 64 tokens, but the model holds at most 64"):
+        small.generate(["x" * 40, "y" * 23], mode=mode)
+    with pytest.raises(ContextOverflowError):
+        small.generate_batch([["x", "y"], ["x" * 40, "y" * 23]], mode=mode, max_new_tokens=1)
+    other = threading.Thread(target=lambda: small.generate(["x"], max_new_tokens=1), daemon=True)
+    other.start()  # in this thread the lock could be had twice
+    other.join(LONGEST_S)
+    assert not other.is_alive()
+
+
+def test_rows_of_a_batch_near_the_window_are_as_long_as_alone(small: BlockAttentionEngine) -> None:
+    prompts = [["x" * 40, "y" * 20], ["x", "y"]]
+    answers = small.generate_batch(prompts, max_new_tokens=8)
+    assert [len(answer.token_ids) for answer in answers] == [3, 8]
+
+
+def test_a_block_longer_than_the_window_says_what_to_do(small: BlockAttentionEngine) -> None:
+    with pytest.raises(ContextOverflowError, match="split the passage"):
+        small.encode(["x" * 70])
+    with pytest.raises(ContextOverflowError, match="fewer or shorter passages"):
+        small.generate(["x" * 70, "y"])
+
+
+def test_a_prompt_that_does_not_fit_computes_and_stores_nothing(
+    small: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(small.store.keys())
+    monkeypatch.setattr(small.model, "encode", lambda *_, **__: pytest.fail("computed"))
+    with pytest.raises(ContextOverflowError):
+        small.generate([*(f"passage number {i}" for i in range(9)), "y"])
+    assert set(small.store.keys()) == before
+
+
+# -- models that were not fine-tuned ---------------------------------------------------------------
+
+
+def test_a_model_not_known_to_be_tuned_warns_once_and_in_block_mode_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = BlockAttentionEngine(BlockModel(tiny_model(), tiny_tokenizer(), name="some/model"))
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        engine.generate([A, Q], mode="full", max_new_tokens=1)
+        engine.generate([Q], max_new_tokens=1)
+        assert not caplog.records
+        for _ in range(2):
+            engine.generate([A, Q], max_new_tokens=1)
+        BlockAttentionEngine(engine.model).generate([A, Q], max_new_tokens=1)
+    (record,) = caplog.records
+    assert "some/model is not known to be block-fine-tuned" in record.getMessage()
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+def test_every_row_of_a_batch_has_its_own_figures(engine: BlockAttentionEngine) -> None:
+    prompts = [["first", A, Q], [Q], ["first", A, B, Q]]
+    answers = engine.generate_batch(prompts, max_new_tokens=NEW, batch_size=2)
+    assert [(a.stats.hits, a.stats.misses) for a in answers] == [(0, 2), (0, 0), (2, 1)]
+    assert [a.stats.generated_tokens for a in answers] == [len(a.token_ids) for a in answers]
+    assert [a.token_ids for a in answers] == [oracle(engine.model, p) for p in prompts]
+    assert engine.generate_batch([]) == []
+
+
+class SeatLeftAfter(threading.Event):
+    """Set once it has been asked so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.asked, self.times = 0, times
+
+    def is_set(self) -> bool:
+        self.asked += 1
+        return self.asked > self.times
+
+
+def test_a_batch_that_nobody_waits_for_ends_after_the_step_it_is_in(
+    engine: BlockAttentionEngine,
+) -> None:
+    seats = [Seat(left=SeatLeftAfter(3)), Seat(left=SeatLeftAfter(0))]
+    answers = engine.generate_batch([["a", "b"], ["c", "d"]], max_new_tokens=NEW, seats=seats)
+    assert [answer.stats.generated_tokens for answer in answers] == [3, 3]
+
+
+def test_a_batch_that_all_have_left_is_not_begun(engine: BlockAttentionEngine) -> None:
+    seats = [Seat(), Seat()]
+    for seat in seats:
+        seat.left.set()
+    answers = engine.generate_batch([["a", "b"], ["c", "d"]], max_new_tokens=NEW, seats=seats)
+    assert [answer.token_ids for answer in answers] == [[], []]
+
+
+def test_answers_that_share_no_forward_come_one_by_one_and_end_one_by_one(
+    engine: BlockAttentionEngine,
+) -> None:
+    come: list[int] = []
+    seats = [Seat(), Seat(left=SeatLeftAfter(2)), Seat()]
+    for one in seats:
+        one.answer.add_done_callback(lambda _: come.append(sum(s.answer.done() for s in seats)))
+    options: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 1.0, "seed": 1}
+    prompts = [["a", "b"], ["c", "d"], ["e", "f"]]
+    answers = engine.generate_batch(prompts, seats=seats, **options)
+    alone = [engine.generate(prompt, **options).token_ids for prompt in prompts]
+    assert [answers[0].token_ids, answers[2].token_ids] == [alone[0], alone[2]]
+    assert answers[1].token_ids == alone[1][: len(answers[1].token_ids)]
+    assert len(answers[1].token_ids) < NEW
+    assert come == [1, 2, 3]
+
+
+def test_prompts_of_many_tokens_to_compute_go_in_smaller_batches(
+    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [["a" * n, "b" * 9] for n in (5, 5, 30, 5)]
+    expected = [a.token_ids for a in engine.generate_batch(prompts, max_new_tokens=2, mode="full")]
+    rows: list[int] = []
+    generate = type(engine.model).generate_batch
+
+    def counted(model: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
+        rows.append(len(prompts))
+        return generate(model, prompts, *args, **kwargs)
+
+    monkeypatch.setattr(type(engine.model), "generate_batch", counted)
+    monkeypatch.setattr(type(engine.model), "batch_tokens", 40)
+    found = engine.generate_batch(prompts, max_new_tokens=2, mode="full")
+    assert [answer.token_ids for answer in found] == expected
+    assert rows == [2]  # and two alone
+
+
+def test_an_answer_counts_the_time_since_its_call_came(engine: BlockAttentionEngine) -> None:
+    now = time.perf_counter()
+    seats = [Seat(started=now - waited) for waited in (100.0, 200.0)]
+    answers = engine.generate_batch([["a", "b"], ["c", "d"]], max_new_tokens=1, seats=seats)
+    first, second = (answer.stats.ttft_s for answer in answers)
+    assert first > 100
+    assert second - first == pytest.approx(100)
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"mode": "full"}])
+def test_the_pieces_of_a_stream_add_up_to_the_answer(
+    engine: BlockAttentionEngine, options: dict[str, Any]
+) -> None:
+    whole = engine.generate([A, Q], max_new_tokens=20, **options)
+    chunks = list(engine.stream([A, Q], max_new_tokens=20, **options))
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [chunk.generation is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert chunks[-1].generation is not None
+    assert chunks[-1].generation.token_ids == whole.token_ids
+
+
+def test_an_abandoned_stream_frees_the_model(engine: BlockAttentionEngine, held: Held) -> None:
+    stream = engine.stream([A, Q], max_new_tokens=3500)
+    held.let_go(FEW)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    held.wait_for_end()
+    assert held.tokens <= FEW + 1
+    held.let_go()
+    assert engine.generate([A, Q], max_new_tokens=NEW).token_ids == oracle(engine.model, [A, Q])
+
+
+def test_a_stream_abandoned_while_it_waits_does_not_run(
+    engine: BlockAttentionEngine, held: Held
+) -> None:
+    answering = threading.Thread(target=list, args=(engine.stream([A, Q], max_new_tokens=NEW),))
+    answering.start()
+    held.wait_for_token()  # and stands: who comes now has to wait
+    stream = engine.stream([A, Q])
+    reader = threading.Thread(target=list, args=(stream,))
+    reader.start()
+    while "left" not in inspect.getgeneratorlocals(stream):  # type: ignore[arg-type]
+        time.sleep(0.001)
+    # The reader stands in the generator, so it leaves as its closing would make it leave.
+    inspect.getgeneratorlocals(stream)["left"].set()  # type: ignore[arg-type]
+    held.let_go()
+    for thread in (answering, reader):
+        thread.join(LONGEST_S)
+    assert held.tokens == NEW
+
+
+def test_an_error_reaches_the_reader_of_a_stream_and_frees_the_model(
+    engine: BlockAttentionEngine,
+) -> None:
+    with pytest.raises(ValueError, match="not used by the model"):
+        list(engine.stream([A, Q], no_such_option=1))
+    with pytest.raises(MissError):
+        list(engine.stream(["never seen", Q], on_miss="error"))
+    assert engine.generate([Q], max_new_tokens=1).token_ids
+
+
+def test_threads_that_stream_at_once_get_their_own_answers(engine: BlockAttentionEngine) -> None:
+    prompts = [[A, Q], [B, A, Q], [Q], [B, B, "When?"]]
+    expected = [oracle(engine.model, prompt, 12) for prompt in prompts]
+    found: dict[int, list[int]] = {}
+
+    def read(stream: Iterator[GenerationChunk], index: int) -> None:
+        for chunk in stream:
+            if chunk.generation is not None:
+                found[index] = chunk.generation.token_ids
+
+    abandoned = engine.stream([A, B, Q], max_new_tokens=3500)
+    next(abandoned)
+    threads = [
+        threading.Thread(target=read, args=(engine.stream(prompt, max_new_tokens=12), index))
+        for index, prompt in enumerate(prompts)
+    ]
+    for thread in threads:
+        thread.start()
+    abandoned.close()  # type: ignore[attr-defined]
+    for thread in threads:
+        thread.join(LONGEST_S)
+    assert [found[index] for index in range(len(prompts))] == expected
+
+
+def test_a_prompt_is_encoded_with_its_beginning() -> None:
+    engine = BlockAttentionEngine(BlockModel(tiny_model("llama"), tiny_tokenizer()))
+    prompt = BlockPrompt((Block(A), Block(B)), Q)
+    assert engine.encode(prompt) == [Block(A).handle, Block(B).handle]
+    stats = engine.generate(prompt, max_new_tokens=1, on_miss="error").stats
+    assert (stats.hits, stats.misses) == (2, 0)
+    assert engine.store.stats().entries == 2
+
+
+def test_two_engines_over_one_model_take_turns_and_seeded_answers_are_as_alone(
+    model: BlockModel,
+) -> None:
+    engines = [BlockAttentionEngine(model), BlockAttentionEngine(model)]
+    options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 12}
+    asked = [(engine, seed) for engine in engines for seed in range(6)]
+    alone = [engine.generate([A, Q], seed=seed, **options).token_ids for engine, seed in asked]
+    with ThreadPoolExecutor(4) as pool:
+        futures = [
+            pool.submit(engine.generate, [A, Q], seed=seed, **options) for engine, seed in asked
+        ]
+        found = [future.result().token_ids for future in futures]
+    assert found == alone

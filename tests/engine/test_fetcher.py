@@ -1,0 +1,418 @@
+"""Looking up and computing blocks: accounting, damage, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.errors import ContextOverflowError, CorruptEntryError, MissError, StoreError
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.blocks import Block, BlockTemplate, Origin, Span
+from blockattn_rag.store import DirectoryStore, MemoryStore, shrink
+from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
+
+A, B, C = Block("first passage"), Block("second"), Block("third", BlockTemplate("- ", "\n"))
+D = Block("what stands first")
+
+
+class FaultyStore(MemoryStore):
+    """A store in memory that fails where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 26)
+        self.corrupt: set[str] = set()
+        self.full_after: int | None = None
+        self.swapped: BlockKV | None = None
+        self.puts = 0
+
+    def get(self, key: str) -> BlockKV | None:
+        if key in self.corrupt:
+            raise CorruptEntryError(f"entry {key[:8]} is damaged")
+        found = super().get(key)
+        return self.swapped if found is not None and self.swapped is not None else found
+
+    def put(self, key: str, kv: BlockKV) -> None:
+        if self.full_after is not None and self.puts >= self.full_after:
+            raise StoreError("no space left")
+        self.puts += 1
+        super().put(key, kv)
+        self.corrupt.discard(key)
+
+
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    return BlockModel(shared_tiny_llama(), tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def model_without_bos() -> BlockModel:
+    return BlockModel(shared_tiny_llama(), tiny_tokenizer(bos=False))
+
+
+@pytest.fixture
+def store() -> FaultyStore:
+    return FaultyStore()
+
+
+@pytest.fixture
+def fetcher(model: BlockModel, store: FaultyStore) -> BlockFetcher:
+    return BlockFetcher(model, store, threading.Lock())
+
+
+def test_absent_blocks_are_computed_and_found_the_next_time(fetcher: BlockFetcher) -> None:
+    first = fetcher.fetch([A, B, C], "compute")
+    assert (first.hits, first.misses) == (0, 3)
+    assert first.missed_tokens == len("first passage") + 1 + len("second") + len("- third\n")
+    again = fetcher.fetch([A, B, C], "compute")
+    assert (again.hits, again.misses, again.missed_tokens) == (3, 0, 0)
+    assert [kv.handle for kv in again.blocks] == [block.handle for block in (A, B, C)]
+
+
+def test_a_block_that_comes_twice_is_computed_once(fetcher: BlockFetcher) -> None:
+    found = fetcher.fetch([C, A, A, A], "compute")
+    assert (found.hits, found.misses) == (2, 2)
+    assert found.blocks[1] is found.blocks[2] is found.blocks[3]
+
+
+def test_the_first_block_holds_bos_and_is_another_entry(
+    fetcher: BlockFetcher, model: BlockModel
+) -> None:
+    found = fetcher.fetch([A, A], "compute")
+    assert found.misses == 2
+    assert found.blocks[0].num_tokens == found.blocks[1].num_tokens + 1
+    assert fetcher.contains(A, first=True)
+    assert fetcher.contains(A)
+    assert not fetcher.contains(B)
+
+
+def test_without_bos_a_block_is_one_entry_wherever_it_stands(
+    model_without_bos: BlockModel, store: FaultyStore
+) -> None:
+    fetcher = BlockFetcher(model_without_bos, store, threading.Lock())
+    fetcher.precompute([A, B])
+    assert fetcher.contains(A, first=True)
+    found = fetcher.fetch([A, B, A], "error")
+    assert (found.hits, found.misses) == (3, 0)
+
+
+def test_on_miss_error_names_what_is_missing_and_computes_nothing(
+    fetcher: BlockFetcher, store: FaultyStore
+) -> None:
+    fetcher.precompute([B])
+    with pytest.raises(MissError, match=r"1 of 2 blocks .*first is 'first passage'"):
+        fetcher.fetch([A, B], "error")
+    assert store.stats().entries == 1
+
+
+def test_a_text_of_no_tokens_is_no_miss_and_leaves_no_trace(
+    model: BlockModel, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetcher = BlockFetcher(model, store, threading.Lock())
+    fetcher.precompute([B])
+    right = model.tokenizer.block_ids
+    monkeypatch.setattr(
+        model.tokenizer,
+        "block_ids",
+        lambda block, *, first: [] if block == C else right(block, first=first),
+    )
+    fetcher.fetch([A], "compute")
+    found = fetcher.fetch([A, C, B], "error")
+    assert (found.hits, found.misses, len(found.blocks)) == (2, 0, 2)
+    assert fetcher.precompute([C, B]).computed == 0
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "another block", "another model", "a layer less"])
+def test_a_bad_entry_is_a_miss_with_a_warning_and_is_overwritten(
+    fetcher: BlockFetcher,
+    store: FaultyStore,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+) -> None:
+    (good,) = fetcher.fetch([A], "compute").blocks
+    if fault == "corrupt":
+        store.corrupt.update(store.keys())
+    elif fault == "another block":
+        store.swapped = replace(good, digest="0" * 64)
+    elif fault == "another model":
+        store.swapped = replace(good, fingerprint="0" * 64)
+    else:
+        store.swapped = replace(good, keys=good.keys[1:], values=good.values[1:])
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        found = fetcher.fetch([A], "compute")
+    assert (found.hits, found.misses) == (0, 1)
+    assert found.blocks[0].token_ids.tolist() == good.token_ids.tolist()
+    assert "computed again and the entry overwritten" in caplog.text
+    assert store.puts == 2
+
+
+def test_a_store_that_cannot_keep_a_block_costs_time_and_no_answer(
+    fetcher: BlockFetcher, store: FaultyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.full_after = 0
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        found = fetcher.fetch([A, B], "compute")
+    assert found.misses == len(found.blocks) == 2
+    assert "no space left" in caplog.text
+
+
+def test_precompute_says_what_it_did(fetcher: BlockFetcher, store: FaultyStore) -> None:
+    progress: list[tuple[int, int]] = []
+    stats = fetcher.precompute([A, B, A], on_progress=lambda *at: progress.append(at))
+    assert (stats.computed, stats.reused) == (2, 0)
+    assert stats.computed_tokens == len("first passage") + len("second")
+    assert stats.stored_bytes == store.stats().total_bytes
+    assert progress == [(1, 2), (2, 2)]
+    again = fetcher.precompute([A, B, C])
+    assert (again.computed, again.reused) == (1, 2)
+
+
+def test_precompute_raises_where_it_cannot_store_and_goes_on_from_there(
+    fetcher: BlockFetcher, store: FaultyStore
+) -> None:
+    blocks = [Block(f"passage {i}") for i in range(10)]
+    store.full_after = 4
+    with pytest.raises(StoreError, match="no space left"):
+        fetcher.precompute(blocks, batch_tokens=20)
+    store.full_after = None
+    stats = fetcher.precompute(blocks, batch_tokens=20)
+    assert (stats.reused, stats.computed) == (4, 6)
+
+
+def test_precompute_survives_an_interruption(
+    model: BlockModel, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetcher = BlockFetcher(model, store, threading.Lock())
+    right = model.encode
+
+    def interrupted(*args: object, **kwargs: object) -> Iterator[list[BlockKV]]:
+        batches = right(*args, **kwargs)  # type: ignore[arg-type]
+        yield next(batches)
+        raise KeyboardInterrupt
+
+    blocks = [Block(f"passage {i}") for i in range(6)]
+    monkeypatch.setattr(model, "encode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fetcher.precompute(blocks, batch_tokens=20)
+    monkeypatch.undo()
+    kept = store.stats().entries
+    assert 0 < kept < 6
+    stats = fetcher.precompute(blocks)
+    assert (stats.reused, stats.computed) == (kept, 6 - kept)
+
+
+def test_the_lock_is_free_between_batches_and_after_an_error(
+    model: BlockModel, store: FaultyStore
+) -> None:
+    lock = threading.Lock()
+    fetcher = BlockFetcher(model, store, lock)
+    held: list[bool] = []
+    blocks = [Block(f"passage {i}") for i in range(4)]
+    fetcher.precompute(blocks, batch_tokens=1, on_progress=lambda *_: held.append(lock.locked()))
+    assert held == [False] * 4
+    with pytest.raises(ContextOverflowError, match="split the passage into smaller chunks"):
+        fetcher.precompute([Block("x" * 5000)])
+    assert not lock.locked()
+
+
+def test_blocks_of_another_model_are_not_taken(store: FaultyStore, fetcher: BlockFetcher) -> None:
+    fetcher.precompute([A])
+    other = BlockModel(tiny_model(seed=1), tiny_tokenizer())
+    found = BlockFetcher(other, store, threading.Lock()).fetch([B, A], "compute")
+    assert (found.hits, found.misses) == (0, 2)
+
+
+class CountingStore(DirectoryStore):
+    """Counts what is read from disk."""
+
+    reads = 0
+
+    def get(self, key: str) -> BlockKV | None:
+        self.reads += 1
+        return super().get(key)
+
+
+def test_a_resident_block_is_read_and_checked_once(model: BlockModel, tmp_path: Path) -> None:
+    store = CountingStore(tmp_path / "kv")
+    BlockFetcher(model, store, threading.Lock()).precompute([A, B])
+    fetcher = BlockFetcher(model, store, threading.Lock(), resident_bytes=1 << 20)
+    first = fetcher.fetch([D, C, B], "compute")
+    second = fetcher.fetch([D, B, C], "error")
+    assert (first.hits, second.hits, second.misses) == (1, 3, 0)
+    assert second.blocks[1] is first.blocks[2]
+    assert store.reads == 3
+
+
+def test_residents_go_when_there_is_no_room_and_are_read_again(
+    model: BlockModel, tmp_path: Path
+) -> None:
+    store = CountingStore(tmp_path / "kv")
+    one = BlockFetcher(model, store, threading.Lock()).precompute([B]).stored_bytes
+    BlockFetcher(model, store, threading.Lock()).precompute([A, C])
+    fetcher = BlockFetcher(model, store, threading.Lock(), resident_bytes=3 * one)
+    for block in (A, B, C, A):
+        fetcher.fetch([D, block], "compute")
+    assert store.reads > 4
+
+
+def test_without_residents_every_answer_reads_anew(model: BlockModel, tmp_path: Path) -> None:
+    store = CountingStore(tmp_path / "kv")
+    fetcher = BlockFetcher(model, store, threading.Lock())
+    fetcher.precompute([B])
+    for _ in range(3):
+        fetcher.fetch([D, B], "compute")
+    assert store.reads == 6
+
+
+def test_a_resident_block_does_not_follow_a_file_that_changes(
+    model: BlockModel, tmp_path: Path
+) -> None:
+    store = DirectoryStore(tmp_path / "kv")
+    fetcher = BlockFetcher(model, store, threading.Lock(), resident_bytes=1 << 20)
+    fetcher.precompute([B])
+    before = fetcher.fetch([D, B], "compute").blocks[1]
+    kept = [tensor.clone() for tensor in (*before.keys, *before.values)]
+    for entry in (tmp_path / "kv").rglob("*.safetensors"):
+        size = entry.stat().st_size
+        with entry.open("r+b") as file:
+            file.seek(size // 2)
+            file.write(b"\xff" * (size - size // 2))
+    again = fetcher.fetch([D, B], "error").blocks[1]
+    tensors = (*again.keys, *again.values)
+    assert all(torch.equal(a, b) for a, b in zip(kept, tensors, strict=True))
+
+
+def test_a_block_too_large_to_stay_is_answered_without_a_word(
+    model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CountingStore(tmp_path / "kv")
+    fetcher = BlockFetcher(model, store, threading.Lock(), resident_bytes=1)
+    fetcher.precompute([B])
+    for _ in range(2):
+        fetcher.fetch([D, B], "compute")
+    assert store.reads == 4
+    assert not caplog.records
+
+
+def test_a_negative_room_for_residents_is_refused(model: BlockModel, store: FaultyStore) -> None:
+    with pytest.raises(ValueError, match="resident_bytes must be 0 or more, found -1"):
+        BlockFetcher(model, store, threading.Lock(), resident_bytes=-1)
+
+
+# -- what may be stored ----------------------------------------------------------------------------
+
+
+def of(origin: Origin, text: str = "some text before the passages") -> Block:
+    return Block.of([Span(text, origin)])
+
+
+@pytest.fixture
+def on_disk(model: BlockModel, tmp_path: Path) -> BlockFetcher:
+    return BlockFetcher(model, DirectoryStore(tmp_path / "kv"), threading.Lock(), 1 << 26)
+
+
+@pytest.mark.parametrize("origin", ["conversation", "prompt", "altered"])
+def test_what_is_private_to_a_prompt_stays_in_memory(on_disk: BlockFetcher, origin: Origin) -> None:
+    private = of(origin)
+    for misses in (1, 0, 0):
+        found = on_disk.fetch([private], "compute")
+        assert found.misses == misses
+    assert not on_disk.contains(private, first=True)
+
+
+def test_a_passage_is_stored_at_once_and_a_system_message_when_it_comes_again(
+    on_disk: BlockFetcher,
+) -> None:
+    system = of("system")
+    on_disk.fetch([system, A], "compute")
+    assert on_disk.contains(A)
+    assert not on_disk.contains(system, first=True)
+    assert on_disk.fetch([system, A], "compute").misses == 0
+    assert on_disk.contains(system, first=True)
+
+
+def test_a_hundred_questions_before_their_passages_store_the_passages_alone(
+    on_disk: BlockFetcher,
+) -> None:
+    for number in range(100):
+        on_disk.fetch([of("conversation", f"Question {number}?"), A, B], "compute")
+    assert on_disk._store.stats().entries == 2
+
+
+def test_whatever_is_encoded_on_purpose_is_stored(on_disk: BlockFetcher) -> None:
+    on_disk.precompute([of("conversation"), A], as_prompt=True)
+    found = on_disk.fetch([of("conversation"), A], "error")
+    assert (found.hits, found.misses) == (2, 0)
+
+
+def test_on_miss_error_is_about_passages(on_disk: BlockFetcher) -> None:
+    on_disk.precompute([A])
+    found = on_disk.fetch([of("conversation"), A], "error")
+    assert (found.hits, found.misses) == (1, 1)
+
+
+def test_room_is_checked_before_anything_is_computed(
+    on_disk: BlockFetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk.precompute([A])
+    sizes: list[int] = []
+
+    def refuse(tokens: int) -> None:
+        sizes.append(tokens)
+        raise ContextOverflowError("too long")
+
+    monkeypatch.setattr(on_disk._model, "encode", lambda *_: pytest.fail("computed"))
+    with pytest.raises(ContextOverflowError):
+        on_disk.fetch([D, A, B, B], "compute", refuse)
+    sizes_of = [len(block.rendered) for block in (D, A, B, B)]
+    assert sizes == [sum(sizes_of) + 1]  # BOS
+
+
+@pytest.mark.parametrize("origin", ["system", "conversation"])
+def test_a_damaged_entry_of_any_origin_is_overwritten_at_once(
+    model: BlockModel, tmp_path: Path, origin: Origin
+) -> None:
+    def fresh() -> BlockFetcher:
+        return BlockFetcher(model, DirectoryStore(tmp_path / "kv"), threading.Lock(), 1 << 26)
+
+    fresh().precompute([of(origin)], as_prompt=True)
+    (entry,) = (tmp_path / "kv").rglob("*.safetensors")
+    entry.write_bytes(entry.read_bytes()[:500])
+    assert fresh().fetch([of(origin)], "compute").misses == 1
+    assert fresh().fetch([of(origin)], "compute").misses == 0
+
+
+def test_an_ingestion_computes_a_damaged_entry_anew(on_disk: BlockFetcher, tmp_path: Path) -> None:
+    on_disk.precompute([A, B])
+    first, _ = sorted((tmp_path / "kv").rglob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:100])
+    assert on_disk.precompute([A, B]).computed == 1
+    assert on_disk.precompute([A, B]).computed == 0
+
+
+def test_blocks_that_are_used_from_memory_are_not_the_first_that_a_full_store_forgets(
+    model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path / "kv")
+    fetcher = BlockFetcher(model, store, threading.Lock(), 1 << 26)
+    monkeypatch.setattr("blockattn_rag.engine.fetcher._TOUCH_EVERY_S", 0.0)
+    fetcher.fetch([D, A], "compute")  # both are kept in memory too
+    for path in tmp_path.rglob("*.safetensors"):
+        os.utime(path, (0, time.time() - 200))
+    known = {*tmp_path.rglob("*.safetensors")}
+    fetcher.precompute([B])
+    (written,) = {*tmp_path.rglob("*.safetensors")} - known
+    os.utime(written, (0, time.time() - 100))
+    fetcher.fetch([D, A], "compute")
+    shrink(store, store.stats().total_bytes - 1)
+    assert fetcher.contains(A)
+    assert not fetcher.contains(B)

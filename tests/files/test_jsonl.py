@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.errors import DataError
+from blockattn_rag.files.jsonl import numbered_lines, parse_line
+
+
+def test_lines_keep_their_numbers_where_blank_ones_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"1\n\n  \n2")
+    assert list(numbered_lines(tmp_path / "a.jsonl")) == [(1, b"1\n"), (4, b"2")]
+
+
+def test_gzip_is_told_by_content_and_a_false_name_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(gzip.compress(b"1\n"))
+    assert list(numbered_lines(tmp_path / "a.jsonl")) == [(1, b"1\n")]
+    (tmp_path / "b.jsonl.gz").write_bytes(b"1\n")
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz is named \.gz, but is no gzip file"):
+        list(numbered_lines(tmp_path / "b.jsonl.gz"))
+
+
+def test_lines_before_the_damage_are_read(tmp_path: Path) -> None:
+    lines = b"".join(b"%d\n" % number for number in range(10_000))
+    (tmp_path / "a.gz").write_bytes(gzip.compress(lines)[:-2_000])
+    found: list[tuple[int, bytes]] = []
+    with pytest.raises(DataError, match=r"after line \d+: damaged gzip file"):
+        found.extend(numbered_lines(tmp_path / "a.gz"))  # keeps what came before the error
+    assert len(found) > 100
+
+
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="found no file"):
+        list(numbered_lines(tmp_path / "a.jsonl"))
+
+
+def test_a_byte_order_mark_does_not_count() -> None:
+    assert parse_line(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b"\xff\xfe", r"not UTF-8 \(byte 0\)"),
+        (b"{", "no valid JSON"),
+        (b"[" * 200_000, "nested too deep|no valid JSON"),
+        (b"[" * 200_000 + b"]" * 200_000, "nested too deep"),
+        (b"9" * 5_000, "no valid JSON .*limit"),
+    ],
+    ids=["bytes", "cut", "open", "deep", "long number"],
+)
+def test_what_is_no_json_is_reported(line: bytes, expected: str) -> None:
+    with pytest.raises(DataError, match=expected):
+        parse_line(line)
+
+
+def test_json_is_read_as_it_is() -> None:
+    value = {"a": [1, None, "ä"]}
+    assert parse_line(json.dumps(value, ensure_ascii=False).encode()) == value

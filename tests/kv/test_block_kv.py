@@ -1,0 +1,134 @@
+"""Blocks put together: their places, their keys, and that nothing stored is ever written."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from blockattn_rag.kv.block_kv import BlockKV, assemble, place, store_key
+from blockattn_rag.kv.rope import NO_ROTATION, RotaryLayout, shift_positions
+
+HEADS, HEAD_DIM = 2, 8
+TURNS = RotaryLayout(10.0 ** -torch.arange(4.0), "half")
+LAYOUTS = (TURNS, NO_ROTATION, TURNS)
+
+
+def block(tokens: int, seed: int) -> BlockKV:
+    generator = torch.Generator().manual_seed(seed)
+
+    def states() -> tuple[torch.Tensor, ...]:
+        return tuple(torch.randn(HEADS, tokens, HEAD_DIM, generator=generator) for _ in LAYOUTS)
+
+    ids = torch.arange(tokens) + 100 * seed
+    return BlockKV(states(), states(), ids, "fingerprint", f"digest {seed}", "handle")
+
+
+def bytes_of(kv: BlockKV) -> str:
+    states = b"".join(t.numpy().tobytes() for t in (*kv.keys, *kv.values, kv.token_ids))
+    return hashlib.sha256(states).hexdigest()
+
+
+def test_blocks_stand_one_after_the_other() -> None:
+    one, two = block(3, 1), block(1, 2)
+    context = place([one, two, one])
+    assert [(b.start, b.shift) for b in context.blocks] == [(0, 0), (3, 3), (4, 4)]
+    assert context.num_tokens == 7
+    assert context.token_ids == [100, 101, 102, 200, 100, 101, 102]
+    assert all(placed.kv is kv for placed, kv in zip(context.blocks, (one, two, one), strict=True))
+
+
+def test_composite_positions_shift_nothing() -> None:
+    context = place([block(3, 1), block(2, 2)], "composite")
+    assert [(b.start, b.shift) for b in context.blocks] == [(0, 0), (3, 0)]
+
+
+def test_no_block_is_an_empty_context_and_other_positions_are_refused() -> None:
+    assert place([]).num_tokens == 0
+    assert place([]).token_ids == []
+    with pytest.raises(ValueError, match=r"positions must be one of .*found 'absolute'"):
+        place([], "absolute")  # type: ignore[arg-type]
+
+
+def test_assembled_keys_are_each_blocks_keys_moved_to_its_place_and_values_as_they_are() -> None:
+    blocks = [block(3, 1), block(1, 2), block(5, 3)]
+    context = place(blocks)
+    for index, (keys, values) in enumerate(assemble(context, LAYOUTS)):
+        moved = [shift_positions(b.kv.keys[index], b.shift, LAYOUTS[index]) for b in context.blocks]
+        assert torch.equal(keys, torch.cat(moved, dim=1))
+        assert torch.equal(values, torch.cat([kv.values[index] for kv in blocks], dim=1))
+
+
+def test_composite_keys_are_joined_as_they_are() -> None:
+    blocks = [block(3, 1), block(4, 2)]
+    for index, (keys, _) in enumerate(assemble(place(blocks, "composite"), LAYOUTS)):
+        assert torch.equal(keys, torch.cat([kv.keys[index] for kv in blocks], dim=1))
+
+
+def test_one_block_is_not_even_copied() -> None:
+    one = block(3, 1)
+    for index, (keys, values) in enumerate(assemble(place([one]), LAYOUTS)):
+        assert keys is one.keys[index]
+        assert values is one.values[index]
+
+
+def test_assembling_writes_no_stored_tensor() -> None:
+    blocks = [block(3, 1), block(4, 2)]
+    before = [bytes_of(kv) for kv in blocks]
+    for _ in assemble(place([*blocks, *blocks]), LAYOUTS):
+        pass
+    assert [bytes_of(kv) for kv in blocks] == before
+
+
+def test_a_block_on_its_device_is_itself() -> None:
+    one = block(3, 1)
+    assert one.to(torch.device("cpu")) is one
+    away = one.to(torch.device("meta"))
+    assert away.keys[0].device.type == "meta"
+    assert away.digest == one.digest
+
+
+def test_a_copy_holds_the_same_numbers_in_one_piece_of_memory_of_its_own() -> None:
+    one = block(3, 1)
+    one = replace(one, values=tuple(t[..., :2] for t in one.values))  # heads of another size
+    copy = one.copy_to(torch.device("cpu"))
+    for mine, theirs in zip((*one.keys, *one.values), (*copy.keys, *copy.values), strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr()
+    places = {t.untyped_storage().data_ptr() for t in (*copy.keys, *copy.values)}
+    assert len(places) == 1
+    assert copy.nbytes == copy.keys[0].untyped_storage().nbytes() == one.nbytes
+
+
+def test_a_copys_token_ids_are_its_own_and_hold_nothing_else() -> None:
+    one = block(3, 1)
+    whole = torch.arange(1000)  # for example all of a file
+    one = replace(one, token_ids=whole[10:13])
+    copy = one.copy_to(torch.device("cpu"))
+    assert copy.token_ids.tolist() == [10, 11, 12]
+    assert copy.token_ids.untyped_storage().nbytes() == 3 * 8
+    assert copy.token_ids.data_ptr() != one.token_ids.data_ptr()
+
+
+def test_a_copy_keeps_the_number_types_of_its_layers() -> None:
+    one = block(3, 1)
+    one = replace(one, keys=tuple(t.half() for t in one.keys))
+    copy = one.copy_to(torch.device("cpu"))
+    assert {t.dtype for t in copy.keys} == {torch.float16}
+    assert {t.dtype for t in copy.values} == {torch.float32}
+    assert bytes_of(copy) == bytes_of(one)
+    assert copy.values[0].data_ptr() != one.values[0].data_ptr()
+
+
+def test_figures_of_a_block() -> None:
+    one = block(3, 1)
+    assert (one.num_tokens, one.num_layers) == (3, 3)
+    assert one.nbytes == 3 * 2 * HEADS * 3 * HEAD_DIM * 4
+
+
+def test_a_store_key_names_model_and_text() -> None:
+    keys = {store_key(model, text) for model in ("a", "b") for text in ("x", "y")}
+    assert len(keys) == 4
+    assert store_key("a", "x") == hashlib.sha256(b"a:x").hexdigest()

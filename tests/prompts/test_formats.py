@@ -1,0 +1,147 @@
+"""Prompt formats: the exact text of each, and chat templates with their quirks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from blockattn_rag.prompts.blocks import Block, BlockTemplate, Span
+from blockattn_rag.prompts.chat_template import render_chat
+from blockattn_rag.prompts.formats import FORMATS, Passage, answer_end, follow_up, prompt_format
+from tests.models import tiny_tokenizer
+
+CHAT, PLAIN = tiny_tokenizer(), tiny_tokenizer(chat=False)
+PASSAGES = [Passage("Halden", "214 metres."), Passage("", " It has {braces}. ")]
+# As of Mistral and Gemma: no system role, said by raising.
+RAISES = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+DROPS = (
+    "{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def with_template(template: str) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_the_block_attention_format_is_the_papers() -> None:
+    prompt = FORMATS["block-attention"].prompt("How {tall}?", PASSAGES, PLAIN)
+    system = (
+        "You are an intelligent AI assistant. Please answer questions based on the user's "
+        "instructions. Below are some reference documents that may help you in answering the "
+        "user's question.\n\n"
+    )
+    template = BlockTemplate("- ", "\n")
+    assert prompt.context == (
+        Block.of([Span(system, "system")]),
+        Block("Title: Halden\n214 metres.", template),
+        Block("It has {braces}.", template),
+    )
+    assert prompt.final == (
+        "\n\nPlease write a high-quality answer for the given question using only the provided "
+        "search documents (some of which might be irrelevant).\nQuestion: How {tall}?"
+    )
+
+
+def test_the_turborag_format_is_the_papers() -> None:
+    prompt = FORMATS["turborag"].prompt("How tall?", PASSAGES, PLAIN)
+    assert prompt.context[0].text.startswith("You are an accurate and reliable AI assistant")
+    assert prompt.context[0].text.endswith("information in documents.'.\n\nDocs:")
+    assert [block.rendered for block in prompt.context[1:]] == [
+        "<|doc_start|>Halden\n214 metres.<|doc_end|>",
+        "<|doc_start|>It has {braces}.<|doc_end|>",
+    ]
+    assert prompt.final == "\n\nQuestion: How tall?"
+
+
+def test_the_chat_format_stands_in_the_models_own_template() -> None:
+    prompt = FORMATS["chat"].prompt("How tall?", PASSAGES, CHAT)
+    assert prompt.context[0].origin == "system"
+    assert prompt.context[0].text.startswith("<|begin|><|system|>\nYou are an expert Q&A system")
+    assert prompt.context[0].text.endswith(
+        "<|end|>\n<|user|>\nContext information is below.\n---------------------\n"
+    )
+    assert [block.rendered for block in prompt.context[1:]] == [
+        "title: Halden\n\n214 metres.\n\n",
+        "It has {braces}.\n\n",
+    ]
+    assert prompt.final == (
+        "\n---------------------\nGiven the context information and not prior knowledge, answer "
+        "the query.\nQuery: How tall?\nAnswer: <|end|>\n<|assistant|>\n"
+    )
+
+
+def test_the_chat_formats_words_are_those_of_llama_index() -> None:
+    prompts = pytest.importorskip("llama_index.core.prompts.chat_prompts")
+    messages = prompts.CHAT_TEXT_QA_PROMPT.format_messages(context_str="CTX", query_str="QUERY")
+    chat = FORMATS["chat"]
+    assert messages[0].content == chat.system
+    assert messages[1].content == chat.before + "CTX" + chat.after.format(question="QUERY")
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_format_without_passages_is_final_text_only(name: str) -> None:
+    prompt = FORMATS[name].prompt("How tall?", [], CHAT)
+    assert not prompt.context
+    assert "How tall?" in prompt.final
+
+
+def test_a_format_is_found_by_name_and_an_unknown_one_is_refused() -> None:
+    assert prompt_format("chat") is FORMATS["chat"] is prompt_format(FORMATS["chat"])
+    with pytest.raises(ValueError, match="unknown prompt format 'x'; known: chat"):
+        prompt_format("x")
+
+
+@pytest.mark.parametrize("template", [RAISES, DROPS])
+def test_a_system_message_goes_to_the_user_where_the_template_has_no_place_for_it(
+    template: str,
+) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert render_chat(with_template(template), messages) == "<user>Be brief.\n\nHi"
+
+
+def test_a_template_that_refuses_anything_else_raises_its_own_error() -> None:
+    refuses = with_template("{{ raise_exception('never') }}")
+    with pytest.raises(Exception, match="never"):
+        render_chat(refuses, [{"role": "user", "content": "Hi"}])
+
+
+def test_neighbouring_messages_of_one_role_are_merged_and_none_is_changed() -> None:
+    messages = [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
+    assert render_chat(CHAT, messages) == "<|begin|><|user|>\none\n\ntwo<|end|>\n<|assistant|>\n"
+    assert messages[0]["content"] == "one"
+    with pytest.raises(ValueError, match="at least one chat message"):
+        render_chat(CHAT, [])
+
+
+def test_messages_that_carry_tool_calls_are_not_merged() -> None:
+    template = "{% for m in messages %}<{{ m.role }}:{{ m.tool_calls }}>{{ m.content }}{% endfor %}"
+    calls = [{"role": "assistant", "content": "a", "tool_calls": [n]} for n in (1, 2)]
+    rendered = render_chat(with_template(template), calls)
+    assert rendered == "<assistant:[1]>a<assistant:[2]>a"
+
+
+def test_a_follow_up_starts_where_the_answer_ended() -> None:
+    assert follow_up("And now?", CHAT) == (
+        Span("<|end|>\n<|user|>\n", "template"),
+        Span("And now?", "conversation"),
+        Span("<|end|>\n<|assistant|>\n", "template"),
+    )
+    assert follow_up("And now?", PLAIN) == (
+        Span("\n\nQuestion: And now?\nAnswer: ", "conversation"),
+    )
+
+
+def test_an_answer_ends_with_the_end_of_turn() -> None:
+    assert answer_end(CHAT) == "<|end|>"
+    assert answer_end(PLAIN) == "<|end|>"
+    assert answer_end(with_template("{% for m in messages %}{{ m.content }}{% endfor %}")) == (
+        "<|end|>"
+    )

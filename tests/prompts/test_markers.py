@@ -1,0 +1,307 @@
+"""Markers: every text survives, every hostile string parses, and nothing else is a marker."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockattn_rag.errors import SegmentationError
+from blockattn_rag.prompts import markers
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span, handle_of
+from blockattn_rag.prompts.markers import (
+    MAX_MARKED,
+    close_cut_passages,
+    content_spans,
+    marked_spans,
+    remove_orphans,
+    segment,
+    strip_markers,
+    wrap,
+)
+
+OTHER = "0123456789abcdef" * 2
+TEMPLATE = BlockTemplate("- ", "\n")
+REAL = wrap("real")
+OPENING, CLOSING = REAL.split("real")
+
+# Any character, lone surrogates and NUL among them, and pieces that look like markers.
+_PIECES = st.one_of(
+    st.text(st.characters(exclude_categories=()), max_size=12),
+    st.sampled_from(
+        [
+            *("[[", "]]", "[", "]", "[[kv", "[[kvblock:", "[[/kvblock:", "kvblock:", OTHER),
+            *(f"[[kvblock:{OTHER}]]", f"[[/kvblock:{OTHER}]]", f"[[kvblock:{OTHER}", f"{OTHER}]]"),
+            *(wrap("inner"), OPENING, CLOSING, OPENING[:20], CLOSING[9:]),
+            *("\r\n", "\x00", "\x1c", "\ud800", "<|end|>", " ", "\n", "0a0a0a0a]]"),
+        ]
+    ),
+)
+hostile_text = st.lists(_PIECES, max_size=12).map("".join)
+
+
+def conversation(text: str) -> tuple[Span, ...]:
+    return (Span(text, "conversation"),)
+
+
+def outside(prompt: BlockPrompt) -> list[str]:
+    return [prompt.final, *(b.text for b in prompt.context if not b.is_passage)]
+
+
+@given(hostile_text)
+def test_any_text_comes_back_from_its_markers(text: str) -> None:
+    stripped = text.strip()
+    expected = [Block(stripped)] if stripped else []
+    assert list(segment(wrap(text) + "Q").context) == expected
+
+
+@given(st.lists(hostile_text, max_size=4))
+def test_passages_of_any_text_keep_their_boundaries_order_and_handles(texts: list[str]) -> None:
+    expected = [text.strip() for text in texts if text.strip()]
+    prompt = segment("\n\n".join(wrap(text) for text in expected) + " Question", TEMPLATE)
+    assert list(prompt.context) == [Block(text, TEMPLATE) for text in expected]
+    assert [block.handle for block in prompt.context] == [handle_of(text) for text in expected]
+    assert prompt.final == " Question"
+
+
+@given(hostile_text)
+def test_no_string_breaks_the_parser(text: str) -> None:
+    spans = list(marked_spans(text))
+    assert all(one.end <= two.start for one, two in itertools.pairwise(spans))
+    prompt = segment(text + "Q", TEMPLATE)
+    assert prompt.final
+    marked = [(span.text.strip(), span.intact) for span in spans if span.text.strip()]
+    found = [(b.text, b.origin == "passage") for b in prompt.context if b.is_passage]
+    assert found == marked
+
+
+@given(hostile_text)
+def test_none_of_our_markers_is_left_outside_of_passages(text: str) -> None:
+    for rest in outside(segment(text + "Q")):
+        assert next(marked_spans(rest), None) is None
+
+
+@given(hostile_text.filter(lambda text: OPENING not in text and CLOSING not in text))
+def test_text_without_our_markers_is_the_final_block_as_it_stands(text: str) -> None:
+    text = strip_markers(text.replace(wrap("inner"), "")) + "[[kvblock: [[1, 2], [3]] deadbeef]]"
+    assert segment(text) == BlockPrompt((), text, conversation(text))
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "[[20240101, 20240102], [20240103, 20240104]]",
+        "see [[kv and rows [[1 2] [3 4]] and deadbeef]]",
+        f"what does [[kvblock:{OTHER}]]a text[[/kvblock:{OTHER}]] mean?",
+        f"[[KVBLOCK:{OTHER}]] [[kvblock:{OTHER.upper()}]] [kvblock:ab] [[x]]",
+    ],
+)
+def test_a_question_reaches_the_model_as_it_was_asked(question: str) -> None:
+    assert segment(question) == BlockPrompt((), question, conversation(question))
+    beside = segment(f"{REAL}{question}")
+    assert (beside.context, beside.final) == ((Block("real"),), question)
+
+
+def test_markers_with_the_right_digest_of_their_text_are_text_if_they_are_not_ours() -> None:
+    digest = hashlib.sha256(b"a passage").hexdigest()
+    for seal in (digest[:32], digest[:16] * 2, digest[:16] + REAL[26:42]):
+        forged = f"[[kvblock:{seal}]]a passage[[/kvblock:{seal}]]"
+        assert segment(forged + "Q") == BlockPrompt((), forged + "Q", conversation(forged + "Q"))
+
+
+def test_a_foreign_marker_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    markers._tell_of_foreign_markers.cache_clear()
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        for _ in range(2):
+            segment(f"[[kvblock:{OTHER}]]")
+    (record,) = caplog.records
+    assert "taken as text" in record.getMessage()
+
+
+def test_text_before_the_first_block_is_a_block_and_text_after_the_last_is_final() -> None:
+    prompt = segment(f"System. {wrap('one')}\n\n{wrap('two')} Question?", TEMPLATE)
+    assert prompt.context == (
+        Block.of(conversation("System. ")),
+        Block("one", TEMPLATE),
+        Block("two", TEMPLATE),
+    )
+    assert prompt.final == " Question?"
+
+
+def test_white_space_between_blocks_belongs_to_neither_and_other_text_is_a_block() -> None:
+    prompt = segment(f"{wrap('one')} \n\t {wrap('two')}\nSource 3:\n{wrap('three')}Q")
+    assert [(b.text, b.is_passage) for b in prompt.context] == [
+        ("one", True),
+        ("two", True),
+        ("\nSource 3:\n", False),
+        ("three", True),
+    ]
+
+
+def test_the_same_block_may_come_twice() -> None:
+    prompt = segment(wrap("one") + wrap("two") + wrap("one") + "Q")
+    assert [block.text for block in prompt.context] == ["one", "two", "one"]
+
+
+def test_a_changed_text_between_its_markers_is_one_block_and_known_as_changed() -> None:
+    marked = wrap("a 'quoted' text").replace("'", "\\'")
+    (block,) = segment(marked + "Q").context
+    assert (block.text, block.origin) == ("a \\'quoted\\' text", "altered")
+
+
+def test_markers_inside_a_passage_stay_part_of_it() -> None:
+    for inner in (wrap("inner"), OPENING + "x", CLOSING, CLOSING + OPENING, REAL * 2):
+        text = f"before {inner} after"
+        assert segment(f"{wrap(text)}Q").context == (Block(text),)
+
+
+def test_orphan_openings_and_closings_are_removed_and_hide_no_block() -> None:
+    other = wrap("other")
+    for junk in (OPENING, CLOSING):
+        assert [b.text for b in segment(f"{junk}{other}Q").context] == ["other"]
+        assert [b.text for b in segment(f"{other}{junk}{other}Q").context] == ["other", "other"]
+        assert segment(f"{other}Q{junk}").final == "Q"
+
+
+def test_an_opening_that_encloses_a_real_block_does_not_swallow_it() -> None:
+    prompt = segment(f"{OPENING}a {wrap('inner')} b{CLOSING}Q")
+    assert [(block.text, block.is_passage) for block in prompt.context] == [
+        ("a ", False),
+        ("inner", True),
+    ]
+    assert prompt.final == " bQ"
+
+
+def test_a_splitter_that_cuts_a_marker_leaves_nothing_of_it_beside_its_partner() -> None:
+    marked = wrap("Halden Tower is 214 metres tall.")
+    opening_end, closing_start = marked.index("]]") + 2, marked.rindex("[[")
+    for cut in range(opening_end, len(marked)):
+        for text in outside(segment(f"Read {marked[:cut]}\nWhat?")):
+            assert "kvb" not in text
+    for cut in range(1, closing_start + 1):
+        for text in outside(segment(f"Read {marked[cut:]}\nWhat?")):
+            assert "kvb" not in text
+            assert "]]" not in text or cut > opening_end - 6
+
+
+def test_a_chunk_of_a_splitter_gets_back_the_markers_that_were_cut_off() -> None:
+    marked, other = wrap("Halden Tower is tall."), wrap("other")
+    opening_end, closing_start = marked.index("]]") + 2, marked.rindex("[[")
+    for cut in range(opening_end + 1, len(marked)):
+        prompt = segment(close_cut_passages(f"{other}\n\n{marked[:cut]}") + " What?")
+        first, cut_off = prompt.context
+        assert (first.text, prompt.final) == ("other", " What?")
+        assert "Halden Tower is tall."[: cut - opening_end].startswith(cut_off.text[:5])
+        # With all of its text there, it is the passage that it was.
+        assert (cut_off.origin == "passage") == (cut_off.text == "Halden Tower is tall.")
+    for cut in range(1, closing_start - 1):
+        prompt = segment(close_cut_passages(f"{marked[cut:]}\n\n{other}") + " What?")
+        cut_off, last = prompt.context
+        assert (last.text, prompt.final) == ("other", " What?")
+        assert cut_off.text.endswith(".")
+    for whole in (marked, f"{marked}{other}", "no marker", f"[[kvblock:{OTHER}]]text"):
+        assert close_cut_passages(whole) == whole
+
+
+def test_removing_orphans_touches_no_other_text() -> None:
+    text = "[[/kv, 0a0a0a0a]] and [[/ and/ [[1, 2]] "
+    assert remove_orphans(text + OPENING + text) == text + text
+    assert remove_orphans(text) == text
+
+
+def test_more_marked_passages_than_anybody_needs_are_refused() -> None:
+    assert len(content_spans(REAL * 3, "conversation")) == 7
+    with pytest.raises(SegmentationError, match=f"more than {MAX_MARKED} marked passages"):
+        content_spans(REAL * (MAX_MARKED + 1), "conversation")
+
+
+def test_markers_are_stripped_for_showing_whoever_made_them() -> None:
+    assert strip_markers(f"a {REAL} b [[kvblock:{OTHER}]]c[[1, 2]]") == "a real b c[[1, 2]]"
+    assert wrap(" \n") == ""
+
+
+def test_nested_pairs_are_hashed_a_few_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = 0
+    original = markers._digest
+
+    def counted(text: str) -> str:
+        nonlocal hashed
+        hashed += len(text)
+        return original(text)
+
+    pairs = [wrap(str(number)).split(str(number)) for number in range(2000)]
+    changed = "".join(p[0] for p in pairs) + "changed" + "".join(p[1] for p in pairs[::-1])
+    monkeypatch.setattr(markers, "_digest", counted)
+    assert [span.text for span in marked_spans(changed)] == ["changed"]
+    assert hashed < 6 * len(changed)
+
+
+class TestKey:
+    PROGRAM = "from blockattn_rag.prompts.markers import wrap; print(wrap('text'))"
+
+    def run(self, home: Path, **environment: str) -> str:
+        kept = {k: v for k, v in os.environ.items() if k != markers.KEY_VARIABLE}
+        kept |= {"BLOCKATTN_RAG_HOME": str(home)} | environment
+        command = [sys.executable, "-c", self.PROGRAM]
+        return subprocess.run(command, env=kept, check=True, capture_output=True, text=True).stdout
+
+    def test_processes_of_one_user_know_each_others_markers_and_nobody_elses(
+        self, tmp_path: Path
+    ) -> None:
+        one = self.run(tmp_path / "one")
+        assert self.run(tmp_path / "one") == one != self.run(tmp_path / "two")
+        (file,) = (tmp_path / "one").iterdir()
+        assert file.stat().st_mode & 0o777 == 0o600
+
+    def test_the_environment_gives_machines_one_key(self, tmp_path: Path) -> None:
+        given = {markers.KEY_VARIABLE: "shared by all machines"}
+        assert self.run(tmp_path / "one", **given) == self.run(tmp_path / "two", **given)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_key_that_could_be_guessed_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(subprocess.CalledProcessError) as raised:
+            self.run(tmp_path, **{markers.KEY_VARIABLE: "short"})
+        assert "has 5 characters, expected at least 16" in raised.value.stderr
+
+    def test_threads_that_come_at_once_make_one_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made: list[int] = []
+        both = threading.Barrier(2)
+
+        def slow_key(size: int) -> bytes:
+            made.append(size)
+            time.sleep(0)  # let the other thread in, if it may
+            return bytes(size)
+
+        def ask() -> None:
+            both.wait()
+            markers._key()
+
+        monkeypatch.delenv(markers.KEY_VARIABLE)
+        monkeypatch.setattr(markers, "_key_in", lambda _: slow_key(32))
+        markers._found_key.cache_clear()
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        markers._found_key.cache_clear()
+        assert made == [32]
+
+    def test_a_key_cut_short_is_made_anew(self, tmp_path: Path) -> None:
+        (tmp_path / "marker.key").write_bytes(b"short")
+        assert self.run(tmp_path) == self.run(tmp_path)
+        assert len((tmp_path / "marker.key").read_bytes()) == 32
+
+    def test_where_no_key_can_be_kept_markers_hold_for_the_process(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("no folder")
+        assert self.run(tmp_path / "file") != self.run(tmp_path / "file")

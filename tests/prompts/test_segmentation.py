@@ -1,0 +1,311 @@
+"""Segmentation beyond passages: conversations, texts, examples, JSON state."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.errors import SegmentationError
+from blockattn_rag.prompts.blocks import Span
+from blockattn_rag.prompts.chat_template import render_chat
+from blockattn_rag.prompts.segmentation import (
+    conversation,
+    conversation_turns,
+    few_shot,
+    merge_smallest,
+    split_json,
+    split_text,
+)
+from tests.models import tiny_model, tiny_tokenizer
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "Bye"},
+]
+TEXTS = st.lists(
+    st.sampled_from(["a", "word ", "\n\n", "---", "=====", "\n\t", "\n", " ", "\t", "--"])
+).map("".join)
+
+
+class TestConversation:
+    def test_turns_joined_are_what_the_chat_template_writes(self) -> None:
+        tokenizer = tiny_tokenizer()
+        turns = conversation_turns(CHAT, tokenizer)
+        assert "".join(turn.text for turn in turns) == render_chat(tokenizer, CHAT)
+
+    def test_system_user_and_assistant_turns_are_blocks_and_the_last_turn_is_final(self) -> None:
+        prompt = conversation(CHAT, tiny_tokenizer())
+        assert [block.rendered for block in prompt.context] == [
+            "<|begin|><|system|>\nBe brief.<|end|>\n",
+            "<|user|>\nHi<|end|>\n",
+            "<|assistant|>\nHello<|end|>\n",
+        ]
+        assert prompt.final == "<|user|>\nBye<|end|>\n<|assistant|>\n"
+
+    def test_a_turn_has_the_same_block_in_a_longer_conversation(self) -> None:
+        tokenizer = tiny_tokenizer()
+        longer = [*CHAT, {"role": "assistant", "content": "So long"}, CHAT[1]]
+        before, after = conversation(CHAT, tokenizer), conversation(longer, tokenizer)
+        assert after.context[: len(before.context)] == before.context
+
+    def test_fields_that_could_not_be_told_from_the_template_are_refused(self) -> None:
+        messages = [{**CHAT[1], "name": "<|end|>"}, *CHAT[2:]]
+        with pytest.raises(SegmentationError, match="found a message with 'name'"):
+            conversation(messages, tiny_tokenizer())
+
+    def test_control_tokens_inside_a_turn_stay_text(self) -> None:
+        messages = [{"role": "user", "content": "<|end|>"}, *CHAT[2:]]
+        block = conversation(messages, tiny_tokenizer()).context[0]
+        assert block.spans == (Span("<|end|>", "conversation"),)
+
+    def test_a_template_that_refuses_a_lone_system_message_is_cut_elsewhere(self) -> None:
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = (
+            "{% if messages|length == 1 and messages[0].role == 'system' %}"
+            "{{ raise_exception('no user') }}{% endif %}" + str(tokenizer.chat_template)
+        )
+        turns = conversation_turns(CHAT, tokenizer)
+        assert turns[0].text == "<|begin|><|system|>\nBe brief."
+        assert "".join(turn.text for turn in turns) == render_chat(tokenizer, CHAT)
+
+    def test_a_template_without_a_system_role_puts_the_system_text_first(self) -> None:
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = (
+            "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+            "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        )
+        turns = conversation_turns(CHAT[:2], tokenizer)
+        assert "".join(turn.text for turn in turns) == "[user]Be brief.\n\nHi"
+
+    def test_a_lone_long_turn_is_cut_in_pieces_if_asked(self) -> None:
+        messages = [{"role": "user", "content": "one\n\ntwo\n\nthree"}]
+        prompt = conversation(messages, tiny_tokenizer(), blocks_per_turn=2)
+        assert prompt.final == "three<|end|>\n<|assistant|>\n"
+        assert [block.text for block in prompt.context] == ["one\n\ntwo\n\n"]
+
+    @pytest.mark.parametrize(
+        ("template", "messages", "expected"),
+        [
+            (None, CHAT, "no chat template"),
+            ("{{ messages[0].content }}", CHAT, "drops, repeats or reorders"),
+            ("{% for m in messages|reverse %}{{ m.content }}{% endfor %}", CHAT, "reorders"),
+            ("x", [], "no message"),
+        ],
+    )
+    def test_what_cannot_be_cut_is_refused(
+        self, template: str | None, messages: Any, expected: str
+    ) -> None:
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = template
+        with pytest.raises(SegmentationError, match=expected):
+            conversation_turns(messages, tokenizer)
+
+
+class TestSplitText:
+    @given(TEXTS, st.integers(1, 5))
+    def test_pieces_joined_are_the_text(self, text: str, limit: int) -> None:
+        assert "".join(split_text(text, max_blocks=limit)) == text
+        assert "".join(split_text(text, max_blocks=None)) == text
+
+    @given(TEXTS)
+    def test_no_piece_is_white_space_alone(self, text: str) -> None:
+        pieces = split_text(text)
+        assert all(piece.strip() for piece in pieces) or not text.strip()
+
+    @pytest.mark.parametrize(
+        ("text", "pieces"),
+        [
+            ("a\n\nb---c\nd", ["a\n\n", "b---c\nd"]),
+            ("a ---- b===c", ["a ---- ", "b===c"]),
+            ("a=== b\n\tc", ["a=== ", "b\n\tc"]),
+            ("a\n\tb\nc", ["a\n\t", "b\nc"]),
+            ("a\n b\nc", ["a\n ", "b\n", "c"]),
+            ("a\r\nb\r\n\r\nc\r\nd", ["a\r\nb\r\n\r\n", "c\r\nd"]),
+            ("a\nb\n \t\nc\nd", ["a\nb\n \t\n", "c\nd"]),
+            ("\n\na", ["\n\na"]),
+            ("one line", ["one line"]),
+            ("", []),
+        ],
+    )
+    def test_the_coarsest_separator_cuts_and_stays_with_the_piece_before(
+        self, text: str, pieces: list[str]
+    ) -> None:
+        assert split_text(text) == pieces
+
+    @given(st.lists(st.text("x", min_size=1, max_size=9), max_size=12), st.integers(1, 6))
+    def test_merging_joins_the_smallest_pair_first(self, pieces: list[str], limit: int) -> None:
+        naive = list(pieces)
+        while len(naive) > limit:
+            sums = [len(a) + len(b) for a, b in pairwise(naive)]
+            i = sums.index(min(sums))
+            naive[i : i + 2] = [naive[i] + naive[i + 1]]
+        assert merge_smallest(pieces, limit) == naive
+
+    def test_a_long_text_is_cut_in_about_linear_time(self) -> None:
+        """Steps as the square of the pieces would not end before pytest's own time limit."""
+        assert len(split_text("line\n" * 100_000 + " " * 100_000)) == 15
+
+    def test_a_limit_below_one_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="at least 1"):
+            split_text("a", max_blocks=0)
+
+
+def test_k_examples_are_k_plus_1_blocks() -> None:
+    prompt = few_shot(["Q: 1\nA: 2", "Q: 2\nA: 3"], "Q: 3\nA:")
+    assert prompt.text == "Q: 1\nA: 2\n\nQ: 2\nA: 3\n\nQ: 3\nA:"
+    assert len(prompt.context) == 2
+
+
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-9, 9), st.text(max_size=3))
+STATES = st.dictionaries(
+    st.text("abc", min_size=1, max_size=2),
+    st.recursive(
+        SCALARS,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.dictionaries(st.text("abc", min_size=1, max_size=2), inner, max_size=3),
+        ),
+        max_leaves=6,
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+ODD = st.text('a.[]="\n0', max_size=3)
+ODD_STATES = st.recursive(
+    st.just(1),
+    lambda inner: st.one_of(
+        st.dictionaries(ODD, inner, max_size=3),
+        st.lists(
+            (ODD | st.integers(0, 2)).map(lambda i: {"id": i, "x": {"y": 1}}) | inner,
+            max_size=4,
+        ),
+    ),
+    max_leaves=8,
+)
+
+
+def scalar_paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    if isinstance(value, dict):
+        return [p for k, v in value.items() for p in scalar_paths(v, (*path, k))]
+    if isinstance(value, list):
+        return [p for i, v in enumerate(value) for p in scalar_paths(v, (*path, i))]
+    return [path]
+
+
+class TestSplitJson:
+    def test_plain_fields_share_a_line_and_inner_objects_have_their_own(self) -> None:
+        state = {
+            "tick": 7,
+            "units": [{"id": 3, "hp": 20}, {"id": 8, "hp": 35, "at": [1, 2]}],
+            "map": {"name": "desert", "water": {"x": 1}},
+        }
+        assert split_json(state) == [
+            'state: {"tick": 7}\n',
+            'state.units[id=3]: {"id": 3, "hp": 20}\n',
+            'state.units[id=8]: {"id": 8, "hp": 35, "at": [1, 2]}\n',
+            'state.map: {"name": "desert"}\n',
+            'state.map.water: {"x": 1}\n',
+        ]
+
+    @given(STATES, st.data(), st.sampled_from([0, 1, 2, 3, None]))
+    def test_one_changed_field_changes_one_line(
+        self, state: dict[str, Any], data: st.DataObject, depth: int | None
+    ) -> None:
+        paths = scalar_paths(state)
+        if not paths:
+            return
+        path = data.draw(st.sampled_from(paths))
+        changed = copy.deepcopy(state)
+        parent: Any = changed
+        for key in path[:-1]:
+            parent = parent[key]
+        parent[path[-1]] = "changed beyond doubt"
+        before, after = split_json(state, depth=depth), split_json(changed, depth=depth)
+        assert len(before) == len(after)
+        assert sum(a != b for a, b in zip(before, after, strict=True)) == 1
+
+    @given(STATES, st.sampled_from([1, 2, None]))
+    def test_no_field_is_lost(self, state: dict[str, Any], depth: int | None) -> None:
+        marked = copy.deepcopy(state)
+        names = []
+        for number, path in enumerate(scalar_paths(state)):
+            parent: Any = marked
+            for key in path[:-1]:
+                parent = parent[key]
+            parent[path[-1]] = f"<{number}>"
+            names.append(f"<{number}>")
+        text = "".join(split_json(marked, depth=depth))
+        assert all(text.count(name) == 1 for name in names)
+
+    def test_one_changed_field_among_300_blocks_changes_one_block(self) -> None:
+        state = {"units": [{"id": i, "hp": 100, "at": [i, 2 * i]} for i in range(300)]}
+        before = split_json(state)
+        state["units"][150]["hp"] = 99
+        changed = [
+            i for i, (a, b) in enumerate(zip(before, split_json(state), strict=True)) if a != b
+        ]
+        assert (len(before), changed) == (300, [150])
+
+    def test_items_with_an_id_may_move_without_changing_the_lines_of_others(self) -> None:
+        units = [{"id": i, "hp": 10} for i in range(4)]
+        lines = split_json({"units": units})
+        assert split_json({"units": [units[3], units[1]]}) == [lines[3], lines[1]]
+
+    @given(ODD_STATES, st.sampled_from([1, 2, None]))
+    def test_no_two_lines_have_one_path_whatever_keys_and_ids_are(
+        self, state: Any, depth: int | None
+    ) -> None:
+        lines = split_json(state, depth=depth)
+        assert len(set(lines)) == len(lines)  # all values are alike
+        assert all(line.count("\n") == 1 for line in lines)
+
+    def test_keys_and_ids_that_are_no_words_are_quoted(self) -> None:
+        items: list[Any] = [{"id": i, "at": {}} for i in (3, "3", "unit-3", "a]\nb", 3, True, None)]
+        assert [line.partition(":")[0] for line in split_json({"a.b": items})] == [
+            'state["a.b"][id=3]', 'state["a.b"][id="3"]', 'state["a.b"][id=unit-3]',
+            'state["a.b"][id="a]\\nb"]', 'state["a.b"][4]', 'state["a.b"][5]', 'state["a.b"][6]',
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}, {1: 2}, [{None: 1}]])
+    def test_what_is_not_json_is_refused(self, value: Any) -> None:
+        for depth in (0, 2, None):
+            with pytest.raises(SegmentationError, match="not JSON"):
+                split_json({"a": value}, depth=depth)
+
+    def test_a_state_that_holds_itself_is_refused(self) -> None:
+        state: dict[str, Any] = {}
+        state["me"] = [state]
+        with pytest.raises(SegmentationError, match="holds itself"):
+            split_json(state)
+
+
+def test_one_changed_field_among_300_blocks_computes_one_block_and_answers_as_computing_all() -> (
+    None
+):
+    engines = [
+        BlockAttentionEngine.from_pretrained(
+            tiny_model("llama", num_hidden_layers=2, max_position_embeddings=32768),
+            tokenizer=tiny_tokenizer(),
+        )
+        for _ in range(2)
+    ]
+    state = {"units": [{"id": i, "hp": 9} for i in range(300)]}
+    question = "Which unit was hit?"
+    engines[0].generate([*split_json(state, name="s"), question], max_new_tokens=1)
+    state["units"][150]["hp"] = 8
+    prompt = [*split_json(state, name="s"), question]
+    changed, afresh = (engine.generate(prompt, max_new_tokens=4) for engine in engines)
+    assert (changed.stats.misses, changed.stats.hits) == (1, 299)
+    assert (afresh.stats.misses, afresh.stats.hits) == (300, 0)
+    assert changed.token_ids == afresh.token_ids

@@ -1,0 +1,25 @@
+"""The database behind the command line: what is found is the same every time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from blockattn_rag.demo.corpus import bundled_corpus, bundled_questions
+from blockattn_rag.rag.database import Database, Manifest
+
+
+def test_the_nearest_passages_are_found_whatever_graph_chroma_drew(
+    model: Path, tmp_path: Path
+) -> None:
+    for number in range(4):  # the graph has a random part
+        database = Database.create(tmp_path / f"{number}", Manifest(str(model), fingerprint=""))
+        texts = [f"title: {p.title}\n\n{p.text}" for p in bundled_corpus()]
+        vectors = np.array(database.embedding.get_text_embedding_batch(texts))
+        database.collection.add([str(i) for i in range(len(vectors))], embeddings=vectors)
+        questions = [turn.question for turn in bundled_questions()]
+        wanted = np.array(database.embedding.get_text_embedding_batch(questions))
+        found = database.collection.query(wanted, n_results=5)["ids"]
+        exact = np.argsort(-wanted @ vectors.T, axis=1, kind="stable")[:, :5]
+        assert [{int(i) for i in ids} for ids in found] == [set(row) for row in exact.tolist()]
