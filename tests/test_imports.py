@@ -24,7 +24,7 @@ FLOORS = {
     "kv": "",
     "attention": "kv",
     "store": "errors kv",
-    "model": "attention engine errors kv prompts",
+    "model": "attention errors kv prompts",
     "engine": "errors kv model prompts store",
     "check": "engine kv model prompts",
     "adapters": "engine errors model prompts store",

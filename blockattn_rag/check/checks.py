@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from blockattn_rag.check.oracle import oracle_generate, oracle_logits
-from blockattn_rag.engine.results import Sampling
 from blockattn_rag.kv.block_kv import Context, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.probe import vocabulary_size
 from blockattn_rag.model.requests import EncodeRequest
+from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Block
 
 _FLOAT32_BUDGET = 1e-4

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from blockattn_rag.engine.results import Sampling
 from blockattn_rag.errors import ContextOverflowError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import Assembly, BlockKV, Context
 from blockattn_rag.model import decoding, loading, relay
@@ -28,6 +27,7 @@ from blockattn_rag.model.probe import (
     vocabulary_size,
 )
 from blockattn_rag.model.requests import EncodeRequest
+from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 if TYPE_CHECKING:

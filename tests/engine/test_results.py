@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockattn_rag.engine.results import AnswerText, Clock, ReuseStats, Sampling
+from blockattn_rag.engine.detokenizer import AnswerText
+from blockattn_rag.engine.results import Clock, ReuseStats
+from blockattn_rag.model.sampling import Sampling
 from tests.models import tiny_tokenizer
 
 TOKENIZER: Any = tiny_tokenizer()  # one token a byte

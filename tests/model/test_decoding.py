@@ -11,9 +11,9 @@ from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.results import Sampling
 from blockattn_rag.kv.block_kv import Assembly
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.model.families import SUPPORTED
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer

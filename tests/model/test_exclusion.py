@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from blockattn_rag.engine.results import Sampling
 from blockattn_rag.model import BlockModel, EncodeRequest, exclusion
+from blockattn_rag.model.sampling import Sampling
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
 IDS = list(range(40, 60))

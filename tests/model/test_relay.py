@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from blockattn_rag.attention import relay as relay_plan
 from blockattn_rag.check.oracle import oracle_generate, oracle_logits
-from blockattn_rag.engine.results import Sampling
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.block_kv import Context, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.relay import enable_relay
+from blockattn_rag.model.sampling import Sampling
 from tests.models import tiny_model, tiny_tokenizer
 
 RELAYING = ["llama", "qwen3", "gemma", "phi", "glm", "cohere", "smollm3", "gpt_neox", "mixtral"]

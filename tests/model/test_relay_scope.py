@@ -13,9 +13,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 
-from blockattn_rag.engine.results import Sampling
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.graphs import record_graphs
+from blockattn_rag.model.sampling import Sampling
 from tests.model.test_graphs import LogRecorder
 from tests.model.test_relay import BLOCKS, FINAL_IDS, encoded
 from tests.models import tiny_model, tiny_tokenizer

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.results import Sampling
 from blockattn_rag.evaluation.efficiency.decode import check_full_length
 from blockattn_rag.evaluation.efficiency.shapes import random_prompt
 from blockattn_rag.evaluation.efficiency.timing import OnProgress, Turns, check_sizes, fields
 from blockattn_rag.evaluation.efficiency.ttft import PATHS
+from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.store import MemoryStore
 

@@ -1,0 +1,78 @@
+"""Tokens to text, as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class AnswerText:
+    """Turns tokens into text as they come: whole characters only, and nothing past a stop string.
+
+    Args:
+        tokenizer: a transformers tokenizer, for ``decode``.
+        stop: strings that end the answer and are not part of it.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        # Text is decoded from a window: from `_start`, of which the first `_read` tokens are out.
+        self._start = 0
+        self._read = 0
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Take one token; give the text that has become certain, maybe none."""
+        if self.stopped:
+            return ""
+        self._ids.append(token)
+        seen = self._decode(self._ids[self._start : self._read])
+        now = self._decode(self._ids[self._start :])
+        if now.endswith("\ufffd"):  # a character that is not whole yet
+            return ""
+        if len(now) > len(seen):  # else a control token, which cannot be the start of a window
+            self._start, self._read = self._read, len(self._ids)
+        return self._emit(now[len(seen) :], final=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken, up to the one that completed a stop string."""
+        return len(self._ids)
+
+    def finish(self) -> str:
+        """The rest of the text, when no more tokens come."""
+        seen = self._decode(self._ids[self._start : self._read])
+        rest = self._decode(self._ids[self._start :])[len(seen) :]
+        return self._emit(rest, final=True)
+
+    def _decode(self, ids: list[int]) -> str:
+        # Cleaning up spaces would change what was already given out.
+        text = self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def _emit(self, new: str, *, final: bool) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + new
+        cut = min((at for s in self._stop if (at := text.find(s)) >= 0), default=-1)
+        if cut >= 0:
+            self.stopped, text, self._held = True, text[:cut], ""
+        else:
+            keep = 0 if final else self._possible_stop(text)
+            text, self._held = text[: len(text) - keep], text[len(text) - keep :]
+        self.text += text
+        return text
+
+    def _possible_stop(self, text: str) -> int:
+        """Length of the longest end of ``text`` that a stop string may begin with."""
+        longest = max((len(s) for s in self._stop), default=0)
+        for size in range(min(longest - 1, len(text)), 0, -1):
+            if any(s.startswith(text[-size:]) for s in self._stop):
+                return size
+        return 0
