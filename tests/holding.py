@@ -62,9 +62,9 @@ def holding() -> Iterator[Held]:
     held, criterion = Held(), decoding._AfterEachStep
     original = criterion.__call__
 
-    def after_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        held.after_token(self._ends)
-        return original(self, *args, **kwargs)
+    def after_step(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        held.after_token(lambda: self._ends(input_ids[:, -1].tolist()))
+        return original(self, input_ids, *args, **kwargs)
 
     with mock.patch.object(criterion, "__call__", after_step):
         try:

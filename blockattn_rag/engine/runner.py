@@ -134,7 +134,7 @@ class Answerer:
         def nobody_waits() -> bool:
             return all(call.seat.left.is_set() for call in calls)
 
-        def on_step() -> bool:
+        def on_tokens(_: list[int]) -> bool:
             clock.note_token()
             return nobody_waits()
 
@@ -148,7 +148,7 @@ class Answerer:
                     [(p.context_ids, p.final_ids) for p in prepared],
                     request.sampling,
                     cache=cache,
-                    on_step=on_step,
+                    on_tokens=on_tokens,
                 )
         for call, ids in zip(calls, rows, strict=True):
             answer = AnswerText(self.model.tokenizer.tokenizer, request.sampling.stop)

@@ -345,12 +345,15 @@ class BlockModel:
         sampling: Sampling,
         *,
         cache: DynamicCache | None = None,
-        on_step: Callable[[], bool] | None = None,
+        on_tokens: Callable[[list[int]], bool] | None = None,
     ) -> list[list[int]]:
         """Generate for several (context ids, final ids) in one batch; see ``generate``.
 
-        ``cache`` holds the contexts, one a row; ``on_step`` is called after each step of the batch,
-        and ends it by True.
+        Args:
+            prompts: of unequal lengths, padded on the left of each part.
+            cache: KV of the contexts, one a row, or None to compute all.
+            on_tokens: called after each step with the newest token of every row (padding in rows
+                that have ended); True ends the batch. With beams, a row is a beam.
         """
         longest = max(len(context) + len(final) for context, final in prompts)
         limit = self.room_for(longest, sampling)
@@ -362,7 +365,7 @@ class BlockModel:
                 sampling,
                 limit,
                 cache,
-                on_step,
+                on_tokens,
             )
 
     @property

@@ -92,14 +92,14 @@ class _OnToken(BaseStreamer):
 
 
 class _AfterEachStep(StoppingCriteria):
-    """Asks after each step whether to end: the reader of a stream may have gone."""
+    """Hands over the newest token of every row after each step, and ends the run when told to."""
 
-    def __init__(self, ends: Callable[[], bool]) -> None:
+    def __init__(self, ends: Callable[[list[int]], bool]) -> None:
         self._ends = ends
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        input_ids[:, -1].tolist()  # waits for the device: a step ends when its tokens are there
-        return torch.full((input_ids.shape[0],), self._ends(), device=input_ids.device)
+        newest = input_ids[:, -1].tolist()  # waits for the device
+        return torch.full((input_ids.shape[0],), self._ends(newest), device=input_ids.device)
 
 
 class _RowLengths(StoppingCriteria):
@@ -117,7 +117,7 @@ class _RowLengths(StoppingCriteria):
         return met
 
 
-def _with_step(arguments: dict[str, Any], ends: Callable[[], bool]) -> dict[str, Any]:
+def _with_step(arguments: dict[str, Any], ends: Callable[[list[int]], bool]) -> dict[str, Any]:
     criteria = [*arguments.get("stopping_criteria", []), _AfterEachStep(ends)]
     return {**arguments, "stopping_criteria": StoppingCriteriaList(criteria)}
 
@@ -138,7 +138,7 @@ def generate(
     if cache is not None:
         _check_no_draft(hf_model, arguments)
     if is_cancelled is not None:
-        arguments = _with_step(arguments, is_cancelled)
+        arguments = _with_step(arguments, lambda _: is_cancelled())
     # Beam search has no tokens to hand out before it ends.
     if on_token is not None and _beams(hf_model, arguments) == 1:
         arguments["streamer"] = _OnToken(on_token, arguments.get("streamer"))
@@ -153,11 +153,12 @@ def generate_batch(
     sampling: Sampling,
     max_new_tokens: int,
     cache: DynamicCache | None,
-    on_step: Callable[[], bool] | None,
+    on_tokens: Callable[[list[int]], bool] | None,
 ) -> list[list[int]]:
     """New tokens for several (context ids, final ids), padded on the left of each part.
 
-    ``cache`` holds the contexts, one a row; None computes them as well.
+    ``cache`` holds the contexts, one a row; None computes them as well. ``on_tokens`` is as in
+    ``BlockModel.generate_batch``.
 
     Positions are counted over real tokens only, so padding changes nothing but the batch's shape.
     """
@@ -169,8 +170,8 @@ def generate_batch(
     input_ids = torch.cat([context_ids, final_ids], dim=1).to(hf_model.device)
     mask = torch.cat([context_mask, final_mask], dim=1).to(hf_model.device)
     arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
-    if on_step is not None:
-        arguments = _with_step(arguments, on_step)
+    if on_tokens is not None:
+        arguments = _with_step(arguments, on_tokens)
     lengths: dict[int, int] = {}
     if stop := arguments.pop("stop_strings", None):
         criterion = _RowLengths(StopStringCriteria(tokenizer, stop), input_ids.shape[1])

@@ -215,6 +215,32 @@ def test_options_that_transformers_does_not_know_are_refused(engine: BlockAttent
         engine.generate([A, "Q"], max_new_tokens=3, no_such_option=1)
 
 
+def test_a_batch_hands_over_the_newest_token_of_every_row_until_it_is_told_to_end(
+    engine: BlockAttentionEngine,
+) -> None:
+    model = engine.model
+    empty: list[int] = []
+    prompts = [
+        (empty, model.tokenizer.final_ids(text, first=True)) for text in ("One?", "Another?")
+    ]
+    free = model.generate_batch(prompts, Sampling(NEW))
+    steps: list[list[int]] = []
+
+    def on_tokens(newest: list[int]) -> bool:
+        steps.append(newest)
+        return len(steps) == 4
+
+    rows = model.generate_batch(prompts, Sampling(NEW), on_tokens=on_tokens)
+    assert rows == [ids[:4] for ids in free]
+    assert [list(row) for row in zip(*steps, strict=True)] == rows
+    end = free[0][1]  # ends the first row, which is padded from there on
+    assert end not in free[1]
+    steps.clear()
+    ending = Sampling(NEW, extra={"eos_token_id": end, "pad_token_id": 3})
+    first, _ = model.generate_batch(prompts, ending, on_tokens=on_tokens)
+    assert [step[0] for step in steps] == [*first, 3, 3]
+
+
 def test_rows_that_a_stop_string_ended_hold_no_padding(engine: BlockAttentionEngine) -> None:
     model = engine.model
     empty: list[int] = []
