@@ -1,138 +1,89 @@
-"""The fictional encyclopedia: seeded samples of three kinds, and the fixed corpus of the demo.
+"""The frozen encyclopedia of the demo: its passages, questions, and the rule for a right answer.
 
-Test entities have names that no training entity has (:mod:`.names`). Pure standard library.
+The files in ``data`` were written once; the repository's ``recipes/bundled_model`` tells how.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .catalog import KINDS
-from .names import Split
-from .scenes import (
-    QUESTION_KINDS,
-    Article,
-    Passage,
-    QuestionKind,
-    SceneWriter,
-    Turn,
-    turns_of,
-    write_scene,
-)
+from blockattn_rag.prompts.formats import Passage
 
-__all__ = [
-    "QUESTION_KINDS",
-    "Passage",
-    "QuestionKind",
-    "Sample",
-    "Split",
-    "Turn",
-    "bundled_corpus",
-    "bundled_questions",
-    "evaluation_record",
-    "generate_samples",
-    "is_correct",
-    "write_jsonl",
-]
+__all__ = ["Question", "bundled_corpus", "bundled_questions", "bundled_samples", "is_correct"]
 
-ARTICLES_PER_KIND = 30
+_DATA = Path(__file__).parent / "data"
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One question over the passages of one prompt; see :func:`is_correct`."""
+class Question:
+    """A question and the answer that the passages give.
 
-    kind: QuestionKind
-    passages: tuple[Passage, ...]
+    Args:
+        kind: ``"one-passage"`` (one passage states the value), ``"comparison"`` (of two entities)
+            or ``"order"`` (two passages describe one entity, and the later one holds).
+        question: the question.
+        answer: a right answer in full sentences.
+        expected: the words that make an answer right; see :func:`is_correct`.
+        gold: the passages that the answer rests on, counted from 0 in ``passages``, or in
+            :func:`bundled_corpus` where ``passages`` is empty.
+        passages: of the question's prompt, in prompt order; empty where retrieval finds them.
+    """
+
+    kind: str
     question: str
     answer: str
     expected: str
     gold: tuple[int, ...]
+    passages: tuple[Passage, ...] = ()
 
 
-def generate_samples(
-    seed: int, split: Split, kind: QuestionKind, num_passages: int, n: int
-) -> list[Sample]:
-    """``n`` questions of one kind, each over its own ``num_passages`` passages."""
-    if kind not in QUESTION_KINDS:
-        raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(QUESTION_KINDS)}")
-    if num_passages < 2 and kind != "one-passage":
-        raise ValueError(f"a question of kind {kind!r} needs two passages or more")
-    rng = random.Random(f"{seed}/{split}/{kind}/{num_passages}")
-    samples: list[Sample] = []
-    while len(samples) < n:
-        scene = write_scene(rng, split, num_passages, int(kind == "order"))
-        for turn in turns_of(scene, rng, kind)[:1]:
-            passages = tuple(article.passage for article in scene)
-            samples.append(
-                Sample(kind, passages, turn.question, turn.answer, turn.expected, turn.gold)
-            )
-    return samples
+@cache
+def bundled_corpus() -> tuple[Passage, ...]:
+    """The encyclopedia that the demo ingests: 150 passages on invented entities."""
+    return tuple(Passage(**record) for record in _records("encyclopedia"))
 
 
-def normalize(text: str) -> str:
+@cache
+def bundled_questions() -> tuple[Question, ...]:
+    """Fifteen questions about the bundled corpus: ten on one passage, five comparisons."""
+    return tuple(_question(record) for record in _records("questions"))
+
+
+@cache
+def bundled_samples(kind: str, num_passages: int, split: str = "test") -> tuple[Question, ...]:
+    """Questions with the passages of their prompts, each prompt about entities of its own.
+
+    The bundled model was trained on entities of the split ``"train"`` alone. There are 60 test
+    questions of each of the kinds ``"one-passage"`` and ``"order"`` on 5 passages, and on 3
+    passages 100 test and 160 training questions of the kind ``"one-passage"``.
+
+    Raises:
+        FileNotFoundError: no such samples come with the package.
+    """
+    return tuple(_question(record) for record in _records(f"{split}-{kind}-{num_passages}"))
+
+
+def is_correct(question: Question, answer: str) -> bool:
+    """Whether the expected words occur in the answer one after the other, whatever their case."""
+    return f" {_normalize(question.expected)} " in f" {_normalize(answer)} "
+
+
+def _normalize(text: str) -> str:
     """Lower case, letters and digits only, single spaces."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
-def is_correct(sample: Sample | Turn, answer_text: str) -> bool:
-    """Whether the expected value, or the winner's clause, occurs in the answer as whole words."""
-    return f" {normalize(sample.expected)} " in f" {normalize(answer_text)} "
+def _records(name: str) -> list[dict[str, Any]]:
+    """The JSON objects of a file of the demo."""
+    lines = (_DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
-def evaluation_record(sample: Sample, name: str) -> dict[str, Any]:
-    """A sample in the evaluation schema."""
-    return {
-        "id": name,
-        "kind": sample.kind,
-        "question": sample.question,
-        "answers": [sample.expected],
-        "passages": [
-            {"title": p.title, "text": p.text, "gold": i in sample.gold}
-            for i, p in enumerate(sample.passages)
-        ],
-    }
-
-
-def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> int:
-    """Write one JSON object a line; returns how many."""
-    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-    path.write_text("".join(lines), encoding="utf-8")
-    return len(lines)
-
-
-@cache
-def _bundled_articles() -> tuple[Article, ...]:
-    # Of this seed, Halden Tower, which leads, is as tall as the documentation says: 214 metres.
-    # Names of one kind do not rhyme: those are what the bundled model mixes up (its card).
-    writer = SceneWriter(random.Random("bundled 4917"), "test", rhymes=False)
-    return tuple(
-        writer.article(kind, "Halden Tower" if (kind.word, i) == ("tower", 0) else None)
-        for kind in KINDS
-        for i in range(ARTICLES_PER_KIND)
-    )
-
-
-def bundled_corpus() -> tuple[Passage, ...]:
-    """The encyclopedia that the demo ingests: 150 passages on test entities."""
-    return tuple(article.passage for article in _bundled_articles())
-
-
-@cache
-def bundled_questions() -> tuple[Turn, ...]:
-    """Fifteen questions about the bundled corpus: ten on one passage, five comparisons."""
-    rng = random.Random("bundled questions")
-    articles = _bundled_articles()
-    turns: list[Turn] = []
-    for start in range(0, len(articles), ARTICLES_PER_KIND):
-        for i in (start, start + 1):
-            turns += turns_of(articles[i : i + 1], rng, "one-passage")[:1]
-        turns += turns_of(articles[start + 2 : start + 4], rng, "comparison")[:1]
-    return tuple(turns)
+def _question(record: dict[str, Any]) -> Question:
+    passages = tuple(Passage(**passage) for passage in record.get("passages", ()))
+    return Question(**{**record, "gold": tuple(record["gold"]), "passages": passages})

@@ -8,7 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockattn_rag.demo.corpus import Turn, bundled_corpus, bundled_questions, is_correct
+from blockattn_rag.demo.corpus import (
+    Question,
+    bundled_corpus,
+    bundled_questions,
+    is_correct,
+)
 from blockattn_rag.files.folders import state_folder
 
 if TYPE_CHECKING:
@@ -23,9 +28,9 @@ MAX_NEW_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class DemoQuestion:
-    """A question, what came out, and what it cost. ``hits`` and ``misses`` count blocks of the
-    block-mode answer; times to first token are seconds. ``finish_reason`` is ``"length"`` where the
-    shown answer was cut off."""
+    """A question, its answer, and what the answer cost. ``hits`` and ``misses`` count blocks of
+    the block-mode answer; times to first token are seconds. ``finish_reason`` is ``"length"`` where
+    the shown answer was cut off."""
 
     question: str
     answer: str
@@ -43,7 +48,7 @@ class DemoQuestion:
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """The whole demo. ``mode`` is the one whose answers are shown and judged."""
+    """The whole demo. ``mode`` is the mode whose answers are shown and judged."""
 
     db: str
     model: str
@@ -86,7 +91,7 @@ def documents() -> list[Document]:
 
     found = []
     for number, passage in enumerate(bundled_corpus()):
-        # By its id, the next run knows the document again.
+        # The next run recognises the document by its id.
         document = Document(
             text=passage.text, metadata={"title": passage.title}, id_=f"bundled-{number}"
         )
@@ -106,7 +111,7 @@ def run_demo(
     """Ingest the encyclopedia and answer the bundled questions.
 
     What a previous run left in the folder is reused. Every question is answered in both modes, so
-    that times can be compared; the answer of ``mode`` is the one that is judged.
+    that times can be compared; the answer of ``mode`` is judged.
 
     Args:
         folder: the database's; :func:`default_folder` if None.
@@ -124,32 +129,33 @@ def run_demo(
     if on_ingested:
         on_ingested(report)
     assistant = Assistant(database, top_k=TOP_K, max_new_tokens=MAX_NEW_TOKENS)
-    turns = bundled_questions()
-    _warm_up(assistant, turns[0].question)
+    asked = bundled_questions()
+    _warm_up(assistant, asked[0].question)
     questions = []
-    for turn in turns:
-        questions.append(_ask(assistant, turn, mode))
+    for question in asked:
+        questions.append(_ask(assistant, question, mode))
         if on_question:
             on_question(questions[-1])
     return DemoReport(str(folder), model, mode, report, tuple(questions))
 
 
 def _warm_up(assistant: Assistant, question: str) -> None:
-    """The first forward passes of a process are slower; they must not be the first figures."""
+    """Ask in both modes, because the first forward passes of a process are slower: they must not
+    be part of the first question's times."""
     for mode in ("block", "full"):
         assistant.ask(question, mode=mode)
 
 
-def _ask(assistant: Assistant, turn: Turn, mode: str) -> DemoQuestion:
+def _ask(assistant: Assistant, asked: Question, mode: str) -> DemoQuestion:
     answers: dict[str, Answer] = {
-        m: assistant.ask(turn.question, mode=m) for m in ("block", "full")
+        m: assistant.ask(asked.question, mode=m) for m in ("block", "full")
     }
     block, shown = answers["block"], answers[mode]
     return DemoQuestion(
-        question=turn.question,
+        question=asked.question,
         answer=shown.answer,
-        expected=turn.expected,
-        correct=is_correct(turn, shown.answer),
+        expected=asked.expected,
+        correct=is_correct(asked, shown.answer),
         sources=tuple(source.title for source in shown.sources),
         hits=block.hits,
         misses=block.misses,

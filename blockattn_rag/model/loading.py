@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 BUNDLED = "bundled"
+_BUNDLED_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 SIDECAR = "block_attention.json"
 """Beside an adapter: the modes it was trained in, and its base if that is the bundled model."""
 
@@ -22,17 +23,15 @@ def resolve_name(model: str | Path) -> str:
     Raises:
         FileNotFoundError: a folder without a model.
     """
-    if str(model) != BUNDLED:
-        folder = Path(model)
-        if folder.is_dir() and not any((folder / name).is_file() for name in _MODEL_FILES):
-            raise FileNotFoundError(
-                f"{folder} holds no model: expected {' or '.join(_MODEL_FILES)} there, as "
-                "save_pretrained writes them"
-            )
-        return str(model)
-    from blockattn_rag.demo import bundled_model_path
-
-    return str(bundled_model_path())
+    if str(model) == BUNDLED:
+        return str(_BUNDLED_FOLDER)
+    folder = Path(model)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _MODEL_FILES):
+        raise FileNotFoundError(
+            f"{folder} holds no model: expected {' or '.join(_MODEL_FILES)} there, as "
+            "save_pretrained writes them"
+        )
+    return str(model)
 
 
 def load_tokenizer(model: str | Path) -> Any:

@@ -1,10 +1,10 @@
-"""Train the bundled model from scratch: ``python -m blockattn_rag.demo.train``.
+"""Train the bundled model from scratch: ``python -m recipes.bundled_model.train``.
 
 Four stages: a warm-up on copying and on comparing numbers, the task with full attention, more of
 its late learned questions, and block fine-tuning, which is
 :func:`blockattn_rag.training.finetune.finetune`, as for any model.
 On several cores, processes beat threads at this size: ``torchrun --nproc-per-node 2 -m
-blockattn_rag.demo.train --threads 1``.
+recipes.bundled_model.train --threads 1``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ import typer
 from torch import distributed as dist
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from blockattn_rag.kv.block_kv import Positions
-
-from .base import (
+from blockattn_rag.kv.context import Positions
+from recipes.bundled_model.base import (
     TOKENS_PER_STEP,
     Probe,
     Score,
@@ -34,9 +33,9 @@ from .base import (
     is_first,
     processes,
 )
-from .corpus import write_jsonl
-from .rows import Mix, Row, RowWriter
-from .tokenizer import build_tokenizer
+from recipes.bundled_model.corpus import write_jsonl
+from recipes.bundled_model.rows import Mix, Row, RowWriter
+from recipes.bundled_model.tokenizer import build_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

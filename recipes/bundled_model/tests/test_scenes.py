@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from blockattn_rag.demo.catalog import KINDS
-from blockattn_rag.demo.names import Split, held_out_words
-from blockattn_rag.demo.scenes import (
+from recipes.bundled_model.catalog import KINDS
+from recipes.bundled_model.names import Split, held_out_words
+from recipes.bundled_model.scenes import (
     QUESTION_KINDS,
     Article,
     QuestionKind,

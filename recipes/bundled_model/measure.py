@@ -1,4 +1,4 @@
-"""Accuracy of models of the demo by mode: ``python -m blockattn_rag.demo.measure bundled``.
+"""Accuracy of models of the demo by mode: ``python -m recipes.bundled_model.measure bundled``.
 
 Fresh questions on test entities, by kind and by number of passages, answered greedily in the chat
 format by the engine that users run: the table of the bundled model's card.
@@ -19,9 +19,8 @@ from blockattn_rag.evaluation import evaluate, read_samples
 from blockattn_rag.model.loading import load_config
 from blockattn_rag.store import MemoryStore
 from blockattn_rag.training.work import write_json
-
-from .corpus import evaluation_record, generate_samples, write_jsonl
-from .scenes import QUESTION_KINDS
+from recipes.bundled_model.corpus import evaluation_record, generate_samples, write_jsonl
+from recipes.bundled_model.scenes import QUESTION_KINDS
 
 SIZES = (2, 5, 10)
 

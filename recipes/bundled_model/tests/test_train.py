@@ -7,9 +7,8 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM
 
-from blockattn_rag.demo import bundled_model_path
-from blockattn_rag.demo import train as module
-from blockattn_rag.demo.train import SMOKE, block_finetune, curriculum, main, train_base
+from recipes.bundled_model import train as module
+from recipes.bundled_model.train import SMOKE, block_finetune, curriculum, main, train_base
 
 
 def test_prompts_grow_with_progress() -> None:
@@ -68,9 +67,3 @@ def test_what_is_none_of_ours_is_refused_before_the_hours(tmp_path: Path) -> Non
                           ("third", "in the way"), ("fourth", "in the way")):  # fmt: skip
         with pytest.raises(typer.BadParameter, match=message):
             main(tmp_path / name, overwrite=True)
-
-
-def test_the_bundled_model_fits_the_package() -> None:
-    files = [path for path in bundled_model_path().rglob("*") if path.is_file()]
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in files}
-    assert sum(path.stat().st_size for path in files) <= 12 * 2**20

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from blockattn_rag.demo.names import (
+from recipes.bundled_model.names import (
     FIRST,
     SECOND,
     Split,

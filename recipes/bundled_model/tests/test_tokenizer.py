@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from blockattn_rag.demo.names import Split, pair_name
-from blockattn_rag.demo.tokenizer import BOS, CHAT_TEMPLATE, EOS, SPECIAL_TOKENS
+from recipes.bundled_model.names import Split, pair_name
+from recipes.bundled_model.tokenizer import BOS, CHAT_TEMPLATE, EOS, SPECIAL_TOKENS
 
 relaxed = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
 

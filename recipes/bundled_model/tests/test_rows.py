@@ -7,11 +7,11 @@ import re
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from blockattn_rag.demo.corpus import generate_samples
-from blockattn_rag.demo.formats import LLAMA_INDEX_CHAT, MIX, draw_format
-from blockattn_rag.demo.names import FIRST, SECOND
-from blockattn_rag.demo.rows import RowWriter
 from blockattn_rag.training.data import SampleEncoder
+from recipes.bundled_model.corpus import generate_samples
+from recipes.bundled_model.formats import LLAMA_INDEX_CHAT, MIX, draw_format
+from recipes.bundled_model.names import FIRST, SECOND
+from recipes.bundled_model.rows import RowWriter
 
 
 def learned(tokenizer: PreTrainedTokenizerFast, ids: list[int], weights: list[float]) -> str:
@@ -84,7 +84,7 @@ def test_training_names_share_syllables_more_often_than_by_chance(
 
     sorts = ("facts", "articles", "scene")
     asked = {sort: alike(sort) for sort in sorts}
-    monkeypatch.setattr("blockattn_rag.demo.rows.ALIKE", 0.0)
+    monkeypatch.setattr("recipes.bundled_model.rows.ALIKE", 0.0)
     for sort in sorts:
         assert asked[sort] > 1.3 * alike(sort), sort
 

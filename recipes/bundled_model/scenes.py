@@ -18,8 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .catalog import KINDS, Attribute, Kind
-from .names import Split, alike_name, ending_of, pair_name
+from blockattn_rag.demo.corpus import Question
+from blockattn_rag.prompts.formats import Passage
+from recipes.bundled_model.catalog import KINDS, Attribute, Kind
+from recipes.bundled_model.names import Split, alike_name, ending_of, pair_name
 
 QuestionKind = Literal["one-passage", "comparison", "order"]
 QUESTION_KINDS: tuple[QuestionKind, ...] = get_args(QuestionKind)
@@ -32,28 +34,6 @@ ORDER_QUESTIONS = (
 #: Share of passages that tell every second sentence with a pronoun.
 PRONOUNS = 0.3
 WHICH_QUESTIONS = ("Which {which}, {a} or {b}?", "Of {a} and {b}, which {which}?")
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """One entry of the encyclopedia."""
-
-    title: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A question, its full-sentence answer, and the words that make an answer right.
-
-    ``gold`` indexes the passages that the answer rests on.
-    """
-
-    kind: QuestionKind
-    question: str
-    answer: str
-    expected: str
-    gold: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +178,7 @@ def _editions(scene: Sequence[Article]) -> dict[str, list[int]]:
     return found
 
 
-def turns_of(scene: Sequence[Article], rng: random.Random, kind: QuestionKind) -> list[Turn]:
+def turns_of(scene: Sequence[Article], rng: random.Random, kind: QuestionKind) -> list[Question]:
     """Every question of ``kind`` that the scene answers, in random order."""
     groups = _editions(scene).values()
     single = [group[0] for group in groups if len(group) == 1]
@@ -231,28 +211,28 @@ def turns_of(scene: Sequence[Article], rng: random.Random, kind: QuestionKind) -
     return turns
 
 
-def _lookup(scene: Sequence[Article], rng: random.Random, i: int, of: Attribute) -> Turn:
+def _lookup(scene: Sequence[Article], rng: random.Random, i: int, of: Attribute) -> Question:
     article, shown = scene[i], scene[i].facts[of.noun]
     question = rng.choice(of.questions).format(name=article.name)
-    return Turn("one-passage", question, of.statement(article.name, shown), shown, (i,))
+    return Question("one-passage", question, of.statement(article.name, shown), shown, (i,))
 
 
 def _order(
     scene: Sequence[Article], rng: random.Random, pair: tuple[int, int], of: Attribute
-) -> Turn:
+) -> Question:
     last = scene[max(pair)]
     shown = last.facts[of.noun]
     question = rng.choice(ORDER_QUESTIONS).format(noun=of.noun, name=last.name)
-    return Turn("order", question, of.statement(last.name, shown), shown, pair)
+    return Question("order", question, of.statement(last.name, shown), shown, pair)
 
 
 def _comparison(
     scene: Sequence[Article], rng: random.Random, pair: tuple[int, int], of: Attribute
-) -> Turn:
+) -> Question:
     a, b = (scene[i] for i in pair)
     question = rng.choice(WHICH_QUESTIONS).format(which=of.which, a=a.name, b=b.name)
     answer, verdict = comparison_answer(of, a.name, b.name, a.facts[of.noun], b.facts[of.noun])
-    return Turn("comparison", question, answer, verdict, pair)
+    return Question("comparison", question, answer, verdict, pair)
 
 
 def comparison_answer(of: Attribute, a: str, b: str, shown_a: str, shown_b: str) -> tuple[str, str]:

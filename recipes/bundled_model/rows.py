@@ -16,20 +16,19 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from .catalog import KINDS, Attribute
-from .corpus import Sample
-from .formats import Format, draw_format, follow_up
-from .scenes import (
+from blockattn_rag.demo.corpus import Question
+from blockattn_rag.prompts.formats import Passage
+from recipes.bundled_model.catalog import KINDS, Attribute
+from recipes.bundled_model.formats import Format, draw_format, follow_up
+from recipes.bundled_model.scenes import (
     PRONOUNS,
     Article,
-    Passage,
     SceneWriter,
-    Turn,
     comparison_answer,
     turns_of,
     write_scene,
 )
-from .tokenizer import EOS, SPECIAL_TOKENS
+from recipes.bundled_model.tokenizer import EOS, SPECIAL_TOKENS
 
 #: Loss weight of passage tokens: names recur there, which is worth learning; values do not.
 PASSAGE_WEIGHT = 0.1
@@ -247,7 +246,7 @@ class RowWriter:
 
     def _draw(
         self, passages: tuple[int, int], turns: int, mix: Mix
-    ) -> tuple[list[Article], list[Turn]]:
+    ) -> tuple[list[Article], list[Question]]:
         """A scene, and questions about it (at least one)."""
         while True:
             count = self.rng.randint(*passages)
@@ -258,7 +257,7 @@ class RowWriter:
             if asked := list(self._questions(scene, turns, mix.lookups)):
                 return scene, asked
 
-    def sample(self, sample: Sample) -> Row:
+    def sample(self, sample: Question) -> Row:
         """A sample as one prompt in a random format; weights mark the answer alone."""
         prompt = draw_format(self.rng)
         parts = self._prompt(prompt, sample.passages, sample.question)
@@ -271,7 +270,7 @@ class RowWriter:
         blocks = [(prompt.passage(passage, view), PASSAGE_WEIGHT) for passage in passages]
         return [(prompt.head, 0.0), *blocks, (prompt.tail.format(question=question), 0.0)]
 
-    def _questions(self, scene: list[Article], limit: int, lookups: int) -> Iterator[Turn]:
+    def _questions(self, scene: list[Article], limit: int, lookups: int) -> Iterator[Question]:
         """Questions of all kinds in random order, none of which an earlier answer gives away."""
         pool = [
             *turns_of(scene, self.rng, "one-passage")[:lookups],

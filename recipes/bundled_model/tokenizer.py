@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from .formats import MIX
-from .names import FIRST, SECOND
-from .scenes import QUESTION_KINDS, turns_of, write_scene
+from recipes.bundled_model.formats import MIX
+from recipes.bundled_model.names import FIRST, SECOND
+from recipes.bundled_model.scenes import QUESTION_KINDS, turns_of, write_scene
 
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")

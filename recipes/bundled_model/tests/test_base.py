@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from blockattn_rag.demo.base import (
+from recipes.bundled_model.base import (
     average_gradients,
     batches,
     build_model,
@@ -19,7 +19,7 @@ from blockattn_rag.demo.base import (
     score,
     step_loss,
 )
-from blockattn_rag.demo.rows import Row, RowWriter
+from recipes.bundled_model.rows import Row, RowWriter
 
 
 @pytest.fixture(scope="module")

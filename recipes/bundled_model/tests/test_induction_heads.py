@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from blockattn_rag.demo.base import build_model
-from blockattn_rag.demo.rows import RowWriter
+from recipes.bundled_model.base import build_model
+from recipes.bundled_model.rows import RowWriter
 
 
 @pytest.fixture(scope="module")

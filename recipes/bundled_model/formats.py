@@ -1,5 +1,8 @@
 """The prompt formats that the bundled model is trained on, as data.
 
+The words of the formats that the package knows come from :mod:`blockattn_rag.prompts.formats`; the
+others are words of LlamaIndex's and LangChain's own prompts.
+
 A prompt is: ``head`` (special tokens parsed, BOS in front), the passages (each one a block,
 tokenised alone), ``tail`` with the question (special tokens parsed), then the answer.
 """
@@ -9,42 +12,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from blockattn_rag.prompts.formats import TURBORAG
+from blockattn_rag.prompts.formats import BLANK_LINE, CHAT, TURBORAG, Passage
+from blockattn_rag.prompts.formats import BLOCK_ATTENTION as BLOCK_ATTENTION_PAPER
 
-from .scenes import Passage
-
-LLAMA_INDEX_SYSTEM = (
-    "You are an expert Q&A system that is trusted around the world.\n"
-    "Always answer the query using the provided context information, and not prior knowledge.\n"
-    "Some rules to follow:\n"
-    "1. Never directly reference the given context in your answer.\n"
-    "2. Avoid statements like 'Based on the context, ...' or "
-    "'The context information ...' or anything along those lines."
-)
-LLAMA_INDEX_HEAD = "Context information is below.\n---------------------\n"
-LLAMA_INDEX_TAIL = (
-    "\n---------------------\n"
-    "Given the context information and not prior knowledge, answer the query.\n"
-    "Query: {question}\nAnswer: "
-)
-BLOCK_ATTENTION_HEAD = (
-    "You are an intelligent AI assistant. Please answer questions based on the user's "
-    "instructions. Below are some reference documents that may help you in answering the "
-    "user's question.\n\n"
-)
-BLOCK_ATTENTION_TAIL = (
-    "\n\nPlease write a high-quality answer for the given question using only the provided "
-    "search documents (some of which might be irrelevant).\nQuestion: {question}"
-)
 LANGCHAIN_HEAD = "Answer the question using only the context below.\n\nContext:\n"
 PIECES_HEAD = (
     "Use the following pieces of context to answer the question at the end. If you don't know "
     "the answer, just say that you don't know, don't try to make up an answer.\n\n"
 )
 SUMMARIZE_HEAD = "Context information from multiple sources is below.\n---------------------\n"
-SUMMARIZE_TAIL = LLAMA_INDEX_TAIL.replace(
-    "context information", "information from multiple sources"
-)
+SUMMARIZE_TAIL = CHAT.after.replace("context information", "information from multiple sources")
 CONTEXT_CHAT_HEAD = "Use the context information below to assist the user.\n--------------------\n"
 CONDENSE_CHAT_HEAD = (
     "\n  The following is a friendly conversation between a user and an AI assistant.\n"
@@ -75,7 +52,7 @@ class Format:
     head: str
     tail: str
     before: str = ""
-    after: str = "\n\n"
+    after: str = BLANK_LINE.after
     views: tuple[str, ...] = ("{text}",)
 
     @property
@@ -93,18 +70,18 @@ class Format:
         return view.format(title=passage.title, text=passage.text)
 
 
-_TITLED = "title: {title}\n\n{text}"
-_DASHED = "- Title: {title}\n{text}"
-_VIEWS = ("{text}", _TITLED)
+_VIEWS = ("{text}", CHAT.titled)
+_DASHED = BLOCK_ATTENTION_PAPER.template.before + BLOCK_ATTENTION_PAPER.titled
 
 LLAMA_INDEX_CHAT = Format(
-    f"{SYSTEM}{LLAMA_INDEX_SYSTEM}{TO_USER}{LLAMA_INDEX_HEAD}",
-    LLAMA_INDEX_TAIL + TO_ASSISTANT,
-    views=_VIEWS,
+    f"{SYSTEM}{CHAT.system}{TO_USER}{CHAT.before}", CHAT.after + TO_ASSISTANT, views=_VIEWS
 )
-LLAMA_INDEX_TEXT = Format(LLAMA_INDEX_HEAD, LLAMA_INDEX_TAIL, views=_VIEWS)
+LLAMA_INDEX_TEXT = Format(CHAT.before, CHAT.after, views=_VIEWS)
 BLOCK_ATTENTION = Format(
-    USER + BLOCK_ATTENTION_HEAD, BLOCK_ATTENTION_TAIL + TO_ASSISTANT, after="\n", views=(_DASHED,)
+    USER + BLOCK_ATTENTION_PAPER.before,
+    BLOCK_ATTENTION_PAPER.after + TO_ASSISTANT,
+    after=BLOCK_ATTENTION_PAPER.template.after,
+    views=(_DASHED,),
 )
 LANGCHAIN_CHAT = Format(
     f"{SYSTEM}{LANGCHAIN_HEAD}", f"{TO_USER}{{question}}{TO_ASSISTANT}", views=_VIEWS

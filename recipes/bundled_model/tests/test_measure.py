@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import typer
 
-from blockattn_rag.demo import measure as module
-from blockattn_rag.demo.measure import main, markdown, measure
+from recipes.bundled_model import measure as module
+from recipes.bundled_model.measure import main, markdown, measure
 from tests.models import tiny_model, tiny_tokenizer
 
 

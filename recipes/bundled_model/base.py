@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .corpus import generate_samples
-from .lookup import set_lookup_heads
-from .rows import Row, RowWriter
-from .scenes import QUESTION_KINDS
+from recipes.bundled_model.corpus import generate_samples
+from recipes.bundled_model.induction_heads import set_induction_heads
+from recipes.bundled_model.rows import Row, RowWriter
+from recipes.bundled_model.scenes import QUESTION_KINDS
 
 LEARNING_RATE = 1.2e-3
 TOKENS_PER_STEP = 1_800
@@ -46,7 +46,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
         pad_token_id=tokenizer.pad_token_id,
     )
     model = LlamaForCausalLM(config)
-    set_lookup_heads(model)
+    set_induction_heads(model)
     return model
 
 

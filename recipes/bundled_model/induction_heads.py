@@ -1,4 +1,4 @@
-"""Two look-up heads, set by hand before training.
+"""Induction heads, set by hand before training.
 
 "What followed this token the last time?" and "what followed words like these?" are the circuits
 that every look-up in a prompt builds on. From a random start, a model this small spends many
@@ -23,7 +23,7 @@ MATCH_PAIRS = 12  # rotary pairs, the slowest ones, over which identities are co
 
 
 @torch.no_grad()
-def set_lookup_heads(model: LlamaForCausalLM) -> None:
+def set_induction_heads(model: LlamaForCausalLM) -> None:
     """Set the embeddings and the first heads of layers 0 and 1.
 
     Needs two key-value heads and four query heads: the first of each copies after one token,
