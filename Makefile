@@ -11,13 +11,16 @@ WORKERS ?= 2
 # Notebooks are shown with what they print: without progress bars and notes of other packages.
 QUIET := NO_MKDOCS_2_WARNING=1 HF_HUB_DISABLE_PROGRESS_BARS=1 PYTHONWARNINGS=ignore
 
-.PHONY: demo test lint format docs clean
+.PHONY: demo test test-recipes lint format docs clean
 
 demo: $(VENV)/.demo  ## ingest the bundled encyclopedia and answer questions about it
 	$(OFFLINE) $(BIN)/blockattn-rag demo
 
 test: $(VENV)/.test lint  ## ruff, mypy, pytest
-	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST)
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=30 $(PYTEST)
+
+test-recipes: $(VENV)/.test  ## the tests of how the bundled model was made
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest recipes $(PYTEST)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -30,6 +33,8 @@ format: $(VENV)/.test
 
 docs: $(VENV)/.docs  ## run the notebooks, naming each, and build the documentation into site/
 	$(OFFLINE) $(QUIET) OMP_NUM_THREADS=2 $(BIN)/mkdocs build --strict
+	@! grep -l 'data-mime-type="application/vnd.jupyter.stderr"[ >]' site/notebooks/*/index.html \
+	|| { echo "these notebooks print to stderr, which their pages show in red" >&2; exit 1; }
 
 clean:
 	rm -rf $(VENV) site .cache build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,46 +1,46 @@
-"""Every notebook runs from top to bottom, offline, and its assertions hold."""
+"""What can be known of a notebook without running it; `make docs` runs all, and fails with them.
+
+Running them here too would take minutes of every `make test`, twice in the gate.
+"""
 
 from __future__ import annotations
 
-import os
+import ast
+import importlib
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
-ROOT = Path(__file__).parent.parent
-# As in the Makefile, for the pages of the documentation.
-QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONWARNINGS": "ignore"}
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
-def read(file: Path) -> Any:
-    return nbformat.read(file, as_version=4)  # type: ignore[no-untyped-call]
+def code_cells(file: Path) -> list[Any]:
+    cells = json.loads(file.read_text("utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
-@pytest.mark.timeout(1800)  # minutes, on a busy machine; this only ends what would hang
-@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_a_notebook_runs_what_it_claims_holds_and_nothing_goes_to_stderr(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    for name, value in QUIET.items():
-        monkeypatch.setenv(name, value)
-    notebook = read(file)
-    NotebookClient(
-        notebook, timeout=None, resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    # A page shows these in red boxes.
-    assert [output.text for output in outputs if output.get("name") == "stderr"] == []
+def own_imports(cells: list[Any]) -> Iterator[tuple[str, str]]:
+    """Modules of the package, and the names that cells import from them."""
+    for cell in cells:
+        for node in ast.walk(ast.parse("".join(cell["source"]))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("blockattn_rag"):
+                yield from ((str(node.module), alias.name) for alias in node.names)
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_a_notebook_is_stored_without_outputs(file: Path) -> None:
-    notebook = read(file)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert code
-    assert all(not cell.outputs and cell.execution_count is None for cell in code)
-    assert any("assert" in cell.source for cell in code)
+def test_a_notebook_is_stored_without_outputs_and_checks_what_it_claims(file: Path) -> None:
+    cells = code_cells(file)
+    assert cells
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
+    assert any("assert" in "".join(cell["source"]) for cell in cells)
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_imports_what_the_package_has(file: Path) -> None:
+    imports = list(own_imports(code_cells(file)))
+    assert imports
+    for module, name in imports:
+        assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"

@@ -1,0 +1,170 @@
+"""What the package imports is what pyproject.toml declares, no less and no more."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.metadata import files, packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "blockattn_rag"
+FILES = sorted(PACKAGE.rglob("*.py"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+DISTRIBUTIONS = packages_distributions()
+
+# Folders and files that need an extra: it may be imported at the top of their files.
+EXTRA_OF = {
+    "adapters/hashed_embedding.py": "llama-index",  # LangChain's extra has what it imports, too
+    "langchain": "langchain",
+    "llama_index": "llama-index",
+    "rag": "llama-index",
+    "training": "train",
+}
+# Modules of packages that the gate does not install: the package to install, and who says so.
+NOT_INSTALLED = {
+    "flash_attn": "flash-attn",
+    "llama_index.embeddings.huggingface": "llama-index-embeddings-huggingface",
+}
+# Imported where a user names a HuggingFace embedding; the error message says what to install.
+ASKED_FOR_BY_MESSAGE = {"llama-index-embeddings-huggingface"}
+# Declared though no file imports them: what they are there for.
+NEEDED_UNIMPORTED = {
+    "langchain-chroma": "the vector store that the guide of LangChain uses",
+    "llama-index-readers-file": "SimpleDirectoryReader imports it to read PDF",
+}
+
+
+def declared(requirements: list[str]) -> set[str]:
+    """Names of distributions, those of the project's own extras included."""
+    names: set[str] = set()
+    for text in requirements:
+        requirement = Requirement(text)
+        if requirement.name == PROJECT["name"]:
+            for extra in requirement.extras:
+                names |= declared(EXTRAS[extra])
+        else:
+            names.add(canonicalize_name(requirement.name))
+    return names
+
+
+BASE = declared(PROJECT["dependencies"])
+# The extras that users install; the others are for this repository.
+USED = BASE.union(*(declared(EXTRAS[name]) for name in EXTRAS.keys() - {"docs", "test", "all"}))
+
+
+def modules(file: Path, *, at_import: bool = False) -> Iterator[str]:
+    """Modules of other packages that a file imports, dotted.
+
+    Args:
+        at_import: only those without which the file cannot be imported: not those in functions,
+            under ``if`` (``TYPE_CHECKING``) and under ``try``.
+    """
+    skipped = (ast.FunctionDef, ast.AsyncFunctionDef, ast.If, ast.Try) if at_import else ()
+    waiting: list[ast.AST] = [ast.parse(file.read_text("utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        for name in names:
+            if name.split(".")[0] not in sys.stdlib_module_names | {
+                "blockattn_rag",
+                "recipes",
+                "tests",
+            }:
+                yield name
+        waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, skipped)]
+
+
+@cache
+def distribution_of(module: str) -> str:
+    """The distribution that holds a module; of several in one namespace, the one with its file."""
+    for known, name in NOT_INSTALLED.items():
+        if f"{module}.".startswith(f"{known}."):
+            return name
+    names = set(DISTRIBUTIONS.get(module.split(".")[0], []))
+    if len(names) > 1:
+        path = module.replace(".", "/")
+        names = {name for name in names if {f"{path}.py", f"{path}/__init__.py"} & files_of(name)}
+    assert len(names) == 1, f"expected one distribution with {module}, found {sorted(names)}"
+    return canonicalize_name(names.pop())
+
+
+@cache
+def files_of(distribution: str) -> set[str]:
+    return {str(file) for file in files(distribution) or ()}
+
+
+def users(paths: Iterable[Path], *, at_import: bool = False) -> dict[str, set[str]]:
+    """By distribution: the files that import it."""
+    found: dict[str, set[str]] = {}
+    for file in paths:
+        for module in modules(file, at_import=at_import):
+            found.setdefault(distribution_of(module), set()).add(str(file.relative_to(ROOT)))
+    return found
+
+
+def without(found: dict[str, set[str]], allowed: set[str]) -> dict[str, set[str]]:
+    return {name: users for name, users in found.items() if name not in allowed}
+
+
+def test_what_the_package_imports_is_declared() -> None:
+    assert without(users(FILES), USED | ASKED_FOR_BY_MESSAGE) == {}
+
+
+def test_what_is_declared_is_imported_by_the_package() -> None:
+    imported = users(FILES).keys()
+    assert sorted(USED - imported - NEEDED_UNIMPORTED.keys()) == []
+    assert not NEEDED_UNIMPORTED.keys() & imported
+
+
+def test_every_part_is_imported_with_the_base_and_its_own_extra_alone() -> None:
+    for file in FILES:
+        path = file.relative_to(PACKAGE)
+        extra = EXTRA_OF.get(path.as_posix()) or EXTRA_OF.get(path.parts[0])
+        allowed = BASE | (declared(EXTRAS[extra]) if extra else set())
+        assert without(users([file], at_import=True), allowed) == {}
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "recipes"])
+def test_what_the_repository_imports_is_in_the_extra_test(folder: str) -> None:
+    found = users((ROOT / folder).rglob("*.py"))
+    assert without(found, BASE | declared(EXTRAS["test"])) == {}
+
+
+def test_the_versions_that_are_tested_are_in_the_declared_ranges() -> None:
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    pinned = {canonicalize_name(name): version for name, version in pins.items()}
+    for text in [*PROJECT["dependencies"], *(text for extra in EXTRAS.values() for text in extra)]:
+        requirement = Requirement(text)
+        name = canonicalize_name(requirement.name)
+        if name not in {PROJECT["name"], *NOT_INSTALLED.values()}:
+            assert requirement.specifier.contains(pinned[name]), text
+
+
+def test_imports_at_the_top_in_functions_and_in_namespaces_are_told_apart(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(
+        "import os, torch\nfrom . import own\nif True:\n    import numpy\n"
+        "try:\n    import flash_attn.flash\nexcept ImportError: ...\n"
+        "def f():\n    from llama_index.core.schema import TextNode\n",
+        encoding="utf-8",
+    )
+    assert set(modules(file, at_import=True)) == {"torch"}
+    assert {distribution_of(module) for module in modules(file)} == {
+        "flash-attn", "llama-index-core", "numpy", "torch",
+    }  # fmt: skip
+    with pytest.raises(AssertionError, match="expected one distribution with nonsense"):
+        distribution_of("nonsense")
