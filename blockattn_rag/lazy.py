@@ -1,4 +1,4 @@
-"""Names of the framework packages, imported when they are first used."""
+"""Packages that only extras install: imported when they are first used, named when missing."""
 
 from __future__ import annotations
 
@@ -27,8 +27,14 @@ def import_name(
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in extra_packages:
             raise
-        raise ImportError(
-            f"{package}.{name} needs {error.name}, which is not installed: "
-            f'pip install "blockattn-rag[{extra}]"'
-        ) from error
+        needed = missing_extra(error.name or "", extra)
+        raise ImportError(f"{package}.{name} needs {needed}") from error
     return getattr(module, name)
+
+
+def missing_extra(package: str, extra: str) -> str:
+    """The end of a message of what needs ``package``, which the extra of this name installs."""
+    return (
+        f"{package}, which is not installed; run `pip install -c constraints.txt -e "
+        f'".[{extra}]"` in the folder that blockattn-rag was installed from'
+    )

@@ -11,7 +11,7 @@ import typer
 from blockattn_rag.cli.output import JsonOption, count, duration, emit, note, piece, working
 from blockattn_rag.rag.ask import Answer, Assistant
 from blockattn_rag.rag.database import Database
-from blockattn_rag.rag.names import existing_model
+from blockattn_rag.rag.model_names import existing_model
 
 
 class Mode(StrEnum):

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, table, working
-from blockattn_rag.rag.names import existing_model, loading
+from blockattn_rag.rag.model_names import existing_model, loading
 
 
 def check(

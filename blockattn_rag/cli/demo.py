@@ -21,7 +21,7 @@ from blockattn_rag.cli.output import (
     stdout,
     working,
 )
-from blockattn_rag.rag.names import existing_model
+from blockattn_rag.rag.model_names import existing_model
 
 if TYPE_CHECKING:
     from blockattn_rag.demo.run import DemoQuestion, DemoReport

@@ -20,7 +20,7 @@ from blockattn_rag.cli.output import (
     table,
     working,
 )
-from blockattn_rag.rag.names import existing_model, loading
+from blockattn_rag.rag.model_names import existing_model, loading
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

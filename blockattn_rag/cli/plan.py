@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockattn_rag.cli.output import JsonOption, count, duration, emit, size, table, working
-from blockattn_rag.rag.names import existing_model, loading
+from blockattn_rag.rag.model_names import existing_model, loading
 
 if TYPE_CHECKING:
     from blockattn_rag.planning import Machine, Plan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockattn_rag.cli.output import JsonOption, ModelArgument, count, duration, emit, note, working
-from blockattn_rag.rag.names import existing_model, loading
+from blockattn_rag.rag.model_names import existing_model, loading
 
 if TYPE_CHECKING:
     from blockattn_rag.training.config import LoraConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 Mode = Literal["block", "full"]
@@ -44,6 +44,17 @@ class ReuseStats:
     @property
     def prompt_tokens(self) -> int:
         return self.reused_tokens + self.computed_tokens
+
+    def __add__(self, other: ReuseStats) -> ReuseStats:
+        """The figures of both requests together: counts and seconds added, mode kept."""
+        names = [field.name for field in fields(self) if field.name != "mode"]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return replace(self, **sums)
+
+    def reuse(self) -> dict[str, int]:
+        """Blocks and prompt tokens, found and computed, as fields of a JSON object."""
+        names = ("hits", "misses", "reused_tokens", "computed_tokens")
+        return {name: getattr(self, name) for name in names}
 
 
 class Clock:

@@ -19,7 +19,7 @@ from blockattn_rag.cli.output import note
 from blockattn_rag.errors import BlockAttnError
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
-from blockattn_rag.rag.names import loading
+from blockattn_rag.rag.model_names import loading
 
 if TYPE_CHECKING:
     from chromadb.api import ClientAPI

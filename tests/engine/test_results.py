@@ -105,3 +105,11 @@ def test_figures_add_up() -> None:
     assert (done.assemble_s, done.prefill_s, done.ttft_s) == pytest.approx((2.0, 4.0, 7.0))
     assert (done.generated_tokens, done.hits) == (5, 2)
     assert done.total_s > done.ttft_s
+
+
+def test_figures_of_several_requests_add_up() -> None:
+    first = ReuseStats("block", 2, 1, 30, 12, 4, ttft_s=0.5, total_s=1.0)
+    second = ReuseStats("full", 1, 0, 10, 3, 2, ttft_s=0.25, total_s=0.5)
+    both = sum([first, second], ReuseStats("block"))
+    assert both == ReuseStats("block", 3, 1, 40, 15, 6, ttft_s=0.75, total_s=1.5)
+    assert both.reuse() == {"hits": 3, "misses": 1, "reused_tokens": 40, "computed_tokens": 15}

@@ -43,4 +43,4 @@ def test_importing_loads_neither_torch_nor_llama_index() -> None:
 def test_a_missing_package_names_the_extra() -> None:
     code = WITHOUT.format(name="llama_index")
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 'pip install "blockattn-rag[llama-index]"' in run.stdout
+    assert 'pip install -c constraints.txt -e ".[llama-index]"' in run.stdout

@@ -3,54 +3,39 @@
 from __future__ import annotations
 
 from blockattn_rag.cli.bench.options import (
+    Bench,
     BlockTokens,
-    Device,
-    Dtype,
     Lengths,
-    Model,
-    Output,
-    Plot,
     QuestionTokens,
-    Shape,
+    measurement,
     numbers,
 )
-from blockattn_rag.cli.bench.report import open_engine, report, show
-from blockattn_rag.cli.output import JsonOption, progress, size, working
+from blockattn_rag.cli.bench.report import column, measured, open_engine, show
+from blockattn_rag.cli.output import progress, size, working
 
 
+@measurement
 def memory(
-    shape: Shape = "135m",
-    model: Model = None,
+    bench: Bench,
     lengths: Lengths = "2048,8192",
-    dtype: Dtype = "float32",
-    device: Device = "auto",
+    *,
     block_tokens: BlockTokens = 512,
     question_tokens: QuestionTokens = 50,
-    output: Output = None,
-    plot: Plot = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Peak memory of one more request, beside weights and stored blocks."""
     counts = numbers(lengths, "--lengths")
-    with working(as_json), progress("measuring") as tick:
+    settings = {"block_tokens": block_tokens, "question_tokens": question_tokens}
+    with working(bench.as_json), progress("measuring") as tick:
         from blockattn_rag.evaluation.efficiency import measure_memory
 
-        engine = open_engine(shape, model, dtype, device, max(counts) + question_tokens)
-        sizes = {"block_tokens": block_tokens, "question_tokens": question_tokens}
-        rows = measure_memory(engine, counts, **sizes, on_progress=tick)
-    data = report(engine, model or shape, rows, **sizes)
-    paths = [path for path in ("full", "copy", "relay") if f"{path}_peak_bytes" in rows[0]]
-    cells = [
-        (
-            row["length"],
-            *(size(row[f"{path}_peak_bytes"]) for path in paths),
-            size(row["stored_bytes"]),
-            f"{row.get('relay_over_copy', float('nan')):.3f}",
-        )
-        for row in rows
-    ]
-    columns = ("context", *paths, "stored blocks", "relay/copy")
-    show(
-        "Peak memory of a request", data, columns, cells, as_json, output, plot,
-        x="length", unit="peak_bytes",
-    )  # fmt: skip
+        engine = open_engine(bench, max(counts) + question_tokens)
+        rows = measure_memory(engine, counts, **settings, on_progress=tick)
+    paths = measured(rows, "full", "copy", "relay", unit="peak_bytes")
+    cells = {
+        "context": column(rows, "length"),
+        **{path: [size(row[f"{path}_peak_bytes"]) for row in rows] for path in paths},
+        "stored blocks": [size(row["stored_bytes"]) for row in rows],
+        "relay/copy": column(rows, "relay_over_copy", ".3f"),
+    }
+    title = "Peak memory of a request"
+    show(bench, engine, rows, settings, title, cells, x="length", unit="peak_bytes")

@@ -1,23 +1,22 @@
-"""Options that several measurements take, checked before anything is measured."""
+"""Options of the measurements, each declared once, and checked before anything is measured."""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from blockattn_rag.rag.names import existing_model
+from blockattn_rag.cli.output import JsonOption
+from blockattn_rag.lazy import missing_extra
+from blockattn_rag.rag.model_names import existing_model
 
-Shape = Annotated[str, typer.Option(help="Llama shape with random weights: tiny, 135m, 1b or 8b.")]
-Model = Annotated[
-    str | None,
-    typer.Option(help="Measure this model instead of a shape.", callback=existing_model),
-]
 Lengths = Annotated[str, typer.Option(help="Context lengths in tokens, with commas between.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")]
 CudaGraphs = Annotated[bool, typer.Option("--cuda-graphs", help="On a GPU: replay the question.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")]
 BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens of a block.")]
@@ -38,17 +37,63 @@ def _drawable(file: Path | None) -> Path | None:
     if file is not None and file.suffix not in (".svg", ".png", ".pdf"):
         raise typer.BadParameter(f"expected a name that ends in .svg, .png or .pdf, found {file}")
     if file is not None and importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("plots need matplotlib: pip install 'blockattn-rag[train]'")
+        raise typer.BadParameter(f"plots need {missing_extra('matplotlib', 'train')}")
     return _writable(file)
 
 
-Output = Annotated[
-    Path | None, typer.Option(help="Write the JSON object to this file, too.", callback=_writable)
-]
-Plot = Annotated[
-    Path | None,
-    typer.Option(help="Draw the rows to this file (svg, png, pdf).", callback=_drawable),
-]
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The options that every measurement takes: what runs, where, and where the figures go."""
+
+    shape: Annotated[
+        str, typer.Option(help="Llama shape with random weights: tiny, 135m, 1b or 8b.")
+    ] = "135m"
+    model: Annotated[
+        str | None,
+        typer.Option(help="Measure this model instead of a shape.", callback=existing_model),
+    ] = None
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto"
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write the JSON object to this file, too.", callback=_writable),
+    ] = None
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw the rows to this file (svg, png, pdf).", callback=_drawable),
+    ] = None
+    as_json: JsonOption = False
+
+
+def measurement(command: Callable[..., None]) -> Callable[..., None]:
+    """``command``, whose first parameter is a ``Bench``, as typer takes it: the fields of ``Bench``
+    are options beside the command's own.
+
+    In ``--help``, the command's options without ``*`` follow ``--model``, the keyword-only ones
+    ``--device``.
+    """
+    hints = get_type_hints(Bench, include_extras=True)
+    common = {
+        field.name: inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(Bench)
+    }
+
+    @wraps(command)
+    def run(**options: Any) -> None:
+        command(Bench(**{name: options.pop(name) for name in common}), **options)
+
+    shape, model, dtype, device, *results = common.values()
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    early = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.kind != p.KEYWORD_ONLY]
+    late = [p for p in own if p.kind == p.KEYWORD_ONLY]
+    order = [shape, model, *early, dtype, device, *late, *results]
+    vars(run)["__signature__"] = inspect.Signature(order)
+    return run
 
 
 def numbers(text: str, option: str) -> list[int]:

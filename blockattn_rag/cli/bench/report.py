@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from blockattn_rag.cli.bench.options import Bench
 from blockattn_rag.cli.output import duration, emit, table
-from blockattn_rag.rag.names import loading
+from blockattn_rag.rag.model_names import loading
 
 if TYPE_CHECKING:
     from blockattn_rag.engine.engine import BlockAttentionEngine
 
+Row = Mapping[str, Any]
 
-def open_engine(
-    shape: str,
-    model: str | None,
-    dtype: str,
-    device: str,
-    tokens: int,
-    *,
-    cuda_graphs: bool = False,
-) -> BlockAttentionEngine:
-    """An engine over a random shape or a real model, whose tokens are counted words."""
+
+def open_engine(bench: Bench, tokens: int, *, cuda_graphs: bool = False) -> BlockAttentionEngine:
+    """An engine over a random shape or a real model, whose tokens are counted words.
+
+    Args:
+        bench: names the shape or model, its dtype and device.
+        tokens: the longest context that a random shape must take, its answer included.
+        cuda_graphs: see ``BlockAttentionEngine``.
+    """
     from blockattn_rag.engine.engine import BlockAttentionEngine
     from blockattn_rag.evaluation.efficiency.shapes import counting_tokenizer, random_llama
     from blockattn_rag.model.loading import load_model
@@ -32,12 +32,12 @@ def open_engine(
 
     # Random weights: that they are not block-fine-tuned goes without saying.
     logging.getLogger("blockattn_rag").setLevel(logging.ERROR)
-    # Room for the answer, and what a model may reserve.
-    if model:
-        with loading(model):
-            loaded = load_model(model, device=device, dtype=dtype)
-    else:
-        loaded = random_llama(shape, max_tokens=tokens + 16, device=device, dtype=dtype)
+    where: dict[str, Any] = {"device": bench.device, "dtype": bench.dtype}
+    if bench.model:
+        with loading(bench.model):
+            loaded = load_model(bench.model, **where)
+    else:  # 16 more, because a model may reserve some
+        loaded = random_llama(bench.shape, max_tokens=tokens + 16, **where)
     tokenizer = counting_tokenizer(loaded.config.vocab_size)
     store = MemoryStore(1 << 40)
     return BlockAttentionEngine.from_pretrained(
@@ -45,52 +45,70 @@ def open_engine(
     )
 
 
-def report(
-    engine: BlockAttentionEngine, name: str, rows: list[dict[str, Any]], **settings: Any
-) -> dict[str, Any]:
-    """The JSON object: what was measured, how, on what, and the rows."""
-    from blockattn_rag.evaluation.efficiency import machine
-
-    return {
-        "model": name,
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
-        "device": str(engine.model.device),
-        **settings,
-        "rows": rows,
-        "machine": machine(engine.model.device),
-    }
-
-
 def show(
+    bench: Bench,
+    engine: BlockAttentionEngine,
+    rows: list[dict[str, Any]],
+    settings: Mapping[str, int],
     title: str,
-    data: dict[str, Any],
-    columns: Sequence[str],
-    cells: Sequence[Sequence[Any]],
-    as_json: bool,
-    output: Path | None,
-    plot: Path | None,
+    cells: Mapping[str, Sequence[Any]],
     *,
     x: str,
     unit: str = "s",
     series: str | None = None,
 ) -> None:
-    if output:
-        output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    if plot:
-        from blockattn_rag.evaluation.efficiency.plot import plot as draw
+    """Print the figures, and write and draw them where the options say so.
 
-        draw(data["rows"], plot, x=x, unit=unit, series=series)
-    machine = data["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    Args:
+        bench: says what was measured and where the figures go.
+        engine: the one that was measured.
+        rows: the figures.
+        settings: what else was set; part of the JSON object.
+        title: of the table.
+        cells: the table's columns, name to cells.
+        x, unit, series: what the plot shows; see ``plot``.
+    """
+    from blockattn_rag.evaluation.efficiency import machine
+
+    found = machine(engine.model.device)
+    data = {
+        "model": bench.model or bench.shape,
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "device": str(engine.model.device),
+        **settings,
+        "rows": rows,
+        "machine": found,
+    }
+    if bench.output:
+        bench.output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    if bench.plot:
+        from blockattn_rag.evaluation.efficiency.plot import plot
+
+        plot(rows, bench.plot, x=x, unit=unit, series=series)
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     title = f"{title}, {data['model']}, {data['dtype']} on {data['device']}"
-    where = f"{machine['accelerator'] or machine['processor']}, {machine['threads']} threads"
+    where = f"{found['accelerator'] or found['processor']}, {found['threads']} threads"
     note = "Medians of the repeats, below them fastest and slowest." if unit == "s" else ""
-    emit(
-        as_json, data, table(title, columns, cells, left=()), f"{note} {where}, {versions}.".strip()
-    )
+    shown = table(title, list(cells), zip(*cells.values(), strict=True), left=())
+    emit(bench.as_json, data, shown, f"{note} {where}, {versions}.".strip())
 
 
-def spread(row: dict[str, Any], path: str) -> str:
+def measured(rows: Sequence[Row], *paths: str, unit: str = "s") -> list[str]:
+    """Those of the paths that the rows have figures of."""
+    return [path for path in paths if f"{path}_{unit}" in rows[0]]
+
+
+def column(rows: Sequence[Row], name: str, form: str = "") -> list[str]:
+    """A figure of every row as Python's format says; ``nan`` where a row has none."""
+    return [format(row.get(name, float("nan")), form) for row in rows]
+
+
+def spreads(rows: Sequence[Row], paths: Sequence[str]) -> dict[str, list[str]]:
+    """For each path, a column of seconds; see ``spread``."""
+    return {path.replace("_", " "): [spread(row, path) for row in rows] for path in paths}
+
+
+def spread(row: Row, path: str) -> str:
     """The median, and in a second line the fastest and the slowest: ``101 ms``, ``93-177 ms``."""
     middle, low, high = (duration(row[f"{path}{end}_s"]) for end in ("", "_min", "_max"))
     number, _, unit = low.partition(" ")
