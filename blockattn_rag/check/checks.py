@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from blockattn_rag.check.oracle import oracle_generate, oracle_logits
-from blockattn_rag.kv.block_kv import Context, place
+from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.probe import vocabulary_size

@@ -20,7 +20,7 @@ from blockattn_rag.engine.results import (
 from blockattn_rag.engine.runner import Answerer, Call, Prepared
 from blockattn_rag.engine.scheduler import BATCH_SIZE, Seat
 from blockattn_rag.engine.streams import stream_from_thread
-from blockattn_rag.kv.block_kv import Assembly, Positions, place
+from blockattn_rag.kv.context import Assembly, Positions, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.store import DEFAULT_RESIDENT_BYTES, KVStore, open_store

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tqdm.auto import tqdm
 
-from blockattn_rag.engine.transfer import bring
+from blockattn_rag.engine.transfer import to_device
 from blockattn_rag.errors import MissError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV, store_key
 from blockattn_rag.model import BlockModel, EncodeRequest
@@ -204,7 +204,7 @@ class BlockFetcher:
         for one in wanted:
             if found[one.digest] is None and (kv := self._read(one)) is not None:
                 read[one.digest] = kv
-        brought = bring(list(read.values()), self._model.device)
+        brought = to_device(list(read.values()), self._model.device)
         for digest, kv in zip(read, brought, strict=True):
             self._keep_resident(kv)
             found[digest] = kv
@@ -212,7 +212,7 @@ class BlockFetcher:
 
     def _look_up_resident(self, one: _Wanted) -> BlockKV | None:
         kv = self._resident.get(one.key) if self._resident is not None else None
-        if kv is None or (kv.arrival is not None and kv.arrival.failed):
+        if kv is None or (kv.pending_copy is not None and kv.pending_copy.failed):
             return None
         if one.key in self._to_store:
             self._put(kv)

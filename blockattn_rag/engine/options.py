@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 from blockattn_rag.engine.fetcher import OnMiss
 from blockattn_rag.engine.results import Mode
-from blockattn_rag.kv.block_kv import Assembly, Positions
+from blockattn_rag.kv.context import Assembly, Positions
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 

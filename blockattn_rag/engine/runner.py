@@ -10,7 +10,7 @@ from blockattn_rag.engine.detokenizer import AnswerText
 from blockattn_rag.engine.options import Request
 from blockattn_rag.engine.results import Clock, Generation, ReuseStats
 from blockattn_rag.engine.scheduler import Seat
-from blockattn_rag.kv.block_kv import Assembly, Context
+from blockattn_rag.kv.context import Assembly, Context
 from blockattn_rag.model import BlockModel
 
 

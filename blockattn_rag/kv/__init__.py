@@ -1,21 +1,14 @@
 """Keys and values of one block, and where they stand in a prompt."""
 
-from blockattn_rag.kv.block_kv import (
-    Assembly,
-    BlockKV,
-    Context,
-    PlacedBlock,
-    Positions,
-    assemble,
-    place,
-    store_key,
-)
+from blockattn_rag.kv.block_kv import BlockKV, PendingCopy, store_key
+from blockattn_rag.kv.context import Assembly, Context, PlacedBlock, Positions, assemble, place
 from blockattn_rag.kv.rope import RotaryLayout, relative_error, rotate
 
 __all__ = [
     "Assembly",
     "BlockKV",
     "Context",
+    "PendingCopy",
     "PlacedBlock",
     "Positions",
     "RotaryLayout",

@@ -18,7 +18,7 @@ from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.fetcher import OnMiss
 from blockattn_rag.engine.results import Mode
-from blockattn_rag.kv.block_kv import Positions
+from blockattn_rag.kv.context import Positions
 from blockattn_rag.langchain.cleaning import without_markers
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE

@@ -34,7 +34,7 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.fetcher import OnMiss
 from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
 from blockattn_rag.engine.streams import iterate_in_thread
-from blockattn_rag.kv.block_kv import Positions
+from blockattn_rag.kv.context import Positions
 from blockattn_rag.llama_index.chat import as_template_messages, chat_response
 from blockattn_rag.llama_index.events import BlockReuseEvent, usage_of
 from blockattn_rag.llama_index.source import EngineComponent, EngineSource

@@ -13,7 +13,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from blockattn_rag.errors import ContextOverflowError, UnsupportedModelError
-from blockattn_rag.kv.block_kv import Assembly, BlockKV, Context
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.context import Assembly, Context
 from blockattn_rag.model import decoding, loading, relay
 from blockattn_rag.model.exclusion import lock_of, turn_to_draw
 from blockattn_rag.model.fingerprint import Identity

@@ -17,7 +17,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
-from blockattn_rag.kv.block_kv import Context, assemble
+from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
 from blockattn_rag.model.exclusion import drawing
 from blockattn_rag.model.relay import plan_scope

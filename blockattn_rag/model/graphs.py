@@ -14,8 +14,8 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,11 +23,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from blockattn_rag.attention.cuda import CudaRecorder
+from blockattn_rag.attention.tuning import ACCELERATOR
 from blockattn_rag.model.relay import RelayCache, enable_relay, plan_scope, tail_mask
 
 logger = logging.getLogger("blockattn_rag")
 
-BUCKETS = (1, 16, 32, 64, 128, 256, 512)
+BUCKETS = ACCELERATOR.graph_tokens
 """Tokens of a recorded forward; longer ones are run as ever."""
 
 Replay = Callable[[], object]
@@ -44,40 +46,6 @@ class Recorder(Protocol):
 
     def end(self) -> Replay:
         """Stop, and give what does it all again on the same memory."""
-
-
-class CudaRecorder:
-    """Records CUDA graphs, which share one pool of memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graph: Any = None
-
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        before = torch.cuda.current_stream(self._device)
-        # Of high priority, so that it is none of those that transfers take from their pool.
-        stream: Any = torch.cuda.Stream(self._device, priority=-1)
-        stream.wait_stream(before)
-        with torch.cuda.stream(stream):
-            try:
-                yield
-            finally:
-                if self._graph is not None:  # an error came while it was recorded
-                    with suppress(RuntimeError):
-                        self.end()
-        before.wait_stream(stream)
-
-    def begin(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        # Other threads may go on allocating, as transfers of blocks do.
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-    def end(self) -> Replay:
-        graph, self._graph = self._graph, None
-        graph.capture_end()
-        return graph.replay
 
 
 class _DryRun:

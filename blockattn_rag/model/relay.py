@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blockattn_rag.attention.relay import RelayPlan
-from blockattn_rag.kv.block_kv import Context, place
+from blockattn_rag.attention.tuning import CPU
+from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import RotaryLayout, relative_error
 from blockattn_rag.model.probe import vocabulary_size
 from blockattn_rag.model.requests import EncodeRequest
@@ -104,12 +106,15 @@ def is_exact(model: BlockModel) -> bool:
     for tokens in (7, 1):  # as in a prompt, and as in an answer
         expected = model.next_logits(rows[2:, :tokens], model.cache_for(context))
         # Small as they are, the blocks must be read one by one here.
-        plan = RelayPlan([context], layouts, device, prefill_tokens=0, decode_tokens=0)
+        plan = RelayPlan([context], layouts, device, tuning=_ONE_BY_ONE)
         cache = RelayCache(len(layouts), context.num_tokens, plan)
         found = model.next_logits(rows[2:, :tokens], cache)
         if relative_error(found.float(), expected.float()) > _TOLERANCE[model.dtype]:
             return False
     return True
+
+
+_ONE_BY_ONE = replace(CPU, join_prefill_tokens=0, join_decode_tokens=0)
 
 
 def _requests(rows: Tensor) -> list[EncodeRequest]:

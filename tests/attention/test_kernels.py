@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,31 +11,27 @@ from torch import Tensor
 
 from blockattn_rag.attention.kernels import (
     Partial,
-    _flash_attn,
-    _matmul_is_faster,
-    _weights,
-    attend,
-    attend_cpu,
-    attend_cuda,
-    attend_flash,
-    attend_jointly,
     attend_matmul,
-    attend_onward,
     attend_plain,
+    exponentials,
     merge,
+    online_softmax,
+    single_softmax,
 )
+from blockattn_rag.attention.strategies import kernel_for
 
 KV_HEADS, SIZE = 2, 16
 pytestmark = pytest.mark.usefixtures("device")
 
 
-def fused(*arguments: Any) -> Partial:
-    """The kernel of the device that is tested."""
-    kernel = attend_cuda if torch.get_default_device().type == "cuda" else attend_cpu
-    return kernel(*arguments)
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+) -> Partial:
+    """By the kernel that is fastest here."""
+    return kernel_for(query, key, value, mask).attend(query, key, value, scale, mask)
 
 
-BACKENDS = [attend_plain, fused]
+BACKENDS = [attend_plain, attend]
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Partial:
@@ -96,41 +89,15 @@ def test_each_backend_stays_within_the_rounding_of_its_type(
     assert (found.lse - expected.lse).abs().max() <= budget(dtype, 40)
 
 
-@pytest.mark.parametrize(
-    ("shape", "keys", "faster"),
-    [
-        ((1, 3, 150), 512, True),
-        ((1, 3, 16), 8192, True),
-        ((1, 3, 15), 512, False),
-        ((1, 3, 192), 512, False),
-        ((1, 3, 150), 511, False),
-        ((16, 8, 150), 1024, False),  # scores of 79 MB
-    ],
-)
-def test_matrix_products_are_taken_for_questions_over_long_blocks_that_fit(
-    shape: tuple[int, int, int], keys: int, faster: bool
-) -> None:
-    query = torch.empty(*shape, SIZE, device="meta")
-    key = torch.empty(shape[0], shape[1], keys, SIZE, device="meta")
-    assert _matmul_is_faster(query, key, None) == faster
-    assert not _matmul_is_faster(query, key, torch.empty(1, device="meta"))
-    assert not _matmul_is_faster(query.half(), key.half(), None)
-
-
 @pytest.mark.parametrize("spread", [1.0, 1e3])
-def test_a_question_over_a_long_block_is_attended_by_matrix_products_as_exactly(
-    spread: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matrix_products_are_as_exact(spread: float) -> None:
     # A spread of 1000 puts scores far beyond what exp can take as it stands.
     query = random(1, KV_HEADS, 20, SIZE) * spread
     key, value = random(1, KV_HEADS, 600, SIZE, seed=1), random(1, KV_HEADS, 600, SIZE, seed=2)
-    spy = Mock(wraps=attend_matmul)
-    monkeypatch.setattr("blockattn_rag.attention.kernels.attend_matmul", spy)
-    found = attend_cpu(query, key, value, 0.25, None)
     expected = exact(query, key, value, 0.25, None)
-    spy.assert_called_once()
-    assert (found.output - expected.output).abs().max() <= budget(torch.float32, 600) * spread
-    assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 600) * spread
+    for found in (attend(query, key, value, 0.25), attend_matmul(query, key, value, 0.25)):
+        assert (found.output - expected.output).abs().max() <= budget(torch.float32, 600) * spread
+        assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 600) * spread
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -180,7 +147,7 @@ def test_one_softmax_over_several_sets_of_keys_is_attention_over_all_of_them(spr
     query = random(KV_HEADS, 3, SIZE) * spread
     keys = [random(KV_HEADS, n, SIZE, seed=n) for n in lengths]
     values = [random(KV_HEADS, n, SIZE, seed=50 + n) for n in lengths]
-    found = attend_jointly([query * factor for factor in factors], keys, values, 0.25)
+    found = single_softmax([query * factor for factor in factors], keys, values, 0.25)
     moved = torch.cat([key * factor for key, factor in zip(keys, factors, strict=True)], dim=1)
     expected = exact(query, moved, torch.cat(values, dim=1), 0.25, None).output
     assert (found - expected).abs().max() <= budget(torch.float32, 40) * spread
@@ -190,7 +157,7 @@ def test_states_whose_numbers_do_not_lie_side_by_side_are_read_right() -> None:
     query = random(1, KV_HEADS, SIZE, 3).mT
     key = random(1, KV_HEADS, SIZE, 40, seed=1).mT
     value = random(1, KV_HEADS, 40, 2 * SIZE, seed=2)[..., ::2]
-    found = fused(query, key, value, 0.25, None)
+    found = attend(query, key, value, 0.25)
     expected = exact(query, key, value, 0.25, None)
     assert (found.output - expected.output).abs().max() <= budget(torch.float32, 40)
     assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 40)
@@ -208,7 +175,7 @@ def test_keys_after_a_part_are_attended_to_wherever_their_scores_lie(height: flo
     own, own_value = random(KV_HEADS, 5, SIZE, seed=3), random(KV_HEADS, 5, SIZE, seed=4)
     part = Partial(*(tensor.float() for tensor in exact(queries[0], own, own_value, 0.25, None)))
     before = part.output.clone()
-    found = attend_onward(part, queries * 0.25, keys, values)
+    found = online_softmax(part, queries * 0.25, keys, values)
     scores = [q.double() @ k.double().mT * 0.25 for q, k in zip(queries, keys, strict=True)]
     scores.append(queries[0].double() @ own.double().mT * 0.25)
     expected = torch.cat(scores, -1).softmax(-1) @ torch.cat([*values, own_value], 1).double()
@@ -216,20 +183,20 @@ def test_keys_after_a_part_are_attended_to_wherever_their_scores_lie(height: flo
     assert torch.equal(part.output, before)
 
 
-def test_going_on_from_a_part_gives_the_numbers_worked_out_by_hand() -> None:
+def test_the_online_softmax_after_a_part_gives_the_numbers_worked_out_by_hand() -> None:
     query, value = torch.tensor([[[[1.0, 0.0]]]]), torch.ones(1, 1, 2)
     key = torch.tensor([[[math.log(3.0), 0.0]]])
     # The part counts 1 with output 0, the key counts 3 with value 1.
     part = Partial(torch.zeros(1, 1, 2), torch.zeros(1, 1))
-    found = attend_onward(part, query, [key], [value])
+    found = online_softmax(part, query, [key], [value])
     assert found == pytest.approx(torch.tensor([[[0.75, 0.75]]]), abs=1e-6)
     nothing = Partial(torch.zeros(1, 1, 2), torch.full((1, 1), -math.inf))
-    assert attend_onward(nothing, query, [key], [value]).tolist() == [[[1.0, 1.0]]]
+    assert online_softmax(nothing, query, [key], [value]).tolist() == [[[1.0, 1.0]]]
 
 
 def test_no_weight_is_a_denormal_number() -> None:
     scores = -torch.arange(0.0, 200.0, 0.5).reshape(1, 1, -1)
-    weights = _weights(scores.clone(), torch.zeros(1, 1, 1))
+    weights = exponentials(scores.clone(), torch.zeros(1, 1, 1))
     # Nor does it become one beside a value that is not tiny itself.
     assert weights.min() * 1e-9 > torch.finfo(torch.float32).tiny
     assert (weights - scores.double().exp()).abs().max() < torch.finfo(torch.float32).eps
@@ -240,42 +207,3 @@ def test_no_keys_at_all_are_attended_to_by_no_one() -> None:
     found = attend(query, empty, empty, 0.25)
     assert not found.output.any()
     assert (found.lse == -math.inf).all()
-
-
-def flash_stand_in(
-    query: Tensor, key: Tensor, value: Tensor, *, softmax_scale: float, return_softmax_lse: bool
-) -> Partial:
-    """As flash-attn's documentation has it: tokens before heads, log-sum-exp ``[B, K, Q]``."""
-    assert return_softmax_lse
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    found = exact(query, key, value, softmax_scale, None)
-    return Partial(found.output.transpose(1, 2).to(query.dtype), found.lse.float())
-
-
-def test_flash_attn_is_handed_tokens_before_heads_where_it_is_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("blockattn_rag.attention.kernels._flash_attn", lambda: flash_stand_in)
-    query, key, value = (
-        random(1, KV_HEADS, n, SIZE, seed=n, dtype=torch.bfloat16) for n in (3, 40, 41)
-    )
-    value = value[:, :, :40]
-    expected = exact(query, key, value, 0.25, None)
-    for found in (
-        attend_cuda(query, key, value, 0.25, None),
-        attend_flash(query, key, value, 0.25, flash_stand_in),
-    ):
-        assert found.output.dtype == found.lse.dtype == torch.float32
-        assert (found.output - expected.output).abs().max() <= budget(torch.bfloat16, 40)
-        assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 40)
-
-
-def test_without_flash_attn_there_is_no_kernel_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    _flash_attn.cache_clear()
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert _flash_attn() is None
-    monkeypatch.setitem(sys.modules, "flash_attn", Mock(flash_attn_with_kvcache=flash_stand_in))
-    assert _flash_attn() is None  # looked for once
-    _flash_attn.cache_clear()
-    assert _flash_attn() is flash_stand_in
-    _flash_attn.cache_clear()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from unittest.mock import Mock
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from blockattn_rag.attention import relay as relay_plan
-from blockattn_rag.attention.kernels import attend_jointly, merge
 from blockattn_rag.attention.relay import RelayPlan
-from blockattn_rag.kv.block_kv import BlockKV, Context, place
+from blockattn_rag.attention.strategies import LayerInputs
+from blockattn_rag.attention.tuning import ACCELERATOR, CPU, tuning_of
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import NO_ROTATION, RotaryLayout, rotate, shift_positions
 from tests.attention.test_kernels import KV_HEADS, SIZE, budget, exact, random
 
@@ -49,6 +51,12 @@ def blocks_of(lengths: list[int], layers: int = 2) -> list[BlockKV]:
         )
         for i, n in enumerate(lengths)
     ]
+
+
+def relay_plan(contexts: list[Context], layouts: list[RotaryLayout], **tuning: Any) -> RelayPlan:
+    """A plan for the device that is tested, with some machine constants replaced."""
+    device = torch.get_default_device()
+    return RelayPlan(contexts, layouts, device, tuning=replace(tuning_of(device), **tuning))
 
 
 def by_moving_the_keys(
@@ -95,7 +103,7 @@ def test_turning_queries_equals_moving_keys(
     tail_key = random(len(orders), KV_HEADS, tokens, SIZE, seed=8)
     tail_value = random(len(orders), KV_HEADS, tokens, SIZE, seed=9)
     mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None]
-    plan = RelayPlan(contexts, [layout, layout], torch.get_default_device())
+    plan = relay_plan(contexts, [layout, layout])
     found = plan.attend(1, query, tail_key, tail_value, 0.25, mask.expand(len(orders), -1, -1, -1))
     for row, context in enumerate(contexts):
         tail = tail_key[row], tail_value[row]
@@ -110,7 +118,7 @@ def test_beams_of_one_request_see_the_same_context() -> None:
         random(3, KV_HEADS, 2, SIZE, seed=8),
         random(3, KV_HEADS, 2, SIZE, seed=9),
     )
-    plan = RelayPlan([context], [LAYOUT], torch.get_default_device())
+    plan = relay_plan([context], [LAYOUT])
     found = plan.attend(0, query, tail_key, tail_value, 0.25, None)
     for beam in range(3):
         tail = tail_key[beam], tail_value[beam]
@@ -121,7 +129,7 @@ def test_beams_of_one_request_see_the_same_context() -> None:
 def test_the_stored_tensors_are_bit_identical_afterwards() -> None:
     blocks = blocks_of([12, 5])
     before = [tensor.clone() for kv in blocks for tensor in (*kv.keys, *kv.values)]
-    plan = RelayPlan([place(blocks)], [LAYOUT, LAYOUT], torch.get_default_device())
+    plan = relay_plan([place(blocks)], [LAYOUT, LAYOUT])
     states = random(1, KV_HEADS, 3, SIZE)
     for layer in (0, 1):
         plan.attend(layer, random(1, HEADS, 3, SIZE), states, states, 0.25, None)
@@ -139,28 +147,6 @@ def test_a_query_is_turned_against_the_blocks_shift() -> None:
     torch.testing.assert_close(turned @ at_two.mT, by_distance @ key.mT, atol=1e-5, rtol=1e-5)
 
 
-def small_segments(contexts: list[Context], tokens: int) -> list[list[int]]:
-    """Token counts of the blocks of each segment."""
-    return [
-        [block.kv.num_tokens for block in segment.blocks]
-        for segment in relay_plan._segments(contexts, tokens)
-    ]
-
-
-def test_blocks_under_the_limit_are_joined_until_they_reach_it() -> None:
-    context = place(blocks_of([3, 20, 4, 5, 2, 6, 1]))
-    assert small_segments([context], 10) == [[20], [3, 4, 5], [2, 6, 1]]
-    assert small_segments([context], 1) == [[n] for n in (3, 20, 4, 5, 2, 6, 1)]
-
-
-def test_only_blocks_that_all_readers_see_alike_are_joined() -> None:
-    a, b, c = blocks_of([3, 4, 5])
-    shared, same_start = place([a, b, c]), place([a, b])
-    assert small_segments([shared, same_start], 100) == [[3, 4], [5]]
-    other_order = place([b, a])
-    assert small_segments([shared, other_order], 100) == [[3], [4], [5]]
-
-
 @pytest.mark.parametrize("tokens", [1, 6])
 def test_joined_blocks_give_what_single_ones_give(tokens: int) -> None:
     """Joined keys are rotated in float32 and rounded once more, as on the copy path."""
@@ -170,9 +156,8 @@ def test_joined_blocks_give_what_single_ones_give(tokens: int) -> None:
     tail = random(2, KV_HEADS, tokens, SIZE, seed=8), random(2, KV_HEADS, tokens, SIZE, seed=9)
     found = []
     for limit in (0, 25):
-        device = torch.get_default_device()
-        layouts = [LAYOUT, NO_ROTATION]
-        plan = RelayPlan(contexts, layouts, device, prefill_tokens=limit, decode_tokens=limit)
+        joined = {"join_prefill_tokens": limit, "join_decode_tokens": limit}
+        plan = relay_plan(contexts, [LAYOUT, NO_ROTATION], **joined)
         found.append([plan.attend(layer, query, *tail, 0.25, None) for layer in (0, 1)])
     for single, joined in zip(*found, strict=True):
         assert (single - joined).abs().max() <= RELAY_BUDGET
@@ -180,82 +165,77 @@ def test_joined_blocks_give_what_single_ones_give(tokens: int) -> None:
 
 
 def test_an_answer_joins_small_blocks_and_a_prompt_does_not() -> None:
-    context = place(blocks_of([40, 40]))
-    prefill, decode = relay_plan._tokens_to_join(torch.device("cpu"))
-    plan = RelayPlan(
-        [context], [LAYOUT], torch.get_default_device(),
-        prefill_tokens=prefill, decode_tokens=decode,
-    )  # fmt: skip
-    tail = random(1, KV_HEADS, 3, SIZE, seed=8)
-    plan.attend(0, random(1, HEADS, 3, SIZE), tail, tail, 0.25, None)
-    assert "_decode" not in vars(plan)
-    plan.attend(0, random(1, HEADS, 1, SIZE), tail, tail, 0.25, None)
-    assert [len(segment.blocks) for segment in plan._prefill._segments] == [1, 1]
-    assert [len(segment.blocks) for segment in plan._decode._segments] == [2]
+    plan = RelayPlan([place(blocks_of([40, 40]))], [LAYOUT], torch.get_default_device(), tuning=CPU)
+    assert [len(segment.blocks) for segment in plan.prefill_table.segments] == [1, 1]
+    assert [len(segment.blocks) for segment in plan.decode_table.segments] == [2]
 
 
 def test_an_accelerator_joins_blocks_once_for_prompt_and_answer() -> None:
-    prefill, decode = relay_plan._tokens_to_join(torch.device("cuda"))
-    assert prefill == decode > 1000
+    assert tuning_of(torch.device("cuda")) is ACCELERATOR
+    assert ACCELERATOR.join_prefill_tokens > 1000
     plan = RelayPlan(
-        [place(blocks_of([40, 40]))], [LAYOUT], torch.get_default_device(),
-        prefill_tokens=prefill, decode_tokens=decode,
-    )  # fmt: skip
-    assert plan._prefill is plan._decode
-    assert [len(segment.blocks) for segment in plan._prefill._segments] == [2]
+        [place(blocks_of([40, 40]))], [LAYOUT], torch.get_default_device(), tuning=ACCELERATOR
+    )
+    assert plan.prefill_table is plan.decode_table
+    assert [len(segment.blocks) for segment in plan.prefill_table.segments] == [2]
+
+
+def strategy(
+    plan: RelayPlan, query: Tensor, tail: tuple[Tensor, Tensor], mask: Tensor | None = None
+) -> str:
+    return plan.strategy_for(LayerInputs.folded(0, query, *tail, 0.25, mask)).name
+
+
+def on_cpu(name: str) -> str:
+    """The strategy where tests run on the CPU; other devices have kernels of their own."""
+    return name if torch.get_default_device().type == "cpu" else "merged parts"
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
 @pytest.mark.parametrize("joined", [0, 50], ids=["one by one", "joined"])
 def test_a_token_of_an_answer_attends_to_all_blocks_at_once(
-    layout: RotaryLayout, joined: int, monkeypatch: pytest.MonkeyPatch
+    layout: RotaryLayout, joined: int
 ) -> None:
     context = place(blocks_of([40, 1, 17, 60]))
-    plan = RelayPlan([context], [layout], torch.get_default_device(), decode_tokens=joined)
+    plan = relay_plan([context], [layout], join_decode_tokens=joined)
     query = random(1, HEADS, 1, SIZE, seed=7)
     tail = random(1, KV_HEADS, 5, SIZE, seed=8), random(1, KV_HEADS, 5, SIZE, seed=9)
-    spy = Mock(wraps=attend_jointly)
-    monkeypatch.setattr(relay_plan, "attend_jointly", spy)
+    assert strategy(plan, query, tail) == on_cpu("single softmax")
     found = plan.attend(0, query, *tail, 0.25, None)
-    assert spy.call_count == (query.device.type == "cpu")
     ours = tail[0][0], tail[1][0]
     expected = by_moving_the_keys(query[0], context, ours, None, 0, layout)
     assert (found[0] - expected).abs().max() <= RELAY_BUDGET
     everywhere = torch.ones(1, 1, 1, 5, dtype=torch.bool)
+    assert strategy(plan, query, tail, everywhere) == on_cpu("online softmax")
     masked = plan.attend(0, query, *tail, 0.25, everywhere)
-    assert spy.call_count == (query.device.type == "cpu")
     assert (masked - found).abs().max() <= RELAY_BUDGET
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
 @pytest.mark.parametrize("spread", [1.0, 1e3])
-@pytest.mark.parametrize("blind", [False, True], ids=["causal", "a row sees nothing of the tail"])
+@pytest.mark.parametrize("fully_masked", [False, True], ids=["causal", "a row is fully masked"])
 def test_a_question_goes_from_block_to_block_without_merging(
-    blind: bool, spread: float, layout: RotaryLayout, monkeypatch: pytest.MonkeyPatch
+    fully_masked: bool, spread: float, layout: RotaryLayout
 ) -> None:
     context = place(blocks_of([40, 1, 17, 60]))
-    plan = RelayPlan([context], [layout], torch.get_default_device())
+    plan = relay_plan([context], [layout])
     query = random(1, HEADS, 6, SIZE, seed=7) * spread
     tail = random(1, KV_HEADS, 6, SIZE, seed=8), random(1, KV_HEADS, 6, SIZE, seed=9)
-    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(-1 if blind else 0)
-    merged = Mock(wraps=merge)
-    monkeypatch.setattr(relay_plan, "merge", merged)
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(-1 if fully_masked else 0)
+    assert strategy(plan, query, tail, mask) == on_cpu("online softmax")
     found = plan.attend(0, query, *tail, 0.25, mask)
-    assert merged.called == (query.device.type != "cpu")
     ours = tail[0][0], tail[1][0]
     expected = by_moving_the_keys(query[0], context, ours, mask[0], 0, layout)
     assert (found[0] - expected).abs().max() <= RELAY_BUDGET * spread
-    merged.reset_mock()
-    for limit in ("MOST_ROWS", "MOST_SCORES"):
-        with monkeypatch.context() as patch:
-            patch.setattr(relay_plan, limit, 17)
-            merging = plan.attend(0, query, *tail, 0.25, mask)
-        assert (merging - found).abs().max() <= RELAY_BUDGET * spread
-    assert merged.call_count == 2
+    for limit in ({"online_rows": 17}, {"most_scores": 17}):
+        merging = relay_plan([context], [layout], **limit)
+        assert strategy(merging, query, tail, mask) == "merged parts"
+        other = merging.attend(0, query, *tail, 0.25, mask)
+        assert (other - found).abs().max() <= RELAY_BUDGET * spread
 
 
 def test_a_prompt_without_context_attends_to_itself() -> None:
-    plan = RelayPlan([place([])], [LAYOUT], torch.get_default_device())
+    plan = relay_plan([place([])], [LAYOUT])
     for tokens in (1, 3):
         query = random(1, HEADS, tokens, SIZE, seed=7)
         tail = random(1, KV_HEADS, 3, SIZE, seed=8), random(1, KV_HEADS, 3, SIZE, seed=9)
@@ -266,25 +246,46 @@ def test_a_prompt_without_context_attends_to_itself() -> None:
 
 
 def test_a_batch_beams_repeated_blocks_and_other_types_are_merged_from_parts() -> None:
-    device = torch.get_default_device()
     blocks = blocks_of([4, 3])
-    one = RelayPlan([place(blocks)], [LAYOUT], device)
-    repeated = RelayPlan([place([*blocks, blocks[0]])], [LAYOUT], device)
-    batch = RelayPlan([place(blocks)] * 2, [LAYOUT], device)
-    value = torch.empty(1, device=device)
+    one = relay_plan([place(blocks)], [LAYOUT])
+    repeated = relay_plan([place([*blocks, blocks[0]])], [LAYOUT])
+    batch = relay_plan([place(blocks)] * 2, [LAYOUT])
 
-    def query(rows: int, tokens: int) -> Tensor:
-        return torch.empty(rows, HEADS, tokens, SIZE, device=device)
+    def chosen(plan: RelayPlan, rows: int, tokens: int, dtype: torch.dtype = torch.float32) -> str:
+        query = torch.empty(rows, HEADS, tokens, SIZE, dtype=dtype)
+        states = torch.empty(rows, KV_HEADS, tokens, SIZE, dtype=dtype)
+        return strategy(plan, query, (states, states))
 
-    if device.type == "cpu":
-        assert one._reading_alone(query(1, 1), value) is one._decode
-        assert one._reading_alone(query(1, 2), value) is one._prefill
+    assert chosen(one, 1, 1) == on_cpu("single softmax")
+    assert chosen(one, 1, 2) == on_cpu("online softmax")
     for tokens in (1, 2):
-        assert one._reading_alone(query(2, tokens), value) is None  # two beams
-        assert one._reading_alone(query(1, tokens).bfloat16(), value.bfloat16()) is None
+        assert chosen(one, 2, tokens) == "merged parts"  # two beams
+        assert chosen(one, 1, tokens, torch.bfloat16) == "merged parts"
+        assert chosen(repeated, 1, tokens) == "merged parts"
+        assert chosen(batch, 2, tokens) == "merged parts"
         with torch.enable_grad():
-            assert one._reading_alone(query(1, tokens), value) is None
-        assert repeated._reading_alone(query(1, tokens), value) is None
-        assert batch._reading_alone(query(2, tokens), value) is None
-        with torch.autocast(device.type):
-            assert one._reading_alone(query(1, tokens), value) is None
+            assert chosen(one, 1, tokens) == "merged parts"
+        with torch.autocast(torch.get_default_device().type):
+            assert chosen(one, 1, tokens) == "merged parts"
+
+
+def test_each_forward_of_a_plan_chooses_anew() -> None:
+    """The same plan serves a question, the tokens of its answer, and queries of other types."""
+    context = place(blocks_of([40, 1, 17, 60]))
+    plan = relay_plan([context], [LAYOUT, NO_ROTATION])
+    for tokens, masked in ((6, True), (1, False), (1, True), (6, False)):
+        query = random(1, HEADS, tokens, SIZE, seed=7)
+        tail = random(1, KV_HEADS, 6, SIZE, seed=8), random(1, KV_HEADS, 6, SIZE, seed=9)
+        mask = torch.ones(1, 1, tokens, 6, dtype=torch.bool).tril(5 - tokens) if masked else None
+        for layer, layout in enumerate((LAYOUT, NO_ROTATION)):
+            found = plan.attend(layer, query, *tail, 0.25, mask)[0]
+            ours, seen = (tail[0][0], tail[1][0]), None if mask is None else mask[0]
+            expected = by_moving_the_keys(query[0], context, ours, seen, layer, layout)
+            assert (found - expected).abs().max() <= RELAY_BUDGET
+    half = random(1, HEADS, 6, SIZE, seed=7).bfloat16()
+    states = random(1, KV_HEADS, 6, SIZE, seed=8).bfloat16()
+    empty = relay_plan([place([])], [LAYOUT, LAYOUT])
+    for layer, query in ((0, half.float()), (1, half)):
+        tail = states.to(query.dtype), states.to(query.dtype)
+        found = empty.attend(layer, query, *tail, 1.0, None)
+        assert found.dtype == query.dtype

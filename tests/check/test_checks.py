@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.check.checks import CheckReport, check_model
-from blockattn_rag.kv.block_kv import Context, assemble
+from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
 from blockattn_rag.model import BlockModel, decoding
 from tests.models import shared_tiny_llama, tiny_tokenizer

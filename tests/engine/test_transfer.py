@@ -1,11 +1,11 @@
-"""Blocks on their way: nobody reads a layer before it is there, and nothing is lost."""
+"""Pending copies of blocks: no layer is read before it is copied, and nothing is lost."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.engine.transfer import _Transfer, bring, send
-from blockattn_rag.kv.block_kv import BlockKV, place
+from blockattn_rag.engine.transfer import copy_async, to_device
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.context import place
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.store import DirectoryStore
 from tests.holding import LONGEST_S
@@ -36,38 +37,78 @@ def blocks(model: BlockModel) -> list[BlockKV]:
     return [kv for batch in model.encode(requests) for kv in batch]
 
 
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Layers move only when somebody waits for them, and are not numbers before; in what order."""
-    asked = [threading.Event() for _ in range(16)]
-    moved: list[int] = []
-    empty_copy, move, wait = _Transfer._empty_copy, _Transfer._move, _Transfer.wait
+class Gate:
+    """A pending copy of the block that is copied: lets a layer through when it is asked for."""
 
-    def poisoned(self: _Transfer, kv: BlockKV) -> BlockKV:
-        copy = empty_copy(self, kv)
+    failed = False
+
+    def __init__(self) -> None:
+        self.asked = [threading.Event() for _ in range(16)]
+        self.passed: list[int] = []
+
+    def wait(self, layer: int) -> None:
+        assert self.asked[layer].wait(LONGEST_S)
+        self.passed.append(layer)
+
+
+class Asks:
+    """What readers of a copy wait for: opens the gate for a layer, then waits for the copy."""
+
+    failed = False
+
+    def __init__(self, gate: Gate, copy: BlockKV) -> None:
+        self._gate = gate
+        self._copy = copy
+
+    def wait(self, layer: int) -> None:
+        self._gate.asked[layer].set()
+        self._copy.states(layer)
+
+
+class Breaks:
+    """A pending copy of the block that is copied, which fails in one layer."""
+
+    failed = False
+
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
+
+    def wait(self, layer: int) -> None:
+        if layer == self._layer:
+            raise OSError("out of page-locked memory")
+
+
+def copied_late(blocks: list[BlockKV], gate: Gate) -> list[BlockKV]:
+    """Copies whose layers are filled when somebody waits for them, and are not numbers before."""
+    copies = copy_async([replace(blocks[0], pending_copy=gate), *blocks[1:]], CPU)
+    for copy in copies:
         for states in (*copy.keys, *copy.values):
             states.fill_(torch.nan)
-        return copy
+    return [replace(copy, pending_copy=Asks(gate, copy)) for copy in copies]
 
-    def held_back(self: _Transfer, layer: int) -> None:
-        assert asked[layer].wait(LONGEST_S)
-        move(self, layer)
-        moved.append(layer)
 
-    def asking(self: _Transfer, layer: int) -> None:
-        asked[layer].set()
-        wait(self, layer)
+class CopyingStore(DirectoryStore):
+    """Gives copies that are still pending."""
 
-    monkeypatch.setattr(_Transfer, "_empty_copy", poisoned)
-    monkeypatch.setattr(_Transfer, "_move", held_back)
-    monkeypatch.setattr(_Transfer, "wait", asking)
-    yield moved
-    for event in asked:
+    def __init__(self, path: Path, copy: Callable[[BlockKV], BlockKV]) -> None:
+        super().__init__(path)
+        self.copy = copy
+
+    def get(self, key: str) -> BlockKV | None:
+        kv = super().get(key)
+        return None if kv is None else self.copy(kv)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    for event in gate.asked:
         event.set()
 
 
 def test_what_arrives_is_what_was_sent_in_memory_of_its_own(blocks: list[BlockKV]) -> None:
-    for sent, copy in zip(blocks, send(blocks, CPU), strict=True):
+    for sent, copy in zip(blocks, copy_async(blocks, CPU), strict=True):
         for layer in range(sent.num_layers):
             for mine, theirs in zip(sent.states(layer), copy.states(layer), strict=True):
                 assert torch.equal(mine, theirs)
@@ -81,65 +122,49 @@ def test_what_arrives_is_what_was_sent_in_memory_of_its_own(blocks: list[BlockKV
 @pytest.mark.parametrize("assembly", ["relay", "copy"])
 @pytest.mark.parametrize("question", [[9, 10, 11], [9]])
 def test_the_model_reads_no_layer_before_it_is_there(
-    model: BlockModel, blocks: list[BlockKV], late: list[int], assembly: str, question: list[int]
+    model: BlockModel, blocks: list[BlockKV], gate: Gate, assembly: str, question: list[int]
 ) -> None:
     ids = torch.tensor([question])
     expected = model.next_logits(ids, model.cache_for(place(blocks), assembly=assembly))  # type: ignore[arg-type]
-    arriving = place(send(blocks, CPU))
+    arriving = place(copied_late(blocks, gate))
     found = model.next_logits(ids, model.cache_for(arriving, assembly=assembly))  # type: ignore[arg-type]
     assert torch.equal(found, expected)
-    assert late == sorted(late) == list(range(blocks[0].num_layers))
+    assert gate.passed == list(range(blocks[0].num_layers))
 
 
-def test_a_copy_of_an_arriving_block_is_whole(blocks: list[BlockKV], late: list[int]) -> None:
-    (arriving,) = send(blocks[:1], CPU)
+def test_a_copy_of_an_arriving_block_is_whole(blocks: list[BlockKV], gate: Gate) -> None:
+    (arriving,) = copied_late(blocks[:1], gate)
     copy = arriving.copy_to(CPU)
-    assert copy.arrival is None
+    assert copy.pending_copy is None
     for layer in range(copy.num_layers):
         assert torch.equal(copy.keys[layer], blocks[0].keys[layer])
         assert torch.equal(copy.values[layer], blocks[0].values[layer])
 
 
-def test_a_transfer_that_fails_is_an_error_of_whoever_waits(
-    blocks: list[BlockKV], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    move = _Transfer._move
-
-    def fail(self: _Transfer, layer: int) -> None:
-        if layer == 1:
-            raise OSError("out of page-locked memory")
-        move(self, layer)
-
-    monkeypatch.setattr(_Transfer, "_move", fail)
-    copies = send(blocks, CPU)
+def test_a_copy_that_fails_is_an_error_of_whoever_waits(blocks: list[BlockKV]) -> None:
+    copies = copy_async([replace(blocks[0], pending_copy=Breaks(1)), *blocks[1:]], CPU)
     for layer in (1, 2):
         with pytest.raises(RuntimeError, match="moving blocks to cpu failed: out of page-locked"):
             copies[0].states(layer)
 
 
-def test_after_a_transfer_that_failed_blocks_are_read_again(
-    model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = BlockAttentionEngine(model, DirectoryStore(tmp_path))
-    expected = engine.generate(PROMPT, max_new_tokens=5)
-    monkeypatch.setattr(
-        "blockattn_rag.engine.fetcher.bring", lambda kvs, device, **_: send(kvs, device)
+def test_after_a_copy_that_failed_blocks_are_read_again(model: BlockModel, tmp_path: Path) -> None:
+    expected = BlockAttentionEngine(model, DirectoryStore(tmp_path)).generate(
+        PROMPT, max_new_tokens=5
     )
-    engine = BlockAttentionEngine(model, DirectoryStore(tmp_path))
-
-    def fail(self: _Transfer, layer: int) -> None:
-        raise OSError("out of page-locked memory")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(_Transfer, "_move", fail)
-        with pytest.raises(RuntimeError, match="page-locked"):
-            engine.generate(PROMPT, max_new_tokens=5)
+    store = CopyingStore(
+        tmp_path, lambda kv: copy_async([replace(kv, pending_copy=Breaks(0))], CPU)[0]
+    )
+    engine = BlockAttentionEngine(model, store)
+    with pytest.raises(RuntimeError, match="page-locked"):
+        engine.generate(PROMPT, max_new_tokens=5)
+    store.copy = lambda kv: kv
     found = engine.generate(PROMPT, max_new_tokens=5, on_miss="error")
     assert found.token_ids == expected.token_ids
 
 
 def test_a_block_that_nobody_holds_is_freed_at_once(blocks: list[BlockKV]) -> None:
-    copies = send(blocks, CPU)
+    copies = copy_async(blocks, CPU)
     for layer in range(copies[0].num_layers):
         copies[0].states(layer)
     for thread in threading.enumerate():
@@ -155,12 +180,12 @@ def test_a_block_that_nobody_holds_is_freed_at_once(blocks: list[BlockKV]) -> No
 
 
 def test_on_the_cpu_blocks_are_there_at_once(blocks: list[BlockKV]) -> None:
-    assert bring(blocks, CPU) == blocks
+    assert to_device(blocks, CPU) == blocks
 
 
 def test_copies_keep_each_layers_number_type_and_share_no_token_ids(blocks: list[BlockKV]) -> None:
     mixed = replace(blocks[0], values=tuple(t.half() for t in blocks[0].values))
-    (copy,) = send([mixed], CPU)
+    (copy,) = copy_async([mixed], CPU)
     for layer in range(mixed.num_layers):
         for found, expected in zip(copy.states(layer), mixed.states(layer), strict=True):
             assert found.dtype == expected.dtype
@@ -168,20 +193,24 @@ def test_copies_keep_each_layers_number_type_and_share_no_token_ids(blocks: list
     assert copy.token_ids.data_ptr() != mixed.token_ids.data_ptr()
 
 
-def test_an_engine_answers_from_blocks_that_are_still_arriving(
-    model: BlockModel, tmp_path: Path, late: list[int], monkeypatch: pytest.MonkeyPatch
+def test_an_engine_answers_from_blocks_whose_copies_are_pending(
+    model: BlockModel, tmp_path: Path
 ) -> None:
     expected = BlockAttentionEngine(model, DirectoryStore(tmp_path)).generate(
         PROMPT, max_new_tokens=5
     )
-    monkeypatch.setattr(
-        "blockattn_rag.engine.fetcher.bring", lambda kvs, device, **_: send(kvs, device)
-    )
-    engine = BlockAttentionEngine(model, DirectoryStore(tmp_path))
+    gates: list[Gate] = []
+
+    def late(kv: BlockKV) -> BlockKV:
+        gates.append(Gate())
+        return copied_late([kv], gates[-1])[0]
+
+    engine = BlockAttentionEngine(model, CopyingStore(tmp_path, late))
     for _ in range(2):  # from the store, then from what was kept
         found = engine.generate(PROMPT, max_new_tokens=5, on_miss="error")
         assert found.token_ids == expected.token_ids
-    assert late == list(range(model.config.num_hidden_layers))
+    layers = list(range(model.config.num_hidden_layers))
+    assert [gate.passed for gate in gates] == [layers, layers]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -189,7 +218,7 @@ def test_on_cuda_blocks_arrive_beside_the_models_work(blocks: list[BlockKV]) -> 
     device = torch.device("cuda", 0)
     for _ in range(20):
         work = torch.randn(2048, 2048, device=device)
-        copies = bring(blocks, device)
+        copies = to_device(blocks, device)
         for layer in range(blocks[0].num_layers):
             work = work @ work / 100
             for sent, copy in zip(blocks, copies, strict=True):

@@ -11,7 +11,7 @@ from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.kv.block_kv import Assembly
+from blockattn_rag.kv.context import Assembly
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt

@@ -12,7 +12,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from blockattn_rag.check.oracle import oracle_generate, oracle_logits
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import ContextOverflowError, UnsupportedModelError
-from blockattn_rag.kv.block_kv import Assembly, place
+from blockattn_rag.kv.context import Assembly, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.prompts.blocks import Block, BlockPrompt

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from blockattn_rag.attention import relay as relay_plan
+from blockattn_rag.attention.segments import SegmentTable
 from blockattn_rag.check.oracle import oracle_generate, oracle_logits
 from blockattn_rag.errors import UnsupportedModelError
-from blockattn_rag.kv.block_kv import Context, place
+from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.relay import enable_relay
@@ -246,11 +246,11 @@ def test_stored_tensors_are_bit_identical_after_a_thousand_generations(llama: Bl
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
 
 
-def test_the_probe_notices_queries_that_are_not_turned(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unturned(self: Any, _: int, query: Tensor) -> Tensor:
-        return query.expand(len(self._request_of), *query.shape[1:])
+def test_the_probe_notices_queries_that_are_not_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unrotated(self: SegmentTable, _: int, query: Tensor) -> Tensor:
+        return query.expand(len(self.segments), *query.shape[1:])
 
-    monkeypatch.setattr(relay_plan._Reading, "_turned", unturned)
+    monkeypatch.setattr(SegmentTable, "rotated", unrotated)
     assert not BlockModel(tiny_model("llama"), tiny_tokenizer()).supports_relay
 
 

@@ -1,0 +1,173 @@
+"""All code for CUDA. *None of it has run on a GPU yet*: tests run it on one where there is one.
+
+Three parts, which know nothing of each other: attention kernels with their log-sum-exp, a stream
+for copies beside the model's work (for ``engine.transfer``), and the recording of CUDA graphs (for
+``model.graphs``, whose tests put a recorder of the CPU in its place).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from blockattn_rag.attention.kernels import (
+    Kernel,
+    Partial,
+    additive_mask,
+    with_whole_rows,
+    without_masked_rows,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# -- attention kernels ---------------------------------------------------------------------------
+
+
+def kernel_on_cuda(query: Tensor, mask: Tensor | None) -> Kernel:
+    """Flash kernels for 16-bit types without a mask, the flash-attn package's where that is
+    installed, else PyTorch's; PyTorch's memory-efficient kernel for the rest."""
+    if mask is not None or query.dtype not in (torch.float16, torch.bfloat16):
+        return Kernel("memory-efficient", attend_memory_efficient)
+    if query.shape[-1] <= 256 and (kernel := flash_attn()) is not None:
+        return Kernel("flash-attn", attend_flash_attn(kernel))
+    return Kernel("flash", attend_flash)
+
+
+def attend_flash(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None = None
+) -> Partial:
+    """PyTorch's flash kernel, for 16-bit types without a mask."""
+    query, key, value = map(with_whole_rows, (query, key, value))
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, False, False, scale=scale
+    )
+    return Partial(output.float(), lse[..., : query.shape[2]].float())
+
+
+def attend_memory_efficient(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+) -> Partial:
+    """PyTorch's memory-efficient kernel."""
+    query, key, value = map(with_whole_rows, (query, key, value))
+    bias = None
+    if mask is not None:
+        bias = additive_mask(mask, query)
+        bias = bias.expand(*query.shape[:2], *bias.shape[2:])
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, scale=scale
+    )
+    return without_masked_rows(output, lse[..., : query.shape[2]], mask)
+
+
+def attend_flash_attn(kernel: Callable[..., Any]) -> Callable[..., Partial]:
+    """Attention by flash-attn's kernel for few queries over many keys, which splits the keys among
+    the GPU's processors: PyTorch's leaves most of them idle. It takes ``[B, tokens, K, D]``."""
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None = None
+    ) -> Partial:
+        states = (with_whole_rows(tensor).transpose(1, 2) for tensor in (query, key, value))
+        output, lse = kernel(*states, softmax_scale=scale, return_softmax_lse=True)
+        return Partial(output.transpose(1, 2).float(), lse.float())
+
+    return attend
+
+
+@cache
+def flash_attn() -> Callable[..., Any] | None:
+    """flash-attn's kernel, if the package is there and fits this PyTorch."""
+    try:
+        from flash_attn import flash_attn_with_kvcache
+    except ImportError:
+        return None
+    kernel: Callable[..., Any] = flash_attn_with_kvcache
+    return kernel
+
+
+# -- copies beside the model's work --------------------------------------------------------------
+
+
+class CopyStream:
+    """A stream of copies to a device, beside the model's stream.
+
+    Args:
+        device: a CUDA device.
+        targets: tensors that own the memory which the copies fill.
+    """
+
+    def __init__(self, device: torch.device, targets: Sequence[Tensor]) -> None:
+        self._device = device
+        self._layers: list[Any] = []  # an event of CUDA for each layer that was copied
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # The memory of the targets may still be in use on the model's stream, and must not be
+        # given to others before the copies end.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        for target in targets:
+            target.record_stream(self._stream)
+
+    def entered(self) -> AbstractContextManager[Any]:
+        """Surrounds the copies, in the thread that makes them."""
+        stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+        return stream
+
+    def mark(self) -> None:
+        """The copies of one more layer have been started."""
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        self._layers.append(event)
+
+    def wait(self, layer: int) -> None:
+        """Let the current stream wait until a layer is copied."""
+        if not self._layers[layer].query():
+            torch.cuda.current_stream(self._device).wait_event(self._layers[layer])
+
+
+def pinned(states: Tensor) -> Tensor:
+    """States in page-locked memory, from where CUDA copies without waiting."""
+    return states.pin_memory() if states.device.type == "cpu" else states
+
+
+# -- graphs --------------------------------------------------------------------------------------
+
+
+class CudaRecorder:
+    """Records CUDA graphs, which share one pool of memory (a ``Recorder`` of ``model.graphs``)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graph: Any = None
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Surrounds the pieces of one forward."""
+        before = torch.cuda.current_stream(self._device)
+        # Of high priority, so that it is none of those that transfers take from their pool.
+        stream: Any = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        stream.wait_stream(before)
+        with torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                if self._graph is not None:  # an error came while it was recorded
+                    with suppress(RuntimeError):
+                        self.end()
+        before.wait_stream(stream)
+
+    def begin(self) -> None:
+        """From here on, record."""
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads may go on allocating, as transfers of blocks do.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> Callable[[], object]:
+        """Stop, and give what does it all again on the same memory."""
+        graph, self._graph = self._graph, None
+        graph.capture_end()
+        replay: Callable[[], object] = graph.replay
+        return replay

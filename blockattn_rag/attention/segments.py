@@ -1,0 +1,166 @@
+"""Segments: the distinct blocks of a batch of contexts, small ones joined, and who reads them.
+
+A *pair* is a segment and one place where a request has it; a request may have a block twice.
+
+Shapes: ``R`` requests, ``K`` key-value heads, ``Q`` query rows, ``N`` key tokens, ``D`` head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from blockattn_rag.attention.kernels import Partial
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.context import Context, PlacedBlock, joined_states
+from blockattn_rag.kv.rope import RotaryLayout, rotate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Segment:
+    """Blocks that the same requests hold at the same distances from each other.
+
+    Args:
+        blocks: with shifts relative to the segment. One block is read where it lies; several are
+            joined into one tensor per layer when a layer first asks for it.
+        readers: request and shift of the segment, for each pair.
+    """
+
+    def __init__(self, blocks: Sequence[PlacedBlock], readers: Sequence[tuple[int, int]]) -> None:
+        self.blocks = tuple(blocks)
+        self.readers = tuple(readers)
+        self._tables: dict[RotaryLayout, tuple[Tensor, Tensor]] = {}
+        self._joined: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(block.kv.num_tokens for block in self.blocks)
+
+    def states(self, layer: int, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[K, N, D]``; keys stand where the readers' shifts expect them."""
+        if len(self.blocks) == 1:
+            return self.blocks[0].kv.states(layer)
+        if layer not in self._joined:
+            self._joined[layer] = joined_states(self.blocks, layer, layout, self._tables)
+        return self._joined[layer]
+
+
+def segments_of(contexts: Sequence[Context], tokens: int) -> list[Segment]:
+    """Every distinct block once; those under ``tokens`` tokens joined into segments of as many."""
+    # By digest: two requests may have read the same block from disk, each for itself.
+    readers: dict[str, tuple[BlockKV, list[tuple[int, int]]]] = {}
+    for request, context in enumerate(contexts):
+        for kv, _, shift in context.blocks:
+            readers.setdefault(kv.digest, (kv, []))[1].append((request, shift))
+    segments: list[Segment] = []
+    # Small blocks, by their readers' requests and by the shifts relative to the first reader's.
+    # Blocks may be joined in any order: attention depends on where keys stand, not on their order.
+    small: dict[tuple[tuple[int, int], ...], list[PlacedBlock]] = {}
+    for kv, pairs in readers.values():
+        if kv.num_tokens >= tokens:
+            segments.append(Segment([PlacedBlock(kv, 0, 0)], pairs))
+            continue
+        first = pairs[0][1]
+        relative = tuple((request, shift - first) for request, shift in pairs)
+        small.setdefault(relative, []).append(PlacedBlock(kv, 0, first))
+    for relative, blocks in small.items():
+        for run in _runs(blocks, tokens):
+            at = run[0].shift
+            moved = [PlacedBlock(kv, 0, shift - at) for kv, _, shift in run]
+            segments.append(Segment(moved, [(request, shift + at) for request, shift in relative]))
+    return segments
+
+
+def _runs(blocks: Sequence[PlacedBlock], tokens: int) -> list[list[PlacedBlock]]:
+    """Cut into runs that reach ``tokens`` tokens, the last one perhaps not."""
+    runs: list[list[PlacedBlock]] = []
+    filled = tokens
+    for block in blocks:
+        if filled >= tokens:
+            runs.append([])
+            filled = 0
+        runs[-1].append(block)
+        filled += block.kv.num_tokens
+    return runs
+
+
+class SegmentTable:
+    """Segments and their pairs, as tables that every layer uses.
+
+    Args:
+        segments: all that the requests read.
+        layouts: rotary layout per layer.
+        num_requests: requests of the batch, those without context included.
+        device: where queries are.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        layouts: Sequence[RotaryLayout],
+        num_requests: int,
+        device: torch.device,
+    ) -> None:
+        self.segments = segments
+        self.num_requests = num_requests
+        self._layouts = layouts
+        # One request, no block twice: partial results need no sorting.
+        self.is_one_each = num_requests == 1 and all(len(s.readers) == 1 for s in segments)
+        requests = [request for segment in segments for request, _ in segment.readers]
+        shifts = [shift for segment in segments for _, shift in segment.readers]
+        # Queries are rotated for their own positions. A block was moved by `shift`, so to the
+        # block's keys the queries stand `shift` earlier.
+        self._tables: dict[RotaryLayout, tuple[Tensor, Tensor]] = {}
+        for layout in set(layouts):
+            if layout.rotates and shifts:
+                cos, sin = layout.cos_sin(-torch.tensor(shifts), device)
+                self._tables[layout] = cos[:, None, None], sin[:, None, None]
+        slots = _slots(requests)
+        self._num_slots = max(slots, default=-1) + 1
+        self._request_of = torch.tensor(requests, dtype=torch.long, device=device)
+        self._slot_of = torch.tensor(slots, dtype=torch.long, device=device)
+
+    def segment_states(self, index: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[K, N, D]`` of one segment."""
+        return self.segments[index].states(layer, self._layouts[layer])
+
+    def states(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values ``[K, N, D]`` of every segment."""
+        states = [segment.states(layer, self._layouts[layer]) for segment in self.segments]
+        return [key for key, _ in states], [value for _, value in states]
+
+    def rotated(self, layer: int, query: Tensor) -> Tensor:
+        """Each pair's queries ``[pairs, K, Q, D]`` as its segment sees them, from the requests'
+        queries ``[R, K, Q, D]``."""
+        layout, pairs = self._layouts[layer], len(self._request_of)
+        chosen = query[self._request_of] if self.num_requests > 1 else query
+        if layout in self._tables:
+            return rotate(chosen, *self._tables[layout], layout)
+        return chosen.expand(pairs, *query.shape[1:])
+
+    def by_request(self, parts: Sequence[Partial]) -> list[Partial]:
+        """Partials ``[R, ...]`` that cover all segments, from those of each segment's pairs."""
+        if self.is_one_each or not parts:
+            return list(parts)
+        found = Partial(*map(torch.cat, zip(*parts, strict=True)))
+        shape = (self._num_slots, self.num_requests, *found.lse.shape[1:])
+        outputs = found.output.new_zeros(*shape, found.output.shape[-1])
+        lses = found.lse.new_full(shape, -math.inf)
+        at = self._slot_of, self._request_of
+        outputs[at], lses[at] = found
+        return [Partial(*part) for part in zip(outputs, lses, strict=True)]
+
+
+def _slots(requests: Sequence[int]) -> list[int]:
+    """For each pair, how many pairs of the same request stand before it."""
+    used: dict[int, int] = {}
+    slots = []
+    for request in requests:
+        slots.append(used.get(request, 0))
+        used[request] = slots[-1] + 1
+    return slots

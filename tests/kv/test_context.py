@@ -1,0 +1,61 @@
+"""Blocks put together: their places, their keys, and that nothing stored is ever written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blockattn_rag.kv.context import assemble, place
+from blockattn_rag.kv.rope import shift_positions
+from tests.kv.test_block_kv import LAYOUTS, block, bytes_of
+
+
+def test_blocks_stand_one_after_the_other() -> None:
+    one, two = block(3, 1), block(1, 2)
+    context = place([one, two, one])
+    assert [(b.start, b.shift) for b in context.blocks] == [(0, 0), (3, 3), (4, 4)]
+    assert context.num_tokens == 7
+    assert context.token_ids == [100, 101, 102, 200, 100, 101, 102]
+    assert all(placed.kv is kv for placed, kv in zip(context.blocks, (one, two, one), strict=True))
+
+
+def test_composite_positions_shift_nothing() -> None:
+    context = place([block(3, 1), block(2, 2)], "composite")
+    assert [(b.start, b.shift) for b in context.blocks] == [(0, 0), (3, 0)]
+
+
+def test_no_block_is_an_empty_context_and_other_positions_are_refused() -> None:
+    assert place([]).num_tokens == 0
+    assert place([]).token_ids == []
+    with pytest.raises(ValueError, match=r"positions must be one of .*found 'absolute'"):
+        place([], "absolute")  # type: ignore[arg-type]
+
+
+def test_assembled_keys_are_each_blocks_keys_moved_to_its_place_and_values_as_they_are() -> None:
+    blocks = [block(3, 1), block(1, 2), block(5, 3)]
+    context = place(blocks)
+    for index, (keys, values) in enumerate(assemble(context, LAYOUTS)):
+        moved = [shift_positions(b.kv.keys[index], b.shift, LAYOUTS[index]) for b in context.blocks]
+        assert torch.equal(keys, torch.cat(moved, dim=1))
+        assert torch.equal(values, torch.cat([kv.values[index] for kv in blocks], dim=1))
+
+
+def test_composite_keys_are_joined_as_they_are() -> None:
+    blocks = [block(3, 1), block(4, 2)]
+    for index, (keys, _) in enumerate(assemble(place(blocks, "composite"), LAYOUTS)):
+        assert torch.equal(keys, torch.cat([kv.keys[index] for kv in blocks], dim=1))
+
+
+def test_one_block_is_not_even_copied() -> None:
+    one = block(3, 1)
+    for index, (keys, values) in enumerate(assemble(place([one]), LAYOUTS)):
+        assert keys is one.keys[index]
+        assert values is one.values[index]
+
+
+def test_assembling_writes_no_stored_tensor() -> None:
+    blocks = [block(3, 1), block(4, 2)]
+    before = [bytes_of(kv) for kv in blocks]
+    for _ in assemble(place([*blocks, *blocks]), LAYOUTS):
+        pass
+    assert [bytes_of(kv) for kv in blocks] == before
