@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from blockattn_rag.engine.engine import BlockAttentionEngine
-    from blockattn_rag.engine.fetcher import EncodeStats
+    from blockattn_rag.engine.ingest import EncodeStats
     from blockattn_rag.engine.results import Generation, GenerationChunk, ReuseStats
 
 _HOMES = {
     "BlockAttentionEngine": "engine",
-    "EncodeStats": "fetcher",
+    "EncodeStats": "ingest",
     "Generation": "results",
     "GenerationChunk": "results",
     "ReuseStats": "results",

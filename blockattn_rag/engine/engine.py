@@ -6,10 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
-from blockattn_rag.engine.fetcher import BlockFetcher, EncodeStats, OnMiss
+from blockattn_rag.engine.fetcher import BlockFetcher, OnMiss
+from blockattn_rag.engine.ingest import EncodeStats, precompute
 from blockattn_rag.engine.options import Prompt, Request, Reuse
 from blockattn_rag.engine.results import (
     Generation,
@@ -28,6 +29,8 @@ from blockattn_rag.store import DEFAULT_RESIDENT_BYTES, KVStore, open_store
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+_T = TypeVar("_T")
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -67,7 +70,7 @@ class BlockAttentionEngine:
         self.store = open_store(store)
         self.reuse = Reuse(on_miss, positions, assembly).checked()
         self._answerer = Answerer(model)
-        self._fetcher = BlockFetcher(model, self.store, model.lock, resident_bytes)
+        self._fetcher = BlockFetcher(model, self.store, resident_bytes)
 
     @classmethod
     def from_pretrained(
@@ -129,9 +132,16 @@ class BlockAttentionEngine:
         on_progress: Callable[[int, int], None] | None = None,
         batch_tokens: int | None = None,
     ) -> EncodeStats:
-        """``encode`` with figures of what was done; see ``BlockFetcher.precompute``."""
-        return self._fetcher.precompute(
+        """``encode`` with figures of what was done; see ``ingest.precompute``."""
+
+        def run(work: Callable[[], _T]) -> _T:
+            with self.model.lock:
+                return work()
+
+        return precompute(
+            self._fetcher,
             blocks,
+            run=run,
             as_prompt=as_prompt,
             show_progress=show_progress,
             on_progress=on_progress,

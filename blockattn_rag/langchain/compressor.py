@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.handles import HANDLE_KEY
-from blockattn_rag.engine.fetcher import EncodeStats
+from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.langchain.documents import BlockDocumentPrompt
 from blockattn_rag.langchain.fields import EngineFields
 from blockattn_rag.langchain.transformer import BlockKVTransformer, DocumentPromptField

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from langchain_core.documents import BaseDocumentTransformer, Document
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from blockattn_rag.engine.fetcher import EncodeStats
+from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.langchain.documents import BlockDocumentPrompt, as_block_prompt
 from blockattn_rag.langchain.fields import EngineFields
 from blockattn_rag.prompts.blocks import Block

@@ -17,7 +17,7 @@ from llama_index.core.schema import (
 )
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.fetcher import EncodeStats
+from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.llama_index.nodes import canonical_text, stamp
 from blockattn_rag.llama_index.source import EngineComponent, EngineSource

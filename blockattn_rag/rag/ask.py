@@ -58,7 +58,7 @@ def ingest_documents(
     from llama_index.core.ingestion import IngestionPipeline
     from llama_index.core.node_parser import SentenceSplitter
 
-    from blockattn_rag.engine.fetcher import EncodeStats
+    from blockattn_rag.engine.ingest import EncodeStats
     from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform, encode_prompt_head
 
     # Loaded before the clock starts: imports are no work of the ingestion.

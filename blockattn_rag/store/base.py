@@ -12,7 +12,7 @@ from blockattn_rag.kv.block_kv import BlockKV, store_key
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("blockattn_rag")
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 
@@ -83,9 +83,24 @@ class TouchableStore(KVStore, Protocol):
         ...
 
 
+@runtime_checkable
+class ResidentStore(KVStore, Protocol):
+    """A ``KVStore`` that holds blocks in the memory of this process, ready for a model."""
+
+    def keep(self, key: str, kv: BlockKV) -> None:
+        """Hold an entry in memory and nowhere else, if it is not there yet."""
+        ...
+
+
 def touch(store: KVStore, key: str) -> bool:
     """Whether a store has an entry to be reused, which is marked as used now if the store can."""
     return store.touch(key) if isinstance(store, TouchableStore) else key in store
+
+
+def keep(store: KVStore, key: str, kv: BlockKV) -> None:
+    """Hold an entry in memory and nowhere else, if the store holds blocks there."""
+    if isinstance(store, ResidentStore):
+        store.keep(key, kv)
 
 
 def check_max_bytes(max_bytes: int) -> None:

@@ -61,6 +61,11 @@ class MemoryStore:
             self._entries[key] = kv
             self._total_bytes += nbytes
 
+    def keep(self, key: str, kv: BlockKV) -> None:
+        """Store an entry unless there is one."""
+        if key not in self:
+            self.put(key, kv)
+
     def touch(self, key: str) -> bool:
         """Mark an entry as used now; True if there is one."""
         with self._lock:

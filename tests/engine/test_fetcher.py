@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,39 +12,16 @@ import pytest
 import torch
 
 from blockattn_rag.engine.fetcher import BlockFetcher
-from blockattn_rag.errors import ContextOverflowError, CorruptEntryError, MissError, StoreError
+from blockattn_rag.errors import ContextOverflowError, MissError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockTemplate, Origin, Span
-from blockattn_rag.store import DirectoryStore, MemoryStore, shrink
+from blockattn_rag.store import DirectoryStore, shrink
+from tests.engine.ingestion import FaultyStore, ingest
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
 A, B, C = Block("first passage"), Block("second"), Block("third", BlockTemplate("- ", "\n"))
 D = Block("what stands first")
-
-
-class FaultyStore(MemoryStore):
-    """A store in memory that fails where it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__(1 << 26)
-        self.corrupt: set[str] = set()
-        self.full_after: int | None = None
-        self.swapped: BlockKV | None = None
-        self.puts = 0
-
-    def get(self, key: str) -> BlockKV | None:
-        if key in self.corrupt:
-            raise CorruptEntryError(f"entry {key[:8]} is damaged")
-        found = super().get(key)
-        return self.swapped if found is not None and self.swapped is not None else found
-
-    def put(self, key: str, kv: BlockKV) -> None:
-        if self.full_after is not None and self.puts >= self.full_after:
-            raise StoreError("no space left")
-        self.puts += 1
-        super().put(key, kv)
-        self.corrupt.discard(key)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +41,7 @@ def store() -> FaultyStore:
 
 @pytest.fixture
 def fetcher(model: BlockModel, store: FaultyStore) -> BlockFetcher:
-    return BlockFetcher(model, store, threading.Lock())
+    return BlockFetcher(model, store)
 
 
 def test_absent_blocks_are_computed_and_found_the_next_time(fetcher: BlockFetcher) -> None:
@@ -98,8 +73,8 @@ def test_the_first_block_holds_bos_and_is_another_entry(
 def test_without_bos_a_block_is_one_entry_wherever_it_stands(
     model_without_bos: BlockModel, store: FaultyStore
 ) -> None:
-    fetcher = BlockFetcher(model_without_bos, store, threading.Lock())
-    fetcher.precompute([A, B])
+    fetcher = BlockFetcher(model_without_bos, store)
+    ingest(fetcher, [A, B])
     assert fetcher.contains(A, first=True)
     found = fetcher.fetch([A, B, A], "error")
     assert (found.hits, found.misses) == (3, 0)
@@ -108,7 +83,7 @@ def test_without_bos_a_block_is_one_entry_wherever_it_stands(
 def test_on_miss_error_names_what_is_missing_and_computes_nothing(
     fetcher: BlockFetcher, store: FaultyStore
 ) -> None:
-    fetcher.precompute([B])
+    ingest(fetcher, [B])
     with pytest.raises(MissError, match=r"1 of 2 blocks .*first is 'first passage'"):
         fetcher.fetch([A, B], "error")
     assert store.stats().entries == 1
@@ -117,8 +92,8 @@ def test_on_miss_error_names_what_is_missing_and_computes_nothing(
 def test_a_text_of_no_tokens_is_no_miss_and_leaves_no_trace(
     model: BlockModel, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetcher = BlockFetcher(model, store, threading.Lock())
-    fetcher.precompute([B])
+    fetcher = BlockFetcher(model, store)
+    ingest(fetcher, [B])
     right = model.tokenizer.block_ids
     monkeypatch.setattr(
         model.tokenizer,
@@ -128,7 +103,7 @@ def test_a_text_of_no_tokens_is_no_miss_and_leaves_no_trace(
     fetcher.fetch([A], "compute")
     found = fetcher.fetch([A, C, B], "error")
     assert (found.hits, found.misses, len(found.blocks)) == (2, 0, 2)
-    assert fetcher.precompute([C, B]).computed == 0
+    assert ingest(fetcher, [C, B]).computed == 0
 
 
 @pytest.mark.parametrize("fault", ["corrupt", "another block", "another model", "a layer less"])
@@ -165,69 +140,10 @@ def test_a_store_that_cannot_keep_a_block_costs_time_and_no_answer(
     assert "no space left" in caplog.text
 
 
-def test_precompute_says_what_it_did(fetcher: BlockFetcher, store: FaultyStore) -> None:
-    progress: list[tuple[int, int]] = []
-    stats = fetcher.precompute([A, B, A], on_progress=lambda *at: progress.append(at))
-    assert (stats.computed, stats.reused) == (2, 0)
-    assert stats.computed_tokens == len("first passage") + len("second")
-    assert stats.stored_bytes == store.stats().total_bytes
-    assert progress == [(1, 2), (2, 2)]
-    again = fetcher.precompute([A, B, C])
-    assert (again.computed, again.reused) == (1, 2)
-
-
-def test_precompute_raises_where_it_cannot_store_and_goes_on_from_there(
-    fetcher: BlockFetcher, store: FaultyStore
-) -> None:
-    blocks = [Block(f"passage {i}") for i in range(10)]
-    store.full_after = 4
-    with pytest.raises(StoreError, match="no space left"):
-        fetcher.precompute(blocks, batch_tokens=20)
-    store.full_after = None
-    stats = fetcher.precompute(blocks, batch_tokens=20)
-    assert (stats.reused, stats.computed) == (4, 6)
-
-
-def test_precompute_survives_an_interruption(
-    model: BlockModel, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetcher = BlockFetcher(model, store, threading.Lock())
-    right = model.encode
-
-    def interrupted(*args: object, **kwargs: object) -> Iterator[list[BlockKV]]:
-        batches = right(*args, **kwargs)  # type: ignore[arg-type]
-        yield next(batches)
-        raise KeyboardInterrupt
-
-    blocks = [Block(f"passage {i}") for i in range(6)]
-    monkeypatch.setattr(model, "encode", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        fetcher.precompute(blocks, batch_tokens=20)
-    monkeypatch.undo()
-    kept = store.stats().entries
-    assert 0 < kept < 6
-    stats = fetcher.precompute(blocks)
-    assert (stats.reused, stats.computed) == (kept, 6 - kept)
-
-
-def test_the_lock_is_free_between_batches_and_after_an_error(
-    model: BlockModel, store: FaultyStore
-) -> None:
-    lock = threading.Lock()
-    fetcher = BlockFetcher(model, store, lock)
-    held: list[bool] = []
-    blocks = [Block(f"passage {i}") for i in range(4)]
-    fetcher.precompute(blocks, batch_tokens=1, on_progress=lambda *_: held.append(lock.locked()))
-    assert held == [False] * 4
-    with pytest.raises(ContextOverflowError, match="split the passage into smaller chunks"):
-        fetcher.precompute([Block("x" * 5000)])
-    assert not lock.locked()
-
-
 def test_blocks_of_another_model_are_not_taken(store: FaultyStore, fetcher: BlockFetcher) -> None:
-    fetcher.precompute([A])
+    ingest(fetcher, [A])
     other = BlockModel(tiny_model(seed=1), tiny_tokenizer())
-    found = BlockFetcher(other, store, threading.Lock()).fetch([B, A], "compute")
+    found = BlockFetcher(other, store).fetch([B, A], "compute")
     assert (found.hits, found.misses) == (0, 2)
 
 
@@ -243,8 +159,8 @@ class CountingStore(DirectoryStore):
 
 def test_a_resident_block_is_read_and_checked_once(model: BlockModel, tmp_path: Path) -> None:
     store = CountingStore(tmp_path / "kv")
-    BlockFetcher(model, store, threading.Lock()).precompute([A, B])
-    fetcher = BlockFetcher(model, store, threading.Lock(), resident_bytes=1 << 20)
+    ingest(BlockFetcher(model, store), [A, B])
+    fetcher = BlockFetcher(model, store, resident_bytes=1 << 20)
     first = fetcher.fetch([D, C, B], "compute")
     second = fetcher.fetch([D, B, C], "error")
     assert (first.hits, second.hits, second.misses) == (1, 3, 0)
@@ -256,9 +172,9 @@ def test_residents_go_when_there_is_no_room_and_are_read_again(
     model: BlockModel, tmp_path: Path
 ) -> None:
     store = CountingStore(tmp_path / "kv")
-    one = BlockFetcher(model, store, threading.Lock()).precompute([B]).stored_bytes
-    BlockFetcher(model, store, threading.Lock()).precompute([A, C])
-    fetcher = BlockFetcher(model, store, threading.Lock(), resident_bytes=3 * one)
+    one = ingest(BlockFetcher(model, store), [B]).stored_bytes
+    ingest(BlockFetcher(model, store), [A, C])
+    fetcher = BlockFetcher(model, store, resident_bytes=3 * one)
     for block in (A, B, C, A):
         fetcher.fetch([D, block], "compute")
     assert store.reads > 4
@@ -266,8 +182,8 @@ def test_residents_go_when_there_is_no_room_and_are_read_again(
 
 def test_without_residents_every_answer_reads_anew(model: BlockModel, tmp_path: Path) -> None:
     store = CountingStore(tmp_path / "kv")
-    fetcher = BlockFetcher(model, store, threading.Lock())
-    fetcher.precompute([B])
+    fetcher = BlockFetcher(model, store)
+    ingest(fetcher, [B])
     for _ in range(3):
         fetcher.fetch([D, B], "compute")
     assert store.reads == 6
@@ -277,8 +193,8 @@ def test_a_resident_block_does_not_follow_a_file_that_changes(
     model: BlockModel, tmp_path: Path
 ) -> None:
     store = DirectoryStore(tmp_path / "kv")
-    fetcher = BlockFetcher(model, store, threading.Lock(), resident_bytes=1 << 20)
-    fetcher.precompute([B])
+    fetcher = BlockFetcher(model, store, resident_bytes=1 << 20)
+    ingest(fetcher, [B])
     before = fetcher.fetch([D, B], "compute").blocks[1]
     kept = [tensor.clone() for tensor in (*before.keys, *before.values)]
     for entry in (tmp_path / "kv").rglob("*.safetensors"):
@@ -295,8 +211,8 @@ def test_a_block_too_large_to_stay_is_answered_without_a_word(
     model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = CountingStore(tmp_path / "kv")
-    fetcher = BlockFetcher(model, store, threading.Lock(), resident_bytes=1)
-    fetcher.precompute([B])
+    fetcher = BlockFetcher(model, store, resident_bytes=1)
+    ingest(fetcher, [B])
     for _ in range(2):
         fetcher.fetch([D, B], "compute")
     assert store.reads == 4
@@ -305,7 +221,7 @@ def test_a_block_too_large_to_stay_is_answered_without_a_word(
 
 def test_a_negative_room_for_residents_is_refused(model: BlockModel, store: FaultyStore) -> None:
     with pytest.raises(ValueError, match="resident_bytes must be 0 or more, found -1"):
-        BlockFetcher(model, store, threading.Lock(), resident_bytes=-1)
+        BlockFetcher(model, store, resident_bytes=-1)
 
 
 # -- what may be stored ----------------------------------------------------------------------------
@@ -317,7 +233,7 @@ def of(origin: Origin, text: str = "some text before the passages") -> Block:
 
 @pytest.fixture
 def on_disk(model: BlockModel, tmp_path: Path) -> BlockFetcher:
-    return BlockFetcher(model, DirectoryStore(tmp_path / "kv"), threading.Lock(), 1 << 26)
+    return BlockFetcher(model, DirectoryStore(tmp_path / "kv"), 1 << 26)
 
 
 @pytest.mark.parametrize("origin", ["conversation", "prompt", "altered"])
@@ -345,17 +261,17 @@ def test_a_hundred_questions_before_their_passages_store_the_passages_alone(
 ) -> None:
     for number in range(100):
         on_disk.fetch([of("conversation", f"Question {number}?"), A, B], "compute")
-    assert on_disk._store.stats().entries == 2
+    assert on_disk.store.stats().entries == 2
 
 
 def test_whatever_is_encoded_on_purpose_is_stored(on_disk: BlockFetcher) -> None:
-    on_disk.precompute([of("conversation"), A], as_prompt=True)
+    ingest(on_disk, [of("conversation"), A], as_prompt=True)
     found = on_disk.fetch([of("conversation"), A], "error")
     assert (found.hits, found.misses) == (2, 0)
 
 
 def test_on_miss_error_is_about_passages(on_disk: BlockFetcher) -> None:
-    on_disk.precompute([A])
+    ingest(on_disk, [A])
     found = on_disk.fetch([of("conversation"), A], "error")
     assert (found.hits, found.misses) == (1, 1)
 
@@ -363,7 +279,7 @@ def test_on_miss_error_is_about_passages(on_disk: BlockFetcher) -> None:
 def test_room_is_checked_before_anything_is_computed(
     on_disk: BlockFetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_disk.precompute([A])
+    ingest(on_disk, [A])
     sizes: list[int] = []
 
     def refuse(tokens: int) -> None:
@@ -382,9 +298,9 @@ def test_a_damaged_entry_of_any_origin_is_overwritten_at_once(
     model: BlockModel, tmp_path: Path, origin: Origin
 ) -> None:
     def fresh() -> BlockFetcher:
-        return BlockFetcher(model, DirectoryStore(tmp_path / "kv"), threading.Lock(), 1 << 26)
+        return BlockFetcher(model, DirectoryStore(tmp_path / "kv"), 1 << 26)
 
-    fresh().precompute([of(origin)], as_prompt=True)
+    ingest(fresh(), [of(origin)], as_prompt=True)
     (entry,) = (tmp_path / "kv").rglob("*.safetensors")
     entry.write_bytes(entry.read_bytes()[:500])
     assert fresh().fetch([of(origin)], "compute").misses == 1
@@ -392,24 +308,24 @@ def test_a_damaged_entry_of_any_origin_is_overwritten_at_once(
 
 
 def test_an_ingestion_computes_a_damaged_entry_anew(on_disk: BlockFetcher, tmp_path: Path) -> None:
-    on_disk.precompute([A, B])
+    ingest(on_disk, [A, B])
     first, _ = sorted((tmp_path / "kv").rglob("*.safetensors"))
     first.write_bytes(first.read_bytes()[:100])
-    assert on_disk.precompute([A, B]).computed == 1
-    assert on_disk.precompute([A, B]).computed == 0
+    assert ingest(on_disk, [A, B]).computed == 1
+    assert ingest(on_disk, [A, B]).computed == 0
 
 
 def test_blocks_that_are_used_from_memory_are_not_the_first_that_a_full_store_forgets(
     model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = DirectoryStore(tmp_path / "kv")
-    fetcher = BlockFetcher(model, store, threading.Lock(), 1 << 26)
-    monkeypatch.setattr("blockattn_rag.engine.fetcher._TOUCH_EVERY_S", 0.0)
+    fetcher = BlockFetcher(model, store, 1 << 26)
+    monkeypatch.setattr("blockattn_rag.store.device_cache._TOUCH_EVERY_S", 0.0)
     fetcher.fetch([D, A], "compute")  # both are kept in memory too
     for path in tmp_path.rglob("*.safetensors"):
         os.utime(path, (0, time.time() - 200))
     known = {*tmp_path.rglob("*.safetensors")}
-    fetcher.precompute([B])
+    ingest(fetcher, [B])
     (written,) = {*tmp_path.rglob("*.safetensors")} - known
     os.utime(written, (0, time.time() - 100))
     fetcher.fetch([D, A], "compute")

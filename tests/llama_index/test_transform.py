@@ -17,7 +17,7 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from blockattn_rag.adapters.handles import HANDLE_KEY
-from blockattn_rag.engine.fetcher import EncodeStats
+from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
     BlockKVPostprocessor,

@@ -1,0 +1,86 @@
+"""Ingestion: computing and storing the blocks that a store does not hold yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from tqdm.auto import tqdm
+
+from blockattn_rag.engine.fetcher import BlockFetcher, key_of
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.prompts.blocks import Block
+from blockattn_rag.store.base import touch
+
+Run = Callable[[Callable[[], list[BlockKV] | None]], list[BlockKV] | None]
+"""Runs a piece of work on the model and returns its result."""
+
+# Blocks that are sorted by length together: bounds memory, keeps padding low.
+_WINDOW = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeStats:
+    """What ``precompute`` did, in distinct blocks. Texts of no tokens are in neither figure."""
+
+    computed: int = 0
+    reused: int = 0
+    computed_tokens: int = 0
+    stored_bytes: int = 0
+    seconds: float = 0.0
+
+    def plus(self, kv: BlockKV) -> EncodeStats:
+        """The figures with one more block that was computed and stored."""
+        return replace(
+            self,
+            computed=self.computed + 1,
+            computed_tokens=self.computed_tokens + kv.num_tokens,
+            stored_bytes=self.stored_bytes + kv.nbytes,
+        )
+
+
+def precompute(
+    fetcher: BlockFetcher,
+    blocks: Sequence[Block],
+    *,
+    run: Run,
+    as_prompt: bool = False,
+    show_progress: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+    batch_tokens: int | None = None,
+) -> EncodeStats:
+    """Compute and store what is absent. Each batch is stored when it is computed, so an
+    interruption loses one batch at most.
+
+    Args:
+        run: called with one encoding batch at a time, so that answers come in between; blocks are
+            stored in the caller's thread.
+        as_prompt: the first of the blocks begins a prompt, and so holds the BOS token.
+        on_progress: called with (blocks done, distinct blocks in all).
+        batch_tokens: tokens of one encoding batch, padding included.
+
+    Raises:
+        ContextOverflowError: a block alone is longer than the model's context window.
+        StoreError: a block cannot be stored.
+    """
+    started = time.perf_counter()
+    firsts = [as_prompt and index == 0 for index in range(len(blocks))]
+    wanted = list({one.digest: one for one in fetcher.wanted(blocks, firsts)}.values())
+    absent = [one for one in wanted if not touch(fetcher.store, one.key)]
+    stats = EncodeStats(reused=len(wanted) - len(absent))
+    with tqdm(
+        total=len(wanted), initial=stats.reused, desc="Encoding blocks", disable=not show_progress
+    ) as bar:
+        for at in range(0, len(absent), _WINDOW):
+            window = [(one, fetcher.token_ids(one)) for one in absent[at : at + _WINDOW]]
+            batches = fetcher.encode(window, batch_tokens)
+            while batch := run(partial(next, batches, None)):
+                for kv in batch:
+                    fetcher.store.put(key_of(kv), kv)
+                    stats = stats.plus(kv)
+                    bar.update()
+                    if on_progress is not None:
+                        on_progress(stats.reused + stats.computed, len(wanted))
+    return replace(stats, seconds=time.perf_counter() - started)

@@ -1,0 +1,127 @@
+"""A cache in front of a store: blocks that were read stay ready for the next answer."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import TYPE_CHECKING
+
+from blockattn_rag.errors import StoreError
+from blockattn_rag.store.base import ResidentStore, touch
+from blockattn_rag.store.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from blockattn_rag.kv.block_kv import BlockKV
+    from blockattn_rag.store.base import KVStore, StoreStats
+
+logger = logging.getLogger("blockattn_rag")
+
+_TOUCH_EVERY_S = 60.0
+_MOST_TIMES = 1 << 16
+
+
+def with_device_cache(store: KVStore, resident_bytes: int) -> KVStore:
+    """The store behind a ``DeviceCache`` of ``resident_bytes``.
+
+    The store itself where it needs no cache, because it holds blocks where they were computed, and
+    for 0 bytes.
+
+    Raises:
+        ValueError: ``resident_bytes`` is negative.
+    """
+    if resident_bytes < 0:
+        raise ValueError(f"resident_bytes must be 0 or more, found {resident_bytes}")
+    needs_none = resident_bytes == 0 or isinstance(store, ResidentStore)
+    return store if needs_none else DeviceCache(store, resident_bytes)
+
+
+class DeviceCache:
+    """``KVStore`` that keeps blocks of another store in memory, the most recently used ones.
+
+    A block that was read from the store stays as it was read, until ``keep`` replaces it by its
+    copy on the model's device. A block that is kept is not read again, and so its file is checked
+    once. A block larger than the cache is not kept.
+
+    Args:
+        store: the store to read from and to write to.
+        max_bytes: keys and values kept at most.
+    """
+
+    def __init__(self, store: KVStore, max_bytes: int) -> None:
+        self._store = store
+        self._kept = MemoryStore(max_bytes)
+        self._used_s: dict[str, float] = {}  # when the store last learned of a block's use
+
+    def get(self, key: str) -> BlockKV | None:
+        """The block, from memory or else from the store.
+
+        Raises:
+            StoreError: as the store's own ``get``.
+        """
+        kv = self._kept.get(key)
+        if kv is not None and not (kv.pending_copy is not None and kv.pending_copy.failed):
+            self._tell_of_use(key)
+            return kv
+        kv = self._store.get(key)
+        if kv is not None:
+            try:
+                self.keep(key, kv)
+            except ValueError:  # not the block of this key: the caller's to judge, as without cache
+                return kv
+            self._note_use(key)
+        return kv
+
+    def put(self, key: str, kv: BlockKV) -> None:
+        """Keep a block and store it.
+
+        Raises:
+            StoreError: as the store's own ``put``; the block is kept all the same.
+        """
+        self.keep(key, kv)
+        self._note_use(key)
+        self._store.put(key, kv)
+
+    def keep(self, key: str, kv: BlockKV) -> None:
+        """Keep a block without storing it; a copy that is kept already is replaced.
+
+        Raises:
+            ValueError: as ``put`` of any store.
+        """
+        if kv.nbytes <= self._kept.max_bytes:
+            self._kept.put(key, kv)
+
+    def touch(self, key: str) -> bool:
+        return touch(self._store, key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._store
+
+    def delete(self, key: str) -> bool:
+        self._kept.delete(key)
+        return self._store.delete(key)
+
+    def keys(self) -> Iterator[str]:
+        return self._store.keys()
+
+    def stats(self) -> StoreStats:
+        """Figures of the store alone."""
+        return self._store.stats()
+
+    def _note_use(self, key: str) -> None:
+        if len(self._used_s) >= _MOST_TIMES:
+            self._used_s.clear()
+        self._used_s[key] = time.monotonic()
+
+    def _tell_of_use(self, key: str) -> None:
+        """Touch the stored entry once in a while, because a store that forgets what was not used
+        for the longest time would forget the blocks that are used most, and so never read."""
+        if time.monotonic() - self._used_s.get(key, -math.inf) < _TOUCH_EVERY_S:
+            return
+        self._note_use(key)
+        try:
+            touch(self._store, key)
+        except StoreError as error:
+            logger.warning("%s. The answer is not affected.", error)

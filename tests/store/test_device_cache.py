@@ -1,0 +1,142 @@
+"""DeviceCache: what was read is not read again, and the store behind it is told of every use."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.errors import StoreError
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
+from blockattn_rag.store.device_cache import DeviceCache, with_device_cache
+from tests.store.kvs import key_of, make_kv
+
+KV, OTHER = make_kv("first"), make_kv("other")
+KEY = key_of(KV)
+
+
+class Recorded(DirectoryStore):
+    """Records what it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked: list[str] = []
+
+    def get(self, key: str) -> BlockKV | None:
+        self.asked.append("get")
+        return super().get(key)
+
+    def touch(self, key: str) -> bool:
+        self.asked.append("touch")
+        return super().touch(key)
+
+
+class Failed:
+    """A transfer that did not end."""
+
+    failed = True
+
+    def wait(self, layer: int) -> None:
+        raise RuntimeError("the transfer failed")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Recorded:
+    return Recorded(tmp_path / "kv")
+
+
+@pytest.fixture
+def cache(store: Recorded) -> DeviceCache:
+    return DeviceCache(store, 1 << 20)
+
+
+def test_a_cache_is_a_store(cache: DeviceCache) -> None:
+    assert isinstance(cache, KVStore)
+
+
+def test_stores_in_memory_and_caches_of_no_size_are_not_wrapped(store: Recorded) -> None:
+    memory = MemoryStore(1 << 20)
+    assert with_device_cache(memory, 1 << 20) is memory
+    assert with_device_cache(store, 0) is store
+    assert isinstance(with_device_cache(store, 1), DeviceCache)
+
+
+def test_what_was_read_is_not_read_again(cache: DeviceCache, store: Recorded) -> None:
+    store.put(KEY, KV)
+    assert cache.get(KEY) is cache.get(KEY)
+    assert store.asked == ["get"]
+
+
+def test_what_is_put_is_stored_and_what_is_kept_is_not(cache: DeviceCache, store: Recorded) -> None:
+    cache.put(KEY, KV)
+    cache.keep(key_of(OTHER), OTHER)
+    assert (cache.get(KEY), cache.get(key_of(OTHER))) == (KV, OTHER)
+    assert list(store.keys()) == list(cache.keys()) == [KEY]
+    assert "get" not in store.asked
+    assert key_of(OTHER) not in cache
+    assert cache.stats() == store.stats()
+
+
+def test_what_is_deleted_is_gone_from_memory_too(cache: DeviceCache) -> None:
+    cache.put(KEY, KV)
+    assert cache.delete(KEY)
+    assert cache.get(KEY) is None
+
+
+def test_a_copy_that_is_kept_replaces_what_was_read(cache: DeviceCache) -> None:
+    cache.put(KEY, KV)
+    copy = replace(KV)
+    cache.keep(KEY, copy)
+    assert cache.get(KEY) is copy
+
+
+def test_a_copy_whose_transfer_failed_is_read_again(cache: DeviceCache, store: Recorded) -> None:
+    cache.put(KEY, KV)
+    cache.keep(KEY, replace(KV, pending_copy=Failed()))
+    found = cache.get(KEY)
+    assert found is not None
+    assert found.pending_copy is None
+    assert store.asked == ["get"]
+
+
+def test_the_store_learns_once_in_a_while_of_uses_that_are_no_reads(
+    cache: DeviceCache, store: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    store.put(KEY, KV)
+    for _ in range(3):
+        cache.get(KEY)
+    assert store.asked == ["get"]
+    now_s += 100
+    for _ in range(3):
+        cache.get(KEY)
+    assert store.asked == ["get", "touch"]
+
+
+def test_a_use_that_cannot_be_recorded_is_a_warning_and_no_error(
+    cache: DeviceCache,
+    store: Recorded,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(key: str) -> bool:
+        raise StoreError("the disk is gone")
+
+    cache.keep(KEY, KV)
+    monkeypatch.setattr(store, "touch", fail)
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        assert cache.get(KEY) is KV
+    assert "the disk is gone. The answer is not affected." in caplog.text
+
+
+def test_what_is_not_the_block_asked_for_is_given_as_it_is_and_not_kept(
+    cache: DeviceCache, store: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for wrong in (OTHER, replace(KV, keys=KV.keys[:1])):
+        monkeypatch.setattr(DirectoryStore, "get", lambda *_, kv=wrong: kv)
+        assert cache.get(KEY) is cache.get(KEY) is wrong
+    assert store.asked == ["get"] * 4
