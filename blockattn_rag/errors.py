@@ -8,6 +8,7 @@
     ├── ContextOverflowError         prompt + new tokens exceed what the model can hold
     ├── MissError                    a block was not in the store and on_miss="error"
     ├── DataError                    a training or evaluation record is malformed
+    ├── DatabaseError                a database folder cannot serve what was asked
     ├── DivergedError                training came to a loss or weights that are not finite
     └── StoreError                   an entry of the KV store cannot be used
         ├── CorruptEntryError        damaged, truncated, or of another format version
@@ -42,6 +43,10 @@ class MissError(BlockAttnError):
 
 class DataError(BlockAttnError):
     """A record of training or evaluation data is malformed."""
+
+
+class DatabaseError(BlockAttnError):
+    """A database folder is missing, of another version, or cannot serve what was asked."""
 
 
 class DivergedError(BlockAttnError):

@@ -15,8 +15,8 @@ from blockattn_rag.prompts.blocks import handle_of
 HANDLE_KEY = "kv_handle"
 """Metadata key of a passage's handle."""
 
-SOURCE_KEY = "kv_source"
-"""Metadata key of what the handle was made from; see ``source_of``."""
+DIGEST_KEY = "kv_source"
+"""Metadata key of the digest of what the handle was made from; see ``source_of``."""
 
 TEXT_VARIABLE = "page_content"
 
@@ -58,7 +58,7 @@ def pages_of(collection: Any, *include: str) -> Iterator[Any]:
 
 
 def _agrees(metadata: Mapping[str, Any], text: str | None) -> bool:
-    source = metadata.get(SOURCE_KEY)
+    source = metadata.get(DIGEST_KEY)
     if source is None:
         return True
     found = {TEXT_VARIABLE: text or "", **metadata}

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from blockattn_rag import __version__
 from blockattn_rag.cli import ask, bench, check, demo, evaluate, ingest, plan, remove, store, train
-from blockattn_rag.cli.output import fail, plain
+from blockattn_rag.cli.output import fail, note, plain
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells report it: 128 + SIGINT."""
@@ -108,10 +108,13 @@ def options(
 
 
 class _ToStderr(logging.Handler):
-    """Shows this package's warnings. Libraries have handlers of their own, and one at the root
-    would say theirs a second time."""
+    """Shows this package's warnings; those of ``rag``, which speak to the user, as notes. Libraries
+    have handlers of their own, and one at the root would say theirs a second time."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.name == "blockattn_rag.rag":
+            note(f"note: {record.getMessage()}")
+            return
         typer.echo(plain(f"{record.levelname} {record.name}: {record.getMessage()}"), err=True)
 
 

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from blockattn_rag.cli.output import JsonOption, count, duration, emit, note, piece, working
+from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.rag.ask import Answer, Assistant
 from blockattn_rag.rag.database import Database
 from blockattn_rag.rag.model_names import existing_model
-
-
-class Mode(StrEnum):
-    """How the model attends to the passages."""
-
-    block = "block"
-    full = "full"
-
 
 ModeOption = Annotated[
     Mode, typer.Option(help="block reuses stored passages; full computes everything.")
@@ -35,7 +27,7 @@ def ask(
             help="Another model than the one the passages were encoded by.", callback=existing_model
         ),
     ] = None,
-    mode: ModeOption = Mode.block,
+    mode: ModeOption = "block",
     top_k: Annotated[int, typer.Option(min=1, max=200, help="Passages to retrieve.")] = 5,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
@@ -50,26 +42,24 @@ def ask(
         if not database.collection.count():
             raise ValueError(f"{db} holds no passage; run `blockattn-rag ingest PATH --db {db}`")
         assistant = Assistant(database, top_k=top_k, max_new_tokens=max_new_tokens)
-        answer = assistant.ask(question, mode=mode.value, on_text=None if as_json else piece)
+        answer = assistant.ask(question, mode=mode, on_text=None if as_json else piece)
         if not as_json:
             piece(_cut_off(answer) + "\n")
-    if answer.misses:
-        one = answer.misses == 1
+    if misses := answer.stats.misses:
+        one = misses == 1
         note(
-            f"note: {count(answer.misses, 'block')} {'was' if one else 'were'} computed now; "
+            f"note: {count(misses, 'block')} {'was' if one else 'were'} computed now; "
             "passages are stored for the next question"
         )
-    emit(as_json, answer.to_dict(), "", *_sources(answer), reuse_line(answer))
+    emit(as_json, answer.to_dict(), "", *_sources(answer), _reuse_line(answer.stats))
 
 
 def _cut_off(answer: Answer) -> str:
     """What stands behind an answer that did not come to its end."""
     if answer.finish_reason != "length":
         return ""
-    return (
-        f" ... [cut off after {count(answer.generated_tokens, 'token')}: --max-new-tokens, or the "
-        "end of the context window]"
-    )
+    tokens = count(answer.stats.generated_tokens, "token")
+    return f" ... [cut off after {tokens}: --max-new-tokens, or the end of the context window]"
 
 
 def _sources(answer: Answer) -> list[str]:
@@ -83,13 +73,13 @@ def _sources(answer: Answer) -> list[str]:
     return lines
 
 
-def reuse_line(answer: Answer) -> str:
+def _reuse_line(stats: ReuseStats) -> str:
     """What an answer reused, in one line."""
-    tokens = answer.reused_tokens + answer.computed_tokens
-    first = f"first token after {duration(answer.ttft_s)}"
-    if answer.mode == "full":
-        return f"full mode: nothing reused, {count(tokens, 'prompt token')} computed; {first}"
+    tokens = count(stats.prompt_tokens, "prompt token")
+    first = f"first token after {duration(stats.ttft_s)}"
+    if stats.mode == "full":
+        return f"full mode: nothing reused, {tokens} computed; {first}"
     return (
-        f"block mode: {count(answer.hits, 'block')} reused, {answer.misses} computed; "
-        f"{answer.reused_tokens:,} of {count(tokens, 'prompt token')} reused; {first}"
+        f"block mode: {count(stats.hits, 'block')} reused, {stats.misses} computed; "
+        f"{stats.reused_tokens:,} of {tokens} reused; {first}"
     )

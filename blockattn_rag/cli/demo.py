@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from blockattn_rag.cli.ask import Mode, ModeOption
+from blockattn_rag.cli.ask import ModeOption
 from blockattn_rag.cli.output import (
     JsonOption,
     ModelArgument,
@@ -25,7 +25,7 @@ from blockattn_rag.rag.model_names import existing_model
 
 if TYPE_CHECKING:
     from blockattn_rag.demo.run import DemoQuestion, DemoReport
-    from blockattn_rag.rag.ask import IngestReport
+    from blockattn_rag.rag.ingest import IngestReport
 
 
 def demo(
@@ -36,7 +36,7 @@ def demo(
             "$BLOCKATTN_RAG_HOME/demo."
         ),
     ] = None,
-    mode: ModeOption = Mode.block,
+    mode: ModeOption = "block",
     model: Annotated[str, typer.Option(help=ModelArgument, callback=existing_model)] = "bundled",
     as_json: JsonOption = False,
 ) -> None:
@@ -51,7 +51,7 @@ def demo(
         report = run_demo(
             db,
             model=model,
-            mode=mode.value,
+            mode=mode,
             on_ingested=None if as_json else _show_ingested,
             on_question=None if as_json else _show_question,
         )
@@ -67,6 +67,7 @@ def _show_ingested(report: IngestReport) -> None:
 
 
 def _show_question(question: DemoQuestion) -> None:
+    stats = question.stats
     mark = "[green]right[/green]" if question.correct else "[red]WRONG[/red]"
     cut = " ... [cut off by the demo's limit]" if question.finish_reason == "length" else ""
     sources = ", ".join(question.sources)
@@ -74,8 +75,8 @@ def _show_question(question: DemoQuestion) -> None:
         f"[bold]{_text(question.question)}[/bold]",
         f"  {_text(question.answer + cut)}",
         f"  {mark} (expected: {_text(question.expected)})",
-        f"  from: {_text(sources)}; blocks reused {question.hits}, computed {question.misses}; "
-        f"first token {duration(question.ttft_block_s)} in block mode, "
+        f"  from: {_text(sources)}; blocks reused {stats.hits}, computed {stats.misses}; "
+        f"first token {duration(stats.ttft_s)} in block mode, "
         f"{duration(question.ttft_full_s)} in full mode\n",
     ):
         stdout.print(line, highlight=False)

@@ -18,9 +18,9 @@ from blockattn_rag.cli.output import (
     size,
     working,
 )
-from blockattn_rag.rag.ask import ingest_documents
 from blockattn_rag.rag.database import HASHING, Database, Manifest
 from blockattn_rag.rag.documents import load_documents
+from blockattn_rag.rag.ingest import ingest_documents
 from blockattn_rag.rag.model_names import existing_model
 from blockattn_rag.rag.sources import orphaned_sources
 

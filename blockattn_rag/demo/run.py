@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from blockattn_rag.demo.corpus import (
     Question,
@@ -14,12 +14,14 @@ from blockattn_rag.demo.corpus import (
     bundled_questions,
     is_correct,
 )
+from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.files.folders import state_folder
 
 if TYPE_CHECKING:
     from llama_index.core.schema import Document
 
-    from blockattn_rag.rag.ask import Answer, Assistant, IngestReport
+    from blockattn_rag.rag.ask import Answer, Assistant
+    from blockattn_rag.rag.ingest import IngestReport
 
 SOURCE = "bundled encyclopedia"
 TOP_K = 5
@@ -28,22 +30,32 @@ MAX_NEW_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class DemoQuestion:
-    """A question, its answer, and what the answer cost. ``hits`` and ``misses`` count blocks of
-    the block-mode answer; times to first token are seconds. ``finish_reason`` is ``"length"`` where
-    the shown answer was cut off."""
+    """A question, its answer, and what the answer cost. ``stats`` are those of the block-mode
+    answer, ``ttft_full_s`` is the time to first token in full mode. ``finish_reason`` is
+    ``"length"`` where the shown answer was cut off."""
 
     question: str
     answer: str
     expected: str
     correct: bool
     sources: tuple[str, ...]
-    hits: int
-    misses: int
-    reused_tokens: int
-    computed_tokens: int
-    ttft_block_s: float
+    stats: ReuseStats
     ttft_full_s: float
     finish_reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types, the figures beside the other fields; times in seconds."""
+        return {
+            "question": self.question,
+            "answer": self.answer,
+            "expected": self.expected,
+            "correct": self.correct,
+            "sources": list(self.sources),
+            **self.stats.reuse(),
+            "ttft_block_s": self.stats.ttft_s,
+            "ttft_full_s": self.ttft_full_s,
+            "finish_reason": self.finish_reason,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +64,19 @@ class DemoReport:
 
     db: str
     model: str
-    mode: str
+    mode: Mode
     ingest: IngestReport
     questions: tuple[DemoQuestion, ...]
 
     @property
     def summary(self) -> dict[str, Any]:
         """Totals, and medians of the times."""
-        block = statistics.median(q.ttft_block_s for q in self.questions)
+        block = statistics.median(q.stats.ttft_s for q in self.questions)
         full = statistics.median(q.ttft_full_s for q in self.questions)
         return {
             "right": sum(q.correct for q in self.questions),
             "of": len(self.questions),
-            "hits": sum(q.hits for q in self.questions),
-            "misses": sum(q.misses for q in self.questions),
-            "reused_tokens": sum(q.reused_tokens for q in self.questions),
-            "computed_tokens": sum(q.computed_tokens for q in self.questions),
+            **sum((q.stats for q in self.questions), ReuseStats("block")).reuse(),
             "ttft_block_median_s": block,
             "ttft_full_median_s": full,
             "speedup": full / block if block else 0.0,
@@ -75,7 +84,8 @@ class DemoReport:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types."""
-        return {**asdict(self), "summary": self.summary}
+        questions = [question.to_dict() for question in self.questions]
+        return {**asdict(self), "questions": questions, "summary": self.summary}
 
 
 def default_folder() -> Path:
@@ -104,7 +114,7 @@ def run_demo(
     folder: Path | None = None,
     *,
     model: str = "bundled",
-    mode: str = "block",
+    mode: Mode = "block",
     on_ingested: Callable[[IngestReport], None] | None = None,
     on_question: Callable[[DemoQuestion], None] | None = None,
 ) -> DemoReport:
@@ -120,8 +130,9 @@ def run_demo(
         on_ingested: called when the encyclopedia is ready.
         on_question: called after each question.
     """
-    from blockattn_rag.rag.ask import Assistant, ingest_documents
+    from blockattn_rag.rag.ask import Assistant
     from blockattn_rag.rag.database import Database, Manifest
+    from blockattn_rag.rag.ingest import ingest_documents
 
     folder = folder or default_folder()
     database = Database.create(folder, Manifest(model=model, fingerprint=""))
@@ -142,26 +153,20 @@ def run_demo(
 def _warm_up(assistant: Assistant, question: str) -> None:
     """Ask in both modes, because the first forward passes of a process are slower: they must not
     be part of the first question's times."""
-    for mode in ("block", "full"):
+    for mode in get_args(Mode):
         assistant.ask(question, mode=mode)
 
 
-def _ask(assistant: Assistant, asked: Question, mode: str) -> DemoQuestion:
-    answers: dict[str, Answer] = {
-        m: assistant.ask(asked.question, mode=m) for m in ("block", "full")
-    }
-    block, shown = answers["block"], answers[mode]
+def _ask(assistant: Assistant, asked: Question, mode: Mode) -> DemoQuestion:
+    answers: dict[Mode, Answer] = {m: assistant.ask(asked.question, mode=m) for m in get_args(Mode)}
+    shown = answers[mode]
     return DemoQuestion(
         question=asked.question,
         answer=shown.answer,
         expected=asked.expected,
         correct=is_correct(asked, shown.answer),
         sources=tuple(source.title for source in shown.sources),
-        hits=block.hits,
-        misses=block.misses,
-        reused_tokens=block.reused_tokens,
-        computed_tokens=block.computed_tokens,
-        ttft_block_s=block.ttft_s,
-        ttft_full_s=answers["full"].ttft_s,
+        stats=answers["block"].stats,
+        ttft_full_s=answers["full"].stats.ttft_s,
         finish_reason=shown.finish_reason,
     )

@@ -14,7 +14,7 @@ from langchain_core.prompts import (
 )
 from pydantic import Field, model_validator
 
-from blockattn_rag.adapters.handles import HANDLE_KEY, SOURCE_KEY, TEXT_VARIABLE, source_of
+from blockattn_rag.adapters.handles import DIGEST_KEY, HANDLE_KEY, TEXT_VARIABLE, source_of
 from blockattn_rag.prompts.blocks import handle_of
 from blockattn_rag.prompts.markers import wrap
 
@@ -72,10 +72,10 @@ class BlockDocumentPrompt(StringPromptTemplate):
 
     def stamp(self, document: Document) -> Document:
         """A copy whose metadata holds the handle of this very text; none if there is no text."""
-        metadata = {k: v for k, v in document.metadata.items() if k not in (HANDLE_KEY, SOURCE_KEY)}
+        metadata = {k: v for k, v in document.metadata.items() if k not in (HANDLE_KEY, DIGEST_KEY)}
         if text := self.canonical_text(document):
             values = {TEXT_VARIABLE: document.page_content, **metadata}
-            metadata[SOURCE_KEY] = source_of({name: values[name] for name in self.input_variables})
+            metadata[DIGEST_KEY] = source_of({name: values[name] for name in self.input_variables})
             metadata[HANDLE_KEY] = handle_of(text)
         return document.model_copy(update={"metadata": metadata})
 

@@ -10,13 +10,13 @@
 from __future__ import annotations
 
 import json
-import os
+import logging
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockattn_rag.cli.output import note
-from blockattn_rag.errors import BlockAttnError
+from blockattn_rag.errors import DatabaseError
+from blockattn_rag.files.atomic import write_json
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.rag.model_names import loading
@@ -32,9 +32,8 @@ MANIFEST = "blockattn.json"
 HASHING = "hashing"
 VERSION = 1
 
-
-class DatabaseError(BlockAttnError):
-    """A database folder is missing, of another version, or cannot serve what was asked."""
+logger = logging.getLogger("blockattn_rag.rag")
+"""What users should know of a database that serves them all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +68,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write whole or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".{MANIFEST}.{os.getpid()}.tmp"
-        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(folder / MANIFEST)
+        write_json(folder / MANIFEST, asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +97,10 @@ class Database:
                 f"{path} was made with embedding {old.embedding!r}, found {wanted.embedding!r}: "
                 "use the same, or ingest into a new folder"
             )
-        if old and old.model != wanted.model:
-            note(f"note: {path} was made with {old.model}; from now on it is {wanted.model}'s")
         engine = _load_engine(path, wanted.model, device, dtype)
+        if old and old.model != wanted.model:
+            names = (path, old.model, wanted.model)
+            logger.warning("%s was made with %s; from now on it is %s's", *names)
         manifest = replace(wanted, fingerprint=engine.model.fingerprint)
         manifest.write(path)
         return cls(path, manifest, engine)
@@ -121,10 +119,12 @@ class Database:
         manifest = require_manifest(path)
         engine = _load_engine(path, model or manifest.model, device, dtype)
         if engine.model.fingerprint != manifest.fingerprint:
-            note(
-                f"note: {path} was encoded by {manifest.model} in another state (weights, dtype, "
-                "tokenizer, model, or version of this package): passages are computed when first "
-                "used. `blockattn-rag ingest` encodes them all"
+            logger.warning(
+                "%s was encoded by %s in another state (weights, dtype, tokenizer, model, or "
+                "version of this package): passages are computed when first used. "
+                "`blockattn-rag ingest` encodes them all",
+                path,
+                manifest.model,
             )
         return cls(path, manifest, engine)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from blockattn_rag.adapters.handles import HANDLE_KEY, SOURCE_KEY, live_handles
+from blockattn_rag.adapters.handles import DIGEST_KEY, HANDLE_KEY, live_handles
 
 
 class Collection:
@@ -27,4 +27,4 @@ def test_what_is_no_text_is_no_handle() -> None:
 
 
 def test_a_source_that_is_no_text_does_not_agree() -> None:
-    assert live_handles([Collection({HANDLE_KEY: "a" * 32, SOURCE_KEY: ["x"]})]) == set()
+    assert live_handles([Collection({HANDLE_KEY: "a" * 32, DIGEST_KEY: ["x"]})]) == set()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.rag.ask import Answer
 from blockattn_rag.rag.database import MANIFEST, Database
 from tests.cli.conftest import Command
@@ -41,7 +42,7 @@ def test_an_ingestion_that_stops_before_chroma_is_completed_by_the_next(
 
     command = ("ingest", documents, "--db", tmp_path / "db", "--model", model, "--json")
     with monkeypatch.context() as patch:
-        patch.setattr("blockattn_rag.rag.ask._synchronise", stop)
+        patch.setattr("blockattn_rag.rag.ingest._synchronise", stop)
         assert cli(*command).status == 130
     report = cli(*command).json
     assert (report["computed"], report["reused"], report["added"]) == (0, 2, 2)
@@ -133,6 +134,24 @@ def test_another_model_computes_the_passages_and_says_so(
     assert output.json["misses"] == 1
     assert "passages are computed when first used" in output.stderr
     assert cli(*command).json["misses"] == 0
+
+
+def test_a_database_says_whose_it_is_now_once_the_other_model_is_loaded(
+    cli: Command, database: Path, documents: Path, model: Path, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    command = ("ingest", documents, "--db", database, "--model")
+    failed = cli(*command, empty)
+    assert (failed.status, "was made with" in failed.stderr) == (1, False)
+    other = tmp_path / "other"
+    tiny_model(seed=1).save_pretrained(other)
+    tiny_tokenizer().save_pretrained(other)
+    output = cli(*command, other)
+    assert output.status == 0, output.stderr
+    note = f"note: {database} was made with {model}; from now on it is {other}'s"
+    assert note in output.stderr.splitlines()
+    assert output.stderr.count("was made with") == 1
 
 
 def test_questions_need_words_and_passages(
@@ -230,7 +249,7 @@ def test_control_characters_of_an_answer_reach_no_terminal(
     def answer(self: object, question: str, *, on_text: Any = None, **_: object) -> Answer:
         for part in ("\x1b", "[31mred"):
             on_text(part)
-        return Answer(question, "", "block", (), 1, 0, 9, 1, 2, "stop", 0.1, 0.2)
+        return Answer(question, "", (), ReuseStats("block", 1, 0, 9, 1, 2), "stop")
 
     monkeypatch.setattr("blockattn_rag.cli.ask.Assistant.ask", answer)
     assert cli("ask", "How?", "--db", database).stdout.startswith("\\x1b[31mred\n")

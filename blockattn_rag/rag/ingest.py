@@ -1,0 +1,136 @@
+"""``ingest``: documents are split, encoded and stored, then added to Chroma."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from blockattn_rag.rag.documents import SOURCE_KEY
+from blockattn_rag.rag.sources import delete_passages, ids_of
+
+if TYPE_CHECKING:
+    from chromadb.api import ClientAPI
+    from chromadb.api.models.Collection import Collection
+    from llama_index.core.base.embeddings.base import BaseEmbedding
+    from llama_index.core.schema import BaseNode, Document
+
+    from blockattn_rag.rag.database import Database
+
+_ADD_BATCH = 512
+"""Passages embedded at once: bounds what an interruption loses."""
+
+
+@dataclass(frozen=True, slots=True)
+class IngestReport:
+    """What an ingestion did. ``computed`` and ``reused`` count distinct blocks."""
+
+    documents: int
+    passages: int
+    added: int
+    removed: int
+    computed: int
+    reused: int
+    computed_tokens: int
+    tokens_per_s: float
+    stored_bytes: int
+    encode_s: float
+    total_s: float
+
+
+def ingest_documents(
+    database: Database, documents: Sequence[Document], *, show_progress: bool = True
+) -> IngestReport:
+    """Split documents, encode the passages, and add what is new to Chroma. Idempotent.
+
+    Keys and values are stored first, passages added to Chroma after: whatever interrupts this,
+    running it again completes it. Passages that a source no longer yields are removed.
+
+    Args:
+        database: where to.
+        documents: each with its origin in ``metadata["source"]``.
+        show_progress: a progress bar on stderr while blocks are encoded.
+    """
+    from llama_index.core.ingestion import IngestionPipeline
+    from llama_index.core.node_parser import SentenceSplitter
+
+    from blockattn_rag.engine.ingest import EncodeStats
+    from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform, encode_prompt_head
+
+    # Loaded before the clock starts: imports are no work of the ingestion.
+    collection, embedding = database.collection, database.embedding
+    started = time.perf_counter()
+    tokenizer, size = database.engine.model.tokenizer, database.manifest.chunk_size
+    splitter = SentenceSplitter(
+        chunk_size=size,
+        chunk_overlap=size // 8,
+        tokenizer=lambda text: tokenizer.final_ids(text, first=False),
+        include_prev_next_rel=False,
+    )
+    encoder = BlockKVTransform(
+        engine=database.engine, block_template=database.template, show_progress=show_progress
+    )
+    split = IngestionPipeline(transformations=[splitter], disable_cache=True)
+    passages = with_stable_ids(split.run(documents=list(documents)))
+    encode = IngestionPipeline(transformations=[encoder], disable_cache=True)
+    passages = list(encode.run(nodes=passages))
+    stats = encoder.stats or EncodeStats()
+    encode_prompt_head(BlockAttentionLLM(engine=database.engine, block_template=database.template))
+    added, removed = _synchronise(database.client, collection, embedding, passages)
+    return IngestReport(
+        documents=len(documents),
+        passages=len(passages),
+        added=added,
+        removed=removed,
+        computed=stats.computed,
+        reused=stats.reused,
+        computed_tokens=stats.computed_tokens,
+        tokens_per_s=stats.computed_tokens / stats.seconds if stats.computed else 0.0,
+        stored_bytes=stats.stored_bytes,
+        encode_s=stats.seconds,
+        total_s=time.perf_counter() - started,
+    )
+
+
+def with_stable_ids(nodes: Sequence[BaseNode]) -> list[BaseNode]:
+    """The nodes, each with an id that its source and its text decide.
+
+    Chroma ignores a passage whose id it has, so the id must change with the text.
+    """
+    from blockattn_rag.llama_index import canonical_text
+
+    seen: Counter[str] = Counter()
+    for node in nodes:
+        source = str(node.metadata[SOURCE_KEY])
+        text = canonical_text(node)
+        name = hashlib.sha256(
+            f"{len(source)}:{source}{text}".encode("utf-8", "surrogatepass")
+        ).hexdigest()
+        node.node_id = f"{name[:32]}-{seen[name]}"
+        seen[name] += 1
+    return list(nodes)
+
+
+def _synchronise(
+    client: ClientAPI,
+    collection: Collection,
+    embedding: BaseEmbedding,
+    passages: Sequence[BaseNode],
+) -> tuple[int, int]:
+    """Make Chroma hold exactly these passages of their sources; (added, removed)."""
+    from llama_index.vector_stores.chroma import ChromaVectorStore
+
+    from blockattn_rag.llama_index import add_nodes
+
+    sources = sorted({str(node.metadata[SOURCE_KEY]) for node in passages})
+    existing = set(ids_of(collection, sources))
+    new = [node for node in passages if node.node_id not in existing]
+    vectors = ChromaVectorStore(chroma_collection=collection)
+    for start in range(0, len(new), _ADD_BATCH):
+        add_nodes(vectors, embedding(new[start : start + _ADD_BATCH]), client)
+    stale = sorted(existing - {node.node_id for node in passages})
+    delete_passages(collection, stale)
+    return len(new), len(stale)
