@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import html
+import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -93,6 +95,22 @@ def test_a_promise_is_kept_by_a_line_of_its_own() -> None:
 def test_the_readme_shows_the_table_that_was_measured() -> None:
     measured = (ROOT / "benchmarks/results/ttft-float32.md").read_text(encoding="utf-8")
     assert measured in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_picture_of_the_gain_shows_what_was_measured() -> None:
+    draw = runpy.run_path(str(ROOT / "benchmarks/draw_gain.py"))
+    measured = json.loads((ROOT / "benchmarks/results/ttft-float32.json").read_text("utf-8"))
+    assert draw["picture"](measured) == (ROOT / "docs/figures/gain.svg").read_text("utf-8")
+
+
+@pytest.mark.parametrize("page", ["docs/figures/architecture.svg", "CONTRIBUTING.md"])
+def test_files_that_contributors_are_sent_to_exist(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    named = set(re.findall(r"[\w.-]+(?:/[\w.-]+)*\.(?:py|md|svg|toml|yml|json)\b", text))
+    named -= {name for name in named if "NAME" in name}
+    places = [ROOT, ROOT / "blockattn_rag", ROOT / "blockattn_rag/langchain"]
+    assert named
+    assert [n for n in sorted(named) if not any((p / n).exists() for p in places)] == []
 
 
 def test_the_picture_of_the_demo_shows_answers_from_its_encyclopedia() -> None:
