@@ -12,10 +12,10 @@ import hashlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from blockattn_rag.errors import DataError
 from blockattn_rag.files.jsonl import numbered_lines, parse_line
+from blockattn_rag.files.records import list_of, not_blank, of_kind, text_of, value_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,60 +80,26 @@ def read_samples(path: str | Path, *, limit: int | None = None) -> list[Evaluati
     return list(samples.values())
 
 
-def _sample(record: Any) -> EvaluationSample:
-    _expect(record, dict, "a JSON object", "the line")
+def _sample(value: object) -> EvaluationSample:
+    record = of_kind(value, dict, "a record")
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # \ud800 and the like, which no file could hold again
         raise DataError(f"found half of a surrogate pair ({error}); write whole ones") from error
-    passages = _get(record, "passages", list, "a list of passages")
+    name = value_of(record, "id")
+    answers = enumerate(list_of(record, "answers"))  # of an empty one, every output would be right
+    passages = enumerate(list_of(record, "passages", may_be_empty=True))
     return EvaluationSample(
-        id=str(_get(record, "id", (str, int), "a string")),
-        question=_text(record, "question"),
-        answers=_answers(record),
-        passages=tuple(_passage(p, f"passages[{i}]") for i, p in enumerate(passages)),
-        kind=_get(record, "kind", str, "a string") if "kind" in record else "",
+        id=str(name if isinstance(name, int) else of_kind(name, str, "'id'")),
+        question=text_of(record, "question"),
+        answers=tuple(not_blank(answer, f"'answers[{i}]'") for i, answer in answers),
+        passages=tuple(_passage(passage, f"passages[{i}]") for i, passage in passages),
+        kind=of_kind(record.get("kind", ""), str, "'kind'"),
     )
 
 
-def _answers(record: dict[str, Any]) -> tuple[str, ...]:
-    answers = _get(record, "answers", list, "a list of strings")
-    if not answers:
-        raise DataError('"answers" must hold at least one answer, found an empty list')
-    for i, answer in enumerate(answers):
-        _expect(answer, str, "a string", f"answers[{i}]")
-        if not answer.strip():
-            raise DataError(f"answers[{i}] is empty: every output would be right")
-    return tuple(answers)
-
-
-def _passage(record: Any, where: str) -> EvaluationPassage:
-    _expect(record, dict, "an object with title and text", where)
-    gold = _get(record, "gold", bool, "true or false", where) if "gold" in record else False
-    title = _get(record, "title", str, "a string", where)
-    return EvaluationPassage(title, _text(record, "text", where), gold)
-
-
-def _text(record: dict[str, Any], key: str, where: str = "") -> str:
-    text: str = _get(record, key, str, "a string", where)
-    if not text.strip():
-        raise DataError(f"{_name(key, where)} is empty")
-    return text
-
-
-def _get(
-    record: dict[str, Any], key: str, kind: type | tuple[type, ...], expected: str, where: str = ""
-) -> Any:
-    if key not in record:
-        raise DataError(f"{_name(key, where)} is missing; expected {expected}")
-    return _expect(record[key], kind, expected, _name(key, where))
-
-
-def _name(key: str, where: str) -> str:
-    return f"{where}.{key}" if where else f'"{key}"'
-
-
-def _expect(value: Any, kind: type | tuple[type, ...], expected: str, where: str) -> Any:
-    if not isinstance(value, kind):
-        raise DataError(f"{where} must be {expected}, found {type(value).__name__}")
-    return value
+def _passage(value: object, where: str) -> EvaluationPassage:
+    record = of_kind(value, dict, where)
+    title = of_kind(value_of(record, "title", f"{where}."), str, f"'{where}.title'")
+    gold = of_kind(record.get("gold", False), bool, f"'{where}.gold'")
+    return EvaluationPassage(title, text_of(record, "text", f"{where}."), gold)

@@ -27,23 +27,25 @@ def test_records_are_read_in_order_plain_and_zipped(tmp_path: Path) -> None:
 def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(f"\n{json.dumps(record(1))}\n\n[]\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"data.jsonl, line 4: the line must be a JSON object"):
+    with pytest.raises(
+        DataError, match=r"data.jsonl, line 4: found a record of a list, expected an object"
+    ):
         read_samples(path)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"question": " "}, '"question" is empty'),
-        ({"question": 3}, '"question" must be a string, found int'),
-        ({"answers": []}, "at least one answer"),
-        ({"answers": ["x", ""]}, r"answers\[1\] is empty"),
-        ({"answers": "x"}, '"answers" must be a list of strings, found str'),
-        ({"passages": [{"title": "t"}]}, r"passages\[0\].text is missing"),
-        ({"passages": ["p"]}, r"passages\[0\] must be an object"),
-        ({"passages": [{"title": "t", "text": "x", "gold": 1}]}, "must be true or false"),
-        ({"id": None}, '"id" must be a string'),
-        ({"kind": 1}, '"kind" must be a string'),
+        ({"question": " "}, "found an empty 'question'"),
+        ({"question": 3}, "found 'question' of a number, expected a string"),
+        ({"answers": []}, "found an empty list 'answers'"),
+        ({"answers": ["x", ""]}, r"found an empty 'answers\[1\]'"),
+        ({"answers": "x"}, "found 'answers' of a string, expected a list"),
+        ({"passages": [{"title": "t"}]}, r"found no 'passages\[0\].text'"),
+        ({"passages": ["p"]}, r"found passages\[0\] of a string, expected an object"),
+        ({"passages": [{"title": "t", "text": "x", "gold": 1}]}, "expected true or false"),
+        ({"id": None}, "found 'id' of null, expected a string"),
+        ({"kind": 1}, "found 'kind' of a number, expected a string"),
         ({"question": "\ud800?"}, "half of a surrogate pair"),
     ],
 )
