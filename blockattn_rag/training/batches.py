@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from blockattn_rag.engine.results import Mode
+from blockattn_rag.kv.context import Positions
 from blockattn_rag.training.data import IGNORED
-from blockattn_rag.training.masks import Positions, TokenLayout, row_layout
-
-Mode = Literal["block", "full"]
+from blockattn_rag.training.masks import TokenLayout, row_layout
 
 
 class Item(NamedTuple):

@@ -1,20 +1,27 @@
-"""Settings of a fine-tuning run; the defaults are the papers'."""
+"""Settings of a fine-tuning run; the defaults are the papers'.
+
+Each setting has its help text, and a number its range, in the metadata of its field: the command
+line makes its options from them. No torch here, because ``--help`` must not load it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from blockattn_rag.training.batches import Mode
-from blockattn_rag.training.data import OnError
-from blockattn_rag.training.masks import Positions
+from blockattn_rag.engine.results import Mode
+
+if TYPE_CHECKING:
+    from blockattn_rag.kv.context import Positions
 
 Attention = Literal["auto", "eager", "sdpa", "flex_attention"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+OnError = Literal["raise", "skip"]
 Scheduler = Literal[
     "linear",
     "cosine",
@@ -25,14 +32,6 @@ Scheduler = Literal[
     "inverse_sqrt",
 ]
 
-_CHOICES: dict[str, Any] = {
-    "positions": Positions,
-    "attention": Attention,
-    "on_error": OnError,
-    "lr_scheduler": Scheduler,
-    "dtype": Dtype,
-}
-
 # Changing these does not change what is learned, so an interrupted run may go on with others.
 # Data files are compared by content.
 _INCIDENTAL = (
@@ -41,32 +40,41 @@ _INCIDENTAL = (
 )
 
 
-_COUNT, _ABOVE_0, _FROM_0 = "1 or more", "above 0", "0 or more"
-_FITS: dict[str, Callable[[float], bool]] = {
-    _COUNT: lambda found: found >= 1,
-    _ABOVE_0: lambda found: found > 0,
-    _FROM_0: lambda found: found >= 0,
-    "0 to below 1": lambda found: 0 <= found < 1,
-    "0 to 1": lambda found: 0 <= found <= 1,
-    "0 to 4294967295": lambda found: 0 <= found < 2**32,  # what numpy takes as a seed
-}
-_NUMBERS = {
-    **dict.fromkeys(("blocks_per_turn", "max_tokens", "max_steps", "batch_size"), _COUNT),
-    **dict.fromkeys(("per_device_batch_size", "logging_steps", "save_steps"), _COUNT),
-    **dict.fromkeys(("epochs", "learning_rate"), _ABOVE_0),
-    **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm"), _FROM_0),
-    "eval_steps": _FROM_0,
-    "seed": "0 to 4294967295",
-    "adam_beta2": "0 to below 1",
-    "context_loss_weight": "0 to 1",
-}
-_LORA_NUMBERS = {"rank": _COUNT, "alpha": _COUNT, "dropout": "0 to below 1"}
+class Range(NamedTuple):
+    """What a number may be: in words, as a check, and the ``min`` and ``max`` of its option."""
+
+    words: str
+    fits: Callable[[float], bool]
+    bounds: Mapping[str, int] = {}
 
 
-def _check_number(name: str, found: float | None, expected: str) -> None:
-    """Raises ``ValueError`` unless ``found`` is None, or finite and as ``expected`` says."""
-    if found is not None and not (math.isfinite(found) and _FITS[expected](found)):
-        raise ValueError(f"{name} is {found}, expected {expected}")
+_COUNT = Range("1 or more", lambda found: found >= 1, {"min": 1})
+_ABOVE_0 = Range("above 0", lambda found: found > 0)
+_FROM_0 = Range("0 or more", lambda found: found >= 0, {"min": 0})
+_BELOW_1 = Range("0 to below 1", lambda found: 0 <= found < 1, {"min": 0, "max": 1})
+_SHARE = Range("0 to 1", lambda found: 0 <= found <= 1, {"min": 0, "max": 1})
+_SEED = Range("0 to 4294967295", lambda found: 0 <= found < 2**32)  # what numpy takes as a seed
+
+
+def _check_numbers(settings: LoraConfig | FinetuneConfig, owner: str = "") -> None:
+    """Raises ``ValueError`` unless each number is None, or finite and in its range."""
+    for setting in dataclasses.fields(settings):
+        found, range_ = getattr(settings, setting.name), setting.metadata.get("range")
+        if found is None or range_ is None:
+            continue
+        if not (math.isfinite(found) and range_.fits(found)):
+            raise ValueError(f"{owner}{setting.name} is {found}, expected {range_.words}")
+
+
+def _about(panel: str | None, text: str, range_: Range | None = None) -> dict[str, Any]:
+    """Metadata of a setting: its help text, the panel of the help to show it in, and its range."""
+    return {"help": text, "panel": panel, "range": range_}
+
+
+_run = partial(_about, None)
+_learned = partial(_about, "What is learned")
+_optimizer = partial(_about, "Optimizer and adapters")
+_speed = partial(_about, "Memory and speed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +86,15 @@ class LoraConfig:
         target_modules: names of the layers, or ``"all-linear"``.
     """
 
-    rank: int = 16
-    alpha: int = 32
-    dropout: float = 0.0
-    target_modules: str | tuple[str, ...] = "all-linear"
+    rank: int = field(default=16, metadata=_optimizer("Of the adapters; 16.", _COUNT))
+    alpha: int = field(default=32, metadata=_optimizer("Of the adapters; twice the rank.", _COUNT))
+    dropout: float = field(default=0.0, metadata=_optimizer("Of the adapters; 0.", _BELOW_1))
+    target_modules: str | tuple[str, ...] = field(
+        default="all-linear", metadata=_optimizer("Layers with adapters; repeatable; all-linear.")
+    )
 
     def __post_init__(self) -> None:
-        for name, expected in _LORA_NUMBERS.items():
-            _check_number(f"the adapters' {name}", getattr(self, name), expected)
+        _check_numbers(self, "the adapters' ")
         if not isinstance(self.target_modules, str) and "all-linear" in self.target_modules:
             raise ValueError("'all-linear' stands for all layers; found it among names of layers")
 
@@ -130,41 +139,78 @@ class FinetuneConfig:
     """
 
     model: str
-    output: str | Path
-    train_data: Sequence[str | Path]
-    eval_data: Sequence[str | Path] = ()
-    modes: tuple[Mode, ...] = ("block", "full")
-    positions: Positions = "reordered"
-    prompt_format: str = "chat"
-    blocks_per_turn: int = 1
-    on_error: OnError = "raise"
-    max_tokens: int | None = None
-    context_loss_weight: float = 0.0
-    epochs: float = 1.0
-    max_steps: int | None = None
-    learning_rate: float = 2e-5
-    lr_scheduler: Scheduler = "linear"
-    batch_size: int = 64
-    per_device_batch_size: int = 1
-    warmup_steps: int = 20
-    weight_decay: float = 0.0
-    adam_beta2: float = 0.999
-    max_grad_norm: float = 1.0
-    lora: LoraConfig | None = None
-    packing: bool = False
-    group_by_length: bool = True
-    attention: Attention = "auto"
-    dtype: Dtype = "float32"
-    bf16: bool = False
-    gradient_checkpointing: bool = False
-    seed: int = 0
-    eval_steps: int = 0
-    logging_steps: int = 10
-    save_steps: int = 200
-    keep_checkpoints: bool = False
-    resume: bool = False
-    overwrite: bool = False
-    progress: bool = True
+    output: str | Path = field(metadata=_run("Folder of the result; appears when complete."))
+    train_data: Sequence[str | Path] = field(
+        metadata=_run("Training data, JSON lines; may be repeated.")
+    )
+    eval_data: Sequence[str | Path] = field(
+        default=(), metadata=_run("Data to evaluate on; may be repeated.")
+    )
+    modes: tuple[Mode, ...] = field(
+        default=("block", "full"), metadata=_learned("block,full (the papers'), block or full.")
+    )
+    positions: Positions = field(
+        default="reordered", metadata=_learned("reordered, or composite (ablation).")
+    )
+    prompt_format: str = field(
+        default="chat", metadata=_learned("chat, block-attention or turborag.")
+    )
+    blocks_per_turn: int = field(
+        default=1,
+        metadata=_learned(
+            'Of lines with "messages": most blocks of a turn; 1 keeps turns whole.', _COUNT
+        ),
+    )
+    on_error: OnError = field(
+        default="raise", metadata=_run("Stop at a bad line, or leave it out.")
+    )
+    max_tokens: int | None = field(default=None, metadata=_run("Longest sample.", _COUNT))
+    context_loss_weight: float = field(
+        default=0.0, metadata=_learned("Loss weight of all but the answers.", _SHARE)
+    )
+    epochs: float = field(default=1.0, metadata=_run("Passes over the data.", _ABOVE_0))
+    max_steps: int | None = field(default=None, metadata=_run("Instead of epochs.", _COUNT))
+    learning_rate: float = field(default=2e-5, metadata=_run("Peak learning rate.", _ABOVE_0))
+    lr_scheduler: Scheduler = field(
+        default="linear", metadata=_optimizer("linear, cosine, constant, ...")
+    )
+    batch_size: int = field(default=64, metadata=_run("Samples of an optimizer step.", _COUNT))
+    per_device_batch_size: int = field(
+        default=1, metadata=_speed("Samples of one forward pass.", _COUNT)
+    )
+    warmup_steps: int = field(
+        default=20, metadata=_optimizer("Steps of rising learning rate.", _FROM_0)
+    )
+    weight_decay: float = field(default=0.0, metadata=_optimizer("", _FROM_0))
+    adam_beta2: float = field(default=0.999, metadata=_optimizer("", _BELOW_1))
+    max_grad_norm: float = field(
+        default=1.0, metadata=_optimizer("Longer gradients are cut.", _FROM_0)
+    )
+    lora: LoraConfig | None = field(
+        default=None, metadata=_optimizer("Train low-rank adapters, not all weights.")
+    )
+    packing: bool = field(default=False, metadata=_speed("Several samples a row."))
+    group_by_length: bool = field(
+        default=True, metadata=_speed("Batches of samples of about one length.")
+    )
+    attention: Attention = field(
+        default="auto", metadata=_speed("auto, eager, sdpa, flex_attention.")
+    )
+    dtype: Dtype = field(default="float32", metadata=_speed("Of the weights."))
+    bf16: bool = field(default=False, metadata=_speed("Compute in bfloat16."))
+    gradient_checkpointing: bool = field(default=False, metadata=_speed("Trade time for memory."))
+    seed: int = field(default=0, metadata=_run("Of all that is random.", _SEED))
+    eval_steps: int = field(
+        default=0, metadata=_run("Evaluate that often; 0: at start and end.", _FROM_0)
+    )
+    logging_steps: int = field(default=10, metadata=_run("Steps between reports of loss.", _COUNT))
+    save_steps: int = field(default=200, metadata=_run("Steps between checkpoints.", _COUNT))
+    keep_checkpoints: bool = field(
+        default=False, metadata=_run("Leave them in OUTPUT.work at the end.")
+    )
+    resume: bool = field(default=False, metadata=_run("Go on with an interrupted run."))
+    overwrite: bool = field(default=False, metadata=_run("Replace an earlier result."))
+    progress: bool = field(default=True, metadata=_run("Show how far it is."))
 
     def __post_init__(self) -> None:
         if not self.train_data or isinstance(self.train_data, (str, Path)):
@@ -172,11 +218,10 @@ class FinetuneConfig:
         distinct = set(self.modes)
         if not distinct or len(distinct) < len(self.modes) or not distinct <= set(get_args(Mode)):
             raise ValueError(f"modes must be distinct, of {get_args(Mode)}, found {self.modes!r}")
-        for name, choices in _CHOICES.items():
-            if (found := getattr(self, name)) not in get_args(choices):
-                raise ValueError(f"{name} must be of {get_args(choices)}, found {found!r}")
-        for name, expected in _NUMBERS.items():
-            _check_number(name, getattr(self, name), expected)
+        for name, choices in _choices().items():
+            if (found := getattr(self, name)) not in choices:
+                raise ValueError(f"{name} must be of {choices}, found {found!r}")
+        _check_numbers(self)
         if not Path(self.output).name.strip("."):
             raise ValueError(f"output must name a folder, found {str(self.output)!r}")
         if self.resume and self.overwrite:
@@ -196,3 +241,11 @@ class FinetuneConfig:
         """The settings that decide the result."""
         settings = dataclasses.asdict(self)
         return {k: v for k, v in settings.items() if k not in _INCIDENTAL}
+
+
+def _choices() -> dict[str, tuple[str, ...]]:
+    """The words that a setting may be, for each setting of a ``Literal`` type."""
+    from blockattn_rag.kv.context import Positions  # loads torch
+
+    hints = get_type_hints(FinetuneConfig, localns={"Positions": Positions})
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

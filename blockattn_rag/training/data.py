@@ -22,15 +22,16 @@ what closes an answer (end of turn, or EOS) is learned after each one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
 from blockattn_rag.errors import DataError, SegmentationError
 from blockattn_rag.files.jsonl import numbered_lines, parse_line
+from blockattn_rag.files.records import Record, list_of, listed, of_kind, text_of
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
 from blockattn_rag.prompts.formats import (
     Passage,
@@ -41,14 +42,12 @@ from blockattn_rag.prompts.formats import (
 )
 from blockattn_rag.prompts.segmentation import conversation
 from blockattn_rag.prompts.tokenization import BlockTokenizer
+from blockattn_rag.training.config import OnError
 
 logger = logging.getLogger("blockattn_rag")
 
 IGNORED = -100
 """Label of a token that is not learned."""
-
-OnError = Literal["raise", "skip"]
-_Record = Mapping[str, Any]
 
 
 class Sample(NamedTuple):
@@ -135,7 +134,7 @@ class SampleEncoder:
 
     def parse(self, record: object) -> Sample:
         """The sample that a record of any kind stands for."""
-        fields = _object(record, "a record")
+        fields: Record = of_kind(record, dict, "a record")
         if "messages" in fields:
             return self._parse_messages(fields)
         if "blocks" in fields:
@@ -143,7 +142,7 @@ class SampleEncoder:
         if "passages" in fields:
             return self._parse_passages(fields)
         raise DataError(
-            f"found keys {_listed(fields)}, expected 'messages', or 'blocks', 'prompt' and "
+            f"found keys {listed(fields)}, expected 'messages', or 'blocks', 'prompt' and "
             "'response', or 'question', 'passages' and 'answer'"
         )
 
@@ -163,15 +162,15 @@ class SampleEncoder:
             block_lengths=[*(len(ids) for ids in context), len(final)],
         )
 
-    def _parse_messages(self, fields: _Record) -> Sample:
+    def _parse_messages(self, fields: Record) -> Sample:
         messages = []
-        for i, item in enumerate(_list(fields, "messages")):
-            message = _object(item, f"messages[{i}]")
+        for i, item in enumerate(list_of(fields, "messages")):
+            message = of_kind(item, dict, f"messages[{i}]")
             where = f"messages[{i}]."
             if message.get("tool_calls"):
                 raise DataError(f"found '{where}tool_calls', which cannot be learned; write the "
                                 "call into 'content'")  # fmt: skip
-            messages.append({k: _text(message, k, where) for k in ("role", "content")})
+            messages.append({k: text_of(message, k, where) for k in ("role", "content")})
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
             raise DataError("found no response: the last of two or more messages must have "
                             "the role 'assistant'")  # fmt: skip
@@ -183,14 +182,13 @@ class SampleEncoder:
         )
         return Sample(prompt, messages[-1]["content"])
 
-    def _parse_passages(self, fields: _Record) -> Sample:
+    def _parse_passages(self, fields: Record) -> Sample:
         passages = []
-        for i, item in enumerate(_list(fields, "passages", may_be_empty=True)):
-            passage = _object(item, f"passages[{i}]")
-            title = passage.get("title", "")
-            if not isinstance(title, str):
-                raise DataError(f"found passages[{i}].title of {_kind(title)}, expected a string")
-            passages.append(Passage(title, _text(passage, "text", f"passages[{i}].")))
+        for i, item in enumerate(list_of(fields, "passages", may_be_empty=True)):
+            where = f"passages[{i}]"
+            passage = of_kind(item, dict, where)
+            title = of_kind(passage.get("title", ""), str, f"{where}.title")
+            passages.append(Passage(title, text_of(passage, "text", f"{where}.")))
         (question, answer), *later = _turns(fields, "question", "answer")
         prompt = self.format.prompt(question, passages, self.hf_tokenizer)
         return Sample(prompt, answer, tuple((self._follow_up(q), a) for q, a in later))
@@ -250,9 +248,9 @@ def _encoded_line(line: bytes, encoder: SampleEncoder, where: str) -> EncodedSam
         return DataError(f"{where}: {error}")
 
 
-def _parse_blocks(fields: _Record) -> Sample:
+def _parse_blocks(fields: Record) -> Sample:
     blocks = tuple(
-        _block(item, i) for i, item in enumerate(_list(fields, "blocks", may_be_empty=True))
+        _block(item, i) for i, item in enumerate(list_of(fields, "blocks", may_be_empty=True))
     )
     (prompt, answer), *later = _turns(fields, "prompt", "response")
     return Sample(BlockPrompt(blocks, prompt), answer, tuple(later))
@@ -263,9 +261,9 @@ def _block(item: object, index: int) -> Block:
     where = f"blocks[{index}]"
     if isinstance(item, str):
         item = {"text": item}
-    fields = _object(item, where)
+    fields: Record = of_kind(item, dict, where)
     if unknown := fields.keys() - {"text", "before", "after", "control"}:
-        raise DataError(f"found {where} with keys {_listed(unknown)}, expected 'text', and "
+        raise DataError(f"found {where} with keys {listed(unknown)}, expected 'text', and "
                         "if wanted 'before', 'after', 'control'")  # fmt: skip
     before, after, control = (
         fields.get(k, d) for k, d in (("before", ""), ("after", ""), ("control", False))
@@ -274,53 +272,18 @@ def _block(item: object, index: int) -> Block:
         raise DataError(
             f"expected strings for 'before' and 'after' of {where} and true or false for 'control'"
         )
-    text = _text(fields, "text", f"{where}.")
+    text = text_of(fields, "text", f"{where}.")
     return Block(
         text, BlockTemplate(before, after), (Span(text, "prompt" if control else "passage"),)
     )
 
 
-def _turns(fields: _Record, asked: str, answered: str) -> list[tuple[str, str]]:
+def _turns(fields: Record, asked: str, answered: str) -> list[tuple[str, str]]:
     """(question, answer) of one turn given in the record itself, or of each of its ``turns``."""
     if "turns" not in fields:
-        return [(_text(fields, asked), _text(fields, answered))]
+        return [(text_of(fields, asked), text_of(fields, answered))]
     turns = []
-    for i, item in enumerate(_list(fields, "turns")):
-        turn, where = _object(item, f"turns[{i}]"), f"turns[{i}]."
-        turns.append((_text(turn, asked, where), _text(turn, answered, where)))
+    for i, item in enumerate(list_of(fields, "turns")):
+        turn, where = of_kind(item, dict, f"turns[{i}]"), f"turns[{i}]."
+        turns.append((text_of(turn, asked, where), text_of(turn, answered, where)))
     return turns
-
-
-def _text(fields: _Record, key: str, where: str = "") -> str:
-    if key not in fields:
-        raise DataError(f"found no '{where}{key}' among the keys {_listed(fields)}")
-    value = fields[key]
-    if not isinstance(value, str):
-        raise DataError(f"found '{where}{key}' of {_kind(value)}, expected a string")
-    if not value.strip():
-        raise DataError(f"found an empty '{where}{key}', expected text")
-    return value
-
-
-def _list(fields: _Record, key: str, *, may_be_empty: bool = False) -> Sequence[object]:
-    value = fields[key]
-    if not isinstance(value, list):
-        raise DataError(f"found '{key}' of {_kind(value)}, expected a list")
-    if not value and not may_be_empty:
-        raise DataError(f"found an empty list '{key}'")
-    return value
-
-
-def _object(value: object, name: str) -> _Record:
-    if not isinstance(value, dict):
-        raise DataError(f"found {name} of {_kind(value)}, expected an object")
-    return value
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
-    return "null" if value is None else names.get(type(value), "a number")
-
-
-def _listed(keys: Iterable[str]) -> str:
-    return ", ".join(repr(k) for k in sorted(keys)) or "none"

@@ -13,26 +13,22 @@ import logging
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import (
-    AutoModelForCausalLM,
-    PrinterCallback,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, TrainingArguments
 
 from blockattn_rag.errors import DataError
-from blockattn_rag.model.loading import BUNDLED, SIDECAR, load_tokenizer, resolve_name
-from blockattn_rag.model.probe import profile_attention
+from blockattn_rag.files.atomic import write_json
+from blockattn_rag.model.loading import BUNDLED, SIDECAR, load_tokenizer
 from blockattn_rag.training.batches import Collator, ModeDataset
-from blockattn_rag.training.card import write_card, write_plot
 from blockattn_rag.training.config import FinetuneConfig
 from blockattn_rag.training.data import DataReport, SampleEncoder, read_samples
 from blockattn_rag.training.masks import ModelMasks
+from blockattn_rag.training.model import load_model, token_limit
+from blockattn_rag.training.report import FinetuneReport, write_card, write_plot
 from blockattn_rag.training.trainer import BlockTrainer, Watch
 from blockattn_rag.training.work import (
     CHECKPOINTS,
@@ -42,46 +38,9 @@ from blockattn_rag.training.work import (
     make_alike,
     replace_output,
     work_folder,
-    write_json,
 )
 
 logger = logging.getLogger("blockattn_rag")
-
-
-@dataclass(frozen=True, slots=True)
-class FinetuneReport:
-    """What a run did.
-
-    Args:
-        output: the finished folder.
-        steps: optimizer steps; ``seconds``: wall time of this process's part of the training.
-        loss: training loss over the last logged steps.
-        train, evaluation: what was read, and which lines were left out.
-        history: dicts with ``step`` and ``loss`` (training) or ``eval_block_loss``,
-            ``eval_full_loss``, in order.
-    """
-
-    output: Path
-    steps: int
-    seconds: float
-    loss: float
-    train: DataReport
-    evaluation: DataReport
-    history: list[dict[str, float]] = field(default_factory=list)
-
-    @property
-    def eval_losses(self) -> dict[str, tuple[float, float]]:
-        """By mode, the loss on the answers of the evaluation data before and after training; empty
-        where no such data were given."""
-        evaluated = [entry for entry in self.history if "loss" not in entry]
-        if not evaluated:
-            return {}
-        first, last = evaluated[0], evaluated[-1]
-        names = [key for key in first if key.startswith("eval_")]
-        return {
-            name.removeprefix("eval_").removesuffix("_loss"): (first[name], last[name])
-            for name in names
-        }
 
 
 def finetune(config: FinetuneConfig) -> FinetuneReport:
@@ -106,12 +65,12 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
 
 def _run(config: FinetuneConfig, arguments: TrainingArguments) -> FinetuneReport:
     tokenizer = load_tokenizer(config.model)
-    model = _load(config)
+    model = load_model(config)
     encoder = SampleEncoder(
         tokenizer,
         prompt=config.prompt_format,
         blocks_per_turn=config.blocks_per_turn,
-        max_tokens=_max_tokens(config, model),
+        max_tokens=token_limit(config, model),
     )
     with arguments.main_process_first(local=False):
         train, train_report = _encoded(config.train_data, "train", encoder, config, arguments)
@@ -135,81 +94,6 @@ def _run(config: FinetuneConfig, arguments: TrainingArguments) -> FinetuneReport
     )
     _publish(config, trainer, tokenizer, report)
     return report
-
-
-# ---------------------------------------------------------------------------------------------
-# Model
-
-
-def _load(config: FinetuneConfig) -> Any:
-    """The model to train: checked, with its mark, and with adapters if asked for."""
-    name = resolve_name(config.model)
-    if Path(name).is_dir():
-        name = str(Path(name).resolve())  # adapters name their base: from any folder
-    if (Path(name) / "adapter_config.json").is_file():
-        raise ValueError(f"{name} is a LoRA adapter; merge it into its base before training on")
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=config.dtype)
-    profile_attention(model)
-    _set_attention(model, config)
-    if config.gradient_checkpointing:
-        # Renamed on the way to transformers 6.
-        renamed = getattr(model, "activation_checkpointing_enable", None)
-        enable = renamed or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-    if "block" in config.modes:
-        model.config.block_attention = config.marker
-    elif hasattr(model.config, "block_attention"):
-        del model.config.block_attention  # full mode alone may have undone it
-    return _with_adapters(model, config) if config.lora else model
-
-
-def _set_attention(model: Any, config: FinetuneConfig) -> None:
-    """The attention implementation asked for, or the best that the model has here."""
-    on_gpu = torch.cuda.is_available()
-    if config.attention == "flex_attention" and not on_gpu:
-        raise ValueError("flex_attention has no backward pass but on CUDA; use 'sdpa' or 'eager'")
-    if config.attention != "auto":
-        model.set_attn_implementation(config.attention)
-        return
-    # With a mask and gradients, plain matrix products beat SDPA on CPUs.
-    for candidate in ("flex_attention", "sdpa") if on_gpu else ():
-        try:
-            model.set_attn_implementation(candidate)
-        except ValueError:  # this architecture lacks it
-            continue
-        return
-    model.set_attn_implementation("eager")
-
-
-def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError("LoRA needs peft: pip install 'blockattn-rag[train]'") from error
-    assert config.lora is not None
-    targets = config.lora.target_modules
-    settings = peft.LoraConfig(
-        r=config.lora.rank,
-        lora_alpha=config.lora.alpha,
-        lora_dropout=config.lora.dropout,
-        target_modules=targets if isinstance(targets, str) else list(targets),
-        task_type="CAUSAL_LM",
-    )
-    if not isinstance(targets, str):
-        ends = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-        if unknown := sorted(t for t in targets if t.rpartition(".")[2] not in ends):
-            raise ValueError(f"the model has no layers {', '.join(unknown)} to adapt")
-    torch.manual_seed(config.seed)
-    return peft.get_peft_model(model, settings)
-
-
-def _max_tokens(config: FinetuneConfig, model: Any) -> int | None:
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if config.max_tokens is None:
-        return limit
-    if limit is not None and config.max_tokens > limit:
-        raise ValueError(f"max_tokens is {config.max_tokens}, but the model holds {limit} tokens")
-    return config.max_tokens
 
 
 # ---------------------------------------------------------------------------------------------
@@ -238,7 +122,7 @@ def _encoded(
             if not report.samples:
                 raise DataError(f"found no usable sample in {', '.join(map(str, files))}")
             writer.finalize()
-        listing.write_text(json.dumps(dataclasses.asdict(report)), encoding="utf-8")
+        write_json(listing, dataclasses.asdict(report))
     return Dataset.from_file(str(path)), DataReport(**json.loads(listing.read_text("utf-8")))
 
 

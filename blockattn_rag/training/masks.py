@@ -21,17 +21,17 @@ sample and its block; FlexAttention evaluates them inside the kernel, without an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.kv.context import Positions
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-Positions = Literal["reordered", "composite"]
 PADDING = 0
 """Sample number of padding."""
 FINAL = 0
@@ -97,17 +97,10 @@ def block_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
     Args:
         window: sliding window of the layer, in tokens, the token itself included.
     """
-    sample, block, _ = layout
-    query, key = sample[:, :, None], sample[:, None, :]
-    allowed = (query == key) & (
-        (block[:, :, None] == block[:, None, :]) | (block == FINAL)[:, :, None]
-    )
-    place = torch.arange(sample.shape[1], device=sample.device)
-    distance = place[:, None] - place[None, :]
-    near = distance >= 0
-    if window is not None:
-        near &= distance < window
-    return (allowed & near)[:, None]
+    rows, length = layout.sample.shape
+    row, token = (torch.arange(n, device=layout.sample.device) for n in (rows, length))
+    row = row[:, None, None]
+    return mask_function(layout, window=window)(row, row, token[:, None], token)[:, None]
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from blockattn_rag.files.atomic import write_json
 from blockattn_rag.files.jsonl import require_file
 from blockattn_rag.model.loading import resolve_name
 from blockattn_rag.training.config import FinetuneConfig
@@ -145,13 +146,6 @@ def _digests(files: Sequence[str | Path]) -> list[str]:
         with Path(path).open("rb") as file:
             digests.append(hashlib.file_digest(file, "sha256").hexdigest())
     return digests
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a file that people read too, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 def last_checkpoint(folder: Path) -> Path | None:

@@ -57,8 +57,7 @@ def test_adapters_end_with_their_losses_by_mode_before_and_after(
 def test_train_has_an_option_for_every_setting() -> None:
     names = {field.name for field in dataclasses.fields(FinetuneConfig)}
     adapters = {field.name for field in dataclasses.fields(LoraConfig)}
-    expected = names - {"train_data"} | {"data"}
-    expected |= {f"lora_{name}" for name in adapters - {"target_modules"} | {"target"}}
+    expected = names | {f"lora_{name}" for name in adapters}
     assert inspect.signature(train).parameters.keys() == expected | {"as_json"}
 
 
@@ -78,6 +77,80 @@ def test_options_of_adapters_alone_are_refused(cli: Command, model: Path) -> Non
         assert (output.status, "need --lora" in output.stderr) == (1, True)
 
 
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[FinetuneConfig]:
+    """The configs of the runs that commands start; each run ends at once with an error, "seen"."""
+    configs: list[FinetuneConfig] = []
+
+    def stop(config: FinetuneConfig) -> None:
+        configs.append(config)
+        raise ValueError("seen")
+
+    monkeypatch.setattr("blockattn_rag.training.finetune.finetune", stop)
+    return configs
+
+
+def test_every_option_reaches_the_setting_of_its_name(
+    cli: Command, runs: list[FinetuneConfig]
+) -> None:
+    given: dict[str, object] = {
+        "model": "bundled", "output": "out", "train_data": ["a", "b"], "eval_data": ["c"],
+        "modes": "full, block", "positions": "composite", "prompt_format": "turborag",
+        "blocks_per_turn": 2, "on_error": "skip", "max_tokens": 3, "context_loss_weight": 0.25,
+        "epochs": 1.5, "max_steps": 4, "learning_rate": 0.5, "lr_scheduler": "cosine",
+        "batch_size": 5, "per_device_batch_size": 6, "warmup_steps": 7, "weight_decay": 0.125,
+        "adam_beta2": 0.75, "max_grad_norm": 2.5, "lora": True, "packing": True,
+        "group_by_length": False, "attention": "eager", "dtype": "bfloat16", "bf16": True,
+        "gradient_checkpointing": True, "seed": 8, "eval_steps": 9, "logging_steps": 10,
+        "save_steps": 11, "keep_checkpoints": True, "overwrite": True, "progress": False,
+    }  # fmt: skip
+    assert given.keys() == {field.name for field in dataclasses.fields(FinetuneConfig)} - {"resume"}
+    arguments: list[object] = []
+    for name, value in given.items():
+        flag = "data" if name == "train_data" else name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            values = value if isinstance(value, list) else [value]
+            arguments += (part for value in values for part in (f"--{flag}", value))
+    assert "seen" in cli("train", *arguments).stderr
+    expected = {
+        **given, "output": Path("out"), "train_data": [Path("a"), Path("b")],
+        "eval_data": [Path("c")], "modes": ("full", "block"), "lora": LoraConfig(),
+    }  # fmt: skip
+    assert [runs[0]] == [FinetuneConfig(**expected)]  # type: ignore[arg-type]
+    assert type(runs[0].on_error).__name__ == "str"
+    least = ("--model", "bundled", "--data", "a", "--output", "out")
+    cli("train", *least, "--resume")
+    assert runs[1] == FinetuneConfig("bundled", Path("out"), [Path("a")], resume=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        (("--attention", "fast"), 1, "attention must be of ('auto', 'eager', 'sdpa', 'flex_attent"),
+        (("--positions", "any"), 1, "positions must be of ('reordered', 'composite'), found 'any'"),
+        (("--learning-rate", 0), 1, "learning_rate is 0.0, expected above 0"),
+        (("--adam-beta2", 1), 1, "adam_beta2 is 1.0, expected 0 to below 1"),
+        (("--lora", "--lora-rank", 0), 1, "the adapters' rank is 0, expected 1 or more"),
+        (("--on-error", "pass"), 2, "--on-error"),
+        (("--batch-size", 0), 2, "--batch-size"),
+        (("--adam-beta2", 1.5), 2, "--adam-beta2"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_by_its_name(
+    cli: Command,
+    runs: list[FinetuneConfig],
+    options: tuple[object, ...],
+    status: int,
+    message: str,
+) -> None:
+    least = ("--model", "bundled", "--data", "a", "--output", "out")
+    output = cli("train", *least, *options)
+    assert (output.status, runs) == (status, [])
+    assert message in output.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "adapters"),
     [
@@ -94,18 +167,11 @@ def test_options_of_adapters_alone_are_refused(cli: Command, model: Path) -> Non
 def test_options_of_adapters_reach_the_run(
     cli: Command,
     model: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    runs: list[FinetuneConfig],
     options: tuple[object, ...],
     adapters: LoraConfig | None,
 ) -> None:
-    seen: list[FinetuneConfig] = []
-
-    def stop(config: FinetuneConfig) -> None:
-        seen.append(config)
-        raise ValueError("seen")
-
-    monkeypatch.setattr("blockattn_rag.training.finetune.finetune", stop)
     output = cli("train", "--model", model, "--data", "x.jsonl", "--output", "y", *options,
                  "--blocks-per-turn", 3)  # fmt: skip
     assert (output.status, "seen" in output.stderr) == (1, True)
-    assert (seen[0].lora, seen[0].blocks_per_turn) == (adapters, 3)
+    assert (runs[0].lora, runs[0].blocks_per_turn) == (adapters, 3)

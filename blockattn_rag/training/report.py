@@ -1,14 +1,12 @@
-"""The model card and the plot of a fine-tuning run."""
+"""What a fine-tuning run did: as a report, and as the model card and the plot of its result."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from blockattn_rag.training.config import FinetuneConfig
-
-if TYPE_CHECKING:
-    from blockattn_rag.training.finetune import FinetuneReport
+from blockattn_rag.training.data import DataReport
 
 _CARD = """\
 ---
@@ -48,6 +46,42 @@ It is also an ordinary {kind} of transformers.
 Training took {steps} steps; the training loss over the last logged steps was {loss:.4f}. All
 values are in `training_log.json`{plot}.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class FinetuneReport:
+    """What a run did.
+
+    Args:
+        output: the finished folder.
+        steps: optimizer steps; ``seconds``: wall time of this process's part of the training.
+        loss: training loss over the last logged steps.
+        train, evaluation: what was read, and which lines were left out.
+        history: dicts with ``step`` and ``loss`` (training) or ``eval_block_loss``,
+            ``eval_full_loss``, in order.
+    """
+
+    output: Path
+    steps: int
+    seconds: float
+    loss: float
+    train: DataReport
+    evaluation: DataReport
+    history: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def eval_losses(self) -> dict[str, tuple[float, float]]:
+        """By mode, the loss on the answers of the evaluation data before and after training; empty
+        where no such data were given."""
+        evaluated = [entry for entry in self.history if "loss" not in entry]
+        if not evaluated:
+            return {}
+        first, last = evaluated[0], evaluated[-1]
+        names = [key for key in first if key.startswith("eval_")]
+        return {
+            name.removeprefix("eval_").removesuffix("_loss"): (first[name], last[name])
+            for name in names
+        }
 
 
 def write_card(config: FinetuneConfig, report: FinetuneReport, path: Path) -> None:

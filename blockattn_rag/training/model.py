@@ -1,0 +1,85 @@
+"""The model to train: checked, marked as block-tuned, and with adapters if asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from blockattn_rag.lazy import missing_extra
+from blockattn_rag.model.loading import resolve_name
+from blockattn_rag.model.probe import profile_attention
+from blockattn_rag.training.config import FinetuneConfig
+
+
+def load_model(config: FinetuneConfig) -> Any:
+    """The model to train: checked, with its mark, and with adapters if asked for."""
+    name = resolve_name(config.model)
+    if Path(name).is_dir():
+        name = str(Path(name).resolve())  # adapters name their base: from any folder
+    if (Path(name) / "adapter_config.json").is_file():
+        raise ValueError(f"{name} is a LoRA adapter; merge it into its base before training on")
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=config.dtype)
+    profile_attention(model)
+    _set_attention(model, config)
+    if config.gradient_checkpointing:
+        # Renamed on the way to transformers 6.
+        renamed = getattr(model, "activation_checkpointing_enable", None)
+        enable = renamed or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    if "block" in config.modes:
+        model.config.block_attention = config.marker
+    elif hasattr(model.config, "block_attention"):
+        del model.config.block_attention  # full mode alone may have undone it
+    return _with_adapters(model, config) if config.lora else model
+
+
+def _set_attention(model: Any, config: FinetuneConfig) -> None:
+    """The attention implementation asked for, or the best that the model has here."""
+    on_gpu = torch.cuda.is_available()
+    if config.attention == "flex_attention" and not on_gpu:
+        raise ValueError("flex_attention has no backward pass but on CUDA; use 'sdpa' or 'eager'")
+    if config.attention != "auto":
+        model.set_attn_implementation(config.attention)
+        return
+    # With a mask and gradients, plain matrix products beat SDPA on CPUs.
+    for candidate in ("flex_attention", "sdpa") if on_gpu else ():
+        try:
+            model.set_attn_implementation(candidate)
+        except ValueError:  # this architecture lacks it
+            continue
+        return
+    model.set_attn_implementation("eager")
+
+
+def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError(f"LoRA needs {missing_extra('peft', 'train')}") from error
+    assert config.lora is not None
+    targets = config.lora.target_modules
+    settings = peft.LoraConfig(
+        r=config.lora.rank,
+        lora_alpha=config.lora.alpha,
+        lora_dropout=config.lora.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+    if not isinstance(targets, str):
+        ends = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        if unknown := sorted(t for t in targets if t.rpartition(".")[2] not in ends):
+            raise ValueError(f"the model has no layers {', '.join(unknown)} to adapt")
+    torch.manual_seed(config.seed)
+    return peft.get_peft_model(model, settings)
+
+
+def token_limit(config: FinetuneConfig, model: Any) -> int | None:
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if config.max_tokens is None:
+        return limit
+    if limit is not None and config.max_tokens > limit:
+        raise ValueError(f"max_tokens is {config.max_tokens}, but the model holds {limit} tokens")
+    return config.max_tokens
