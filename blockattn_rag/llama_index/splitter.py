@@ -9,8 +9,9 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.node_parser import TokenTextSplitter
 
 from blockattn_rag.prompts.blocks import BlockTemplate
+from blockattn_rag.prompts.cut_passages import remove_orphans
 from blockattn_rag.prompts.formats import BLANK_LINE
-from blockattn_rag.prompts.markers import MarkedSpan, marked_spans, remove_orphans, wrap
+from blockattn_rag.prompts.markers import MarkedSpan, marked_spans, wrap
 
 
 class _Piece(NamedTuple):

@@ -1,6 +1,6 @@
 """From text to blocks to token ids. No torch here.
 
-The names below are public: prompt formats, and what a prompt is made of.
+The names below are public: what a prompt is made of, prompt formats, and ways to cut into blocks.
 """
 
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span, handle_of
@@ -15,7 +15,9 @@ from blockattn_rag.prompts.formats import (
     follow_up,
     prompt_format,
 )
-from blockattn_rag.prompts.markers import segment, strip_markers, wrap
+from blockattn_rag.prompts.marked_text import segment
+from blockattn_rag.prompts.markers import strip_markers, wrap
+from blockattn_rag.prompts.segmentation import conversation, few_shot, split_json, split_text
 
 __all__ = [
     "BLANK_LINE",
@@ -29,10 +31,14 @@ __all__ = [
     "PromptFormat",
     "Span",
     "answer_end",
+    "conversation",
+    "few_shot",
     "follow_up",
     "handle_of",
     "prompt_format",
     "segment",
+    "split_json",
+    "split_text",
     "strip_markers",
     "wrap",
 ]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.prompts.blocks import PASSAGES, Origin, Span, merged
-from blockattn_rag.prompts.markers import content_spans
+from blockattn_rag.prompts.marked_text import content_spans
 
 logger = logging.getLogger("blockattn_rag")
 

@@ -22,7 +22,8 @@ from blockattn_rag.errors import ContextOverflowError, MissError, UnsupportedMod
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
-from blockattn_rag.prompts.markers import segment, wrap
+from blockattn_rag.prompts.marked_text import segment
+from blockattn_rag.prompts.markers import wrap
 from blockattn_rag.store import DirectoryStore, MemoryStore
 from tests.holding import FEW, LONGEST_S, Held
 from tests.model.families import SUPPORTED

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from blockattn_rag.llama_index.splitter import BlockTextSplitter
 from blockattn_rag.prompts.blocks import BlockTemplate
-from blockattn_rag.prompts.markers import segment, wrap
+from blockattn_rag.prompts.marked_text import segment
+from blockattn_rag.prompts.markers import wrap
 
 TEMPLATE = BlockTemplate(after="\n\n")
 

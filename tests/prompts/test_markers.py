@@ -5,12 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-import os
-import subprocess
-import sys
-import threading
-import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,16 +13,8 @@ from hypothesis import strategies as st
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.prompts import markers
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span, handle_of
-from blockattn_rag.prompts.markers import (
-    MAX_MARKED,
-    close_cut_passages,
-    content_spans,
-    marked_spans,
-    remove_orphans,
-    segment,
-    strip_markers,
-    wrap,
-)
+from blockattn_rag.prompts.marked_text import MAX_MARKED, content_spans, segment
+from blockattn_rag.prompts.markers import marked_spans, strip_markers, wrap
 
 OTHER = "0123456789abcdef" * 2
 TEMPLATE = BlockTemplate("- ", "\n")
@@ -165,14 +151,6 @@ def test_markers_inside_a_passage_stay_part_of_it() -> None:
         assert segment(f"{wrap(text)}Q").context == (Block(text),)
 
 
-def test_orphan_openings_and_closings_are_removed_and_hide_no_block() -> None:
-    other = wrap("other")
-    for junk in (OPENING, CLOSING):
-        assert [b.text for b in segment(f"{junk}{other}Q").context] == ["other"]
-        assert [b.text for b in segment(f"{other}{junk}{other}Q").context] == ["other", "other"]
-        assert segment(f"{other}Q{junk}").final == "Q"
-
-
 def test_an_opening_that_encloses_a_real_block_does_not_swallow_it() -> None:
     prompt = segment(f"{OPENING}a {wrap('inner')} b{CLOSING}Q")
     assert [(block.text, block.is_passage) for block in prompt.context] == [
@@ -180,43 +158,6 @@ def test_an_opening_that_encloses_a_real_block_does_not_swallow_it() -> None:
         ("inner", True),
     ]
     assert prompt.final == " bQ"
-
-
-def test_a_splitter_that_cuts_a_marker_leaves_nothing_of_it_beside_its_partner() -> None:
-    marked = wrap("Halden Tower is 214 metres tall.")
-    opening_end, closing_start = marked.index("]]") + 2, marked.rindex("[[")
-    for cut in range(opening_end, len(marked)):
-        for text in outside(segment(f"Read {marked[:cut]}\nWhat?")):
-            assert "kvb" not in text
-    for cut in range(1, closing_start + 1):
-        for text in outside(segment(f"Read {marked[cut:]}\nWhat?")):
-            assert "kvb" not in text
-            assert "]]" not in text or cut > opening_end - 6
-
-
-def test_a_chunk_of_a_splitter_gets_back_the_markers_that_were_cut_off() -> None:
-    marked, other = wrap("Halden Tower is tall."), wrap("other")
-    opening_end, closing_start = marked.index("]]") + 2, marked.rindex("[[")
-    for cut in range(opening_end + 1, len(marked)):
-        prompt = segment(close_cut_passages(f"{other}\n\n{marked[:cut]}") + " What?")
-        first, cut_off = prompt.context
-        assert (first.text, prompt.final) == ("other", " What?")
-        assert "Halden Tower is tall."[: cut - opening_end].startswith(cut_off.text[:5])
-        # With all of its text there, it is the passage that it was.
-        assert (cut_off.origin == "passage") == (cut_off.text == "Halden Tower is tall.")
-    for cut in range(1, closing_start - 1):
-        prompt = segment(close_cut_passages(f"{marked[cut:]}\n\n{other}") + " What?")
-        cut_off, last = prompt.context
-        assert (last.text, prompt.final) == ("other", " What?")
-        assert cut_off.text.endswith(".")
-    for whole in (marked, f"{marked}{other}", "no marker", f"[[kvblock:{OTHER}]]text"):
-        assert close_cut_passages(whole) == whole
-
-
-def test_removing_orphans_touches_no_other_text() -> None:
-    text = "[[/kv, 0a0a0a0a]] and [[/ and/ [[1, 2]] "
-    assert remove_orphans(text + OPENING + text) == text + text
-    assert remove_orphans(text) == text
 
 
 def test_more_marked_passages_than_anybody_needs_are_refused() -> None:
@@ -244,64 +185,3 @@ def test_nested_pairs_are_hashed_a_few_times_at_most(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(markers, "_digest", counted)
     assert [span.text for span in marked_spans(changed)] == ["changed"]
     assert hashed < 6 * len(changed)
-
-
-class TestKey:
-    PROGRAM = "from blockattn_rag.prompts.markers import wrap; print(wrap('text'))"
-
-    def run(self, home: Path, **environment: str) -> str:
-        kept = {k: v for k, v in os.environ.items() if k != markers.KEY_VARIABLE}
-        kept |= {"BLOCKATTN_RAG_HOME": str(home)} | environment
-        command = [sys.executable, "-c", self.PROGRAM]
-        return subprocess.run(command, env=kept, check=True, capture_output=True, text=True).stdout
-
-    def test_processes_of_one_user_know_each_others_markers_and_nobody_elses(
-        self, tmp_path: Path
-    ) -> None:
-        one = self.run(tmp_path / "one")
-        assert self.run(tmp_path / "one") == one != self.run(tmp_path / "two")
-        (file,) = (tmp_path / "one").iterdir()
-        assert file.stat().st_mode & 0o777 == 0o600
-
-    def test_the_environment_gives_machines_one_key(self, tmp_path: Path) -> None:
-        given = {markers.KEY_VARIABLE: "shared by all machines"}
-        assert self.run(tmp_path / "one", **given) == self.run(tmp_path / "two", **given)
-        assert list(tmp_path.iterdir()) == []
-
-    def test_a_key_that_could_be_guessed_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(subprocess.CalledProcessError) as raised:
-            self.run(tmp_path, **{markers.KEY_VARIABLE: "short"})
-        assert "has 5 characters, expected at least 16" in raised.value.stderr
-
-    def test_threads_that_come_at_once_make_one_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        made: list[int] = []
-        both = threading.Barrier(2)
-
-        def slow_key(size: int) -> bytes:
-            made.append(size)
-            time.sleep(0)  # let the other thread in, if it may
-            return bytes(size)
-
-        def ask() -> None:
-            both.wait()
-            markers._key()
-
-        monkeypatch.delenv(markers.KEY_VARIABLE)
-        monkeypatch.setattr(markers, "_key_in", lambda _: slow_key(32))
-        markers._found_key.cache_clear()
-        threads = [threading.Thread(target=ask) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        markers._found_key.cache_clear()
-        assert made == [32]
-
-    def test_a_key_cut_short_is_made_anew(self, tmp_path: Path) -> None:
-        (tmp_path / "marker.key").write_bytes(b"short")
-        assert self.run(tmp_path) == self.run(tmp_path)
-        assert len((tmp_path / "marker.key").read_bytes()) == 32
-
-    def test_where_no_key_can_be_kept_markers_hold_for_the_process(self, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("no folder")
-        assert self.run(tmp_path / "file") != self.run(tmp_path / "file")
