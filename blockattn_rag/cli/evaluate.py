@@ -122,7 +122,7 @@ def _table(title: str, results: list[ModeResult]) -> RenderableType:
 
 
 def _row(result: ModeResult) -> tuple[str, ...]:
-    prompt_tokens = result.reused_tokens + result.computed_tokens
+    stats = result.stats
     mean, low, high = result.accuracy
     difference: Interval | None = result.difference
     return (
@@ -133,5 +133,5 @@ def _row(result: ModeResult) -> tuple[str, ...]:
         "-" if difference is None else f"{difference.mean * 100:+.1f}",
         percent(result.agreement),
         *(() if result.ttft_s is None else (duration(result.ttft_s),)),
-        percent(result.reused_tokens / prompt_tokens if prompt_tokens else None),
+        percent(stats.reused_tokens / stats.prompt_tokens if stats.prompt_tokens else None),
     )

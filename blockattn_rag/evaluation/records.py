@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.errors import DataError
+
+_COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +19,8 @@ class EvaluationRecord:
     """One question answered in one mode. Scores lie in 0..1; times are seconds.
 
     ``digest`` is the sample's (question, answers, passages as they were shown), ``finish_reason``
-    ``"length"`` where the answer was cut off by its limit or by the context window. ``ttft_s`` is
-    that of the question's batch.
+    ``"length"`` where the answer was cut off by its limit or by the context window. Of ``stats``,
+    the counts are kept, and ``ttft_s``, which is that of the question's batch; the others are 0.
     """
 
     id: str
@@ -30,13 +33,27 @@ class EvaluationRecord:
     accuracy: float
     exact_match: float
     f1: float
-    hits: int
-    misses: int
-    reused_tokens: int
-    computed_tokens: int
-    generated_tokens: int
+    stats: ReuseStats
     finish_reason: str
-    ttft_s: float
+
+    @classmethod
+    def from_dict(cls, line: Mapping[str, Any]) -> EvaluationRecord:
+        """The record whose ``to_dict`` this is.
+
+        Raises:
+            KeyError, TypeError: fields are missing, or there are others.
+        """
+        rest = {**line, "answers": tuple(line["answers"])}
+        figures = {name: rest.pop(name) for name in (*_COUNTS, "ttft_s")}
+        mode: Mode = "block" if str(line["mode"]).startswith("block") else "full"
+        return cls(**rest, stats=ReuseStats(mode, **figures))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types, the figures beside the other fields; times in seconds."""
+        line = asdict(self)
+        stats, reason = line.pop("stats"), line.pop("finish_reason")
+        counts = {name: stats[name] for name in _COUNTS}
+        return {**line, **counts, "finish_reason": reason, "ttft_s": stats["ttft_s"]}
 
 
 class RecordFile:
@@ -77,7 +94,7 @@ class RecordFile:
         """Add records, on disk before this returns."""
         new = list(records)
         with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(_dump(asdict(record)) for record in new)
+            file.writelines(_dump(record.to_dict()) for record in new)
         self.records.update({(record.id, record.mode): record for record in new})
 
     def _check_header(self, found: Any, header: Mapping[str, Any]) -> None:
@@ -102,7 +119,7 @@ class RecordFile:
     def _record(self, number: int, line: bytes) -> EvaluationRecord:
         fields = self._parse(number, line)
         try:
-            return EvaluationRecord(**{**fields, "answers": tuple(fields["answers"])})
+            return EvaluationRecord.from_dict(fields)
         except (TypeError, KeyError) as error:
             raise DataError(
                 f"{self.path}, line {number}: not a record ({error}); name another file"

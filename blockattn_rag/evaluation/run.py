@@ -21,7 +21,7 @@ from blockattn_rag.prompts.formats import Passage, PromptFormat, prompt_format
 
 if TYPE_CHECKING:
     from blockattn_rag.engine.engine import BlockAttentionEngine
-    from blockattn_rag.engine.results import Generation
+    from blockattn_rag.engine.results import Generation, ReuseStats
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "full": {"mode": "full"},
@@ -43,7 +43,7 @@ class ModeResult:
     of questions with the same normalised output as in full mode) are None where full mode was not
     run. ``cut_off`` counts answers that ended at ``max_new_tokens`` or at the end of the context
     window. ``ttft_s`` is the median time to the first token, and None where questions were
-    answered in batches: each waits for its whole batch there.
+    answered in batches: each waits for its whole batch there. ``stats`` are the sums.
     """
 
     mode: str
@@ -55,15 +55,13 @@ class ModeResult:
     agreement: float | None
     cut_off: int
     ttft_s: float | None
-    hits: int
-    misses: int
-    reused_tokens: int
-    computed_tokens: int
+    stats: ReuseStats
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types; intervals as ``{"mean", "low", "high"}``."""
-        fields = ((name, getattr(self, name)) for name in self.__slots__)
-        return {k: v._asdict() if isinstance(v, Interval) else v for k, v in fields}
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "stats"}
+        plain = {k: v._asdict() if isinstance(v, Interval) else v for k, v in fields.items()}
+        return plain | self.stats.reuse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +267,7 @@ def _batches(
 
 
 def _record(sample: EvaluationSample, mode: str, answer: Generation) -> EvaluationRecord:
-    stats = answer.stats
+    kept = replace(answer.stats, fetch_s=0.0, assemble_s=0.0, prefill_s=0.0, total_s=0.0)
     return EvaluationRecord(
         id=sample.id,
         digest=sample.digest,
@@ -278,13 +276,8 @@ def _record(sample: EvaluationSample, mode: str, answer: Generation) -> Evaluati
         question=sample.question,
         answers=sample.answers,
         output=answer.text,
-        hits=stats.hits,
-        misses=stats.misses,
-        reused_tokens=stats.reused_tokens,
-        computed_tokens=stats.computed_tokens,
-        generated_tokens=stats.generated_tokens,
+        stats=kept,
         finish_reason=answer.finish_reason,
-        ttft_s=stats.ttft_s,
         **{name: metric(answer.text, sample.answers) for name, metric in METRICS.items()},
     )
 
@@ -315,9 +308,6 @@ def _result(
         difference=bootstrap_mean([r.accuracy - f.accuracy for r, f in pairs]) if pairs else None,
         agreement=statistics.fmean(same) if pairs else None,
         cut_off=_cut_off(rows),
-        ttft_s=statistics.median(row.ttft_s for row in rows) if timed else None,
-        hits=sum(row.hits for row in rows),
-        misses=sum(row.misses for row in rows),
-        reused_tokens=sum(row.reused_tokens for row in rows),
-        computed_tokens=sum(row.computed_tokens for row in rows),
+        ttft_s=statistics.median(row.stats.ttft_s for row in rows) if timed else None,
+        stats=sum((row.stats for row in rows[1:]), rows[0].stats),
     )

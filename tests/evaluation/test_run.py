@@ -77,7 +77,7 @@ def test_modes_are_scored_and_compared_with_full_mode(tmp_path: Path) -> None:
     assert [r.agreement for r in report.results] == [1.0, 0.75, 0.0, 0.0]
     assert report["block"].difference.mean == -0.25
     assert report["closed-book"].exact_match.mean == 0.25
-    assert report["block"].reused_tokens == 120
+    assert report["block"].stats.reused_tokens == 120
     assert report.cut_off == 0
     assert {k: [r.samples for r in v] for k, v in report.by_kind.items()} == {
         "even": [2, 2, 2, 2],
@@ -197,11 +197,11 @@ def test_a_real_engine_reuses_blocks_and_answers_alike_in_batches(tmp_path: Path
     batched = evaluate(engine, data, modes, max_new_tokens=4, batch_size=3)
     single = evaluate(engine, data, modes, max_new_tokens=4, batch_size=1)
     assert [r.output for r in batched.records] == [r.output for r in single.records]
-    assert single["full"].reused_tokens == 0
+    assert single["full"].stats.reused_tokens == 0
     assert (single["full"].ttft_s or 0) > 0
     assert [result.ttft_s for result in batched.results] == [None] * 3  # each waits for all
-    assert (single["block"].misses, single["block-composite"].misses) == (0, 0)
-    assert single["block"].reused_tokens > 0
+    assert (single["block"].stats.misses, single["block-composite"].stats.misses) == (0, 0)
+    assert single["block"].stats.reused_tokens > 0
 
 
 def test_samples_that_do_not_fit_in_the_context_window_are_named(tmp_path: Path) -> None:
@@ -226,5 +226,5 @@ def test_answers_that_the_context_window_cuts_off_are_counted(tmp_path: Path) ->
     context, final = engine.model.tokenizer.prompt_ids(prompt)
     room = engine.model.max_context_tokens - sum(map(len, context)) - len(final)
     report = evaluate(engine, data, ("full",), max_new_tokens=room + 50)
-    assert [r.generated_tokens for r in report.records] == [room, room]
+    assert [r.stats.generated_tokens for r in report.records] == [room, room]
     assert report.cut_off == report["full"].cut_off == 2
