@@ -82,7 +82,7 @@ MATMUL = Kernel("matrix products", attend_matmul)
 
 
 def single_softmax(
-    queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor], scale: float
+    queries: Sequence[Tensor], states: Sequence[tuple[Tensor, Tensor]], scale: float
 ) -> Tensor:
     """Attention of a few rows over several sets of keys, by one softmax over all scores.
 
@@ -91,15 +91,14 @@ def single_softmax(
 
     Args:
         queries: ``[K, Q, D]`` for each set: the same rows, rotated as the set sees them; float32.
-        keys, values: ``[K, N, D]`` for each set.
+        states: keys and values ``[K, N, D]`` of each set.
         scale: factor of the scores, natural exponent.
 
     Returns:
         ``[K, Q, D]``.
     """
-    scores = [
-        torch.bmm(query, key.transpose(1, 2)) for query, key in zip(queries, keys, strict=True)
-    ]
+    keys, values = zip(*states, strict=True)
+    scores = [torch.bmm(query, key.mT) for query, key in zip(queries, keys, strict=True)]
     weights = torch.cat(scores, dim=-1).mul_(scale).softmax(dim=-1)
     first, *others = torch.split(weights, [key.shape[1] for key in keys], dim=-1)
     output = torch.bmm(first, values[0])
@@ -109,7 +108,7 @@ def single_softmax(
 
 
 def online_softmax(
-    part: Partial, queries: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
+    part: Partial, queries: Tensor, states: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
     """Attention over several sets of keys, and over the keys of a partial result.
 
@@ -121,18 +120,18 @@ def online_softmax(
         part: ``[K, Q, D]`` and ``[K, Q]``.
         queries: ``[sets, K, Q, D]``: the same rows, rotated as each set sees them and multiplied by
             the factor of the scores; float32.
-        keys, values: ``[K, N, D]`` for each set, at least one set.
+        states: keys and values ``[K, N, D]`` of each set, at least one set.
 
     Returns:
         ``[K, Q, D]``.
     """
     _, heads, rows, _ = queries.shape
-    buffer = queries.new_empty(heads * rows * max(key.shape[1] for key in keys))
+    buffer = queries.new_empty(heads * rows * max(key.shape[1] for key, _ in states))
     highest, output = part.lse.unsqueeze(-1), part.output
     total = torch.ones_like(highest)
-    for query, key, value in zip(queries, keys, values, strict=True):
+    for query, (key, value) in zip(queries, states, strict=True):
         scores = buffer[: heads * rows * key.shape[1]].view(heads, rows, -1)
-        torch.bmm(query, key.transpose(1, 2), out=scores)
+        torch.bmm(query, key.mT, out=scores)
         before, highest = highest, highest.maximum(scores.amax(dim=-1, keepdim=True))
         rescale = (before - highest).exp_()
         weights = exponentials(scores, highest)

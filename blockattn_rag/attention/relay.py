@@ -53,8 +53,8 @@ class RelayPlan:
         self._contexts = contexts
         self._layouts = layouts
         self._device = device
-        self._strategy: Strategy
-        self._strategy_serves: object = None
+        self.strategy: Strategy  # of the last forward
+        self._serves: object = None  # the queries for which it was chosen
 
     @cached_property
     def prefill_table(self) -> SegmentTable:
@@ -95,15 +95,16 @@ class RelayPlan:
         Returns:
             ``[B, H, Q, D]`` in the query's dtype.
         """
-        inputs = LayerInputs.folded(layer, query, tail_key, tail_value, scale, tail_mask)
-        serves = query.shape, query.dtype, tail_mask is None
-        if layer == 0 or serves != self._strategy_serves:
-            self._strategy = self.strategy_for(inputs)
-            self._strategy_serves = serves
-        output = self._strategy.attend(inputs)
-        return output.reshape(*query.shape[:3], output.shape[-1]).to(query.dtype)
-
-    def strategy_for(self, inputs: LayerInputs) -> Strategy:
-        """How a forward attends whose first layer has these inputs."""
-        table = self.decode_table if inputs.num_tokens == 1 else self.prefill_table
-        return strategy_for(table, inputs, self.tuning)
+        batch, heads, tokens, size = query.shape
+        kv_heads = tail_key.shape[1]
+        # Heads that share keys become rows, so keys are never repeated.
+        folded = query.reshape(batch, kv_heads, -1, size)
+        mask = None if tail_mask is None else tail_mask.repeat(1, 1, heads // kv_heads, 1)
+        inputs = LayerInputs(layer, folded, tail_key, tail_value, scale, mask, tokens)
+        serves = query.shape, query.dtype, mask is None
+        if layer == 0 or serves != self._serves:
+            table = self.decode_table if tokens == 1 else self.prefill_table
+            self.strategy = strategy_for(table, inputs, self.tuning)
+            self._serves = serves
+        output = self.strategy.attend(inputs)
+        return output.reshape(batch, heads, tokens, -1).to(query.dtype)

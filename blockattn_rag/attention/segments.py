@@ -125,14 +125,9 @@ class SegmentTable:
         self._request_of = torch.tensor(requests, dtype=torch.long, device=device)
         self._slot_of = torch.tensor(slots, dtype=torch.long, device=device)
 
-    def segment_states(self, index: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[K, N, D]`` of one segment."""
-        return self.segments[index].states(layer, self._layouts[layer])
-
-    def states(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+    def states(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values ``[K, N, D]`` of every segment."""
-        states = [segment.states(layer, self._layouts[layer]) for segment in self.segments]
-        return [key for key, _ in states], [value for _, value in states]
+        return [segment.states(layer, self._layouts[layer]) for segment in self.segments]
 
     def rotated(self, layer: int, query: Tensor) -> Tensor:
         """Each pair's queries ``[pairs, K, Q, D]`` as its segment sees them, from the requests'

@@ -40,7 +40,8 @@ class LayerInputs(NamedTuple):
         tail_key, tail_value: ``[B, K, T, D]``.
         scale: factor of the scores, natural exponent.
         tail_mask: bool ``[B, 1, Q, T]``, True where seen; None: all.
-        num_tokens: query tokens of each row of the batch.
+        num_tokens: query tokens of each row of the batch, ``Q`` divided by the heads that share
+            keys.
     """
 
     layer: int
@@ -50,24 +51,6 @@ class LayerInputs(NamedTuple):
     scale: float
     tail_mask: Tensor | None
     num_tokens: int
-
-    @classmethod
-    def folded(
-        cls,
-        layer: int,
-        query: Tensor,
-        tail_key: Tensor,
-        tail_value: Tensor,
-        scale: float,
-        tail_mask: Tensor | None,
-    ) -> LayerInputs:
-        """From queries ``[B, H, tokens, D]`` and a mask ``[B, 1, tokens, T]``: heads that share
-        keys become rows, so keys are never repeated."""
-        batch, heads, tokens, size = query.shape
-        kv_heads = tail_key.shape[1]
-        query = query.reshape(batch, kv_heads, -1, size)
-        mask = None if tail_mask is None else tail_mask.repeat(1, 1, heads // kv_heads, 1)
-        return cls(layer, query, tail_key, tail_value, scale, mask, tokens)
 
 
 class Strategy(Protocol):
@@ -89,10 +72,9 @@ class SingleSoftmax:
 
     def attend(self, inputs: LayerInputs) -> Tensor:
         layer, query, tail_key, tail_value, scale, *_ = inputs
-        keys, values = self._table.states(layer)
         queries = [*self._table.rotated(layer, query), query[0]]
-        keys, values = [*keys, tail_key[0]], [*values, tail_value[0]]
-        return single_softmax(queries, keys, values, scale)[None]
+        states = [*self._table.states(layer), (tail_key[0], tail_value[0])]
+        return single_softmax(queries, states, scale)[None]
 
 
 class OnlineSoftmax:
@@ -109,7 +91,7 @@ class OnlineSoftmax:
         tail = self._tail_kernel.attend(query, tail_key, tail_value, scale, mask)
         queries = self._table.rotated(layer, query * scale)
         part = Partial(tail.output[0], tail.lse[0])
-        return online_softmax(part, queries, *self._table.states(layer))[None]
+        return online_softmax(part, queries, self._table.states(layer))[None]
 
 
 class MergedParts:
@@ -136,14 +118,13 @@ class MergedParts:
         beams = query.shape[0] // self._table.num_requests
         rotated = self._table.rotated(layer, _groups_to_rows(query, beams))
         parts, start = [], 0
-        for index, segment in enumerate(self._table.segments):
-            pairs = len(segment.readers)
+        for index, (key, value) in enumerate(self._table.states(layer)):
+            pairs = len(self._table.segments[index].readers)
             # All pairs in one call, so that a segment's keys are read once.
             rows = _groups_to_rows(rotated[start : start + pairs], pairs)
-            key, value = (states[None] for states in self._table.segment_states(index, layer))
             if index == len(self._kernels):
-                self._kernels.append(kernel_for(rows, key, value))
-            part = self._kernels[index].attend(rows, key, value, scale, None)
+                self._kernels.append(kernel_for(rows, key[None], value[None]))
+            part = self._kernels[index].attend(rows, key[None], value[None], scale, None)
             parts.append(Partial(*(_rows_to_groups(tensor, pairs) for tensor in part)))
             start += pairs
         by_request = self._table.by_request(parts)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What is fastest on one type of device.
+    """What is fastest on one type of device. Ranges and lengths that are empty take nothing.
 
     Args:
         join_prefill_tokens, join_decode_tokens: blocks of fewer tokens are joined to segments of
@@ -24,8 +24,8 @@ class Tuning:
         relay_final_tokens: final blocks of more tokens take the copy path, because rotating their
             queries for every block costs more than rotating the keys once.
         encode_batch_tokens: tokens of one encoding batch, padding included.
-        matmul_rows: query rows for which matrix products beat the fused kernel, over at least
-            ``matmul_keys`` keys.
+        matmul_rows, matmul_keys: query rows for which, over as many keys at least, matrix products
+            beat the fused kernel.
         online_rows: query rows up to which the online softmax beats partial results and a merge.
         most_scores: scores of one block that matrix products and the online softmax may hold.
         least_log_weight: logarithms of softmax weights below this are raised to it.
@@ -35,7 +35,7 @@ class Tuning:
 
     join_prefill_tokens: int
     join_decode_tokens: int
-    relay_final_tokens: int = 1024
+    relay_final_tokens: int
     encode_batch_tokens: int
     matmul_rows: range = range(0)
     matmul_keys: int = 0
@@ -66,6 +66,7 @@ CPU = Tuning(
 ACCELERATOR = Tuning(  # all reasoned from the cost of launching kernels, none measured yet
     join_prefill_tokens=8192,
     join_decode_tokens=8192,
+    relay_final_tokens=1024,
     encode_batch_tokens=16384,
     graph_tokens=(1, 16, 32, 64, 128, 256, 512),
 )

@@ -11,12 +11,12 @@ from blockattn_rag.check.oracle import oracle_generate, oracle_logits
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model.block_model import BlockModel
+from blockattn_rag.model.encoding import EncodeRequest
 from blockattn_rag.model.probe import vocabulary_size
-from blockattn_rag.model.requests import EncodeRequest
 from blockattn_rag.model.sampling import Sampling
+from blockattn_rag.model.tolerances import LOGITS
 from blockattn_rag.prompts.blocks import Block
 
-_FLOAT32_BUDGET = 1e-4
 _BLOCK_TOKENS = (24, 1, 17)
 _FINAL_TOKENS = 12
 _NEW_TOKENS = 8
@@ -110,18 +110,12 @@ def _logits_error(model: BlockModel, blocks: list[list[int]], *, full: bool) -> 
 
 def _budget(model: BlockModel, blocks: list[list[int]]) -> float:
     if model.dtype in (torch.float32, torch.float64):
-        return _FLOAT32_BUDGET
+        return LOGITS[model.dtype]
     # One forward, and the same tokens in two steps through the cache: equal but for rounding.
     tokens = [t for ids in blocks for t in ids]
-    whole = model.next_logits(torch.tensor([tokens])).float()
-    return max(_FLOAT32_BUDGET, 4 * relative_error(_two_steps(model, tokens), whole))
-
-
-def _two_steps(model: BlockModel, tokens: list[int]) -> torch.Tensor:
     half = len(tokens) // 2
-    request = EncodeRequest(tokens[:half], "", "")
-    cache = model.cache_for(place(next(model.encode([request]))))
-    return model.next_logits(torch.tensor([tokens[half:]]), cache).float()
+    rounding = _logits_error(model, [tokens[:half], tokens[half:]], full=True)
+    return max(LOGITS[torch.float32], 4 * rounding)
 
 
 def _greedy_row(model: BlockModel, blocks: list[list[int]]) -> CheckRow:

@@ -66,6 +66,11 @@ class BlockKV:
         return len(self.keys)
 
     @property
+    def token_outline(self) -> list[tuple[int, int, torch.dtype]]:
+        """Heads, head size and number type of each layer's keys, and then values."""
+        return [(t.shape[0], t.shape[2], t.dtype) for t in (*self.keys, *self.values)]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))

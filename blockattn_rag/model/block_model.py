@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -12,22 +11,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from blockattn_rag.attention.relay import RelayPlan
+from blockattn_rag.attention.tuning import tuning_of
 from blockattn_rag.errors import ContextOverflowError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Assembly, Context
-from blockattn_rag.model import decoding, loading, relay
+from blockattn_rag.model import decoding, loading
+from blockattn_rag.model.caches import RelayCache, copied_cache
+from blockattn_rag.model.encoding import EncodeRequest, batches, encode_batch
+from blockattn_rag.model.exactness import relay_is_exact
 from blockattn_rag.model.exclusion import lock_of, turn_to_draw
 from blockattn_rag.model.fingerprint import Identity
 from blockattn_rag.model.graphs import record_graphs
 from blockattn_rag.model.packing import pack_linears
-from blockattn_rag.model.probe import (
-    AttentionProfile,
-    check_ready,
-    layer_states,
-    profile_attention,
-    vocabulary_size,
-)
-from blockattn_rag.model.requests import EncodeRequest
+from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
+from blockattn_rag.model.relay_attention import enable_relay
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
@@ -36,13 +34,6 @@ if TYPE_CHECKING:
 
 # Published models that were block-fine-tuned before our training began to say so in the config.
 _KNOWN_BLOCK_TUNED = ("ldsjmdy/Tulu3-Block-FT", "hxia7/Llama-3.2-1B-Block-FT")
-
-# Tokens, padding included, of one encoding batch: enough to keep the matmuls large.
-_BATCH_TOKENS = {"cpu": 2048}
-_BATCH_TOKENS_ACCELERATOR = 16384
-
-# Past this many query tokens, rotating them for every block costs more than moving the keys once.
-_RELAY_MAX_FINAL_TOKENS = 1024
 
 
 class BlockModel:
@@ -87,8 +78,6 @@ class BlockModel:
         self._identity: Identity | None = None
         with self.lock:
             self.profile: AttentionProfile = profile_attention(hf_model)
-        parameters = inspect.signature(hf_model.forward).parameters
-        self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         if pack_weights:
             pack_linears(hf_model)
         if cuda_graphs:
@@ -143,9 +132,8 @@ class BlockModel:
     @property
     def is_block_tuned(self) -> bool:
         """Whether the model is known to have been fine-tuned with the block mask."""
-        return (
-            bool(getattr(self.config, "block_attention", None)) or self.name in _KNOWN_BLOCK_TUNED
-        )
+        by_us = bool(getattr(self.config, "block_attention", None))
+        return by_us or self.name in _KNOWN_BLOCK_TUNED
 
     @property
     def fingerprint(self) -> str:
@@ -182,7 +170,7 @@ class BlockModel:
     @property
     def batch_tokens(self) -> int:
         """Tokens of one encoding batch, padding included, unless the call says otherwise."""
-        return _BATCH_TOKENS.get(self.device.type, _BATCH_TOKENS_ACCELERATOR)
+        return tuning_of(self.device).encode_batch_tokens
 
     @property
     def bytes_per_token(self) -> int:
@@ -191,15 +179,14 @@ class BlockModel:
 
     def could_have_computed(self, kv: BlockKV) -> bool:
         """Whether a block has this model's layers, heads, head sizes, number type and tokens."""
-        if int(kv.token_ids.max()) >= vocabulary_size(self.hf_model):
-            return False
-        return _outlines(kv) == _outlines(self._one_token)
+        known = int(kv.token_ids.max()) < vocabulary_size(self.hf_model)
+        return known and kv.token_outline == self._one_token.token_outline
 
     @cached_property
     def _one_token(self) -> BlockKV:
         """A block of one token: what this model's blocks are like."""
         with self.lock:
-            return self._encode_batch([EncodeRequest([0], "", "")])[0]
+            return encode_batch(self.hf_model, [EncodeRequest([0], "", "")], "")[0]
 
     def encode(
         self, requests: Sequence[EncodeRequest], *, batch_tokens: int | None = None
@@ -220,38 +207,10 @@ class BlockModel:
             ValueError: autocast is on, or the model is in training mode.
         """
         budget = batch_tokens or self.batch_tokens
-        order = sorted(requests, key=lambda request: -len(request.token_ids))
-        if order and len(order[0].token_ids) > self.max_context_tokens:
-            raise ContextOverflowError(
-                f"a block has {len(order[0].token_ids)} tokens, but the model holds at most "
-                f"{self.max_context_tokens}; split the passage into smaller chunks"
-            )
-        while order:
-            rows = _batch_rows([len(request.token_ids) for request in order], budget)
-            batch, order = order[:rows], order[rows:]
+        for batch in batches(requests, budget, self.max_context_tokens):
             with self.lock:
-                computed = self._encode_batch(batch)
+                computed = encode_batch(self.hf_model, batch, self.fingerprint)
             yield computed
-
-    @torch.inference_mode()
-    def _encode_batch(self, batch: Sequence[EncodeRequest]) -> list[BlockKV]:
-        check_ready(self.hf_model)
-        fingerprint = self.fingerprint
-        width = max(len(request.token_ids) for request in batch)
-        ids = torch.zeros(len(batch), width, dtype=torch.long)
-        for row, request in enumerate(batch):
-            ids[row, : len(request.token_ids)] = torch.tensor(request.token_ids)
-        # Without the config the cache keeps all tokens of sliding-window layers too: the block
-        # may come to stand right before the final block, or anywhere else.
-        cache = DynamicCache()
-        self.hf_model(
-            input_ids=ids.to(self.device),
-            past_key_values=cache,
-            use_cache=True,
-            **self._last_logits_only,
-        )
-        states = layer_states(cache)
-        return [_cut_out(states, row, request, fingerprint) for row, request in enumerate(batch)]
 
     @cached_property
     def end_token_ids(self) -> set[int]:
@@ -262,7 +221,7 @@ class BlockModel:
     def supports_relay(self) -> bool:
         """Whether relay attention gives this model's own logits: measured, on a short probe."""
         with self.lock:
-            return relay.is_exact(self)
+            return relay_is_exact(self.hf_model, self.profile)
 
     def choose_assembly(self, assembly: Assembly, final_tokens: int) -> Literal["relay", "copy"]:
         """What ``assembly`` means for this model and a final block of that many tokens.
@@ -276,8 +235,8 @@ class BlockModel:
                 "sinks and attention outside transformers' interface need assembly='copy' or 'auto'"
             )
         if assembly == "auto":
-            relays = self.supports_relay and final_tokens <= _RELAY_MAX_FINAL_TOKENS
-            return "relay" if relays else "copy"
+            fits = final_tokens <= tuning_of(self.device).relay_final_tokens
+            return "relay" if fits and self.supports_relay else "copy"
         return assembly
 
     def cache_for(
@@ -293,8 +252,10 @@ class BlockModel:
             return None
         layouts = self.profile.layouts
         if assembly == "relay":
-            return relay.relay_cache(self.hf_model, contexts, layouts, width)
-        return decoding.copied_cache(self.hf_model.config, contexts, layouts, width)
+            # Again, because other users of the model may have set another attention since.
+            enable_relay(self.hf_model)
+            return RelayCache(len(layouts), width, RelayPlan(contexts, layouts, self.device))
+        return copied_cache(self.hf_model.config, contexts, layouts, width)
 
     @contextmanager
     def running(self, sampling: Sampling) -> Iterator[None]:
@@ -326,18 +287,11 @@ class BlockModel:
         Returns:
             The new token ids, end-of-sequence token included.
         """
-        ids = [*context_ids, *final_ids]
+        ids, tokenizer = [*context_ids, *final_ids], self.tokenizer.tokenizer
         limit = self.room_for(len(ids), sampling)
         with self.running(sampling):
             return decoding.generate(
-                self.hf_model,
-                self.tokenizer.tokenizer,
-                ids,
-                sampling,
-                limit,
-                cache,
-                on_token,
-                is_cancelled,
+                self.hf_model, tokenizer, ids, sampling, limit, cache, on_token, is_cancelled
             )
 
     def generate_batch(
@@ -357,16 +311,10 @@ class BlockModel:
                 that have ended); True ends the batch. With beams, a row is a beam.
         """
         longest = max(len(context) + len(final) for context, final in prompts)
-        limit = self.room_for(longest, sampling)
+        limit, tokenizer = self.room_for(longest, sampling), self.tokenizer.tokenizer
         with self.running(sampling):
             return decoding.generate_batch(
-                self.hf_model,
-                self.tokenizer.tokenizer,
-                prompts,
-                sampling,
-                limit,
-                cache,
-                on_tokens,
+                self.hf_model, tokenizer, prompts, sampling, limit, cache, on_tokens
             )
 
     @property
@@ -398,43 +346,5 @@ class BlockModel:
 
     def next_logits(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
         """Logits ``[vocab]`` of the token after ``ids`` ``[1, n]``, after what ``cache`` holds."""
-        with self.lock, torch.inference_mode(), relay.plan_scope():
-            out = self.hf_model(
-                input_ids=ids.to(self.device),
-                past_key_values=cache,
-                use_cache=True,
-                **self._last_logits_only,
-            )
-        return out.logits[0, -1]
-
-
-def _cut_out(
-    states: Sequence[tuple[Tensor, Tensor]], row: int, request: EncodeRequest, fingerprint: str
-) -> BlockKV:
-    """One row's real tokens, copied: a view would keep the whole batch alive in the store."""
-    count = len(request.token_ids)
-    return BlockKV(
-        keys=tuple(keys[row, :, :count].clone() for keys, _ in states),
-        values=tuple(values[row, :, :count].clone() for _, values in states),
-        token_ids=torch.tensor(request.token_ids, dtype=torch.long),
-        fingerprint=fingerprint,
-        digest=request.digest,
-        handle=request.handle,
-    )
-
-
-def _outlines(kv: BlockKV) -> list[tuple[int, int, torch.dtype]]:
-    """Heads, head size and number type of each layer's keys, and then values."""
-    return [(states.shape[0], states.shape[2], states.dtype) for states in (*kv.keys, *kv.values)]
-
-
-def _batch_rows(lengths: Sequence[int], budget: int) -> int:
-    """How many of the blocks, longest first, make a batch: up to ``budget`` tokens with padding.
-
-    Blocks below 9/10 of the longest wait for the next batch, as their padding costs more than a
-    smaller batch does, once an eighth of the budget is filled.
-    """
-    width = lengths[0]
-    most, least = max(1, budget // width), max(1, budget // 8 // width)
-    alike = sum(10 * length >= 9 * width for length in lengths[:most])
-    return min(most, len(lengths), max(alike, least))
+        with self.lock:
+            return decoding.next_logits(self.hf_model, ids, cache)

@@ -1,4 +1,4 @@
-"""From placed blocks to tokens, by transformers' own cache and ``generate``."""
+"""From placed blocks to tokens, by transformers' own ``generate``."""
 
 from __future__ import annotations
 
@@ -14,57 +14,15 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
-from blockattn_rag.kv.context import Context, assemble
-from blockattn_rag.kv.rope import RotaryLayout
+from blockattn_rag.model.encoding import last_logits_only
 from blockattn_rag.model.exclusion import drawing
-from blockattn_rag.model.relay import plan_scope
+from blockattn_rag.model.relay_attention import plan_scope
 from blockattn_rag.model.sampling import Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def copied_cache(
-    config: Any, contexts: Sequence[Context], layouts: Sequence[RotaryLayout], width: int
-) -> DynamicCache:
-    """The contexts' keys and values, re-encoded and joined, in a new cache (the copy path).
-
-    One row a context, padded with zeros on the left to ``width`` tokens.
-    """
-    cache = DynamicCache(config=config)
-    with torch.inference_mode():
-        rows = [assemble(context, layouts) if context.blocks else None for context in contexts]
-        for index in range(len(layouts)):
-            states = [next(row) if row else None for row in rows]
-            keys = _padded_rows([state and state[0] for state in states], width)
-            values = _padded_rows([state and state[1] for state in states], width)
-            _fill(cache, index, keys, values)
-    return cache
-
-
-def _padded_rows(rows: Sequence[Tensor | None], width: int) -> Tensor:
-    """``[heads, tokens, size]`` tensors as one ``[rows, heads, width, size]``; None: padding."""
-    some = next(row for row in rows if row is not None)
-    if len(rows) == 1 and some.shape[1] == width:
-        return some[None]
-    padded = some.new_zeros(len(rows), some.shape[0], width, some.shape[2])
-    for target, row in zip(padded, rows, strict=True):
-        if row is not None:
-            target[:, width - row.shape[1] :] = row
-    return padded
-
-
-def _fill(cache: DynamicCache, index: int, keys: Tensor, values: Tensor) -> None:
-    layer = cache.layers[index]
-    if type(layer) is DynamicLayer:
-        # What `update` does, less a copy of everything.
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
-    else:
-        cache.update(keys, values, index)  # a sliding window keeps the end of it
 
 
 class _OnToken(BaseStreamer):
@@ -212,6 +170,18 @@ def _run(
     return output if isinstance(output, torch.Tensor) else output.sequences
 
 
+def next_logits(hf_model: PreTrainedModel, ids: Tensor, cache: DynamicCache | None) -> Tensor:
+    """Logits ``[vocab]`` of the token after ``ids`` ``[1, n]``, after what ``cache`` holds."""
+    with torch.inference_mode(), plan_scope():
+        out = hf_model(
+            input_ids=ids.to(hf_model.device),
+            past_key_values=cache,
+            use_cache=True,
+            **last_logits_only(hf_model),
+        )
+    return out.logits[0, -1]
+
+
 def draws_tokens(sampling: Sampling) -> bool:
     """Whether random state decides the tokens; with a seed, a caller's own processors may draw."""
     do_sample = sampling.extra.get("do_sample", bool(sampling.temperature))
@@ -230,15 +200,11 @@ def _arguments(
         "use_cache": True,
         "pad_token_id": _pad_token_id(hf_model, tokenizer),
     }
-    if samples:
-        arguments["temperature"] = sampling.temperature
-    # Greedy choice takes none of these; a model's own generation config may hold some.
-    for name in ("top_p", "top_k"):
-        value = getattr(sampling, name)
-        if samples and value is not None:
+    for name in ("temperature", "top_p", "top_k"):
+        # Greedy choice takes none of these, though a model's own generation config may hold some.
+        value = getattr(sampling, name) if samples else None
+        if value is not None or not samples:
             arguments[name] = value
-    if not samples:
-        arguments |= {"temperature": None, "top_p": None, "top_k": None}
     if sampling.stop:
         arguments |= {"stop_strings": list(sampling.stop), "tokenizer": tokenizer}
     if hf_model.generation_config.eos_token_id is None:

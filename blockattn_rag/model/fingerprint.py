@@ -31,15 +31,11 @@ _NEUTRAL_FIELDS = frozenset(
 )
 
 
-def model_fingerprint(hf_model: PreTrainedModel, tokenizer: BlockTokenizer) -> str:
-    """64 hex digits. Two models share it only if they compute the same KV for the same text."""
-    return Identity(hf_model, tokenizer).fingerprint
-
-
 class Identity:
-    """A model's fingerprint, and what tells that it no longer holds.
+    """A model's fingerprint (64 hex digits), and what tells that it no longer holds.
 
-    Reads all weights, runs a few tokens. Nobody else may run or change the model meanwhile.
+    Two models share a fingerprint only if they compute the same KV for the same text. Reads all
+    weights, runs a few tokens. Nobody else may run or change the model meanwhile.
 
     Raises:
         ValueError: the model is in training mode, or autocast is on.

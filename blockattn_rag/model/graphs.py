@@ -25,7 +25,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from blockattn_rag.attention.cuda import CudaRecorder
 from blockattn_rag.attention.tuning import ACCELERATOR
-from blockattn_rag.model.relay import RelayCache, enable_relay, plan_scope, tail_mask
+from blockattn_rag.model.caches import RelayCache
+from blockattn_rag.model.relay_attention import enable_relay, plan_scope, tail_mask
 
 logger = logging.getLogger("blockattn_rag")
 

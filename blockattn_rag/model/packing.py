@@ -18,12 +18,10 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from blockattn_rag.attention.tuning import CPU
 from blockattn_rag.kv.rope import relative_error
 
 logger = logging.getLogger("blockattn_rag")
-
-#: Rows of input for which packed weights are faster (docs/benchmarks.md).
-_LEAST_ROWS, _MOST_ROWS = 4, 255
 
 #: Packed weights are a second copy; it may take this share of the memory that is free.
 _SHARE_OF_MEMORY = 0.25
@@ -47,7 +45,7 @@ class _PackedForward:
         if torch.is_grad_enabled() or not _is_plain(weight):
             # About to be trained, or moved since. An optimizer's writes may leave no trace.
             self._packed = None
-        elif _LEAST_ROWS <= rows <= _MOST_ROWS and _takes(input) and _is_available():
+        elif rows in CPU.packed_rows and _takes(input) and _is_available():
             return self.product(input)
         return nn.functional.linear(input, weight, linear.bias)
 

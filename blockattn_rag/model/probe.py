@@ -16,15 +16,13 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.rope import LayoutFit, RotaryLayout, fit_layout, relative_error
+from blockattn_rag.model.tolerances import STATES, WIDEST
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _PROBE_TOKENS = 8
 _PROBE_OFFSETS = (13, 1009)
-# Right layouts come out at rounding level (1e-6 in float32), wrong ones near 1. Low precision also
-# rounds cos and sin and adds up over layers, so its bound is wide and still tells them apart.
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
 _UNLIMITED = 1 << 30
 
 
@@ -150,7 +148,7 @@ def _measure(
         raise _refusal(hf_model, f"{len(home)} of {num_layers} layers fill the KV cache")
     away = [(offset, probe_states(hf_model, offset)) for offset in offsets]
     candidates = _frequencies(hf_model)
-    tolerance = _TOLERANCE.get(hf_model.dtype, 0.15)
+    tolerance = STATES.get(hf_model.dtype, WIDEST)
     _refuse_foresight(hf_model, home, tolerance)
     fits, value_error = [], 0.0
     for index, (keys, values) in enumerate(home):

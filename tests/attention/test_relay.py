@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.attention.relay import RelayPlan
-from blockattn_rag.attention.strategies import LayerInputs
 from blockattn_rag.attention.tuning import ACCELERATOR, CPU, tuning_of
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, place
@@ -180,10 +179,12 @@ def test_an_accelerator_joins_blocks_once_for_prompt_and_answer() -> None:
     assert [len(segment.blocks) for segment in plan.prefill_table.segments] == [2]
 
 
-def strategy(
+def attended(
     plan: RelayPlan, query: Tensor, tail: tuple[Tensor, Tensor], mask: Tensor | None = None
-) -> str:
-    return plan.strategy_for(LayerInputs.folded(0, query, *tail, 0.25, mask)).name
+) -> tuple[str, Tensor]:
+    """The strategy that a forward's first layer chose, and its output."""
+    output = plan.attend(0, query, *tail, 0.25, mask)
+    return plan.strategy.name, output
 
 
 def on_cpu(name: str) -> str:
@@ -200,14 +201,14 @@ def test_a_token_of_an_answer_attends_to_all_blocks_at_once(
     plan = relay_plan([context], [layout], join_decode_tokens=joined)
     query = random(1, HEADS, 1, SIZE, seed=7)
     tail = random(1, KV_HEADS, 5, SIZE, seed=8), random(1, KV_HEADS, 5, SIZE, seed=9)
-    assert strategy(plan, query, tail) == on_cpu("single softmax")
-    found = plan.attend(0, query, *tail, 0.25, None)
+    name, found = attended(plan, query, tail)
+    assert name == on_cpu("single softmax")
     ours = tail[0][0], tail[1][0]
     expected = by_moving_the_keys(query[0], context, ours, None, 0, layout)
     assert (found[0] - expected).abs().max() <= RELAY_BUDGET
     everywhere = torch.ones(1, 1, 1, 5, dtype=torch.bool)
-    assert strategy(plan, query, tail, everywhere) == on_cpu("online softmax")
-    masked = plan.attend(0, query, *tail, 0.25, everywhere)
+    name, masked = attended(plan, query, tail, everywhere)
+    assert name == on_cpu("online softmax")
     assert (masked - found).abs().max() <= RELAY_BUDGET
 
 
@@ -222,15 +223,15 @@ def test_a_question_goes_from_block_to_block_without_merging(
     query = random(1, HEADS, 6, SIZE, seed=7) * spread
     tail = random(1, KV_HEADS, 6, SIZE, seed=8), random(1, KV_HEADS, 6, SIZE, seed=9)
     mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(-1 if fully_masked else 0)
-    assert strategy(plan, query, tail, mask) == on_cpu("online softmax")
-    found = plan.attend(0, query, *tail, 0.25, mask)
+    name, found = attended(plan, query, tail, mask)
+    assert name == on_cpu("online softmax")
     ours = tail[0][0], tail[1][0]
     expected = by_moving_the_keys(query[0], context, ours, mask[0], 0, layout)
     assert (found[0] - expected).abs().max() <= RELAY_BUDGET * spread
     for limit in ({"online_rows": 17}, {"most_scores": 17}):
         merging = relay_plan([context], [layout], **limit)
-        assert strategy(merging, query, tail, mask) == "merged parts"
-        other = merging.attend(0, query, *tail, 0.25, mask)
+        name, other = attended(merging, query, tail, mask)
+        assert name == "merged parts"
         assert (other - found).abs().max() <= RELAY_BUDGET * spread
 
 
@@ -250,17 +251,19 @@ def test_a_batch_beams_repeated_blocks_and_other_types_are_merged_from_parts() -
     one = relay_plan([place(blocks)], [LAYOUT])
     repeated = relay_plan([place([*blocks, blocks[0]])], [LAYOUT])
     batch = relay_plan([place(blocks)] * 2, [LAYOUT])
+    key, value = blocks[0].keys[0].half(), blocks[0].values[0].half()
+    half = relay_plan([place([replace(blocks[0], keys=(key,), values=(value,))])], [LAYOUT])
 
     def chosen(plan: RelayPlan, rows: int, tokens: int, dtype: torch.dtype = torch.float32) -> str:
-        query = torch.empty(rows, HEADS, tokens, SIZE, dtype=dtype)
-        states = torch.empty(rows, KV_HEADS, tokens, SIZE, dtype=dtype)
-        return strategy(plan, query, (states, states))
+        query = torch.zeros(rows, HEADS, tokens, SIZE, dtype=dtype)
+        states = torch.zeros(rows, KV_HEADS, tokens, SIZE, dtype=dtype)
+        return attended(plan, query, (states, states))[0]
 
     assert chosen(one, 1, 1) == on_cpu("single softmax")
     assert chosen(one, 1, 2) == on_cpu("online softmax")
     for tokens in (1, 2):
         assert chosen(one, 2, tokens) == "merged parts"  # two beams
-        assert chosen(one, 1, tokens, torch.bfloat16) == "merged parts"
+        assert chosen(half, 1, tokens, torch.float16) == "merged parts"
         assert chosen(repeated, 1, tokens) == "merged parts"
         assert chosen(batch, 2, tokens) == "merged parts"
         with torch.enable_grad():

@@ -14,7 +14,7 @@ from torch import Tensor
 from blockattn_rag.check.checks import CheckReport, check_model
 from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
-from blockattn_rag.model import BlockModel, decoding
+from blockattn_rag.model import BlockModel, caches
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
 
@@ -66,7 +66,7 @@ def test_one_wrong_layer_of_values_fails(
         for index, (keys, values) in enumerate(right(context, layouts)):
             yield keys, values * 1.01 if index == 1 else values
 
-    monkeypatch.setattr(decoding, "assemble", wrong)
+    monkeypatch.setattr(caches, "assemble", wrong)
     assert "assembled = oracle" in failed(check_model(model))
 
 

@@ -15,6 +15,7 @@ from blockattn_rag.errors import ContextOverflowError, UnsupportedModelError
 from blockattn_rag.kv.context import Assembly, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model.tolerances import LOGITS
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.store import MemoryStore
 from tests.model.families import LONGROPE_LIMIT, REFUSED, SUPPORTED
@@ -22,7 +23,7 @@ from tests.models import tiny_model, tiny_tokenizer
 
 # The design's law. What is measured is 1e-6 and below: rounding of float32 (6e-8) in sums of some
 # hundred terms over a few layers. A mask or position that is wrong gives 1e-2 and more.
-BUDGET = 1e-4
+BUDGET = LOGITS[torch.float32]
 # Longer than the sliding windows of 16, one of a single token.
 A, ONE, B = "Halden Tower is 214 metres tall, they say.", "x", "It was built in 1931."
 QUESTION = "How tall is it?"

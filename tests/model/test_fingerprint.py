@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
-from blockattn_rag.model.fingerprint import model_fingerprint
+from blockattn_rag.model.fingerprint import Identity
 from blockattn_rag.model.weights import weights_digest
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
@@ -24,7 +24,7 @@ def model() -> PreTrainedModel:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    return model_fingerprint(model, TOKENIZER)
+    return Identity(model, TOKENIZER).fingerprint
 
 
 ORIGINAL = fingerprint(shared_tiny_llama())
@@ -67,7 +67,7 @@ def test_settings_that_change_keys_and_values_count(model: PreTrainedModel) -> N
 
 def test_another_tokenizer_has_another_fingerprint(model: PreTrainedModel) -> None:
     other = BlockTokenizer(tiny_tokenizer(bos=False))
-    assert model_fingerprint(model, other) != ORIGINAL
+    assert Identity(model, other).fingerprint != ORIGINAL
 
 
 def test_another_seed_has_another_digest_and_the_same_seed_the_same() -> None:

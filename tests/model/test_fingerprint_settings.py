@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.model.fingerprint import model_fingerprint
+from blockattn_rag.model.fingerprint import Identity
 from blockattn_rag.model.graphs import record_graphs
 from blockattn_rag.model.packing import pack_linears
-from blockattn_rag.model.relay import enable_relay
+from blockattn_rag.model.relay_attention import enable_relay
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from tests.model.test_graphs import LogRecorder
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
@@ -36,7 +36,7 @@ IDS = list(range(40, 60))
 
 
 def fingerprint(model: Any) -> str:
-    return model_fingerprint(model, TOKENIZER)
+    return Identity(model, TOKENIZER).fingerprint
 
 
 ORIGINAL = fingerprint(shared_tiny_llama())

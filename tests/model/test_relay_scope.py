@@ -17,7 +17,7 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.model.graphs import record_graphs
 from blockattn_rag.model.sampling import Sampling
 from tests.model.test_graphs import LogRecorder
-from tests.model.test_relay import BLOCKS, FINAL_IDS, encoded
+from tests.model.test_relay_attention import BLOCKS, FINAL_IDS, encoded
 from tests.models import tiny_model, tiny_tokenizer
 
 NEW = 8

@@ -1,4 +1,4 @@
-"""Relay attention inside transformers: an attention function, and a cache without its prefix.
+"""Relay attention inside transformers: an attention function that models call by name.
 
 No model code is touched. The attention function is registered by name and set on the model; it does
 what the model did before unless the forward that runs was given a ``RelayCache``. Hooks before and
@@ -11,123 +11,27 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blockattn_rag.attention.relay import RelayPlan
-from blockattn_rag.attention.tuning import CPU
-from blockattn_rag.kv.context import Context, place
-from blockattn_rag.kv.rope import RotaryLayout, relative_error
-from blockattn_rag.model.probe import vocabulary_size
-from blockattn_rag.model.requests import EncodeRequest
+from blockattn_rag.model.caches import RelayCache
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from blockattn_rag.model.block_model import BlockModel
 
 _PREFIX = "blockattn_relay_"
 
 # Of the forwards that run inside one another in this thread, the innermost last. A model's forward
 # runs that of its decoder inside, with the same cache.
 _plans: ContextVar[tuple[RelayPlan | None, ...]] = ContextVar("blockattn_relay_plans", default=())
-
-
-class _TailLayer(DynamicLayer):
-    """Holds the final block and the generated tokens; counts the context's tokens as present."""
-
-    def __init__(self, prefix_tokens: int) -> None:
-        super().__init__()
-        self.prefix_tokens = prefix_tokens
-
-    def get_seq_length(self) -> int:
-        return self.prefix_tokens + super().get_seq_length()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        # Masks are made for the tail alone; the context is visible to all of it.
-        return super().get_seq_length() + query_length, self.prefix_tokens
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if super().get_seq_length():
-            super().batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if super().get_seq_length():
-            super().batch_select_indices(indices)
-
-
-class RelayCache(DynamicCache):
-    """A cache for ``generate`` whose first ``prefix_tokens`` tokens are the plan's blocks."""
-
-    def __init__(self, num_layers: int, prefix_tokens: int, plan: RelayPlan) -> None:
-        super().__init__()
-        self.layers = [_TailLayer(prefix_tokens) for _ in range(num_layers)]
-        self.plan = plan
-
-
-def relay_cache(
-    hf_model: PreTrainedModel,
-    contexts: Sequence[Context],
-    layouts: Sequence[RotaryLayout],
-    width: int,
-) -> RelayCache:
-    """A cache over the contexts where they lie; ``width``: tokens of the longest one."""
-    # Again: whoever else holds the model may have set another attention since it was loaded.
-    enable_relay(hf_model)
-    return RelayCache(len(layouts), width, RelayPlan(contexts, layouts, hf_model.device))
-
-
-def is_exact(model: BlockModel) -> bool:
-    """Make a model ready for relay attention, and see whether it gives the copy path's logits.
-
-    Windows, soft caps and attention sinks are ruled out beforehand: a short probe might not show
-    them.
-    """
-    config = model.hf_model.config.get_text_config(decoder=True)
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
-    sinks = any(name.endswith("sinks") for name, _ in model.hf_model.named_parameters())
-    if capped or sinks or any(window is not None for window in model.profile.windows):
-        return False
-    enable_relay(model.hf_model)
-    generator = torch.Generator().manual_seed(2)
-    rows = torch.randint(vocabulary_size(model.hf_model), (3, 7), generator=generator)
-    blocks = [kv for batch in model.encode(_requests(rows[:2])) for kv in batch]
-    context = place(blocks)
-    layouts, device = model.profile.layouts, model.device
-    for tokens in (7, 1):  # as in a prompt, and as in an answer
-        expected = model.next_logits(rows[2:, :tokens], model.cache_for(context))
-        # Small as they are, the blocks must be read one by one here.
-        plan = RelayPlan([context], layouts, device, tuning=_ONE_BY_ONE)
-        cache = RelayCache(len(layouts), context.num_tokens, plan)
-        found = model.next_logits(rows[2:, :tokens], cache)
-        if relative_error(found.float(), expected.float()) > _TOLERANCE[model.dtype]:
-            return False
-    return True
-
-
-_ONE_BY_ONE = replace(CPU, join_prefill_tokens=0, join_decode_tokens=0)
-
-
-def _requests(rows: Tensor) -> list[EncodeRequest]:
-    return [EncodeRequest(row.tolist(), str(index), "") for index, row in enumerate(rows)]
-
-
-# Both paths differ by rounding alone; attention that bypasses the plan differs by about 1.
-_TOLERANCE = {
-    torch.float64: 1e-4,
-    torch.float32: 1e-4,
-    torch.float16: 3e-2,
-    torch.bfloat16: 0.15,
-}
 
 
 def enable_relay(hf_model: PreTrainedModel) -> None:

@@ -1,0 +1,89 @@
+"""Transformers caches over placed blocks: their states copied, or left where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from blockattn_rag.attention.relay import RelayPlan
+from blockattn_rag.kv.context import Context, assemble
+from blockattn_rag.kv.rope import RotaryLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def copied_cache(
+    config: Any, contexts: Sequence[Context], layouts: Sequence[RotaryLayout], width: int
+) -> DynamicCache:
+    """The contexts' keys and values, re-encoded and joined, in a new cache (the copy path).
+
+    One row a context, padded with zeros on the left to ``width`` tokens.
+    """
+    cache = DynamicCache(config=config)
+    with torch.inference_mode():
+        rows = [assemble(context, layouts) if context.blocks else None for context in contexts]
+        for index in range(len(layouts)):
+            states = [next(row) if row else None for row in rows]
+            keys = _padded_rows([state and state[0] for state in states], width)
+            values = _padded_rows([state and state[1] for state in states], width)
+            _fill(cache, index, keys, values)
+    return cache
+
+
+def _padded_rows(rows: Sequence[Tensor | None], width: int) -> Tensor:
+    """``[heads, tokens, size]`` tensors as one ``[rows, heads, width, size]``; None: padding."""
+    some = next(row for row in rows if row is not None)
+    if len(rows) == 1 and some.shape[1] == width:
+        return some[None]
+    padded = some.new_zeros(len(rows), some.shape[0], width, some.shape[2])
+    for target, row in zip(padded, rows, strict=True):
+        if row is not None:
+            target[:, width - row.shape[1] :] = row
+    return padded
+
+
+def _fill(cache: DynamicCache, index: int, keys: Tensor, values: Tensor) -> None:
+    layer = cache.layers[index]
+    if type(layer) is DynamicLayer:
+        # What `update` does, less a copy of everything.
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+    else:
+        cache.update(keys, values, index)  # a sliding window keeps the end of it
+
+
+class _TailLayer(DynamicLayer):
+    """Holds the final block and the generated tokens; counts the context's tokens as present."""
+
+    def __init__(self, prefix_tokens: int) -> None:
+        super().__init__()
+        self.prefix_tokens = prefix_tokens
+
+    def get_seq_length(self) -> int:
+        return self.prefix_tokens + super().get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        # Masks are made for the tail alone; the context is visible to all of it.
+        return super().get_seq_length() + query_length, self.prefix_tokens
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if super().get_seq_length():
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if super().get_seq_length():
+            super().batch_select_indices(indices)
+
+
+class RelayCache(DynamicCache):
+    """A cache for ``generate`` whose first ``prefix_tokens`` tokens are the plan's blocks."""
+
+    def __init__(self, num_layers: int, prefix_tokens: int, plan: RelayPlan) -> None:
+        super().__init__()
+        self.layers = [_TailLayer(prefix_tokens) for _ in range(num_layers)]
+        self.plan = plan

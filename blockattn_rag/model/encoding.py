@@ -1,0 +1,105 @@
+"""Encoding: blocks' keys and values at positions 0..n-1, several blocks in one forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from blockattn_rag.errors import ContextOverflowError
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.model.probe import check_ready, layer_states
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class EncodeRequest(NamedTuple):
+    """Tokens of one block, and the digest and handle that its KV gets."""
+
+    token_ids: list[int]
+    digest: str
+    handle: str
+
+
+def batches(
+    requests: Sequence[EncodeRequest], budget: int, limit: int
+) -> Iterator[list[EncodeRequest]]:
+    """Blocks of similar length together, longest first, up to ``budget`` tokens with padding.
+
+    Raises:
+        ContextOverflowError: a block has more than ``limit`` tokens.
+    """
+    order = sorted(requests, key=lambda request: -len(request.token_ids))
+    if order and len(order[0].token_ids) > limit:
+        raise ContextOverflowError(
+            f"a block has {len(order[0].token_ids)} tokens, but the model holds at most {limit}; "
+            "split the passage into smaller chunks"
+        )
+    while order:
+        rows = _batch_rows([len(request.token_ids) for request in order], budget)
+        yield order[:rows]
+        order = order[rows:]
+
+
+def _batch_rows(lengths: Sequence[int], budget: int) -> int:
+    """How many of the blocks, longest first, make a batch: up to ``budget`` tokens with padding.
+
+    Blocks below 9/10 of the longest wait for the next batch once an eighth of the budget is filled,
+    because their padding costs more than a smaller batch does.
+    """
+    width = lengths[0]
+    most, least = max(1, budget // width), max(1, budget // 8 // width)
+    alike = sum(10 * length >= 9 * width for length in lengths[:most])
+    return min(most, len(lengths), max(alike, least))
+
+
+@torch.inference_mode()
+def encode_batch(
+    hf_model: PreTrainedModel, batch: Sequence[EncodeRequest], fingerprint: str
+) -> list[BlockKV]:
+    """The blocks' KV from one forward, padded on the right, which a causal mask makes harmless.
+
+    Raises:
+        ValueError: autocast is on, or the model is in training mode.
+    """
+    check_ready(hf_model)
+    width = max(len(request.token_ids) for request in batch)
+    ids = torch.zeros(len(batch), width, dtype=torch.long)
+    for row, request in enumerate(batch):
+        ids[row, : len(request.token_ids)] = torch.tensor(request.token_ids)
+    # Without the config the cache keeps all tokens of sliding-window layers too: the block may come
+    # to stand right before the final block, or anywhere else.
+    cache = DynamicCache()
+    hf_model(
+        input_ids=ids.to(hf_model.device),
+        past_key_values=cache,
+        use_cache=True,
+        **last_logits_only(hf_model),
+    )
+    states = layer_states(cache)
+    return [_cut_out(states, row, request, fingerprint) for row, request in enumerate(batch)]
+
+
+def last_logits_only(hf_model: PreTrainedModel) -> dict[str, Any]:
+    """The argument by which a forward computes the last token's logits alone, if it has one."""
+    parameters = inspect.signature(hf_model.forward).parameters
+    return {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+
+def _cut_out(
+    states: Sequence[tuple[Tensor, Tensor]], row: int, request: EncodeRequest, fingerprint: str
+) -> BlockKV:
+    """One row's real tokens, copied: a view would keep the whole batch alive in the store."""
+    count = len(request.token_ids)
+    return BlockKV(
+        keys=tuple(keys[row, :, :count].clone() for keys, _ in states),
+        values=tuple(values[row, :, :count].clone() for _, values in states),
+        token_ids=torch.tensor(request.token_ids, dtype=torch.long),
+        fingerprint=fingerprint,
+        digest=request.digest,
+        handle=request.handle,
+    )
