@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,6 +23,8 @@ from blockattn_rag.rag.documents import load_documents
 from blockattn_rag.rag.ingest import ingest_documents
 from blockattn_rag.rag.model_names import existing_model
 from blockattn_rag.rag.sources import orphaned_sources
+
+_TOLD = ("model", "fingerprint", "embedding", "collection")
 
 
 def ingest(
@@ -57,7 +59,9 @@ def ingest(
     Run it again after files changed or after an interruption: what is stored is not computed again.
     """
     with working(as_json):
-        wanted = _manifest(db, model, chunk_size, collection, embedding)
+        wanted = _manifest(
+            db, model=model, chunk_size=chunk_size, collection=collection, embedding=embedding
+        )
         loaded = load_documents(paths, exclude=db)
         for file, reason in loaded.skipped:
             note(f"left out: {file}: {reason}")
@@ -80,10 +84,7 @@ def ingest(
     data = {
         **asdict(report),
         "db": str(db),
-        "model": database.manifest.model,
-        "fingerprint": database.manifest.fingerprint,
-        "embedding": database.manifest.embedding,
-        "collection": database.manifest.collection,
+        **{name: getattr(database.manifest, name) for name in _TOLD},
         "orphaned": orphaned,
         "links": [str(link) for link in loaded.links],
         "skipped": [{"file": str(file), "reason": reason} for file, reason in loaded.skipped],
@@ -102,23 +103,10 @@ def ingest(
     )
 
 
-def _manifest(
-    db: Path,
-    model: str | None,
-    chunk_size: int | None,
-    collection: str | None,
-    embedding: str | None,
-) -> Manifest:
+def _manifest(db: Path, **wanted: Any) -> Manifest:
     """What the options ask for, the rest as the database has it, or the defaults."""
     old = Manifest.read(db)
-    if old is None and model is None:
+    if old is None and not wanted["model"]:
         raise typer.BadParameter("a new database needs a model", param_hint="--model")
-    base = old or Manifest(model=model or "", fingerprint="")
-    return Manifest(
-        model=model or base.model,
-        fingerprint=base.fingerprint,
-        embedding=embedding or base.embedding,
-        collection=collection or base.collection,
-        chunk_size=chunk_size or base.chunk_size,
-        template=base.template,
-    )
+    given = {name: value for name, value in wanted.items() if value}
+    return replace(old, **given) if old else Manifest(**given, fingerprint="")

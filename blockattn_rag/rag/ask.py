@@ -89,9 +89,11 @@ class Assistant:
             encode_prompt_head,
         )
 
-        options: dict[str, Any] = {"mode": mode, "max_new_tokens": self._max_new_tokens}
         llm = BlockAttentionLLM(
-            engine=self._database.engine, block_template=self._database.template, **options
+            engine=self._database.engine,
+            block_template=self._database.template,
+            mode=mode,
+            max_new_tokens=self._max_new_tokens,
         )
         if mode == "block" and not self._has_head:
             encode_prompt_head(llm)  # `store gc` may have deleted it: no passage refers to it

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
@@ -72,27 +72,19 @@ def measurement(command: Callable[..., None]) -> Callable[..., None]:
     In ``--help``, the command's options without ``*`` follow ``--model``, the keyword-only ones
     ``--device``.
     """
-    hints = get_type_hints(Bench, include_extras=True)
-    common = {
-        field.name: inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(Bench)
-    }
+    common = inspect.signature(Bench, eval_str=True).parameters
 
     @wraps(command)
     def run(**options: Any) -> None:
         command(Bench(**{name: options.pop(name) for name in common}), **options)
 
-    shape, model, dtype, device, *results = common.values()
+    keyword = inspect.Parameter.KEYWORD_ONLY
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
-    early = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.kind != p.KEYWORD_ONLY]
-    late = [p for p in own if p.kind == p.KEYWORD_ONLY]
+    early, late = ([p for p in own if (p.kind == keyword) == late] for late in (False, True))
+    shape, model, dtype, device, *results = common.values()
     order = [shape, model, *early, dtype, device, *late, *results]
-    vars(run)["__signature__"] = inspect.Signature(order)
+    signature = inspect.Signature([parameter.replace(kind=keyword) for parameter in order])
+    vars(run)["__signature__"] = signature
     return run
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from blockattn_rag.lazy import missing_extra
+
 LABELS = {
     "full": "full prefill",
     "copy": "blocks, copied",
@@ -45,7 +47,7 @@ def plot(
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'blockattn-rag[train]'") from error
+        raise ImportError(f"plots need {missing_extra('matplotlib', 'train')}") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
