@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import typer
 
+import blockattn_rag
 from blockattn_rag.cli import app
 from blockattn_rag.demo.corpus import bundled_questions
 
@@ -101,6 +103,20 @@ def test_the_picture_of_the_gain_shows_what_was_measured() -> None:
     draw = runpy.run_path(str(ROOT / "benchmarks/draw_gain.py"))
     measured = json.loads((ROOT / "benchmarks/results/ttft-float32.json").read_text("utf-8"))
     assert draw["picture"](measured) == (ROOT / "docs/figures/gain.svg").read_text("utf-8")
+
+
+def test_the_reference_shows_every_name_that_the_package_exports() -> None:
+    page = (ROOT / "docs/reference.md").read_text("utf-8")
+    shown: set[str] = set()
+    for path in re.findall(r"^::: (\S+)$", page, re.MULTILINE):
+        holder, _, name = path.rpartition(".")
+        if name.islower():  # a package or module, shown with its public names
+            module = importlib.import_module(path)
+            shown.update(getattr(module, "__all__", vars(module)))
+        else:
+            assert hasattr(importlib.import_module(holder), name), path
+            shown.add(name)
+    assert set(blockattn_rag.__all__) - {"__version__"} - shown == set()
 
 
 @pytest.mark.parametrize("page", ["docs/figures/architecture.svg", "CONTRIBUTING.md"])
