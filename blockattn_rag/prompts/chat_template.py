@@ -258,9 +258,9 @@ def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list
     found, at = [], len(template[0])
     for spans, after in zip(contents, template[1:], strict=True):
         for shown in _as_templates_show(spans):
-            if text.startswith(_text(shown) + after, at):
+            if text.startswith(expected := _text(shown) + after, at):
                 found.append(shown)
-                at += len(_text(shown)) + len(after)
+                at += len(expected)
                 break
         else:
             return None

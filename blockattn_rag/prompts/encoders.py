@@ -37,11 +37,11 @@ class Encoder(Protocol):
     prefix_ids: list[int]
     """What the tokenizer itself puts before a text: usually nothing or BOS."""
 
+    control_tokens: frozenset[str]
+    """The added tokens that must not come out of plain text."""
+
     def added_tokens(self, text: str) -> Sequence[FoundToken]:
         """The added tokens in a text, left to right."""
-
-    def spells_control_token(self, text: str) -> bool:
-        """Whether one of the added tokens is a control token."""
 
     def plain_ids(self, text: str, *, opens: bool) -> list[int]:
         """Ids of a text in which no added token is recognised.
@@ -100,6 +100,7 @@ class _RustEncoder:
         self._parsing.post_processor = None  # it may move the offsets of tokens
         self._added = self._parsing.get_added_tokens_decoder()
         self._control = {i: t.content for i, t in self._added.items() if _is_control(t.content)}
+        self.control_tokens = frozenset(self._control.values())
         self._opening = _Plain(self._parsing, self._added)
         self._inside = _Plain(self._parsing, self._added, first_blank=False)
         self._after_cut = _Plain(self._parsing, self._added, first_blank=False, any_blank=False)
@@ -111,9 +112,6 @@ class _RustEncoder:
             if (token := self._added.get(token_id)) is not None:
                 found.append(FoundToken(start, end, token_id, token.lstrip, token.rstrip))
         return found
-
-    def spells_control_token(self, text: str) -> bool:
-        return any(found.token_id in self._control for found in self.added_tokens(text))
 
     def plain_ids(self, text: str, *, opens: bool) -> list[int]:
         ids: list[int] = []
@@ -223,7 +221,7 @@ class _PythonEncoder:
         known = {"vocab": tokenizer.get_vocab(), "class": type(tokenizer).__name__}
         self.digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
         added = self._tokenizer.get_added_vocab()
-        self._control = {token: i for token, i in added.items() if _is_control(token)}
+        self.control_tokens = frozenset(filter(_is_control, added))
         self._added = added
         plain = self._ids("a", add_special_tokens=False)
         self.prefix_ids = _prefix_of(self._ids("a", add_special_tokens=True), plain)
@@ -245,14 +243,11 @@ class _PythonEncoder:
             at += len(piece)
         return found
 
-    def spells_control_token(self, text: str) -> bool:
-        return any(token in text for token in self._control)
-
     def plain_ids(self, text: str, *, opens: bool) -> list[int]:
         with self._lock:
             pieces = self._tokenizer.tokenize(text, split_special_tokens=True)
             ids = [self._tokenizer._convert_token_to_id(piece) for piece in pieces]
-        if len(text) > 1 and not self._control.keys().isdisjoint(pieces):
+        if len(text) > 1 and not self.control_tokens.isdisjoint(pieces):
             # Pieces have no offsets here: of two halves, one holds the piece whole or none does.
             half = len(text) // 2
             parts = (text[:half], opens), (text[half:], False)

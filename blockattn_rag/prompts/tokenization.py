@@ -62,13 +62,30 @@ class BlockTokenizer:
 
     def spells_control_token(self, text: str) -> bool:
         """Whether a text holds what would be a control token if it came from a template."""
-        return self._encoder.spells_control_token(_encodable(text))
+        return any(token in text for token in self._encoder.control_tokens)
+
+    def with_final_ids(self, prompt: BlockPrompt) -> tuple[list[Block], list[int]]:
+        """The context blocks of a prompt, and the token ids of its final block.
+
+        The model predicts from the final block, and so it has a token: where the final text has
+        none, the last block that has one is the final block, and no context block.
+
+        Raises:
+            ValueError: the prompt holds no token.
+        """
+        context = list(prompt.context)
+        final = self.final_ids(prompt.final_spans, first=not context)
+        while context and not final:
+            final = self.block_ids(context.pop(), first=not context)
+        if not final:
+            raise ValueError("the prompt holds no token")
+        return context, final
 
     def prompt_ids(self, prompt: BlockPrompt) -> PromptIds:
         """Token ids of a whole prompt, without any store."""
-        context = [self.block_ids(b, first=i == 0) for i, b in enumerate(prompt.context)]
-        final = self.final_ids(prompt.final_spans, first=not prompt.context)
-        return finish_prompt_ids([ids for ids in context if ids], final)
+        context, final = self.with_final_ids(prompt)
+        ids = [self.block_ids(block, first=index == 0) for index, block in enumerate(context)]
+        return PromptIds([one for one in ids if one], final)
 
     @property
     def fingerprint(self) -> str:
@@ -100,12 +117,3 @@ class BlockTokenizer:
 def _encodable(text: str) -> str:
     """A lone surrogate cannot be tokenised; it becomes a question mark."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def finish_prompt_ids(context: list[list[int]], final: list[int]) -> PromptIds:
-    """Move the last block into the final one if that is empty: something must be predicted from."""
-    if not final:
-        if not context:
-            raise ValueError("the prompt holds no token")
-        return PromptIds(context[:-1], context[-1])
-    return PromptIds(context, final)

@@ -110,6 +110,15 @@ def test_the_last_block_becomes_final_where_the_final_text_is_empty() -> None:
     assert decoded(ids.final) == "two"
 
 
+def test_context_blocks_come_without_the_one_that_became_final() -> None:
+    one, two = Block("one"), Block("two")
+    context, final = with_bos.with_final_ids(BlockPrompt((one, two), ""))
+    assert context == [one]
+    assert final == with_bos.block_ids(two, first=False)
+    alone = with_bos.with_final_ids(BlockPrompt((one,), ""))
+    assert alone == ([], with_bos.block_ids(one, first=True))
+
+
 def test_a_prompt_of_no_token_is_refused() -> None:
     mute = tiny_tokenizer(bos=False)
     mute.backend_tokenizer.normalizer = normalizers.Replace(Regex("."), "")
