@@ -1,4 +1,5 @@
-"""JSON lines, plain or gzip: numbered lines as bytes, so that what spoils one spoils no other."""
+"""JSON lines, plain or gzip. Lines are read as bytes, because one line that is not UTF-8 must not
+stop the reading of the others."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """
     require_file(path)
     with path.open("rb") as raw:
-        zipped = raw.read(2) == _GZIP  # told by content: a renamed file is read all the same
+        zipped = raw.read(2) == _GZIP  # the file's name may lack .gz
     if path.suffix == ".gz" and not zipped:
         raise DataError(f"{path} is named .gz, but is no gzip file; name it .jsonl")
     number = 0

@@ -162,7 +162,7 @@ class LengthGroupedSampler(Sampler[int]):
         for start in range(0, len(order), pool):
             near = sorted(order[start : start + pool], key=lambda i: -self.lengths[i])
             groups += (near[i : i + size] for i in range(0, len(near), size))
-        # Only the last group may be short, or the groups after it would straddle batches.
+        # A short group comes last, because the groups after it would straddle batches.
         full = len(groups) - (len(groups[-1]) < size)
         for i in torch.randperm(full, generator=generator).tolist():
             yield from groups[i]

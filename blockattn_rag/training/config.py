@@ -32,7 +32,7 @@ Scheduler = Literal[
     "inverse_sqrt",
 ]
 
-# Changing these does not change what is learned, so an interrupted run may go on with others.
+# These settings do not change what is learned, so a resumed run may have other values of them.
 # Data files are compared by content.
 _INCIDENTAL = (
     *("output", "train_data", "eval_data", "resume", "overwrite", "progress"),

@@ -15,8 +15,8 @@ template and ``control`` says whether control tokens in ``text`` are parsed (see
 after the first question is in the final block and every answer is learned.
 
 Token ids come from the same ``BlockTokenizer`` as the engine's.
-A response is tokenised alone, since in answering, generation starts after the final block's text;
-what closes an answer (end of turn, or EOS) is learned after each one.
+A response is tokenised alone, because at inference generation starts after the final block's text.
+The token that closes an answer (end of turn, or EOS) is learned after each answer.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class SampleEncoder:
 
     def _follow_up(self, question: str) -> tuple[Span, ...]:
         first, *rest = follow_up(question, self.hf_tokenizer)
-        # The end of the answer before is learned, and so it is already there.
+        # The end of the previous answer is among that answer's learned tokens already.
         return (Span(first.text.removeprefix(self._end_text), first.origin), *rest)
 
 
@@ -209,9 +209,9 @@ def read_samples(
     """Stream the samples of JSON-lines files (``.gz`` too), line by line. Blank lines do not count.
 
     Args:
-        on_error: ``"raise"`` stops at the first bad line; ``"skip"`` leaves bad lines, and files or
-            ends of files that cannot be read, out, lists them in ``report`` and logs how many at
-            the end.
+        on_error: ``"raise"`` stops at the first bad line; ``"skip"`` leaves out bad lines, and
+            files or ends of files that cannot be read, lists them in ``report`` and logs their
+            number at the end.
         report: filled while reading.
 
     Raises:
@@ -233,19 +233,15 @@ def read_samples(
 
 
 def _encoded_lines(path: Path, encoder: SampleEncoder) -> Iterator[EncodedSample | DataError]:
-    """The samples of a file in order, and in place of what cannot be read, why."""
+    """The samples of a file in order; in place of a line that cannot be read, its error."""
     try:
         for number, line in numbered_lines(path):
-            yield _encoded_line(line, encoder, f"{path}, line {number}")
+            try:
+                yield encoder.encode_record(parse_line(line))
+            except DataError as error:
+                yield DataError(f"{path}, line {number}: {error}")
     except DataError as error:  # of the file: nothing follows that could be read
         yield error
-
-
-def _encoded_line(line: bytes, encoder: SampleEncoder, where: str) -> EncodedSample | DataError:
-    try:
-        return encoder.encode_record(parse_line(line))
-    except DataError as error:
-        return DataError(f"{where}: {error}")
 
 
 def _parse_blocks(fields: Record) -> Sample:

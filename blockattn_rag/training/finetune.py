@@ -42,13 +42,19 @@ from blockattn_rag.training.work import (
 
 logger = logging.getLogger("blockattn_rag")
 
+# Settings that TrainingArguments has under the same names.
+_SAME_NAMES = (
+    *("learning_rate", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm"),
+    *("bf16", "logging_steps", "save_steps", "seed"),
+)
+
 
 def finetune(config: FinetuneConfig) -> FinetuneReport:
     """Fine-tune a model as ``config`` says and write it to ``config.output``.
 
     Raises:
         FileExistsError: ``output`` exists, or an interrupted run does, and neither ``resume`` nor
-            ``overwrite`` was asked for; or something there is none of ours to overwrite.
+            ``overwrite`` was asked for; or ``overwrite`` would replace what is no earlier result.
         DataError: a bad line, with file and number; or block mode is to be trained, and no sample
             has a context.
         DivergedError: a loss or weights are not finite.
@@ -58,7 +64,7 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
     arguments = _arguments(config)
     main = arguments.process_index == 0
     settings = check_folders(config)
-    PartialState().wait_for_everyone()  # all have looked before one writes
+    PartialState().wait_for_everyone()  # every process has checked before one writes
     with work_folder(config, settings, main):
         return _run(config, arguments)
 
@@ -96,10 +102,6 @@ def _run(config: FinetuneConfig, arguments: TrainingArguments) -> FinetuneReport
     return report
 
 
-# ---------------------------------------------------------------------------------------------
-# Data
-
-
 def _encoded(
     files: Sequence[str | Path],
     name: str,
@@ -127,7 +129,8 @@ def _encoded(
 
 
 def _check_context(report: DataReport) -> None:
-    """Without blocks before the final one, block mode is full mode: nothing is learned of it."""
+    """Raises ``DataError`` if no sample has a block before the final one: block mode is then the
+    same as full mode, and nothing is learned about it."""
     if not report.with_context:
         raise DataError(
             "no sample has a context: each is a question and its answer in one block, which is "
@@ -142,10 +145,6 @@ def _check_context(report: DataReport) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------
-# Training
-
-
 def _arguments(config: FinetuneConfig) -> TrainingArguments:
     """The trainer's settings; ``batch_size`` is reached by accumulation."""
     arguments = TrainingArguments(
@@ -154,26 +153,18 @@ def _arguments(config: FinetuneConfig) -> TrainingArguments:
         per_device_eval_batch_size=config.per_device_batch_size,
         num_train_epochs=config.epochs,
         max_steps=config.max_steps or -1,
-        learning_rate=config.learning_rate,
         lr_scheduler_type=config.lr_scheduler,
-        warmup_steps=config.warmup_steps,
-        weight_decay=config.weight_decay,
-        adam_beta2=config.adam_beta2,
-        max_grad_norm=config.max_grad_norm,
-        bf16=config.bf16,
         eval_strategy="steps" if config.eval_data and config.eval_steps else "no",
         eval_steps=config.eval_steps or None,
         eval_on_start=bool(config.eval_data),
-        logging_steps=config.logging_steps,
         logging_nan_inf_filter=False,
-        save_steps=config.save_steps,
         save_total_limit=2,
-        seed=config.seed,
         disable_tqdm=not config.progress,
         remove_unused_columns=False,
         label_names=["labels"],
         report_to=[],
         use_cpu=not torch.cuda.is_available() and not torch.backends.mps.is_available(),
+        **{name: getattr(config, name) for name in _SAME_NAMES},
     )
     shared = config.per_device_batch_size * arguments.world_size
     if config.batch_size % shared:
@@ -217,10 +208,6 @@ def _trainer(
     return trainer
 
 
-# ---------------------------------------------------------------------------------------------
-# Result
-
-
 def _history(log: list[dict[str, float]]) -> list[dict[str, float]]:
     """The log without the Trainer's summaries; one entry a step and kind, the latest."""
     kept: dict[tuple[float, bool], dict[str, float]] = {}
@@ -249,7 +236,7 @@ def _publish(
     (staging / "training_args.bin").unlink(missing_ok=True)  # a pickle, of no use to readers
     tokenizer.save_pretrained(staging)
     if config.lora:
-        # Adapters name their base by its path, and the bundled model's differs by machine.
+        # An adapter names its base by path, and the bundled model's path differs by machine.
         base = {"base_model": BUNDLED} if config.model == BUNDLED else {}
         write_json(staging / SIDECAR, {**config.marker, **base})
     write_json(staging / LOG, report.history)

@@ -135,10 +135,10 @@ def mask_function(
 
 
 class ModelMasks:
-    """Builds what a transformers model takes as ``attention_mask`` so that it applies our mask.
+    """Builds the ``attention_mask`` by which a transformers model applies the block mask.
 
-    Models let a four-dimensional mask through unchanged, for sliding-window layers too, and those
-    with layers of several types take one mask per type. So windows are applied here.
+    A model passes a four-dimensional mask on unchanged to all its layers, those with a sliding
+    window too, and takes one mask per layer type if it has several. So windows are applied here.
 
     Args:
         config: the model's text config.

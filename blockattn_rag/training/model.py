@@ -1,4 +1,4 @@
-"""The model to train: checked, marked as block-tuned, and with adapters if asked for."""
+"""Loading the model to train."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ from blockattn_rag.training.config import FinetuneConfig
 
 
 def load_model(config: FinetuneConfig) -> Any:
-    """The model to train: checked, with its mark, and with adapters if asked for."""
+    """The model to train: its attention checked, its config marked as block-tuned, and with LoRA
+    adapters if ``config.lora`` asks for them.
+
+    Raises:
+        ImportError: adapters are asked for, and peft is not installed.
+        UnsupportedModelError: the model cannot be run in block mode exactly.
+        ValueError: the model is an adapter, or lacks layers or attention that are asked for.
+    """
     name = resolve_name(config.model)
     if Path(name).is_dir():
-        name = str(Path(name).resolve())  # adapters name their base: from any folder
+        name = str(Path(name).resolve())  # adapters name their base by this path
     if (Path(name) / "adapter_config.json").is_file():
         raise ValueError(f"{name} is a LoRA adapter; merge it into its base before training on")
     model = AutoModelForCausalLM.from_pretrained(name, dtype=config.dtype)
@@ -32,7 +39,7 @@ def load_model(config: FinetuneConfig) -> Any:
     if "block" in config.modes:
         model.config.block_attention = config.marker
     elif hasattr(model.config, "block_attention"):
-        del model.config.block_attention  # full mode alone may have undone it
+        del model.config.block_attention  # training in full mode alone may undo the block tuning
     return _with_adapters(model, config) if config.lora else model
 
 
@@ -77,6 +84,11 @@ def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
 
 
 def token_limit(config: FinetuneConfig, model: Any) -> int | None:
+    """The most tokens of a sample; None where neither the settings nor the model limit them.
+
+    Raises:
+        ValueError: ``config.max_tokens`` is more than the model holds.
+    """
     limit = getattr(model.config, "max_position_embeddings", None)
     if config.max_tokens is None:
         return limit

@@ -28,10 +28,12 @@ _REMEDY = (
 
 
 class Watch(TrainerCallback):
-    """What the Trainer leaves out: see each method."""
+    """What the Trainer leaves out: the intervals of a resumed run, a warning of a warm-up without
+    end, a stop at divergence, and the log of the last step."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A resumed run would keep the old intervals; and a short one may never be warm."""
+        """Take up the intervals of these settings, because the state of a resumed run holds older
+        ones; and warn of a run that ends before its warm-up."""
         state.compute_steps(args, state.max_steps)
         warm_up = args.get_warmup_steps(state.max_steps)
         has_warm_up = args.lr_scheduler_type != "constant" and state.is_world_process_zero
@@ -46,13 +48,13 @@ class Watch(TrainerCallback):
             )
 
     def on_log(self, args: Any, state: Any, control: Any, **found: Any) -> None:
-        """A run that diverged does not come back."""
+        """Raises ``DivergedError`` for a loss that is not finite: no later step mends it."""
         for name, value in found["logs"].items():
             if name.endswith("loss") and not math.isfinite(value):
                 raise DivergedError(f"{name} is {value} at step {state.global_step}; {_REMEDY}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Every n-th step is logged; the last one is wanted too."""
+        """Log the last step, because the Trainer logs only every ``logging_steps``-th."""
         if state.global_step >= state.max_steps:
             control.should_log = True
 

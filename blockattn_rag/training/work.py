@@ -29,7 +29,13 @@ RUN, LOG, CHECKPOINTS = "run.json", "training_log.json", "checkpoints"
 
 
 def check_folders(config: FinetuneConfig) -> dict[str, Any]:
-    """See that there is a place to write to; returns the settings that decide the result."""
+    """Check that output and work folder may be written; returns the settings that decide the
+    result, with the digests of the data files.
+
+    Raises:
+        DataError: a data file is missing.
+        FileExistsError, ValueError: see the functions below.
+    """
     settings = {
         **config.decisive(),
         "training data": _digests(config.train_data),
@@ -44,7 +50,8 @@ def check_folders(config: FinetuneConfig) -> dict[str, Any]:
 
 
 def check_output(output: Path, overwrite: bool) -> None:
-    """Nothing but an earlier result is ever replaced, and that only if asked."""
+    """Raises ``FileExistsError`` if there is something at ``output``, unless it is an earlier
+    result or an empty folder and is to be overwritten."""
     if not os.path.lexists(output):
         return
     if not overwrite:
@@ -60,7 +67,7 @@ def check_output(output: Path, overwrite: bool) -> None:
 
 
 def _check_read(config: FinetuneConfig) -> None:
-    """What is read must not lie where the result goes."""
+    """Raises ``ValueError`` if the model or data lie in the output folder."""
     output = Path(config.output)
     read = (resolve_name(config.model), *config.train_data, *config.eval_data)
     for used in map(Path, read):
@@ -69,13 +76,14 @@ def _check_read(config: FinetuneConfig) -> None:
 
 
 def check_work(work: Path) -> None:
-    """Nothing but the work folder of an earlier run is ever thrown away."""
+    """Raises ``FileExistsError`` if ``work`` exists and is not the work folder of a run."""
     if os.path.lexists(work) and not (work / RUN).is_file():
         raise FileExistsError(f"{work} is no work folder of a run (it has no {RUN}); move it away")
 
 
 def _check_interrupted(config: FinetuneConfig, settings: dict[str, Any]) -> None:
-    """An interrupted run is resumed, thrown away if asked to, and never lost in silence."""
+    """Raises an error if there is an interrupted run and the settings say neither to resume nor
+    to overwrite it (``FileExistsError``), or it cannot be resumed with them (``ValueError``)."""
     work, run = config.work, config.work / RUN
     if config.overwrite or not run.is_file():
         return
@@ -121,8 +129,8 @@ def work_folder(config: FinetuneConfig, settings: dict[str, Any], main: bool) ->
 
 
 def make_alike(result: Path) -> None:
-    """Give every file the mode of those that we write: safetensors' come from a private temporary
-    file, and weights that only their owner can read are of no use in a folder that all can."""
+    """Give every file the permissions of the log, which are the process's defaults: safetensors
+    writes weights so that only their owner can read them."""
     mode = stat.S_IMODE((result / LOG).stat().st_mode)
     for path in result.rglob("*"):
         if path.is_file():
