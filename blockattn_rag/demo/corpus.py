@@ -1,6 +1,6 @@
 """The frozen encyclopedia of the demo: its passages, questions, and the rule for a right answer.
 
-The files in ``data`` were written once; the repository's ``recipes/bundled_model`` tells how.
+The files in ``data`` were written once, by the repository's ``recipes/bundled_model``.
 """
 
 from __future__ import annotations

@@ -8,12 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from blockattn_rag.demo.corpus import (
-    Question,
-    bundled_corpus,
-    bundled_questions,
-    is_correct,
-)
+from blockattn_rag.demo.corpus import Question, bundled_corpus, bundled_questions, is_correct
 from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.files.folders import state_folder
 

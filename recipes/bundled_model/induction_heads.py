@@ -2,11 +2,11 @@
 
 "What followed this token the last time?" and "what followed words like these?" are the circuits
 that every look-up in a prompt builds on. From a random start, a model this small spends many
-minutes on a plateau before it finds them. So layer 0 starts with heads that write down, beside
-each token, which token came before it and which ones stood around it, and layer 1 with heads
-that attend to where the same token, or much the same words, stood before, and say what came
-next; of several such places they prefer the nearest, which is what a later edition that
-supersedes an earlier one calls for. Everything stays trainable: this is a start, and no more.
+minutes on a plateau before it finds these circuits. So layer 0 starts with heads that write down,
+beside each token, which token came before it and which tokens stood around it. Layer 1 starts with
+induction heads: they attend to where the same token, or much the same words, stood before, and copy
+what came next. Of several such places the heads prefer the nearest, because a later edition
+supersedes an earlier one. All these weights are trained on like any others.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class RowWriter:
 
         segment, between = noise(length), noise(self.rng.randint(0, gap))
         ids = [*segment, *between, *segment]
-        # The segment's first token comes back at a place that nothing tells.
+        # The repeat's first token has no loss, because nothing tells where the repeat begins.
         return Row(ids, [0.0] * (len(ids) - length + 1) + [1.0] * (length - 1))
 
     def numbers(self, comparisons: int = 5, chains: int = 3) -> Row:
@@ -155,7 +155,7 @@ class RowWriter:
         return self._told_and_asked(sentences, asked, holds)
 
     def _scene_writer(self) -> SceneWriter:
-        """A writer that has given no name away yet."""
+        """A writer of training names, with no name in use yet."""
         return SceneWriter(self.rng, "train", alike=ALIKE)
 
     def _entities(

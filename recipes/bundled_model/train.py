@@ -309,7 +309,7 @@ def main(
     except FileExistsError as error:
         raise typer.BadParameter(str(error)) from error
     if processes() > 1:
-        dist.barrier()  # all have looked before one writes
+        dist.barrier()  # every process has checked the paths before the first one writes
     plan = SMOKE if smoke else Plan()
     if base is None:
         base = base_of(out)
