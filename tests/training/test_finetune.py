@@ -449,6 +449,13 @@ class TestRefusals:
         with pytest.raises(ValueError, match="output must name a folder"):
             config({**settings(folder), "output": output})
 
+    def test_adapters_without_peft_are_refused_with_the_name_of_the_extra(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "peft", None)
+        with pytest.raises(ImportError, match=r"LoRA needs peft, which is not .*\[train\]"):
+            finetune(config(settings(folder, lora={"rank": 4})))
+
     def test_training_on_top_of_adapters_is_refused(self, folder: Path) -> None:
         (folder / "model" / "adapter_config.json").write_text("{}")
         with pytest.raises(ValueError, match="is a LoRA adapter"):
