@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
+
 from blockattn_rag.model import decoding
 
 LONGEST_S = 60.0
@@ -63,8 +65,9 @@ def holding() -> Iterator[Held]:
     original = criterion.__call__
 
     def after_step(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        held.after_token(lambda: self._ends(input_ids[:, -1].tolist()))
-        return original(self, input_ids, *args, **kwargs)
+        met = original(self, input_ids, *args, **kwargs)
+        held.after_token(self._is_cancelled)
+        return torch.full_like(met, self._is_cancelled())
 
     with mock.patch.object(criterion, "__call__", after_step):
         try:

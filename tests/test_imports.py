@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import blockattn_rag
 PACKAGE = Path(blockattn_rag.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Folder (or file) of the core: what it may import, itself aside. Lower floors first.
+# Folder, or file beside the folders: what it may import, itself aside. Lower floors first.
 FLOORS = {
     "errors": "",
     "lazy": "",
@@ -23,112 +25,144 @@ FLOORS = {
     "prompts": "errors files",
     "kv": "",
     "attention": "kv",
-    "store": "errors kv",
-    "model": "attention errors kv prompts",
-    "engine": "errors kv model prompts store",
-    "check": "engine kv model prompts",
+    "store": "errors files kv lazy",
+    "model": "attention errors kv lazy prompts",
+    "engine": "attention errors kv lazy model prompts store",
+    "check": "kv model prompts",
     "adapters": "engine errors model prompts store",
+    "llama_index": "adapters engine kv lazy prompts store",
+    "langchain": "adapters engine kv lazy prompts store",
+    "evaluation": "engine errors files kv lazy model prompts store",
+    "training": "engine errors files kv lazy model prompts store",
+    "planning": "errors evaluation",
+    "rag": "adapters engine errors files llama_index prompts store",
+    "demo": "engine files prompts rag",
+    "cli": (
+        "adapters check demo engine errors evaluation files kv lazy model planning prompts rag "
+        "store training"
+    ),
 }
 FRAMEWORKS = {"llama_index", "langchain", "langchain_core", "langchain_chroma", "chromadb"}
-# Where the seam to transformers is.
-TRANSFORMERS_PARTS = {"model", "training", "check"}
+PUBLIC = ["", ".prompts", ".kv", ".store", ".engine", ".llama_index", ".langchain"]
 
 
-def part_of(file: Path) -> str:
-    return file.relative_to(PACKAGE).with_suffix("").parts[0]
+def module_of(file: Path) -> str:
+    parts = ("blockattn_rag", *file.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(file): file for file in FILES}
+
+
+def floor_of(module: str) -> str:
+    """The folder or file below the package that a module belongs to; empty for the package."""
+    return [*module.split("."), ""][1]
 
 
 def imported(file: Path) -> Iterator[str]:
-    """Dotted names that a file imports, in functions too; those under TYPE_CHECKING left out."""
-    package = ["blockattn_rag", *file.relative_to(PACKAGE).parent.parts]
-    tree = ast.parse(file.read_text("utf-8"))
-    waiting: list[ast.AST] = [tree]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
+    """Dotted names that a file imports, in functions and for type checkers too."""
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) + 1 - node.level] if node.level else []
-            module = ".".join([*above, node.module or ""]).strip(".")
-            yield from (f"{module}.{alias.name}" for alias in node.names)
-        waiting += ast.iter_child_nodes(node)
+            assert not node.level, f"{file}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def own_parts(file: Path) -> set[str]:
-    names = (name.split(".") for name in imported(file))
-    return {name[1] for name in names if name[0] == "blockattn_rag"} - {part_of(file)}
+def own_modules(file: Path) -> set[str]:
+    """Modules of this package that a file imports."""
+    found = set()
+    for name in imported(file):
+        if name.split(".")[0] == "blockattn_rag":
+            while name not in MODULES:
+                name = name.rpartition(".")[0]
+            found.add(name)
+    return found - {"blockattn_rag", module_of(file)}
 
 
-def test_imports_in_the_core_go_down_only() -> None:
-    for file in FILES:
-        part = part_of(file)
-        if part in FLOORS:
-            allowed = set(FLOORS[part].split())
-            # The bundled model's place is asked for by name, when it is wanted.
-            extra = {"demo"} if file.name == "loading.py" else set()
-            assert own_parts(file) <= allowed | extra, file
+def assert_no_circle(graph: Mapping[str, set[str]]) -> None:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
 
 
-def test_the_core_knows_no_framework_and_no_adapter() -> None:
-    for file in FILES:
-        if part_of(file) in FLOORS:
+def test_every_folder_is_a_floor_and_imports_from_floors_below() -> None:
+    floors = {floor_of(module) for module in MODULES} - {"", "__main__"}
+    assert floors == FLOORS.keys()
+    for module, file in MODULES.items():
+        if floor := floor_of(module):
+            found = {floor_of(name) for name in own_modules(file)} - {floor}
+            allowed = set(FLOORS.get(floor, "cli").split())
+            assert found <= allowed, f"{module} imports {sorted(found - allowed)}"
+
+
+def test_neither_folders_nor_files_import_in_circles() -> None:
+    assert_no_circle({floor: set(below.split()) for floor, below in FLOORS.items()})
+    # A folder's __init__ names what its files hold, for those outside.
+    files = {
+        module: own_modules(file) for module, file in MODULES.items() if file.name != "__init__.py"
+    }
+    assert_no_circle(files)
+
+
+def test_the_core_knows_no_framework() -> None:
+    for module, file in MODULES.items():
+        if floor_of(module) not in {"llama_index", "langchain", "rag", "cli", "demo"}:
             roots = {name.split(".")[0] for name in imported(file)}
-            assert not roots & FRAMEWORKS, file
-            assert not own_parts(file) & {"llama_index", "langchain", "cli"}, file
+            assert not roots & FRAMEWORKS, module
 
 
 def test_only_the_seam_knows_transformers() -> None:
     users = {
-        part_of(file)
-        for file in FILES
-        for name in imported(file)
-        if name.split(".")[0] == "transformers"
+        floor_of(module)
+        for module, file in MODULES.items()
+        if any(name.split(".")[0] == "transformers" for name in imported(file))
     }
-    # The demo builds the bundled model, and evaluation random models of a real one's shape.
-    assert users - {"demo", "evaluation"} <= TRANSFORMERS_PARTS
+    # Evaluation and planning read configs and make random models; the engine asks for a type.
+    assert users <= {"model", "training", "check", "engine", "evaluation", "planning"}
 
 
 def test_only_the_command_line_imports_the_check() -> None:
-    users = {file.relative_to(PACKAGE).as_posix() for file in FILES if "check" in own_parts(file)}
-    assert users == {"cli/check.py"}
-
-
-def test_adapters_do_not_import_one_another() -> None:
-    for file in FILES:
-        if part_of(file) == "llama_index":
-            assert not own_parts(file) & {"langchain", "cli"}, file
-        if part_of(file) == "langchain":
-            assert not own_parts(file) & {"llama_index", "cli"}, file
+    users = {
+        module
+        for module, file in MODULES.items()
+        if any(floor_of(name) == "check" for name in own_modules(file))
+    }
+    assert {user for user in users if floor_of(user) != "check"} == {"blockattn_rag.cli.check"}
 
 
 def test_importing_the_package_loads_neither_torch_nor_a_framework() -> None:
     heavy = sorted({"torch", "transformers", "numpy", *FRAMEWORKS})
     code = (
-        "import sys, blockattn_rag, blockattn_rag.prompts.blocks, blockattn_rag.store;"
+        "import sys, blockattn_rag, blockattn_rag.prompts, blockattn_rag.store;"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
 
 
-def test_all_names_resolve_and_no_other() -> None:
-    assert blockattn_rag.__all__ == sorted(blockattn_rag.__all__)
-    for name in blockattn_rag.__all__:
-        assert getattr(blockattn_rag, name) is not None
-    assert set(blockattn_rag._HOME_OF) == set(blockattn_rag.__all__) - {"__version__"}
-    assert set(blockattn_rag.__all__) <= set(dir(blockattn_rag))
+@pytest.mark.parametrize("name", PUBLIC)
+def test_all_public_names_resolve_and_no_other(name: str) -> None:
+    package = importlib.import_module(f"blockattn_rag{name}")
+    assert len(set(package.__all__)) == len(package.__all__)
+    for public in package.__all__:
+        assert getattr(package, public) is not None
+    assert set(package.__all__) <= set(dir(package))
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
-        _ = blockattn_rag.nonsense
+        _ = package.nonsense
 
 
-def test_names_for_type_checkers_are_the_lazy_ones() -> None:
-    tree = ast.parse((PACKAGE / "__init__.py").read_text("utf-8"))
-    typed = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("blockattn_rag")
-        for alias in node.names
-    }
-    assert typed == set(blockattn_rag._HOME_OF)
+def test_names_for_type_checkers_are_those_of_the_package() -> None:
+    for name in PUBLIC:
+        package = importlib.import_module(f"blockattn_rag{name}")
+        assert package.__file__ is not None
+        typed = {
+            alias.asname or alias.name
+            for node in ast.walk(ast.parse(Path(package.__file__).read_text("utf-8")))
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("blockattn_rag")
+            for alias in node.names
+        }
+        assert set(package.__all__) - typed <= {"__version__", "open_store"} | {
+            public for public in package.__all__ if public.startswith("DEFAULT_")
+        }

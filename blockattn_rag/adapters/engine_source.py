@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from blockattn_rag.adapters.hints import ReuseHints
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.results import Generation
-from blockattn_rag.engine.scheduler import Gathering, Seat
+from blockattn_rag.engine.pending import Group
+from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.model.loading import load_config, load_tokenizer
 from blockattn_rag.model.probe import position_limit
@@ -62,7 +64,6 @@ class EngineSource:
             self._model_kwargs["dtype"] = self._model_kwargs.pop("torch_dtype")
         self._block_tokenizer: BlockTokenizer | None = None
         self._lock = threading.RLock()
-        self._gathering = Gathering(self.serve)
         self._hints = ReuseHints() if self._kv_store is not None else None
         self._told_of_control_tokens = False
 
@@ -157,17 +158,28 @@ class EngineSource:
         return spans
 
     async def agenerate(
-        self, make_prompt: Callable[[], BlockPrompt], options: dict[str, Any]
+        self,
+        make_prompt: Callable[[], BlockPrompt],
+        options: dict[str, Any],
+        group: Group | None = None,
     ) -> Generation:
-        """``engine.generate`` for event loops: calls side by side share a batch."""
-        return await self._gathering.answer(make_prompt, options)
+        """``engine.generate`` for event loops, which neither load the model nor make the prompt."""
+        engine = await self._loaded_engine()
+        return await engine.agenerate(make_prompt, group=group, **options)
 
-    def serve(self, options: dict[str, Any], seats: Sequence[Seat]) -> None:
-        """Answer the calls on seats, which all ask for the same options."""
-        if foreign := options.keys() & {"batch_size", "seats"}:
-            raise TypeError(f"{', '.join(sorted(foreign))} cannot be given to a single call")
-        prompts = [seat.prompt() for seat in seats]
-        self.engine.generate_batch(prompts, seats=seats, **options)
+    async def astream(
+        self, make_prompt: Callable[[], BlockPrompt], options: dict[str, Any]
+    ) -> AsyncGenerator[GenerationChunk, None]:
+        """``engine.stream`` for event loops."""
+        engine = await self._loaded_engine()
+        async with aclosing(engine.astream(make_prompt, **options)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _loaded_engine(self) -> BlockAttentionEngine:
+        if self._engine is not None:
+            return self._engine
+        return await asyncio.to_thread(lambda: self.engine)
 
     @property
     def tokenizer(self) -> BlockTokenizer:

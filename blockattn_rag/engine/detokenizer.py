@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class AnswerText:
+class Detokenizer:
     """Turns tokens into text as they come: whole characters only, and nothing past a stop string.
+
+    Text is decoded from a short window of the last tokens, since a token alone may be part of a
+    character. The same method as ``tokenizers.decoders.DecodeStream``, which has no end (text that
+    waits for the rest of a character would be lost) and does not take tokenizers in Python.
 
     Args:
         tokenizer: a transformers tokenizer, for ``decode``.
@@ -18,10 +22,11 @@ class AnswerText:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._ids: list[int] = []
-        # Text is decoded from a window: from `_start`, of which the first `_read` tokens are out.
+        # Text is decoded from a window of tokens that begins at index `_start`. The text of the
+        # tokens before index `_read` has been given out.
         self._start = 0
         self._read = 0
-        self._held = ""
+        self._held = ""  # text that may be the beginning of a stop string
         self.text = ""
         self.stopped = False
 

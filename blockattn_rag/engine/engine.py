@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from blockattn_rag.engine.fetcher import BlockFetcher, OnMiss
+from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.ingest import EncodeStats, precompute
-from blockattn_rag.engine.options import Prompt, Request, Reuse
-from blockattn_rag.engine.results import (
-    Generation,
-    GenerationChunk,
-    Mode,
-    ReuseStats,
-)
-from blockattn_rag.engine.runner import Answerer, Call, Prepared
-from blockattn_rag.engine.scheduler import BATCH_SIZE, Seat
-from blockattn_rag.engine.streams import stream_from_thread
-from blockattn_rag.kv.context import Assembly, Positions, place
+from blockattn_rag.engine.options import GenerateOptions, OnMiss
+from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingRequest
+from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
+from blockattn_rag.engine.runner import Runner
+from blockattn_rag.engine.scheduler import scheduler_of
+from blockattn_rag.kv.context import Assembly, Positions
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.store import DEFAULT_RESIDENT_BYTES, KVStore, open_store
@@ -30,7 +24,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-_T = TypeVar("_T")
+Prompt = BlockPrompt | Sequence["str | Block"]
+LatePrompt = Prompt | Callable[[], Prompt]
+"""A prompt, or what makes it when its turn comes."""
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -68,9 +64,10 @@ class BlockAttentionEngine:
     ) -> None:
         self._model = model
         self.store = open_store(store)
-        self.reuse = Reuse(on_miss, positions, assembly).checked()
-        self._answerer = Answerer(model)
+        self.defaults = GenerateOptions(on_miss=on_miss, positions=positions, assembly=assembly)
         self._fetcher = BlockFetcher(model, self.store, resident_bytes)
+        self._runner = Runner(model, self._fetcher)
+        self._scheduler = scheduler_of(model.lock)
 
     @classmethod
     def from_pretrained(
@@ -133,15 +130,10 @@ class BlockAttentionEngine:
         batch_tokens: int | None = None,
     ) -> EncodeStats:
         """``encode`` with figures of what was done; see ``ingest.precompute``."""
-
-        def run(work: Callable[[], _T]) -> _T:
-            with self.model.lock:
-                return work()
-
         return precompute(
             self._fetcher,
             blocks,
-            run=run,
+            run=self._scheduler.run,
             as_prompt=as_prompt,
             show_progress=show_progress,
             on_progress=on_progress,
@@ -198,59 +190,98 @@ class BlockAttentionEngine:
             "stop": stop,
             "seed": seed,
         }
-        request = self._request(prompt, options | generate_kwargs)
-        return self._answerer.answer(request, self._prepare(request))
+        pending = self._pending(prompt, options | generate_kwargs)
+        self._scheduler.submit(pending)
+        return pending.result()
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[GenerationChunk]:
+    def submit(
+        self, prompt: LatePrompt, *, group: Group | None = None, **options: Any
+    ) -> PendingRequest:
+        """Ask for an answer without waiting; ``options`` are those of ``generate``.
+
+        Args:
+            prompt: a prompt, or a function that makes it on the model's thread.
+            group: calls whose requests are to be answered in one batch.
+
+        Returns:
+            The pending request: ``result(timeout)`` waits for its answer, ``leave()`` gives it up.
+        """
+        pending = self._pending(prompt, options, group=group)
+        self._scheduler.submit(pending)
+        return pending
+
+    async def agenerate(
+        self, prompt: LatePrompt, *, group: Group | None = None, **options: Any
+    ) -> Generation:
+        """``generate`` for event loops; calls of the same turn of the loop share a batch.
+
+        Cancelling the task ends the generation. For ``prompt`` and ``group`` see ``submit``.
+        """
+        pending = self._pending(prompt, options, group=group)
+        self._scheduler.submit_in_turn(pending)
+        return await pending.wait()
+
+    def stream(self, prompt: Prompt, **options: Any) -> Generator[GenerationChunk, None, None]:
         """Answer a prompt piece by piece; ``options`` are those of ``generate``.
 
         The last chunk carries the whole ``Generation``. Leaving the iterator early ends the
         generation and frees the model.
         """
-        request = self._request(prompt, options)
-        return stream_from_thread(
-            lambda on_text, is_cancelled: self._answerer.answer(
-                request, self._prepare(request), on_text, is_cancelled
-            )
-        )
+        return self._scheduler.stream(self._pending(prompt, options))
+
+    def astream(self, prompt: LatePrompt, **options: Any) -> AsyncGenerator[GenerationChunk, None]:
+        """``stream`` for event loops."""
+        return self._scheduler.astream(self._pending(prompt, options))
 
     def generate_batch(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        batch_size: int = BATCH_SIZE,
-        seats: Sequence[Seat] | None = None,
-        **options: Any,
+        self, prompts: Sequence[Prompt], *, batch_size: int = MAX_BATCH, **options: Any
     ) -> list[Generation]:
         """Answer several prompts, in order; ``options`` are those of ``generate``.
 
         Up to ``batch_size`` prompts share each forward where that gives ``generate``'s answers:
         models with sliding windows, seeded sampling, and options that look back at the prompt
-        (beams, penalties) are answered one by one. Times are those of the whole batch. Prompts of
-        more tokens to compute than ``BlockModel.batch_tokens`` go in smaller batches.
-
-        ``seats`` are the calls that wait, one for each prompt: each gets its answer as soon as it
-        is there, and an answer ends when those who wait for it have left.
+        (beams, penalties) are answered one by one. Prompts of more tokens to compute than
+        ``BlockModel.batch_tokens`` go in smaller batches.
         """
-        seats = [Seat() for _ in prompts] if seats is None else seats
-        requests = [
-            self._request(prompt, options)._replace(started=seat.started)
-            for prompt, seat in zip(prompts, seats, strict=True)
-        ]
-        for at in range(0, len(requests), batch_size):
-            batch = slice(at, at + batch_size)
-            prepared = [self._prepare(request) for request in requests[batch]]
-            calls = map(Call, requests[batch], prepared, seats[batch])
-            self._answerer.answer_batch(list(calls))
-        return [seat.answer.result() for seat in seats]
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, found {batch_size}")
+        waiting = [self._pending(prompt, options, max_batch=batch_size) for prompt in prompts]
+        self._scheduler.submit(*waiting)
+        try:
+            return [pending.result() for pending in waiting]
+        finally:
+            for pending in waiting:  # those behind one that failed, or an interrupt
+                pending.leave()
+
+    def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
+        """Answer requests with equal options. For the scheduler, which runs this on the model's
+        thread."""
+        self._runner.answer_batch(requests)
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _request(self, prompt: Prompt, options: Mapping[str, Any]) -> Request:
-        request = Request.parse(prompt, options, self.reuse)
-        if request.mode == "block" and request.prompt.context:
+    def _pending(
+        self, prompt: LatePrompt, options: Mapping[str, Any], **scheduling: Any
+    ) -> PendingRequest:
+        parsed = GenerateOptions.parse(options, self.defaults)
+        if callable(prompt):
+            late = prompt  # because the type checker forgets the check within functions
+
+            def make_prompt() -> BlockPrompt:
+                return self._checked(late(), parsed.mode)
+        else:
+            ready = self._checked(prompt, parsed.mode)
+
+            def make_prompt() -> BlockPrompt:
+                return ready
+
+        return PendingRequest(make_prompt, parsed, self.answer_batch, **scheduling)
+
+    def _checked(self, prompt: Prompt, mode: Mode) -> BlockPrompt:
+        made = prompt if isinstance(prompt, BlockPrompt) else BlockPrompt.from_texts(prompt)
+        if mode == "block" and made.context:
             self._warn_if_untuned()
-        return request
+        return made
 
     def _warn_if_untuned(self) -> None:
         if self.model.is_block_tuned or self.model.hf_model in _warned_of:
@@ -263,44 +294,3 @@ class BlockAttentionEngine:
             "`blockattn-rag eval`, or use mode='full'.",
             self.model.name,
         )
-
-    def _prepare(self, request: Request) -> Prepared:
-        """Tokenise the prompt (full mode), or fetch and place its blocks (block mode)."""
-        prompt, tokenizer = request.prompt, self.model.tokenizer
-        if request.mode == "full":
-            ids = tokenizer.prompt_ids(prompt)
-            limit = self.model.room_for(len(ids.flat), request.sampling)
-            context_ids = [token for block in ids.context for token in block]
-            stats = ReuseStats("full", computed_tokens=len(ids.flat))
-            return Prepared(context_ids, ids.final, None, limit, stats)
-        started = time.perf_counter()
-        context, final = self._with_final_tokens(prompt)
-
-        def check_room(tokens: int) -> int:
-            return self.model.room_for(tokens + len(final), request.sampling)
-
-        blocks, hits, misses, missed_tokens = self._fetcher.fetch(
-            context, request.reuse.on_miss, check_room
-        )
-        placed = place(blocks, request.reuse.positions)
-        limit = check_room(placed.num_tokens)
-        stats = ReuseStats(
-            "block",
-            hits=hits,
-            misses=misses,
-            reused_tokens=placed.num_tokens - missed_tokens,
-            computed_tokens=missed_tokens + len(final),
-            fetch_s=time.perf_counter() - started,
-        )
-        return Prepared(placed.token_ids, final, placed, limit, stats)
-
-    def _with_final_tokens(self, prompt: BlockPrompt) -> tuple[list[Block], list[int]]:
-        """Context blocks, and the final block's tokens: the last block's if that is empty, since
-        something must be predicted from."""
-        tokenizer, context = self.model.tokenizer, list(prompt.context)
-        final = tokenizer.final_ids(prompt.final_spans, first=not context)
-        while context and not final:
-            final = tokenizer.block_ids(context.pop(), first=not context)
-        if not final:
-            raise ValueError("the prompt holds no token")
-        return context, final

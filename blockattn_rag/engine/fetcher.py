@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
 
+from blockattn_rag.engine.options import OnMiss
 from blockattn_rag.engine.transfer import to_device
 from blockattn_rag.errors import MissError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV, store_key
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from blockattn_rag.store import KVStore
 
 logger = logging.getLogger("blockattn_rag")
-
-OnMiss = Literal["compute", "error"]
 
 
 class Fetched(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -70,9 +71,7 @@ def precompute(
     wanted = list({one.digest: one for one in fetcher.wanted(blocks, firsts)}.values())
     absent = [one for one in wanted if not touch(fetcher.store, one.key)]
     stats = EncodeStats(reused=len(wanted) - len(absent))
-    with tqdm(
-        total=len(wanted), initial=stats.reused, desc="Encoding blocks", disable=not show_progress
-    ) as bar:
+    with _progress_bar(len(wanted), stats.reused) if show_progress else nullcontext() as bar:
         for at in range(0, len(absent), _WINDOW):
             window = [(one, fetcher.token_ids(one)) for one in absent[at : at + _WINDOW]]
             batches = fetcher.encode(window, batch_tokens)
@@ -80,7 +79,13 @@ def precompute(
                 for kv in batch:
                     fetcher.store.put(key_of(kv), kv)
                     stats = stats.plus(kv)
-                    bar.update()
+                    if bar is not None:
+                        bar.update()
                     if on_progress is not None:
                         on_progress(stats.reused + stats.computed, len(wanted))
     return replace(stats, seconds=time.perf_counter() - started)
+
+
+def _progress_bar(blocks: int, done: int) -> tqdm[None]:
+    """Only where it is wanted, because even a disabled bar starts a thread that outlives it."""
+    return tqdm(total=blocks, initial=done, desc="Encoding blocks")

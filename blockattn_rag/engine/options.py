@@ -1,73 +1,69 @@
-"""One question to the engine, checked before anything is computed."""
+"""How a prompt is to be answered: checked once, before anything is computed."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any, NamedTuple, TypeVar, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
 
-from blockattn_rag.engine.fetcher import OnMiss
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.context import Assembly, Positions
 from blockattn_rag.model.sampling import Sampling
-from blockattn_rag.prompts.blocks import Block, BlockPrompt
 
-Prompt = BlockPrompt | Sequence["str | Block"]
+OnMiss = Literal["compute", "error"]
+"""``compute``: a block that is not in the store is encoded and stored. ``error``: ``MissError``."""
 
-_T = TypeVar("_T")
-_SAMPLING_FIELDS = {field.name for field in fields(Sampling)} - {"extra"}
-
-
-class Reuse(NamedTuple):
-    """How blocks are reused, where a request does not say otherwise."""
-
-    on_miss: OnMiss
-    positions: Positions
-    assembly: Assembly
-
-    def checked(self) -> Reuse:
-        """Itself, or ValueError for a word that is none of the expected ones."""
-        one_of("on_miss", self.on_miss, OnMiss)
-        one_of("positions", self.positions, Positions)
-        one_of("assembly", self.assembly, Assembly)
-        return self
+_WORDS = {"mode": Mode, "on_miss": OnMiss, "positions": Positions, "assembly": Assembly}
+_SAMPLING = {one.name for one in fields(Sampling)} - {"extra"}
 
 
-class Request(NamedTuple):
-    """A prompt and how it is to be answered. ``started``: seconds of ``time.perf_counter``."""
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateOptions:
+    """The options of one request. Requests with equal options may share a batch.
 
-    prompt: BlockPrompt
-    mode: Mode
-    reuse: Reuse
-    sampling: Sampling
-    started: float
+    Raises:
+        ValueError: a word is none of the expected ones, or a number is out of range.
+    """
+
+    mode: Mode = "block"
+    on_miss: OnMiss = "compute"
+    positions: Positions = "reordered"
+    assembly: Assembly = "auto"
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        for name, literal in _WORDS.items():
+            known, found = get_args(literal), getattr(self, name)
+            if found not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}; found {found!r}")
 
     @classmethod
-    def parse(cls, prompt: Prompt, options: Mapping[str, Any], defaults: Reuse) -> Request:
-        """Sort the keyword arguments of ``generate`` into what each part takes, and check them.
+    def parse(cls, given: Mapping[str, Any], defaults: GenerateOptions) -> GenerateOptions:
+        """Sort the keyword arguments of ``generate``; None for a word means the default.
 
-        Those that nothing here knows go to transformers' ``generate``.
+        Arguments of other names go to transformers' ``generate``.
         """
-        started, rest = time.perf_counter(), dict(options)
-        mode = one_of("mode", rest.pop("mode", "block"), Mode)
-        own = {name: rest.pop(name, None) for name in Reuse._fields}
-        given = {name: value for name, value in own.items() if value is not None}
-        reuse = defaults._replace(**given)
-        named = {name: rest.pop(name) for name in _SAMPLING_FIELDS & rest.keys()}
+        rest = dict(given)
+        words = {name: rest.pop(name) for name in _WORDS if name in rest}
+        named = {name: rest.pop(name) for name in _SAMPLING & rest.keys()}
         stop = named.pop("stop", ()) or ()
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        return cls(
-            prompt if isinstance(prompt, BlockPrompt) else BlockPrompt.from_texts(prompt),
-            mode,
-            reuse.checked(),
-            Sampling(**named, stop=stop, extra=rest),
-            started,
+        return replace(
+            defaults,
+            **{name: word for name, word in words.items() if word is not None},
+            sampling=Sampling(**named, stop=stop, extra=rest),
         )
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GenerateOptions):
+            return NotImplemented
+        if self is other:
+            return True
+        try:
+            return all(
+                bool(getattr(self, one.name) == getattr(other, one.name)) for one in fields(self)
+            )
+        except Exception:  # noqa: BLE001 -- tensors, say, have no single truth
+            return False
 
-def one_of(name: str, value: _T, literal: Any) -> _T:
-    """The value, if it is one of a ``Literal``'s; else ValueError."""
-    if value not in get_args(literal):
-        raise ValueError(f"{name} must be one of {', '.join(get_args(literal))}; found {value!r}")
-    return value
+    __hash__ = None  # type: ignore[assignment]  # because of `Sampling.extra`, a dict

@@ -1,21 +1,23 @@
-"""Answers of the model to prepared requests, one by one or several in one forward."""
+"""Runs the model for prompts that wait: prepares them, and answers them alone or in one batch."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from blockattn_rag.engine.detokenizer import AnswerText
-from blockattn_rag.engine.options import Request
+from blockattn_rag.engine.detokenizer import Detokenizer
+from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.engine.results import Clock, Generation, ReuseStats
-from blockattn_rag.engine.scheduler import Seat
-from blockattn_rag.kv.context import Assembly, Context
+from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.blocks import BlockPrompt
 
 
 class Prepared(NamedTuple):
-    """A request ready for the model: token ids, placed blocks (block mode), figures so far.
+    """A prompt ready for the model: token ids, placed blocks (block mode), figures so far.
 
     ``limit``: tokens that may be generated.
     """
@@ -27,151 +29,216 @@ class Prepared(NamedTuple):
     stats: ReuseStats
 
 
-class Call(NamedTuple):
-    """A request, what was prepared for it, and who waits for its answer."""
+class _Answer:
+    """One answer in the making."""
 
-    request: Request
-    prepared: Prepared
-    seat: Seat
+    def __init__(self, request: PendingRequest, prepared: Prepared, model: BlockModel) -> None:
+        stop = request.options.sampling.stop
+        self.request = request
+        self.prepared = prepared
+        self.clock = Clock(request.started)
+        self._detokenizer = Detokenizer(model.tokenizer.tokenizer, stop)
+        self._end_ids = model.end_token_ids
+        self._ids: list[int] = []
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return self._detokenizer.stopped
+
+    def push(self, token: int) -> None:
+        """Take the next token, and hand on the text that has become certain."""
+        self.clock.note_token()
+        self._ids.append(token)
+        self.request.emit(self._detokenizer.push(token))
+
+    def push_batched(self, token: int, end_ids: set[int]) -> None:
+        """The same in a batch, which goes on with padding when this answer has ended."""
+        if self.request.left or self.request.answer.done():
+            return
+        self.push(token)
+        if self.stopped or token in end_ids:
+            self.complete(self._ids)
+
+    def complete(self, ids: Sequence[int]) -> None:
+        """All tokens of the answer are there: tell the caller, who may know of some or none yet."""
+        if self.request.answer.done():
+            return
+        for token in ids[len(self._ids) :]:
+            self.push(token)
+        self.request.emit(self._detokenizer.finish())
+        self.request.answer.set_result(self._generation(list(ids)))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the caller of an error."""
+        self.request.fail(error)
+
+    @property
+    def can_start_anew(self) -> bool:
+        """Whether the caller has got nothing yet."""
+        return not (self.request.answer.done() or (self._ids and self.request.on_text))
+
+    def _generation(self, ids: list[int]) -> Generation:
+        ids = ids[: self._detokenizer.num_tokens]  # a token may come after the stop string
+        ended = bool(ids) and ids[-1] in self._end_ids
+        stopped = self.stopped or ended or len(ids) < self.prepared.limit
+        stats = self.clock.complete(self.prepared.stats, len(ids))
+        return Generation(self._detokenizer.text, ids, "stop" if stopped else "length", stats)
 
 
-def _ignore(text: str) -> None:
-    """For answers that nobody reads as they come."""
-
-
-def _never() -> bool:
-    """For answers that nobody cancels."""
-    return False
-
-
-class Answerer:
-    """Runs the model, which takes one request or one batch at a time.
+class Runner:
+    """Answers requests of one engine, on the model's thread.
 
     Args:
         model: the model.
+        fetcher: gets the blocks of prompts.
     """
 
-    def __init__(self, model: BlockModel) -> None:
-        self.model = model
+    def __init__(self, model: BlockModel, fetcher: BlockFetcher) -> None:
+        self._model = model
+        self._fetcher = fetcher
 
-    def answer(
-        self,
-        request: Request,
-        prepared: Prepared,
-        on_text: Callable[[str], object] = _ignore,
-        is_cancelled: Callable[[], bool] = _never,
-    ) -> Generation:
-        """Answer one request.
+    def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
+        """Give every request its answer or its own error.
 
-        Args:
-            request, prepared: the request.
-            on_text: gets each piece of the answer as soon as it is certain.
-            is_cancelled: asked before each token; True ends the answer with what there is.
+        Requests with equal options share each forward of the model where that gives the answers
+        that each gets alone.
         """
-        answer = AnswerText(self.model.tokenizer.tokenizer, request.sampling.stop)
-        clock = Clock(request.started)
-
-        def on_token(token: int) -> None:
-            clock.note_token()
-            if text := answer.push(token):
-                on_text(text)
-
-        with self.model.running(request.sampling):
-            if is_cancelled():  # while waiting for the model
-                return self._generation(answer, [], prepared, clock)
-            clock.assembling = time.perf_counter()
-            cache = self._cache([prepared], request.reuse.assembly)
-            clock.prefilling = time.perf_counter()
-            ids = self.model.generate(
-                prepared.context_ids,
-                prepared.final_ids,
-                request.sampling,
-                cache=cache,
-                on_token=on_token,
-                is_cancelled=lambda: answer.stopped or is_cancelled(),
-            )
-        if clock.first_token is None:  # beam search hands out no token before its end
-            for token in ids:
-                on_token(token)
-        if rest := answer.finish():
-            on_text(rest)
-        return self._generation(answer, ids, prepared, clock)
-
-    def answer_batch(self, calls: Sequence[Call]) -> None:
-        """Give every seat its answer, of several calls in one forward where that is exact.
-
-        The calls' requests differ in their prompts alone.
-        """
-        can_share = self.model.batches_exactly(calls[0].request.sampling)
-        shares = can_share and len({call.prepared.limit for call in calls}) == 1
-        for run in self._runs(calls) if shares else [[call] for call in calls]:
+        options = requests[0].options
+        answers = [answer for one in requests if (answer := self._begin(one)) is not None]
+        shares = self._model.batches_exactly(options.sampling)
+        # A batch generates as many tokens for each of its rows.
+        shares = shares and len({answer.prepared.limit for answer in answers}) == 1
+        for run in self._runs(answers) if shares else [[answer] for answer in answers]:
             if len(run) == 1:
-                request, prepared, seat = run[0]
-                answer = self.answer(request, prepared, is_cancelled=seat.left.is_set)
-                seat.answer.set_result(answer)
+                self._answer_alone(run[0])
             else:
-                self._answer_run(run)
+                self._answer_together(run)
 
-    def _runs(self, calls: Sequence[Call]) -> list[list[Call]]:
-        """Cut a batch so that no forward has more tokens than the model encodes at once."""
-        runs: list[list[Call]] = []
-        widest = 0
-        for call in calls:
-            context_ids, final_ids, context, *_ = call.prepared
-            width = len(final_ids) + (0 if context else len(context_ids))
-            widest = max(widest, width)
-            if not runs or widest * (len(runs[-1]) + 1) > self.model.batch_tokens:
-                runs.append([])
-                widest = width
-            runs[-1].append(call)
-        return runs
+    # -- preparing ---------------------------------------------------------------------------
 
-    def _answer_run(self, calls: Sequence[Call]) -> None:
-        """Answer prompts in one forward of each step."""
-        request, clock = calls[0].request, Clock(calls[0].request.started)
-        prepared = [call.prepared for call in calls]
+    def _begin(self, request: PendingRequest) -> _Answer | None:
+        try:
+            prepared = self.prepare(request.prompt(), request.options)
+        except BaseException as error:  # noqa: BLE001 -- raised again by the caller
+            request.fail(error)
+            return None
+        return _Answer(request, prepared, self._model)
+
+    def prepare(self, prompt: BlockPrompt, options: GenerateOptions) -> Prepared:
+        """Tokenise a prompt (full mode), or fetch and place its blocks (block mode)."""
+        tokenizer = self._model.tokenizer
+        if options.mode == "full":
+            ids = tokenizer.prompt_ids(prompt)
+            limit = self._model.room_for(len(ids.flat), options.sampling)
+            context_ids = [token for block in ids.context for token in block]
+            stats = ReuseStats("full", computed_tokens=len(ids.flat))
+            return Prepared(context_ids, ids.final, None, limit, stats)
+        started = time.perf_counter()
+        context, final = tokenizer.with_final_ids(prompt)
+
+        def check_room(tokens: int) -> int:
+            return self._model.room_for(tokens + len(final), options.sampling)
+
+        blocks, hits, misses, missed_tokens = self._fetcher.fetch(
+            context, options.on_miss, check_room
+        )
+        placed = place(blocks, options.positions)
+        limit = check_room(placed.num_tokens)
+        stats = ReuseStats(
+            "block",
+            hits=hits,
+            misses=misses,
+            reused_tokens=placed.num_tokens - missed_tokens,
+            computed_tokens=missed_tokens + len(final),
+            fetch_s=time.perf_counter() - started,
+        )
+        return Prepared(placed.token_ids, final, placed, limit, stats)
+
+    # -- answering ---------------------------------------------------------------------------
+
+    def _answer_alone(self, answer: _Answer) -> None:
+        request, prepared = answer.request, answer.prepared
+        sampling = request.options.sampling
+        try:
+            with self._model.running(sampling):
+                ids: list[int] = []
+                if not request.left:  # while others had the model
+                    cache = self._cache([answer])
+                    ids = self._model.generate(
+                        prepared.context_ids,
+                        prepared.final_ids,
+                        sampling,
+                        cache=cache,
+                        on_token=answer.push,
+                        is_cancelled=lambda: answer.stopped or request.left,
+                    )
+            answer.complete(ids)
+        except BaseException as error:  # noqa: BLE001 -- raised again by the caller
+            answer.fail(error)
+
+    def _answer_together(self, answers: Sequence[_Answer]) -> None:
+        """Answer several requests in one forward for each token. A batch fails as a whole; then
+        each request gets its own answer or its own error."""
+        try:
+            self._run_batch(answers)
+        except BaseException as error:  # noqa: BLE001 -- raised again by the callers
+            for answer in answers:
+                if answer.can_start_anew:
+                    self._answer_alone(_Answer(answer.request, answer.prepared, self._model))
+                else:
+                    answer.fail(error)
+
+    def _run_batch(self, answers: Sequence[_Answer]) -> None:
+        sampling = answers[0].request.options.sampling
+        end_ids = self._model.end_ids(sampling)
 
         def nobody_waits() -> bool:
-            return all(call.seat.left.is_set() for call in calls)
+            return all(one.request.left or one.request.answer.done() for one in answers)
 
-        def on_tokens(_: list[int]) -> bool:
-            clock.note_token()
-            return nobody_waits()
+        def on_tokens(tokens: Sequence[int]) -> None:
+            for answer, token in zip(answers, tokens, strict=True):
+                answer.push_batched(token, end_ids)
 
-        with self.model.running(request.sampling):
-            clock.assembling = time.perf_counter()
-            rows: Sequence[list[int]] = [[] for _ in calls]
-            if not nobody_waits():  # since before the model was free
-                cache = self._cache(prepared, request.reuse.assembly)
-                clock.prefilling = time.perf_counter()
-                rows = self.model.generate_batch(
-                    [(p.context_ids, p.final_ids) for p in prepared],
-                    request.sampling,
+        with self._model.running(sampling):
+            rows: Sequence[list[int]] = [[] for _ in answers]
+            if not nobody_waits():  # while others had the model
+                cache = self._cache(answers)
+                rows = self._model.generate_batch(
+                    [(one.prepared.context_ids, one.prepared.final_ids) for one in answers],
+                    sampling,
                     cache=cache,
                     on_tokens=on_tokens,
+                    is_cancelled=nobody_waits,
                 )
-        for call, ids in zip(calls, rows, strict=True):
-            answer = AnswerText(self.model.tokenizer.tokenizer, request.sampling.stop)
-            for token in ids:
-                answer.push(token)
-            answer.finish()
-            clock.started = call.request.started
-            call.seat.answer.set_result(self._generation(answer, ids, call.prepared, clock))
+        for answer, ids in zip(answers, rows, strict=True):
+            answer.complete(ids)
 
-    def _cache(self, prepared: Sequence[Prepared], assembly: Assembly) -> Any:
+    def _runs(self, answers: Sequence[_Answer]) -> list[list[_Answer]]:
+        """Cut a batch so that no forward has more tokens than the model encodes at once."""
+        runs: list[list[_Answer]] = []
+        widest = 0
+        for answer in answers:
+            context_ids, final_ids, context, *_ = answer.prepared
+            width = len(final_ids) + (0 if context else len(context_ids))
+            widest = max(widest, width)
+            if not runs or widest * (len(runs[-1]) + 1) > self._model.batch_tokens:
+                runs.append([])
+                widest = width
+            runs[-1].append(answer)
+        return runs
+
+    def _cache(self, answers: Sequence[_Answer]) -> Any:
         """The prompts' contexts as a cache for the model; None in full mode."""
-        contexts = [p.context or Context(()) for p in prepared]
-        if not any(context.blocks for context in contexts):
-            return None
-        longest = max(len(p.final_ids) for p in prepared)
-        chosen = self.model.choose_assembly(assembly, longest)
-        return self.model.cache_for(*contexts, assembly=chosen)
-
-    def _generation(
-        self, answer: AnswerText, ids: list[int], prepared: Prepared, clock: Clock
-    ) -> Generation:
-        ids = ids[: answer.num_tokens]  # one more came before the stop string was seen
-        ended = bool(ids) and ids[-1] in self.model.end_token_ids
-        stopped = answer.stopped or ended or len(ids) < prepared.limit
-        stats = clock.complete(prepared.stats, len(ids))
-        return Generation(answer.text, ids, "stop" if stopped else "length", stats)
+        assembling = time.perf_counter()
+        contexts = [one.prepared.context or Context(()) for one in answers]
+        cache = None
+        if any(context.blocks for context in contexts):
+            longest = max(len(one.prepared.final_ids) for one in answers)
+            wanted = answers[0].request.options.assembly
+            chosen = self._model.choose_assembly(wanted, longest)
+            cache = self._model.cache_for(*contexts, assembly=chosen)
+        for answer in answers:
+            answer.clock.assembling = assembling
+            answer.clock.prefilling = time.perf_counter()
+        return cache

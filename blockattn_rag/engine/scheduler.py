@@ -1,172 +1,193 @@
-"""Calls that run side by side, answered in one batch."""
+"""The one thread that runs a model, and the queue before it.
+
+Single answers, streams, batches, calls of event loops and the encoding of passages all come here,
+from every engine over the model. Requests with equal options that wait at the same time are
+answered in one batch; none of them waits for others to come, unless they were asked as a group.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextvars import Context, copy_context
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
-from blockattn_rag.engine.results import Generation
+from blockattn_rag.engine.pending import Job, Pending, PendingRequest
+from blockattn_rag.engine.results import GenerationChunk
 from blockattn_rag.engine.threads import start_thread
-from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.model.exclusion import ModelLock, counts_as_holder, holds_a_model
 
-BATCH_SIZE = 16
-"""Calls that are answered together at most."""
+T = TypeVar("T")
 
-
-def _no_prompt() -> BlockPrompt:
-    raise RuntimeError("this call brought no prompt")
+_IDLE_S = 10.0
+"""A thread that had no work for this time ends."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Seat:
-    """A call that waits for its answer.
+class Scheduler:
+    """Runs one model, in a thread that starts with the first work and ends when it has none."""
 
-    Args:
-        make_prompt: run in the thread that answers, since it may have to load a tokenizer; not
-            needed where the prompt is given beside the seat.
-        answer: set when it is there.
-        left: set when the call no longer waits for its answer.
-        started: when it came, in seconds of ``time.perf_counter``.
-    """
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[Pending[Any]] = []
+        self._running: Sequence[Pending[Any]] = ()
+        self._thread: threading.Thread | None = None
+        self._has_ended = False
+        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Pending[Any]]]
+        self._turns = WeakKeyDictionary()
 
-    make_prompt: Callable[[], BlockPrompt] = _no_prompt
-    answer: Future[Generation] = field(default_factory=Future)
-    left: threading.Event = field(default_factory=threading.Event)
-    started: float = field(default_factory=time.perf_counter)
-    context: Context = field(default_factory=copy_context)
+    # -- for callers -------------------------------------------------------------------------
 
-    def prompt(self) -> BlockPrompt:
-        """The prompt, made with the context variables of the call."""
-        return self.context.run(self.make_prompt)
+    def submit(self, *work: Pending[Any]) -> None:
+        """Put work into the queue, all pieces at once; their futures tell what became of them.
 
-    def fail(self, error: BaseException) -> None:
-        """Raise the error in the call."""
-        if isinstance(error, StopIteration):  # which no task can be given
-            named = RuntimeError(f"making the prompt or its answer raised {error!r}")
-            named.__cause__ = error
-            error = named
-        self.answer.set_exception(error)
-
-    async def wait(self) -> Generation:
-        """The answer, for a task of an event loop, which leaves the seat if it is cancelled."""
-        try:
-            return await asyncio.wrap_future(self.answer)
-        except BaseException:  # the task was cancelled, most likely
-            self.left.set()
-            raise
-
-
-Serve = Callable[[Sequence[Seat]], object]
-"""Answers the calls on these seats, all of them or, if it raises, some."""
-
-
-def serve_all(seats: Sequence[Seat], serve: Serve) -> None:
-    """Answer calls together. A batch fails as a whole; alone, each call then gets its own answer or
-    its own error. Never raises."""
-    taken = [seat for seat in seats if seat.answer.set_running_or_notify_cancel()]
-    try:
-        if taken:
-            serve(taken)
-    except BaseException as error:  # noqa: BLE001 -- raised again by the calls
-        if len(taken) == 1:
-            taken[0].fail(error)
+        A thread that has a model already does the work itself, here and now: the caller is a logits
+        processor, say, and the model's thread would wait for that very caller.
+        """
+        if holds_a_model():
+            for one in work:
+                self._run([one])
             return
-        for seat in taken:
-            if not seat.answer.done():
-                _serve_alone(seat, serve)
+        with self._changed:
+            for one in work:
+                if one.group is not None:
+                    one.group.on_change = self._wake
+            try:
+                self._start()
+            except RuntimeError as error:  # the system has no thread to give
+                for one in work:
+                    one.fail(error)
+                return
+            self._waiting += work
+            self._changed.notify()
 
+    def submit_in_turn(self, work: Pending[Any]) -> None:
+        """``submit`` all work of this turn of the running event loop at once, as the turn ends."""
+        loop = asyncio.get_running_loop()
+        with self._changed:
+            turn = self._turns.setdefault(loop, [])
+            turn.append(work)
+        if len(turn) == 1:
+            loop.call_soon(self._submit_turn, loop)
 
-def _serve_alone(seat: Seat, serve: Serve) -> None:
-    try:
-        serve([seat])
-    except BaseException as error:  # noqa: BLE001 -- raised again by the call
-        seat.fail(error)
+    def _submit_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._changed:
+            turn = self._turns.pop(loop, [])
+        self.submit(*turn)
 
+    def run(self, work: Callable[[], T]) -> T:
+        """Run a function as a piece of work, and wait for what it returns."""
+        job = Job(work)
+        self.submit(job)
+        return job.result()
 
-def fail_all(seats: Sequence[Seat], error: BaseException) -> None:
-    """Raise the error in every call that still waits."""
-    for seat in seats:
-        if seat.answer.set_running_or_notify_cancel():
-            seat.fail(error)
+    def stream(self, request: PendingRequest) -> Generator[GenerationChunk, None, None]:
+        """Submit a request and yield its answer as it comes; the last chunk carries the whole."""
+        texts: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        request.on_text = texts.put
+        request.answer.add_done_callback(lambda _: texts.put(None))
+        try:
+            self.submit(request)
+            while (text := texts.get()) is not None:
+                yield GenerationChunk(text)
+            yield GenerationChunk("", request.answer.result())
+        finally:
+            request.leave()
 
+    async def astream(self, request: PendingRequest) -> AsyncGenerator[GenerationChunk, None]:
+        """``stream`` for a task of an event loop."""
+        loop = asyncio.get_running_loop()
+        texts: asyncio.Queue[str | None] = asyncio.Queue()
 
-class Gathering:
-    """Answers calls of event loops. Those that come in the same turn of a loop, or while the model
-    is at work, are answered together if they ask for the same options; none waits for company.
+        def put(text: str | None) -> None:
+            if not loop.is_closed():  # as it is after `asyncio.run`, when nobody reads any more
+                loop.call_soon_threadsafe(texts.put_nowait, text)
 
-    Args:
-        serve: answers the calls on some seats by the engine's options, all of them the same.
-    """
+        request.on_text = put
+        request.answer.add_done_callback(lambda _: put(None))
+        try:
+            self.submit_in_turn(request)
+            while (text := await texts.get()) is not None:
+                yield GenerationChunk(text)
+            yield GenerationChunk("", request.answer.result())
+        finally:
+            request.leave()
 
-    def __init__(self, serve: Callable[[dict[str, Any], Sequence[Seat]], object]) -> None:
-        self._serve = serve
-        self._waiting: list[tuple[dict[str, Any], Seat]] = []
-        self._served: Sequence[Seat] = ()
-        self._lock = threading.Lock()
-        self._works = False
-
-    async def answer(
-        self, make_prompt: Callable[[], BlockPrompt], options: dict[str, Any]
-    ) -> Generation:
-        """The answer to one prompt. A cancelled call leaves its batch, and the last one ends it."""
-        seat = Seat(make_prompt)
-        with self._lock:
-            self._waiting.append((options, seat))
-        # In the loop's next turn: calls that were gathered have all come by then.
-        asyncio.get_running_loop().call_soon(self._start)
-        return await seat.wait()
+    # -- the model's thread ------------------------------------------------------------------
 
     def _start(self) -> None:
-        with self._lock:
-            if self._works or not self._waiting:
-                return
-            self._works = True
-        try:
-            start_thread(self._work, "blockattn-batch", self._leave_all)
-        except RuntimeError as error:
-            with self._lock:
-                waiting, self._waiting, self._works = self._waiting, [], False
-            fail_all([seat for _, seat in waiting], error)
+        if self._has_ended:
+            raise RuntimeError("the interpreter is ending: no answer can be computed any more")
+        # After a fork the thread is there in name only.
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = start_thread(self._work, "blockattn-model", self._end)
 
     def _work(self) -> None:
-        while batch := self._next_batch():
-            options, self._served = batch
-            serve_all(self._served, partial(self._serve, options))
+        with counts_as_holder():
+            while batch := self._take():
+                self._run(batch)
+                # An idle thread must keep neither a model nor an answer alive.
+                del batch
 
-    def _leave_all(self) -> None:
-        """The process ends: nobody waits any more."""
-        with self._lock:
-            seats = [*self._served, *(seat for _, seat in self._waiting)]
-        for seat in seats:
-            seat.left.set()
+    def _take(self) -> list[Pending[Any]]:
+        """The next batch, when there is one; none if the thread is to end."""
+        with self._changed:
+            self._running = ()
+            while not (batch := self._next_batch()):
+                is_idle = not self._changed.wait(_IDLE_S) and not self._waiting
+                if is_idle or self._has_ended:
+                    self._thread = None
+                    return []
+            self._waiting = [one for one in self._waiting if one not in batch]
+            self._running = batch
+            return batch
 
-    def _next_batch(self) -> tuple[dict[str, Any], list[Seat]] | None:
-        """Those who wait with the first one's options; when nobody waits, work is over."""
-        with self._lock:
-            if not self._waiting:
-                self._works, self._served = False, ()
-                return None
-            wanted = self._waiting[0][0]
-            batch: list[Seat] = []
-            rest: list[tuple[dict[str, Any], Seat]] = []
-            for options, seat in self._waiting:
-                if len(batch) < BATCH_SIZE and _are_equal(options, wanted):
-                    batch.append(seat)
-                else:
-                    rest.append((options, seat))
-            self._waiting = rest
-        return wanted, batch
+    def _next_batch(self) -> list[Pending[Any]]:
+        """The first work that is ready, and all that can share a batch with it."""
+        self._waiting = [one for one in self._waiting if not one.left]
+        waiting = Counter(one.group for one in self._waiting)
+        ready = [
+            one
+            for one in self._waiting
+            if one.group is None or one.group.is_complete(waiting[one.group])
+        ]
+        if not ready:
+            return []
+        first, *others = ready
+        return [first, *(one for one in others if one.joins(first))][: first.max_batch]
+
+    @staticmethod
+    def _run(batch: Sequence[Pending[Any]]) -> None:
+        if not (wanted := [one for one in batch if one.begin()]):
+            return
+        try:
+            wanted[0].as_the_caller(lambda: wanted[0].serve(wanted))
+        except BaseException as error:  # noqa: BLE001 -- raised again by the callers
+            for one in wanted:
+                one.fail(error)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def _end(self) -> None:
+        """The interpreter ends: nobody waits any more."""
+        with self._changed:
+            self._has_ended = True
+            for one in (*self._running, *self._waiting):
+                one.leave()
+            self._changed.notify()
 
 
-def _are_equal(options: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    try:
-        return options is wanted or bool(options == wanted)
-    except Exception:  # noqa: BLE001 -- tensors, say, have no single truth
-        return False
+_schedulers: WeakKeyDictionary[ModelLock, Scheduler] = WeakKeyDictionary()
+_guard = threading.Lock()
+
+
+def scheduler_of(lock: ModelLock) -> Scheduler:
+    """The scheduler that all engines over one model share, whose lock this is."""
+    with _guard:
+        if lock not in _schedulers:
+            _schedulers[lock] = Scheduler()
+        return _schedulers[lock]

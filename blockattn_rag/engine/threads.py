@@ -15,7 +15,9 @@ _LONGEST_END_S = 10.0
 _stops: WeakKeyDictionary[threading.Thread, Callable[[], object]] = WeakKeyDictionary()
 
 
-def start_thread(work: Callable[[], object], name: str, stop: Callable[[], object]) -> None:
+def start_thread(
+    work: Callable[[], object], name: str, stop: Callable[[], object]
+) -> threading.Thread:
     """Run ``work`` in a thread; ``stop`` asks it to end soon, when the process ends.
 
     Raises:
@@ -24,6 +26,7 @@ def start_thread(work: Callable[[], object], name: str, stop: Callable[[], objec
     thread = threading.Thread(target=work, name=name, daemon=True)
     _stops[thread] = stop
     thread.start()
+    return thread
 
 
 @atexit.register

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any
@@ -16,10 +16,8 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import get_config_list, get_executor_for_config
 from langchain_core.runnables.utils import gather_with_concurrency
 
-from blockattn_rag.engine.results import Generation, GenerationChunk
-from blockattn_rag.engine.scheduler import BATCH_SIZE
-from blockattn_rag.engine.streams import iterate_in_thread
-from blockattn_rag.langchain.batching import BatchMeeting
+from blockattn_rag.engine.pending import MAX_BATCH, Group
+from blockattn_rag.engine.results import Generation
 from blockattn_rag.langchain.fields import GenerationFields
 from blockattn_rag.langchain.messages import (
     PROVIDER,
@@ -140,11 +138,10 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        prompt = self._noted(messages)
         options = self.engine_options(stop, kwargs)
-        if meeting := BatchMeeting.of_this_call(options):
-            return self._result(meeting.join(lambda: prompt).answer.result())
-        return self._result(self.engine.generate(prompt, **options))
+        group = Group.of_this_call(options)
+        pending = self.engine.submit(self._noted(messages), group=group, **options)
+        return self._result(pending.result())
 
     async def _agenerate(
         self,
@@ -154,9 +151,9 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         options = self.engine_options(stop, kwargs)
-        if meeting := BatchMeeting.of_this_call(options):
-            return self._result(await meeting.join(lambda: self._noted(messages)).wait())
-        return self._result(await self.source.agenerate(lambda: self._noted(messages), options))
+        group = Group.of_this_call(options)
+        make_prompt = partial(self._noted, messages)
+        return self._result(await self.source.agenerate(make_prompt, options, group))
 
     def _stream(
         self,
@@ -165,7 +162,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        with closing(self._pieces(messages, stop, kwargs)) as pieces:
+        options = self.engine_options(stop, kwargs)
+        with closing(self.engine.stream(self._noted(messages), **options)) as pieces:
             for piece in pieces:
                 chunk = answer_chunk(piece, self.model_name)
                 if run_manager:
@@ -179,22 +177,13 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        async with aclosing(self._apieces(messages, stop, kwargs)) as pieces:
+        make_prompt, options = partial(self._noted, messages), self.engine_options(stop, kwargs)
+        async with aclosing(self.source.astream(make_prompt, options)) as pieces:
             async for piece in pieces:
                 chunk = answer_chunk(piece, self.model_name)
                 if run_manager:
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
-
-    def _pieces(
-        self, messages: list[BaseMessage], stop: list[str] | None, call: dict[str, Any]
-    ) -> Generator[GenerationChunk, None, None]:
-        options = self.engine_options(stop, call)
-        yield from self.engine.stream(self._noted(messages), **options)
-
-    def _apieces(self, *request: Any) -> Any:
-        # Loading the model and making the prompt are work too: all of it goes to the thread.
-        return iterate_in_thread(lambda: self._pieces(*request))
 
     def _result(self, answer: Generation) -> ChatResult:
         generation = ChatGeneration(
@@ -220,12 +209,12 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         with a ``seed`` goes one by one, so that it gives what single calls give.
         """
         at_once = _at_once(inputs, config)
-        meeting = self._meeting(len(inputs), at_once, kwargs)
-        if meeting is None:
+        group = self._group(len(inputs), at_once, kwargs)
+        if group is None:
             return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 
         def answer(one: LanguageModelInput, its: RunnableConfig) -> Any:
-            with meeting.call():
+            with group.call():
                 try:
                     return self.invoke(one, its, **kwargs)
                 except Exception as error:
@@ -247,14 +236,14 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
     ) -> list[AIMessage]:
         """``batch`` for event loops. A batch ends early when all of its calls are cancelled."""
         at_once = _at_once(inputs, config)
-        meeting = self._meeting(len(inputs), at_once, kwargs)
-        if meeting is None:
+        group = self._group(len(inputs), at_once, kwargs)
+        if group is None:
             return await super().abatch(
                 inputs, config, return_exceptions=return_exceptions, **kwargs
             )
 
         async def answer(one: LanguageModelInput, its: RunnableConfig) -> Any:
-            with meeting.call():
+            with group.call():
                 try:
                     return await self.ainvoke(one, its, **kwargs)
                 except Exception as error:
@@ -266,22 +255,16 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         answers = (answer(one, its) for one, its in zip(inputs, configs, strict=True))
         return await gather_with_concurrency(at_once, *answers)
 
-    def _meeting(self, calls: int, at_once: int, call: dict[str, Any]) -> BatchMeeting | None:
-        """Where these calls meet; None if the model is to answer them one by one."""
-        options = self.engine_options(
-            call.get("stop"), {k: v for k, v in call.items() if k != "stop"}
-        )
+    def _group(self, calls: int, at_once: int, call: dict[str, Any]) -> Group | None:
+        """The group of some calls; None if the model is to answer them one by one."""
+        own = {name: value for name, value in call.items() if name != "stop"}
+        options = self.engine_options(call.get("stop"), own)
         if at_once < 2 or options["seed"] is not None:
             return None
-        return BatchMeeting(
-            partial(self.source.serve, options),
-            options,
-            calls,
-            at_once,
-        )
+        return Group(options, calls, at_once)
 
 
 def _at_once(inputs: list[LanguageModelInput], config: Configs) -> int:
     first = config[0] if isinstance(config, list) and config else config
     wanted = first.get("max_concurrency") if isinstance(first, dict) else None
-    return min(len(inputs), wanted or BATCH_SIZE)
+    return min(len(inputs), wanted or MAX_BATCH)

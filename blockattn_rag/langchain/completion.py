@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from langchain_core.outputs import GenerationChunk as LangChainChunk
 from langchain_core.outputs import LLMResult
 
 from blockattn_rag.engine.results import Generation, GenerationChunk
-from blockattn_rag.engine.streams import iterate_in_thread
 from blockattn_rag.langchain.fields import GenerationFields
 from blockattn_rag.langchain.messages import PROVIDER, metadata_of
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -84,11 +83,11 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        if len(prompts) != 1:
-            return await asyncio.to_thread(self._generate, prompts, stop, None, **kwargs)
-        prompt = partial(self.to_prompt, prompts[0])
-        answer = await self.source.agenerate(prompt, self.engine_options(stop, kwargs))
-        return self._result([answer])
+        options = self.engine_options(stop, kwargs)
+        answers = await asyncio.gather(
+            *(self.source.agenerate(partial(self.to_prompt, prompt), options) for prompt in prompts)
+        )
+        return self._result(answers)
 
     def _stream(
         self,
@@ -97,7 +96,8 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[LangChainChunk]:
-        with closing(self._pieces(prompt, stop, kwargs)) as pieces:
+        options = self.engine_options(stop, kwargs)
+        with closing(self.engine.stream(self.to_prompt(prompt), **options)) as pieces:
             for piece in pieces:
                 chunk = self._chunk(piece)
                 if run_manager:
@@ -111,26 +111,19 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[LangChainChunk]:
-        async with aclosing(self._apieces(prompt, stop, kwargs)) as pieces:
+        to_prompt, options = partial(self.to_prompt, prompt), self.engine_options(stop, kwargs)
+        async with aclosing(self.source.astream(to_prompt, options)) as pieces:
             async for piece in pieces:
                 chunk = self._chunk(piece)
                 if run_manager:
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
 
-    def _pieces(
-        self, prompt: str, stop: list[str] | None, call: dict[str, Any]
-    ) -> Generator[GenerationChunk, None, None]:
-        yield from self.engine.stream(self.to_prompt(prompt), **self.engine_options(stop, call))
-
-    def _apieces(self, *request: Any) -> Any:
-        return iterate_in_thread(lambda: self._pieces(*request))
-
     def _chunk(self, piece: GenerationChunk) -> LangChainChunk:
         info = metadata_of(piece.generation, self.model_name) if piece.generation else None
         return LangChainChunk(text=piece.text, generation_info=info)
 
-    def _result(self, answers: list[Generation]) -> LLMResult:
+    def _result(self, answers: Sequence[Generation]) -> LLMResult:
         usage = {
             "prompt_tokens": sum(answer.stats.prompt_tokens for answer in answers),
             "completion_tokens": sum(answer.stats.generated_tokens for answer in answers),

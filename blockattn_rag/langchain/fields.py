@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.fetcher import OnMiss
+from blockattn_rag.engine.options import OnMiss
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.langchain.cleaning import without_markers

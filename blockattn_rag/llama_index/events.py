@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, fields
+from typing import Any
 
+from llama_index.core.bridge.pydantic import SerializerFunctionWrapHandler, model_serializer
 from llama_index.core.instrumentation.events import BaseEvent
 
-if TYPE_CHECKING:
-    from blockattn_rag.engine.results import Generation
+from blockattn_rag.engine.results import Generation, ReuseStats
+
+_FIGURES = frozenset(field.name for field in fields(ReuseStats))
 
 
 class BlockReuseEvent(BaseEvent):
     """Dispatched once per answer, when its last token is there.
 
-    ``hits`` and ``misses`` count context blocks found in the store and computed now; tokens and
-    seconds are those of ``blockattn_rag.ReuseStats``.
+    The figures of ``stats`` are attributes of the event too (``event.hits``), and fields of the
+    event where it is written out.
     """
 
-    mode: str
-    hits: int
-    misses: int
-    reused_tokens: int
-    computed_tokens: int
-    generated_tokens: int
-    fetch_s: float
-    assemble_s: float
-    prefill_s: float
-    ttft_s: float
-    total_s: float
+    stats: ReuseStats
 
     @classmethod
     def class_name(cls) -> str:
@@ -36,7 +28,18 @@ class BlockReuseEvent(BaseEvent):
 
     @classmethod
     def of(cls, generation: Generation) -> BlockReuseEvent:
-        return cls(**asdict(generation.stats))
+        return cls(stats=generation.stats)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FIGURES:
+            return getattr(self.stats, name)
+        return super().__getattr__(name)  # type: ignore[misc]
+
+    @model_serializer(mode="wrap")
+    def _flat(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = write(self)
+        figures: dict[str, Any] = written.pop("stats")
+        return {**written, **figures}
 
 
 def usage_of(generation: Generation) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,8 @@ from llama_index_instrumentation import get_dispatcher
 
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.fetcher import OnMiss
+from blockattn_rag.engine.options import OnMiss
 from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
-from blockattn_rag.engine.streams import iterate_in_thread
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.llama_index.chat import as_template_messages, chat_response
 from blockattn_rag.llama_index.events import BlockReuseEvent, usage_of
@@ -245,10 +245,13 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
 
     # -- answers -----------------------------------------------------------------------------
 
+    def _noted(self, prompt: str | Sequence[ChatMessage], formatted: bool) -> BlockPrompt:
+        return self._source.noted(self.to_prompt(prompt, formatted))
+
     def _answer(
         self, prompt: str | Sequence[ChatMessage], formatted: bool, call: dict[str, Any]
     ) -> CompletionResponse:
-        blocks = self._source.noted(self.to_prompt(prompt, formatted))
+        blocks = self._noted(prompt, formatted)
         return self._finished(self.engine.generate(blocks, **self._options(call)))
 
     def _finished(self, generation: Generation, delta: str | None = None) -> CompletionResponse:
@@ -256,29 +259,28 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         raw = {"usage": usage_of(generation), "finish_reason": generation.finish_reason}
         return CompletionResponse(text=generation.text, delta=delta, raw=raw)
 
-    def _chunks(
-        self, prompt: str | Sequence[ChatMessage], formatted: bool, call: dict[str, Any]
-    ) -> Generator[GenerationChunk, None, None]:
-        blocks = self._source.noted(self.to_prompt(prompt, formatted))
-        yield from self.engine.stream(blocks, **self._options(call))
-
     def _step(self, text: str, chunk: GenerationChunk) -> CompletionResponse:
         """One step of a stream; ``text`` is what came before it."""
         if chunk.generation is not None:
             return self._finished(chunk.generation, chunk.text)
         return CompletionResponse(text=text + chunk.text, delta=chunk.text)
 
-    def _stream(self, *request: Any) -> CompletionResponseGen:
-        text = ""
-        with closing(self._chunks(*request)) as chunks:
+    def _stream(
+        self, prompt: str | Sequence[ChatMessage], formatted: bool, call: dict[str, Any]
+    ) -> CompletionResponseGen:
+        text, blocks = "", self._noted(prompt, formatted)
+        with closing(self.engine.stream(blocks, **self._options(call))) as chunks:
             for chunk in chunks:
                 step = self._step(text, chunk)
                 text = step.text
                 yield step
 
-    async def _astream(self, *request: Any) -> CompletionResponseAsyncGen:
+    async def _astream(
+        self, prompt: str | Sequence[ChatMessage], formatted: bool, call: dict[str, Any]
+    ) -> CompletionResponseAsyncGen:
         text = ""
-        async with aclosing(iterate_in_thread(lambda: self._chunks(*request))) as chunks:
+        chunks = self._source.astream(partial(self._noted, prompt, formatted), self._options(call))
+        async with aclosing(chunks):
             async for chunk in chunks:
                 step = self._step(text, chunk)
                 text = step.text
@@ -287,10 +289,8 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
     async def _aanswer(
         self, prompt: str | Sequence[ChatMessage], formatted: bool, call: dict[str, Any]
     ) -> CompletionResponse:
-        generation = await self._source.agenerate(
-            lambda: self._source.noted(self.to_prompt(prompt, formatted)), self._options(call)
-        )
-        return self._finished(generation)
+        make_prompt = partial(self._noted, prompt, formatted)
+        return self._finished(await self._source.agenerate(make_prompt, self._options(call)))
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:

@@ -37,10 +37,10 @@ _KNOWN_BLOCK_TUNED = ("ldsjmdy/Tulu3-Block-FT", "hxia7/Llama-3.2-1B-Block-FT")
 
 
 class BlockModel:
-    """A causal language model of transformers, seen as a machine for blocks.
+    """A causal language model of transformers that encodes blocks and answers from them.
 
-    Its methods run one at a time, over all ``BlockModel``s of one ``hf_model``. Who holds ``lock``
-    keeps the others out over several calls.
+    Its methods run one at a time, over all ``BlockModel``s of one ``hf_model``. A thread that holds
+    ``lock`` keeps other threads out over several calls.
 
     Adapters may be switched, hooks and scales be set between requests: blocks are then known by
     another fingerprint. Weights that are written without a trace need a new ``BlockModel``.
@@ -100,17 +100,19 @@ class BlockModel:
         ``device``, ``dtype`` and ``kwargs`` are those of ``loading.load_model``; a ready model is
         taken as it is.
         """
-        speed: dict[str, Any] = {"pack_weights": pack_weights, "cuda_graphs": cuda_graphs}
-        if isinstance(model, (str, Path)):
-            if tokenizer is None or isinstance(tokenizer, (str, Path)):
-                tokenizer = loading.load_tokenizer(tokenizer or model)
-            loaded = loading.load_model(model, device=device, dtype=dtype, **kwargs)
-            return cls(loaded, tokenizer, name=str(model), **speed)
         if tokenizer is None:
-            raise ValueError("a ready model was given without its tokenizer; pass tokenizer=...")
+            if not isinstance(model, (str, Path)):
+                raise ValueError(
+                    "a ready model was given without its tokenizer; pass tokenizer=..."
+                )
+            tokenizer = model
         if isinstance(tokenizer, (str, Path)):
             tokenizer = loading.load_tokenizer(tokenizer)
-        return cls(model, tokenizer, **speed)
+        name = ""
+        if isinstance(model, (str, Path)):
+            name = str(model)
+            model = loading.load_model(model, device=device, dtype=dtype, **kwargs)
+        return cls(model, tokenizer, name=name, pack_weights=pack_weights, cuda_graphs=cuda_graphs)
 
     @property
     def config(self) -> Any:
@@ -162,8 +164,7 @@ class BlockModel:
                 if not self.hf_model.training:
                     self.hf_model.eval()  # adapters come as for training, with dropout
                 self.profile = profile_attention(self.hf_model)
-                for name in ("supports_relay", "_one_token"):
-                    vars(self).pop(name, None)
+                vars(self).pop("supports_relay", None)
             self._identity = Identity(self.hf_model, self.tokenizer)
             return self._identity
 
@@ -175,18 +176,13 @@ class BlockModel:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of keys and values per token."""
-        return self._one_token.nbytes
+        outline = self.profile.token_outline
+        return sum(heads * size * dtype.itemsize for heads, size, dtype in outline)
 
     def could_have_computed(self, kv: BlockKV) -> bool:
         """Whether a block has this model's layers, heads, head sizes, number type and tokens."""
         known = int(kv.token_ids.max()) < vocabulary_size(self.hf_model)
-        return known and kv.token_outline == self._one_token.token_outline
-
-    @cached_property
-    def _one_token(self) -> BlockKV:
-        """A block of one token: what this model's blocks are like."""
-        with self.lock:
-            return encode_batch(self.hf_model, [EncodeRequest([0], "", "")], "")[0]
+        return known and kv.token_outline == self.profile.token_outline
 
     def encode(
         self, requests: Sequence[EncodeRequest], *, batch_tokens: int | None = None
@@ -216,6 +212,10 @@ class BlockModel:
     def end_token_ids(self) -> set[int]:
         """Tokens that end an answer."""
         return decoding.end_token_ids(self.hf_model, self.tokenizer.tokenizer)
+
+    def end_ids(self, sampling: Sampling) -> set[int]:
+        """Tokens that end an answer with these options."""
+        return decoding.end_token_ids(self.hf_model, self.tokenizer.tokenizer, sampling.extra)
 
     @cached_property
     def supports_relay(self) -> bool:
@@ -259,7 +259,7 @@ class BlockModel:
 
     @contextmanager
     def running(self, sampling: Sampling) -> Iterator[None]:
-        """Have the model for oneself, to generate with these options."""
+        """Keep other threads out of the model, to generate with these options."""
         draws = decoding.draws_tokens(sampling)
         turn = turn_to_draw(alone=sampling.seed is not None) if draws else nullcontext()
         with turn, self.lock:
@@ -300,7 +300,8 @@ class BlockModel:
         sampling: Sampling,
         *,
         cache: DynamicCache | None = None,
-        on_tokens: Callable[[list[int]], bool] | None = None,
+        on_tokens: Callable[[list[int]], object] | None = None,
+        is_cancelled: Callable[[], bool] | None = None,
     ) -> list[list[int]]:
         """Generate for several (context ids, final ids) in one batch; see ``generate``.
 
@@ -308,13 +309,14 @@ class BlockModel:
             prompts: of unequal lengths, padded on the left of each part.
             cache: KV of the contexts, one a row, or None to compute all.
             on_tokens: called after each step with the newest token of every row (padding in rows
-                that have ended); True ends the batch. With beams, a row is a beam.
+                that have ended). With beams, a row is a beam.
+            is_cancelled: asked after each step; True ends the batch.
         """
         longest = max(len(context) + len(final) for context, final in prompts)
         limit, tokenizer = self.room_for(longest, sampling), self.tokenizer.tokenizer
         with self.running(sampling):
             return decoding.generate_batch(
-                self.hf_model, tokenizer, prompts, sampling, limit, cache, on_tokens
+                self.hf_model, tokenizer, prompts, sampling, limit, cache, on_tokens, is_cancelled
             )
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,14 +51,18 @@ class _OnToken(BaseStreamer):
 
 
 class _AfterEachStep(StoppingCriteria):
-    """Hands over the newest token of every row after each step, and ends the run when told to."""
+    """Hands over the newest token of every row after each step, and asks whether to end the run,
+    because those who waited for its answers may have left."""
 
-    def __init__(self, ends: Callable[[list[int]], bool]) -> None:
-        self._ends = ends
+    def __init__(
+        self, is_cancelled: Callable[[], bool], on_tokens: Callable[[list[int]], object]
+    ) -> None:
+        self._is_cancelled = is_cancelled
+        self._on_tokens = on_tokens
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        newest = input_ids[:, -1].tolist()  # waits for the device
-        return torch.full((input_ids.shape[0],), self._ends(newest), device=input_ids.device)
+        self._on_tokens(input_ids[:, -1].tolist())  # waits for the device
+        return torch.full((input_ids.shape[0],), self._is_cancelled(), device=input_ids.device)
 
 
 class _RowLengths(StoppingCriteria):
@@ -75,8 +80,15 @@ class _RowLengths(StoppingCriteria):
         return met
 
 
-def _with_step(arguments: dict[str, Any], ends: Callable[[list[int]], bool]) -> dict[str, Any]:
-    criteria = [*arguments.get("stopping_criteria", []), _AfterEachStep(ends)]
+def _with_step(
+    arguments: dict[str, Any],
+    is_cancelled: Callable[[], bool] | None,
+    on_tokens: Callable[[list[int]], object] | None = None,
+) -> dict[str, Any]:
+    if is_cancelled is None and on_tokens is None:
+        return arguments
+    step = _AfterEachStep(is_cancelled or (lambda: False), on_tokens or (lambda _: None))
+    criteria = [*arguments.get("stopping_criteria", []), step]
     return {**arguments, "stopping_criteria": StoppingCriteriaList(criteria)}
 
 
@@ -90,13 +102,12 @@ def generate(
     on_token: Callable[[int], None] | None,
     is_cancelled: Callable[[], bool] | None,
 ) -> list[int]:
-    """New tokens after ``ids``, of which ``cache`` already holds the first ones."""
+    """New tokens after ``ids``. ``cache`` holds the KV of the first ``ids``; None: of none."""
     input_ids = torch.tensor([list(ids)], device=hf_model.device)
     arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
     if cache is not None:
         _check_no_draft(hf_model, arguments)
-    if is_cancelled is not None:
-        arguments = _with_step(arguments, lambda _: is_cancelled())
+    arguments = _with_step(arguments, is_cancelled)
     # Beam search has no tokens to hand out before it ends.
     if on_token is not None and _beams(hf_model, arguments) == 1:
         arguments["streamer"] = _OnToken(on_token, arguments.get("streamer"))
@@ -111,12 +122,13 @@ def generate_batch(
     sampling: Sampling,
     max_new_tokens: int,
     cache: DynamicCache | None,
-    on_tokens: Callable[[list[int]], bool] | None,
+    on_tokens: Callable[[list[int]], object] | None,
+    is_cancelled: Callable[[], bool] | None,
 ) -> list[list[int]]:
     """New tokens for several (context ids, final ids), padded on the left of each part.
 
-    ``cache`` holds the contexts, one a row; None computes them as well. ``on_tokens`` is as in
-    ``BlockModel.generate_batch``.
+    ``cache`` holds the contexts, one a row; None computes them as well. ``on_tokens``
+    and ``is_cancelled`` are as in ``BlockModel.generate_batch``.
 
     Positions are counted over real tokens only, so padding changes nothing but the batch's shape.
     """
@@ -128,15 +140,14 @@ def generate_batch(
     input_ids = torch.cat([context_ids, final_ids], dim=1).to(hf_model.device)
     mask = torch.cat([context_mask, final_mask], dim=1).to(hf_model.device)
     arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
-    if on_tokens is not None:
-        arguments = _with_step(arguments, on_tokens)
+    arguments = _with_step(arguments, is_cancelled, on_tokens)
     lengths: dict[int, int] = {}
     if stop := arguments.pop("stop_strings", None):
         criterion = _RowLengths(StopStringCriteria(tokenizer, stop), input_ids.shape[1])
         arguments["stopping_criteria"] = [criterion, *arguments.get("stopping_criteria", [])]
         lengths = criterion.lengths
     output = _run(hf_model, sampling, input_ids, mask, cache, arguments)
-    ends = _end_ids(hf_model, tokenizer, arguments)
+    ends = end_token_ids(hf_model, tokenizer, arguments)
     rows = output[:, input_ids.shape[1] :].tolist()
     return [_until_end(row[: lengths.get(index)], ends) for index, row in enumerate(rows)]
 
@@ -245,7 +256,7 @@ _BATCH_SAFE = frozenset(
 
 
 def batches_exactly(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
-    """Whether padding and company in a batch leave every answer as it is alone.
+    """Whether every answer in a batch is the answer that its prompt gets alone.
 
     Beams share the batch, penalties count padding as text, and draws of a seed depend on the row.
     """
@@ -254,12 +265,10 @@ def batches_exactly(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
     return given <= _BATCH_SAFE and not seeded
 
 
-def end_token_ids(hf_model: PreTrainedModel, tokenizer: Any) -> set[int]:
-    """Tokens that end an answer."""
-    return _end_ids(hf_model, tokenizer, {})
-
-
-def _end_ids(hf_model: PreTrainedModel, tokenizer: Any, arguments: dict[str, Any]) -> set[int]:
+def end_token_ids(
+    hf_model: PreTrainedModel, tokenizer: Any, arguments: Mapping[str, Any] = MappingProxyType({})
+) -> set[int]:
+    """Tokens that end an answer, given these arguments of ``generate``."""
     ends = arguments.get("eos_token_id", hf_model.generation_config.eos_token_id)
     ends = tokenizer.eos_token_id if ends is None else ends
     return set() if ends is None else set(ends) if isinstance(ends, (list, tuple)) else {ends}

@@ -11,18 +11,56 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
+class ModelLock:
+    """Whoever holds it runs the model. Reentrant, because a logits processor may ask the engine
+    that runs it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        _this_thread.models += 1
+
+    def __exit__(self, *_: object) -> None:
+        _this_thread.models -= 1
+        self._lock.release()
+
+
+class _ThisThread(threading.local):
+    """How many locks of models the running thread holds, counting one as often as entered."""
+
+    models = 0
+
+
+_this_thread = _ThisThread()
+
+
+def holds_a_model() -> bool:
+    """Whether this thread runs a model now."""
+    return _this_thread.models > 0
+
+
+@contextmanager
+def counts_as_holder() -> Iterator[None]:
+    """Surrounds what a thread does that exists to run a model, between its models' calls too."""
+    _this_thread.models += 1
+    try:
+        yield
+    finally:
+        _this_thread.models -= 1
+
+
+_locks: WeakKeyDictionary[nn.Module, ModelLock] = WeakKeyDictionary()
 _guard = threading.Lock()
 
 
-def lock_of(hf_model: nn.Module) -> threading.RLock:
-    """The lock that all share who run this model, or the same model wrapped by PEFT.
-
-    Reentrant: a caller's logits processor may ask the engine that runs it.
-    """
+def lock_of(hf_model: nn.Module) -> ModelLock:
+    """The lock that all share who run this model, or the same model wrapped by PEFT."""
     whole = (module for module in hf_model.modules() if isinstance(module, PreTrainedModel))
     with _guard:
-        return _locks.setdefault(next(whole, hf_model), threading.RLock())
+        return _locks.setdefault(next(whole, hf_model), ModelLock())
 
 
 @contextmanager

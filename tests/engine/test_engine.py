@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import inspect
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ import pytest
 
 from blockattn_rag.check.oracle import oracle_generate
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.pending import Group, PendingRequest
 from blockattn_rag.engine.results import GenerationChunk
-from blockattn_rag.engine.scheduler import Seat
 from blockattn_rag.errors import ContextOverflowError, MissError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
@@ -302,49 +302,58 @@ def test_every_row_of_a_batch_has_its_own_figures(engine: BlockAttentionEngine) 
     assert engine.generate_batch([]) == []
 
 
-class SeatLeftAfter(threading.Event):
-    """Set once it has been asked so many times."""
-
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.asked, self.times = 0, times
-
-    def is_set(self) -> bool:
-        self.asked += 1
-        return self.asked > self.times
+def asked_together(
+    engine: BlockAttentionEngine, prompts: Sequence[list[str]], options: dict[str, Any]
+) -> list[PendingRequest]:
+    """Requests that are in one batch, whatever the model does now."""
+    group = Group(None, calls=len(prompts), at_once=len(prompts))
+    return [engine.submit(prompt, group=group, **options) for prompt in prompts]
 
 
 def test_a_batch_that_nobody_waits_for_ends_after_the_step_it_is_in(
-    engine: BlockAttentionEngine,
+    engine: BlockAttentionEngine, held: Held
 ) -> None:
-    seats = [Seat(left=SeatLeftAfter(3)), Seat(left=SeatLeftAfter(0))]
-    answers = engine.generate_batch([["a", "b"], ["c", "d"]], max_new_tokens=NEW, seats=seats)
-    assert [answer.stats.generated_tokens for answer in answers] == [3, 3]
+    pending = asked_together(engine, [["a", "b"], ["c", "d"]], {"max_new_tokens": 3500})
+    held.wait_for_token()
+    pending[0].leave()
+    held.let_go(1)  # one still waits
+    while held.tokens < 2:
+        time.sleep(0.001)
+    pending[1].leave()
+    held.wait_for_end()
+    held.let_go()
+    assert engine.generate([A, Q], max_new_tokens=NEW).token_ids == oracle(engine.model, [A, Q])
+    assert held.tokens == 2 + NEW
 
 
-def test_a_batch_that_all_have_left_is_not_begun(engine: BlockAttentionEngine) -> None:
-    seats = [Seat(), Seat()]
-    for seat in seats:
-        seat.left.set()
-    answers = engine.generate_batch([["a", "b"], ["c", "d"]], max_new_tokens=NEW, seats=seats)
-    assert [answer.token_ids for answer in answers] == [[], []]
+def test_a_batch_that_all_have_left_is_not_begun(engine: BlockAttentionEngine, held: Held) -> None:
+    first = engine.submit([A, Q], max_new_tokens=NEW)
+    held.wait_for_token()  # and stands: who comes now has to wait
+    for pending in asked_together(engine, [["a", "b"], ["c", "d"]], {"max_new_tokens": 9}):
+        pending.leave()
+    held.let_go()
+    assert first.result(LONGEST_S).token_ids == oracle(engine.model, [A, Q])
+    engine.generate([A, Q], max_new_tokens=1)
+    assert held.tokens == NEW + 1
 
 
 def test_answers_that_share_no_forward_come_one_by_one_and_end_one_by_one(
-    engine: BlockAttentionEngine,
+    engine: BlockAttentionEngine, held: Held
 ) -> None:
-    come: list[int] = []
-    seats = [Seat(), Seat(left=SeatLeftAfter(2)), Seat()]
-    for one in seats:
-        one.answer.add_done_callback(lambda _: come.append(sum(s.answer.done() for s in seats)))
     options: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 1.0, "seed": 1}
     prompts = [["a", "b"], ["c", "d"], ["e", "f"]]
-    answers = engine.generate_batch(prompts, seats=seats, **options)
+    pending = asked_together(engine, prompts, options)
+    held.let_go(NEW)
+    assert len(pending[0].result(LONGEST_S).token_ids) == NEW
+    while held.tokens == NEW:
+        time.sleep(0.001)
+    assert not pending[1].answer.done()
+    pending[1].leave()
+    held.let_go()
+    found = pending[2].result(LONGEST_S)
+    assert held.tokens == 2 * NEW + 1
     alone = [engine.generate(prompt, **options).token_ids for prompt in prompts]
-    assert [answers[0].token_ids, answers[2].token_ids] == [alone[0], alone[2]]
-    assert answers[1].token_ids == alone[1][: len(answers[1].token_ids)]
-    assert len(answers[1].token_ids) < NEW
-    assert come == [1, 2, 3]
+    assert [pending[0].result().token_ids, found.token_ids] == [alone[0], alone[2]]
 
 
 def test_prompts_of_many_tokens_to_compute_go_in_smaller_batches(
@@ -366,13 +375,18 @@ def test_prompts_of_many_tokens_to_compute_go_in_smaller_batches(
     assert rows == [2]  # and two alone
 
 
-def test_an_answer_counts_the_time_since_its_call_came(engine: BlockAttentionEngine) -> None:
-    now = time.perf_counter()
-    seats = [Seat(started=now - waited) for waited in (100.0, 200.0)]
-    answers = engine.generate_batch([["a", "b"], ["c", "d"]], max_new_tokens=1, seats=seats)
-    first, second = (answer.stats.ttft_s for answer in answers)
-    assert first > 100
-    assert second - first == pytest.approx(100)
+def test_an_answer_counts_the_time_since_its_call_came(
+    engine: BlockAttentionEngine, held: Held
+) -> None:
+    first = engine.submit([A, Q], max_new_tokens=NEW)
+    held.wait_for_token()
+    second = engine.submit([B, Q], max_new_tokens=NEW)
+    came = time.perf_counter()
+    while time.perf_counter() - came < 0.05:  # at least so long it waits for the model
+        time.sleep(0.01)
+    held.let_go()
+    first.result(LONGEST_S)
+    assert second.result(LONGEST_S).stats.ttft_s > 0.05
 
 
 # -- streams ---------------------------------------------------------------------------------------
@@ -394,30 +408,27 @@ def test_an_abandoned_stream_frees_the_model(engine: BlockAttentionEngine, held:
     stream = engine.stream([A, Q], max_new_tokens=3500)
     held.let_go(FEW)
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     held.wait_for_end()
     assert held.tokens <= FEW + 1
     held.let_go()
     assert engine.generate([A, Q], max_new_tokens=NEW).token_ids == oracle(engine.model, [A, Q])
 
 
-def test_a_stream_abandoned_while_it_waits_does_not_run(
+async def test_a_stream_abandoned_while_it_waits_does_not_run(
     engine: BlockAttentionEngine, held: Held
 ) -> None:
-    answering = threading.Thread(target=list, args=(engine.stream([A, Q], max_new_tokens=NEW),))
-    answering.start()
-    held.wait_for_token()  # and stands: who comes now has to wait
-    stream = engine.stream([A, Q])
-    reader = threading.Thread(target=list, args=(stream,))
-    reader.start()
-    while "left" not in inspect.getgeneratorlocals(stream):  # type: ignore[arg-type]
-        time.sleep(0.001)
-    # The reader stands in the generator, so it leaves as its closing would make it leave.
-    inspect.getgeneratorlocals(stream)["left"].set()  # type: ignore[arg-type]
+    first = engine.submit([A, Q], max_new_tokens=NEW)
+    await asyncio.to_thread(held.wait_for_token)  # it stands: who comes now has to wait
+    waiting = asyncio.ensure_future(anext(engine.astream([A, Q], max_new_tokens=9)))
+    await asyncio.sleep(0)  # the loop's next turns submit it
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
     held.let_go()
-    for thread in (answering, reader):
-        thread.join(LONGEST_S)
-    assert held.tokens == NEW
+    await first.wait()
+    await engine.agenerate([A, Q], max_new_tokens=1)
+    assert held.tokens == NEW + 1
 
 
 def test_an_error_reaches_the_reader_of_a_stream_and_frees_the_model(
@@ -448,7 +459,7 @@ def test_threads_that_stream_at_once_get_their_own_answers(engine: BlockAttentio
     ]
     for thread in threads:
         thread.start()
-    abandoned.close()  # type: ignore[attr-defined]
+    abandoned.close()
     for thread in threads:
         thread.join(LONGEST_S)
     assert [found[index] for index in range(len(prompts))] == expected

@@ -1,19 +1,26 @@
-"""Calls of event loops meet in batches, and each keeps its own answer, error and end."""
+"""One thread runs the model: who shares a batch, who leaves, who gets which error, how it ends."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
 import pytest
 import torch
 
-from blockattn_rag.engine import scheduler as batching
+from blockattn_rag.engine import scheduler as scheduling
+from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingRequest
 from blockattn_rag.engine.results import Generation, ReuseStats
-from blockattn_rag.engine.scheduler import BATCH_SIZE, Gathering, Seat
+from blockattn_rag.engine.scheduler import Scheduler, scheduler_of
+from blockattn_rag.model.exclusion import ModelLock, holds_a_model
 from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.holding import LONGEST_S
 
@@ -28,123 +35,106 @@ class Model:
         self.started = threading.Event()
         self.left: list[list[bool]] = []
 
-    def serve(self, options: dict[str, Any], seats: Sequence[Seat]) -> None:
-        texts = [seat.prompt().final for seat in seats]
+    def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
+        texts = [request.prompt().final for request in requests]
         self.batches.append(texts)
         self.started.set()
         assert self.gate.wait(LONGEST_S)
-        self.left.append([seat.left.is_set() for seat in seats])
-        if options.get("fails_late") and len(seats) > 1:
-            seats[0].answer.set_result(Generation("early", [], "stop", ReuseStats("block")))
-        if "bad" in texts:
-            raise ValueError("a bad prompt")
-        for text, seat in zip(texts, seats, strict=True):
-            if not seat.answer.done():
-                seat.answer.set_result(Generation(text, [], "stop", ReuseStats("block")))
+        self.left.append([request.left for request in requests])
+        for text, request in zip(texts, requests, strict=True):
+            if text == "bad":
+                raise ValueError("a bad prompt")
+            for letter in text:
+                request.emit(letter)
+            request.answer.set_result(Generation(text, [], "stop", ReuseStats("block")))
+
+    def wait_until_started(self) -> None:
+        assert self.started.wait(LONGEST_S)
 
 
 @pytest.fixture
-def model() -> Model:
-    return Model()
+def model() -> Iterator[Model]:
+    model = Model()
+    yield model
+    model.gate.set()
 
 
 @pytest.fixture
-def gathering(model: Model) -> Gathering:
-    return Gathering(model.serve)
+def scheduler() -> Scheduler:
+    return Scheduler()
 
 
-async def ask(gathering: Gathering, text: str, **options: Any) -> str:
-    return (await gathering.answer(lambda: BlockPrompt((), text), options)).text
+def pending(
+    model: Model, text: str | Callable[[], BlockPrompt], *, group: Group | None = None,
+    max_batch: int = MAX_BATCH, **options: Any,
+) -> PendingRequest:  # fmt: skip
+    make_prompt = text if callable(text) else lambda: BlockPrompt((), text)
+    parsed = GenerateOptions.parse(options, GenerateOptions())
+    answer_batch = model.answer_batch
+    return PendingRequest(make_prompt, parsed, answer_batch, group=group, max_batch=max_batch)
+
+
+async def ask(scheduler: Scheduler, model: Model, text: Any, **options: Any) -> str:
+    request = pending(model, text, **options)
+    scheduler.submit_in_turn(request)
+    return (await request.wait()).text
 
 
 async def started(model: Model) -> None:
-    assert await asyncio.to_thread(model.started.wait, LONGEST_S)
+    await asyncio.to_thread(model.wait_until_started)
 
 
-async def test_gathered_calls_are_one_batch_and_each_gets_its_own_answer(
-    gathering: Gathering, model: Model
+# -- batches ---------------------------------------------------------------------------------------
+
+
+async def test_calls_of_one_turn_are_one_batch_and_each_gets_its_own_answer(
+    scheduler: Scheduler, model: Model
 ) -> None:
-    texts = [f"question {n}" for n in range(BATCH_SIZE)]
-    assert await asyncio.gather(*(ask(gathering, text) for text in texts)) == texts
+    texts = [f"question {n}" for n in range(MAX_BATCH)]
+    assert await asyncio.gather(*(ask(scheduler, model, text) for text in texts)) == texts
     assert model.batches == [texts]
 
 
-async def test_a_call_alone_waits_for_nobody(gathering: Gathering, model: Model) -> None:
-    assert await ask(gathering, "alone") == "alone"
-    assert await ask(gathering, "again") == "again"
+async def test_a_call_alone_waits_for_nobody(scheduler: Scheduler, model: Model) -> None:
+    assert await ask(scheduler, model, "alone") == "alone"
+    assert await ask(scheduler, model, "again") == "again"
     assert model.batches == [["alone"], ["again"]]
 
 
-async def test_calls_that_come_while_the_model_works_are_the_next_batch(
-    gathering: Gathering, model: Model
+def test_requests_that_come_while_the_model_works_are_the_next_batch(
+    scheduler: Scheduler, model: Model
 ) -> None:
     model.gate.clear()
-    first = asyncio.create_task(ask(gathering, "first"))
-    await started(model)
-    others = [asyncio.create_task(ask(gathering, text)) for text in "abc"]
-    await asyncio.sleep(0)  # the loop's next turn begins them
+    first = pending(model, "first")
+    scheduler.submit(first)
+    model.wait_until_started()
+    others = [pending(model, text) for text in "abc"]
+    for one in others:
+        scheduler.submit(one)
     model.gate.set()
-    assert await asyncio.gather(first, *others) == ["first", "a", "b", "c"]
+    assert [one.result(LONGEST_S).text for one in (first, *others)] == ["first", "a", "b", "c"]
     assert model.batches == [["first"], ["a", "b", "c"]]
 
 
-async def test_more_calls_than_a_batch_holds_are_several(
-    gathering: Gathering, model: Model
+def test_more_requests_than_a_batch_holds_are_several(scheduler: Scheduler, model: Model) -> None:
+    requests = [pending(model, str(n), max_batch=4) for n in range(10)]
+    scheduler.submit(*requests)
+    assert [one.result(LONGEST_S).text for one in requests] == [str(n) for n in range(10)]
+    assert [len(batch) for batch in model.batches] == [4, 4, 2]
+
+
+def test_requests_with_other_options_or_of_another_engine_keep_apart(
+    scheduler: Scheduler, model: Model
 ) -> None:
-    texts = [str(n) for n in range(BATCH_SIZE + 3)]
-    assert await asyncio.gather(*(ask(gathering, text) for text in texts)) == texts
-    assert [len(batch) for batch in model.batches] == [BATCH_SIZE, 3]
-
-
-async def test_calls_with_other_options_keep_apart(gathering: Gathering, model: Model) -> None:
-    await asyncio.gather(
-        ask(gathering, "a", top_k=1), ask(gathering, "b", top_k=2), ask(gathering, "c", top_k=1)
-    )
-    assert model.batches == [["a", "c"], ["b"]]
-
-
-async def test_options_that_cannot_be_compared_keep_apart(
-    gathering: Gathering, model: Model
-) -> None:
-    many = [torch.ones(2), torch.ones(2)]
-    await asyncio.gather(*(ask(gathering, "x", bias=bias) for bias in many))
-    assert model.batches == [["x"], ["x"]]
-
-
-async def test_an_error_goes_to_the_call_that_made_it(gathering: Gathering, model: Model) -> None:
-    found = await asyncio.gather(
-        *(ask(gathering, text) for text in ("good", "bad", "fine")), return_exceptions=True
-    )
-    assert found[0] == "good"
-    assert found[2] == "fine"
-    assert isinstance(found[1], ValueError)
-    assert model.batches == [["good", "bad", "fine"], ["good"], ["bad"], ["fine"]]
-
-
-async def test_a_prompt_that_cannot_be_made_is_an_error_of_its_call(gathering: Gathering) -> None:
-    def fail() -> BlockPrompt:
-        raise KeyError("no tokenizer")
-
-    with pytest.raises(KeyError):
-        await gathering.answer(fail, {})
-    assert await ask(gathering, "next") == "next"
-
-
-async def test_an_answer_that_came_before_the_batch_failed_is_kept(
-    gathering: Gathering, model: Model
-) -> None:
-    found = await asyncio.gather(
-        *(ask(gathering, text, fails_late=True) for text in ("good", "bad")),
-        return_exceptions=True,
-    )
-    assert found[0] == "early"
-    assert isinstance(found[1], ValueError)
-    assert model.batches == [["good", "bad"], ["bad"]]
-
-
-async def test_an_error_that_no_task_can_hold_is_named(gathering: Gathering) -> None:
-    with pytest.raises(RuntimeError, match="raised StopIteration"):
-        await asyncio.wait_for(gathering.answer(lambda: next(iter(())), {}), LONGEST_S)
+    other = Model()
+    requests = [
+        pending(model, "a", top_k=1), pending(model, "b", top_k=2), pending(other, "c", top_k=1),
+        pending(model, "d", top_k=1),
+    ]  # fmt: skip
+    scheduler.submit(*requests)
+    assert [one.result(LONGEST_S).text for one in requests] == ["a", "b", "c", "d"]
+    assert model.batches == [["a", "d"], ["b"]]
+    assert other.batches == [["c"]]
 
 
 class Incomparable:
@@ -154,42 +144,137 @@ class Incomparable:
     __hash__ = None  # type: ignore[assignment]
 
 
-async def test_options_that_fail_to_compare_hang_nobody(gathering: Gathering) -> None:
-    calls = [ask(gathering, text, option=Incomparable()) for text in "ab"]
-    assert await asyncio.wait_for(asyncio.gather(*calls), LONGEST_S) == ["a", "b"]
-    assert await asyncio.wait_for(ask(gathering, "next"), LONGEST_S) == "next"
+@pytest.mark.parametrize("make", [Incomparable, lambda: torch.ones(2)])
+def test_options_that_cannot_be_compared_keep_apart(
+    scheduler: Scheduler, model: Model, make: Callable[[], Any]
+) -> None:
+    requests = [pending(model, text, bias=make()) for text in "ab"]
+    scheduler.submit(*requests)
+    assert [one.result(LONGEST_S).text for one in requests] == ["a", "b"]
+    assert model.batches == [["a"], ["b"]]
+
+
+def test_a_job_comes_between_answers_and_gives_its_result(
+    scheduler: Scheduler, model: Model
+) -> None:
+    model.gate.clear()
+    first = pending(model, "first")
+    scheduler.submit(first)
+    model.wait_until_started()
+    jobs: list[Any] = []
+    asking = threading.Thread(
+        target=lambda: jobs.append(scheduler.run(lambda: list(map(len, model.batches))))
+    )
+    asking.start()
+    while not scheduler._waiting:
+        time.sleep(0.001)
+    last = pending(model, "last")
+    scheduler.submit(last)
+    model.gate.set()
+    assert last.result(LONGEST_S).text == "last"
+    asking.join(LONGEST_S)
+    assert jobs == [[1]]  # between the two
+
+
+def test_a_group_waits_for_all_its_calls_under_way(scheduler: Scheduler, model: Model) -> None:
+    options: dict[str, Any] = {"top_k": 1}
+    group = Group(options, calls=3, at_once=3)
+
+    def call(text: str | None) -> str | None:
+        with group.call():
+            if text is None:  # its answer was in a cache
+                return None
+            joined = Group.of_this_call(options)
+            assert joined is group
+            assert Group.of_this_call({}) is None  # a call with other options, inside this one
+            request = pending(model, text, group=joined, **options)
+            scheduler.submit(request)
+            return request.result(LONGEST_S).text
+
+    first = threading.Thread(target=call, args=("a",))
+    second = threading.Thread(target=call, args=("b",))
+    first.start()
+    second.start()
+    while len(scheduler._waiting) < 2:
+        time.sleep(0.001)
+    outsider = pending(model, "c")  # is not kept waiting by the group
+    scheduler.submit(outsider)
+    assert outsider.result(LONGEST_S).text == "c"
+    assert model.batches == [["c"]]
+    assert call(None) is None
+    for thread in (first, second):
+        thread.join(LONGEST_S)
+    assert sorted(model.batches[1]) == ["a", "b"]
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def test_an_error_of_a_batch_reaches_those_without_an_answer(
+    scheduler: Scheduler, model: Model
+) -> None:
+    good, bad, behind = requests = [pending(model, text) for text in ("good", "bad", "behind")]
+    scheduler.submit(*requests)
+    assert good.result(LONGEST_S).text == "good"
+    for one in (bad, behind):
+        with pytest.raises(ValueError, match="a bad prompt"):
+            one.result(LONGEST_S)
+
+
+async def test_a_prompt_that_cannot_be_made_is_an_error_of_its_call(
+    scheduler: Scheduler, model: Model
+) -> None:
+    def fail() -> BlockPrompt:
+        raise KeyError("no tokenizer")
+
+    with pytest.raises(KeyError):
+        await ask(scheduler, model, fail)
+    assert await ask(scheduler, model, "next") == "next"
+
+
+async def test_an_error_that_no_task_can_hold_is_named(scheduler: Scheduler, model: Model) -> None:
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        await asyncio.wait_for(ask(scheduler, model, lambda: next(iter(()))), LONGEST_S)
 
 
 async def test_a_thread_that_cannot_be_started_is_an_error_and_the_next_call_tries_again(
-    gathering: Gathering, monkeypatch: pytest.MonkeyPatch
+    scheduler: Scheduler, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
-        patched.setattr(batching, "start_thread", refuse)
+        patched.setattr(scheduling, "start_thread", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            await asyncio.wait_for(ask(gathering, "first"), LONGEST_S)
-    assert await asyncio.wait_for(ask(gathering, "next"), LONGEST_S) == "next"
+            await asyncio.wait_for(ask(scheduler, model, "first"), LONGEST_S)
+    assert await asyncio.wait_for(ask(scheduler, model, "next"), LONGEST_S) == "next"
 
 
-async def test_a_prompt_is_made_with_the_context_variables_of_its_call(
-    gathering: Gathering,
-) -> None:
-    user: ContextVar[str] = ContextVar("user")
+# -- leaving ---------------------------------------------------------------------------------------
 
-    async def call(name: str) -> str:
-        user.set(name)
-        return (await gathering.answer(lambda: BlockPrompt((), user.get()), {})).text
 
-    assert await asyncio.gather(*(call(name) for name in ("ann", "bob"))) == ["ann", "bob"]
+def test_a_caller_whose_time_is_up_leaves(scheduler: Scheduler, model: Model) -> None:
+    model.gate.clear()
+    first, waiting = pending(model, "first"), pending(model, "waiting", top_k=1)
+    scheduler.submit(first, waiting)
+    model.wait_until_started()
+    for one in (first, waiting):
+        with pytest.raises(TimeoutError):
+            one.result(timeout=0.001)
+        assert one.left
+    model.gate.set()
+    last = pending(model, "last")
+    scheduler.submit(last)
+    assert last.result(LONGEST_S).text == "last"
+    assert model.batches == [["first"], ["last"]]
+    assert model.left == [[True], [False]]
 
 
 async def test_a_cancelled_call_leaves_and_the_others_get_their_answers(
-    gathering: Gathering, model: Model
+    scheduler: Scheduler, model: Model
 ) -> None:
     model.gate.clear()
-    calls = [asyncio.create_task(ask(gathering, text)) for text in "ab"]
+    calls = [asyncio.create_task(ask(scheduler, model, text)) for text in "ab"]
     await started(model)
     calls[0].cancel()
     await asyncio.wait(calls[:1])
@@ -199,28 +284,14 @@ async def test_a_cancelled_call_leaves_and_the_others_get_their_answers(
     assert model.left == [[True, False]]
 
 
-async def test_a_batch_that_nobody_waits_for_is_told_to_end(
-    gathering: Gathering, model: Model
-) -> None:
-    model.gate.clear()
-    calls = [asyncio.create_task(ask(gathering, text)) for text in "ab"]
-    await started(model)
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
-    model.gate.set()
-    assert await ask(gathering, "next") == "next"
-    assert model.left == [[True, True], [False]]
-
-
 async def test_a_call_cancelled_while_it_waits_is_never_answered(
-    gathering: Gathering, model: Model
+    scheduler: Scheduler, model: Model
 ) -> None:
     model.gate.clear()
-    first = asyncio.create_task(ask(gathering, "first"))
+    first = asyncio.create_task(ask(scheduler, model, "first"))
     await started(model)
-    waiting = [asyncio.create_task(ask(gathering, text)) for text in ("left", "stays")]
-    await asyncio.sleep(0)  # the loop's next turn begins them
+    waiting = [asyncio.create_task(ask(scheduler, model, text)) for text in ("left", "stays")]
+    await asyncio.sleep(0)  # the loop's next turn submits them
     waiting[0].cancel()
     await asyncio.wait(waiting[:1])
     model.gate.set()
@@ -229,10 +300,66 @@ async def test_a_call_cancelled_while_it_waits_is_never_answered(
     assert model.batches == [["first"], ["stays"]]
 
 
-def test_loops_of_several_threads_share_one_gathering(gathering: Gathering) -> None:
+def test_a_stream_hands_over_each_piece_and_a_closed_one_leaves(
+    scheduler: Scheduler, model: Model
+) -> None:
+    chunks = list(scheduler.stream(pending(model, "abc")))
+    assert [chunk.text for chunk in chunks] == ["a", "b", "c", ""]
+    assert chunks[-1].generation is not None
+    request = pending(model, "abc")
+    stream = scheduler.stream(request)
+    next(stream)
+    stream.close()
+    assert request.left
+    with pytest.raises(ValueError, match="a bad prompt"):
+        list(scheduler.stream(pending(model, "bad")))
+
+
+async def test_an_asynchronous_stream_does_the_same(scheduler: Scheduler, model: Model) -> None:
+    chunks = [chunk async for chunk in scheduler.astream(pending(model, "abc"))]
+    assert [chunk.text for chunk in chunks] == ["a", "b", "c", ""]
+    request = pending(model, "abc")
+    async with aclosing(scheduler.astream(request)) as stream:
+        await anext(stream)
+    assert request.left
+    with pytest.raises(ValueError, match="a bad prompt"):
+        async for _ in scheduler.astream(pending(model, "bad")):
+            pass
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+async def test_a_prompt_is_made_with_the_context_variables_of_its_call(
+    scheduler: Scheduler, model: Model
+) -> None:
+    user: ContextVar[str] = ContextVar("user")
+
+    async def call(name: str) -> str:
+        user.set(name)
+        return await ask(scheduler, model, lambda: BlockPrompt((), user.get()))
+
+    assert await asyncio.gather(*(call(name) for name in ("ann", "bob"))) == ["ann", "bob"]
+
+
+def test_work_is_done_with_as_many_threads_of_pytorch_as_the_caller_has(
+    scheduler: Scheduler,
+) -> None:
+    mine = torch.get_num_threads()
+    try:
+        for number in (2, 1):
+            torch.set_num_threads(number)
+            assert scheduler.run(torch.get_num_threads) == number
+    finally:
+        torch.set_num_threads(mine)
+
+
+def test_loops_of_several_threads_share_one_queue(scheduler: Scheduler, model: Model) -> None:
     found: list[str] = []
     threads = [
-        threading.Thread(target=lambda n=n: found.append(asyncio.run(ask(gathering, str(n)))))
+        threading.Thread(
+            target=lambda n=n: found.append(asyncio.run(ask(scheduler, model, str(n))))
+        )
         for n in range(8)
     ]
     for thread in threads:
@@ -240,3 +367,54 @@ def test_loops_of_several_threads_share_one_gathering(gathering: Gathering) -> N
     for thread in threads:
         thread.join(LONGEST_S)
     assert sorted(found) == [str(n) for n in range(8)]
+
+
+def test_what_runs_a_model_asks_at_once_and_in_its_own_thread(
+    scheduler: Scheduler, model: Model
+) -> None:
+    def ask_inside() -> tuple[str, int]:
+        inner = pending(model, "inner")
+        scheduler.submit(inner)  # in the queue it would wait for this very job
+        return inner.result(LONGEST_S).text, threading.get_ident()
+
+    text, thread = scheduler.run(ask_inside)
+    assert text == "inner"
+    assert thread != threading.get_ident()
+    lock = ModelLock()
+    assert not holds_a_model()
+    with lock:
+        assert ask_inside() == ("inner", threading.get_ident())
+    assert not holds_a_model()
+
+
+def test_an_idle_thread_ends_and_the_next_work_starts_another(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduling, "_IDLE_S", 0.01)
+    first = scheduler.run(threading.current_thread)
+    first.join(LONGEST_S)
+    assert not first.is_alive()
+    assert scheduler.run(threading.current_thread) is not first
+
+
+def test_all_who_share_a_lock_share_a_scheduler() -> None:
+    first, second = ModelLock(), ModelLock()
+    assert scheduler_of(first) is scheduler_of(first) is not scheduler_of(second)
+
+
+def test_the_interpreter_ends_with_work_queued() -> None:
+    script = """
+import threading
+from blockattn_rag.engine.scheduler import Scheduler
+from blockattn_rag.engine.pending import Job
+scheduler, works = Scheduler(), threading.Event()
+running = Job(lambda: (works.set(), threading.Event().wait(1), print("worked", flush=True)))
+queued = [Job(lambda: print("too late", flush=True)) for _ in range(3)]
+scheduler.submit(running, *queued)
+works.wait(60)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True, text=True, timeout=4 * LONGEST_S, check=True,
+    )  # fmt: skip
+    assert (ended.stdout, ended.stderr) == ("worked\n", "")

@@ -10,7 +10,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.prompts import ChatPromptTemplate
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.engine.results import Generation
+from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from blockattn_rag.store import MemoryStore
@@ -18,15 +18,16 @@ from tests.langchain.conftest import passages, tiny_block_model
 
 
 class CountingEngine(BlockAttentionEngine):
-    """The real engine, and how many prompts each batch had."""
+    """The real engine, and the sizes of batches of more than one request."""
 
     def __init__(self) -> None:
         super().__init__(tiny_block_model(), MemoryStore(1 << 28))
         self.batches: list[int] = []
 
-    def generate_batch(self, prompts: Sequence[Any], **options: Any) -> list[Generation]:
-        self.batches.append(len(prompts))
-        return super().generate_batch(prompts, **options)
+    def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
+        if len(requests) > 1:
+            self.batches.append(len(requests))
+        super().answer_batch(requests)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import llama_index.core
@@ -11,8 +11,8 @@ from llama_index.core import Settings
 from llama_index.core.schema import BaseNode, NodeWithScore, TextNode
 
 from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.engine.results import Generation, GenerationChunk
-from blockattn_rag.engine.scheduler import Seat
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor, BlockKVTransform
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import BlockPrompt, Span
@@ -28,7 +28,8 @@ class Call(NamedTuple):
 
 
 class RecordingEngine(BlockAttentionEngine):
-    """The real engine, and a list of what it was asked and what it answered."""
+    """The real engine, which notes what it was asked and answered, and the sizes of its batches of
+    more than one request."""
 
     def __init__(self, model: BlockModel, **kwargs: Any) -> None:
         super().__init__(model, MemoryStore(1 << 28), **kwargs)
@@ -40,25 +41,33 @@ class RecordingEngine(BlockAttentionEngine):
         self.calls.append(Call(prompt, options, answer))
         return answer
 
-    def generate_batch(
-        self, prompts: Sequence[Any], *, seats: Sequence[Seat] | None = None, **options: Any
-    ) -> list[Generation]:
-        seats = seats or ()
-        # What came is recorded before those who wait for it go on.
-        inner = [Seat(left=seat.left, started=seat.started) for seat in seats] or None
-        answers = super().generate_batch(prompts, seats=inner, **options)
-        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            if not seats or not seats[index].left.is_set():
-                self.calls.append(Call(prompt, options, answer))
-        self.batches.append(len(prompts))
-        for seat, answer in zip(seats, answers, strict=bool(seats)):
-            seat.answer.set_result(answer)
-        return answers
+    async def agenerate(self, prompt: Any, **options: Any) -> Generation:
+        made: list[BlockPrompt] = []
 
-    def stream(self, prompt: Any, **options: Any) -> Iterator[GenerationChunk]:
+        def make_prompt() -> BlockPrompt:
+            made.append(prompt())
+            return made[0]
+
+        answer = await super().agenerate(make_prompt, **options)
+        self.calls.append(Call(made[0], options, answer))
+        return answer
+
+    def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
+        if len(requests) > 1:
+            self.batches.append(len(requests))
+        super().answer_batch(requests)
+
+    def stream(self, prompt: Any, **options: Any) -> Generator[GenerationChunk, None, None]:
         for chunk in super().stream(prompt, **options):
             if chunk.generation is not None:
                 self.calls.append(Call(prompt, options, chunk.generation))
+            yield chunk
+
+    async def astream(self, prompt: Any, **options: Any) -> AsyncGenerator[GenerationChunk, None]:
+        made = prompt()
+        async for chunk in super().astream(made, **options):
+            if chunk.generation is not None:
+                self.calls.append(Call(made, options, chunk.generation))
             yield chunk
 
 

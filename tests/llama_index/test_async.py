@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Generator, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
 
 import pytest
 
 from blockattn_rag.engine.results import GenerationChunk
-from blockattn_rag.engine.streams import iterate_in_thread
 from blockattn_rag.llama_index import BlockAttentionLLM
 from tests.holding import FEW, LONGEST_S, Held
 from tests.llama_index.conftest import RecordingEngine
@@ -121,36 +119,14 @@ async def test_errors_of_the_thread_reach_the_caller(llm: BlockAttentionLLM) -> 
         [step async for step in await llm.astream_complete("Hi", bogus=1)]
 
 
-async def test_leaving_closes_the_inner_iterator() -> None:
-    left, closed, made = threading.Event(), threading.Event(), []
-
-    def numbers() -> Generator[int, None, None]:
-        try:
-            for number in range(100):
-                if number == 4:
-                    assert left.wait(LONGEST_S)
-                made.append(number)
-                yield number
-        finally:
-            closed.set()
-
-    async with aclosing(iterate_in_thread(numbers)) as items:
-        async for number in items:
-            if number == 3:
-                break
-    left.set()
-    assert await asyncio.to_thread(closed.wait, LONGEST_S)
-    assert made == [0, 1, 2, 3, 4]  # the one that was on its way, and no more
-
-
 async def test_a_failing_engine_ends_the_stream(
     llm: BlockAttentionLLM, engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(prompt: object, **options: object) -> Iterator[GenerationChunk]:
+    async def fail(prompt: object, **options: object) -> AsyncGenerator[GenerationChunk, None]:
         yield GenerationChunk("one")
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine, "stream", fail)
+    monkeypatch.setattr(engine, "astream", fail)
     steps = await llm.astream_complete("Hi")
     assert (await anext(steps)).text == "one"
     with pytest.raises(RuntimeError, match="out of memory"):

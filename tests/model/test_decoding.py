@@ -226,18 +226,18 @@ def test_a_batch_hands_over_the_newest_token_of_every_row_until_it_is_told_to_en
     free = model.generate_batch(prompts, Sampling(NEW))
     steps: list[list[int]] = []
 
-    def on_tokens(newest: list[int]) -> bool:
-        steps.append(newest)
+    def four_came() -> bool:
         return len(steps) == 4
 
-    rows = model.generate_batch(prompts, Sampling(NEW), on_tokens=on_tokens)
+    watched: dict[str, Any] = {"on_tokens": steps.append, "is_cancelled": four_came}
+    rows = model.generate_batch(prompts, Sampling(NEW), **watched)
     assert rows == [ids[:4] for ids in free]
     assert [list(row) for row in zip(*steps, strict=True)] == rows
     end = free[0][1]  # ends the first row, which is padded from there on
     assert end not in free[1]
     steps.clear()
     ending = Sampling(NEW, extra={"eos_token_id": end, "pad_token_id": 3})
-    first, _ = model.generate_batch(prompts, ending, on_tokens=on_tokens)
+    first, _ = model.generate_batch(prompts, ending, **watched)
     assert [step[0] for step in steps] == [*first, 3, 3]
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.graphs import BUCKETS, record_graphs
+from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.store import MemoryStore
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -110,8 +111,8 @@ def test_padding_to_a_bucket_changes_no_logit(length: int) -> None:
 
 def cache_over(model: BlockModel, texts: list[str]) -> Any:
     engine = BlockAttentionEngine(model, MemoryStore(1 << 28))
-    request = engine._request([*texts, "?"], {})
-    context = engine._prepare(request).context
+    prompt = BlockPrompt.from_texts([*texts, "?"])
+    context = engine._runner.prepare(prompt, engine.defaults).context
     assert context is not None
     return model.cache_for(context, assembly="relay")
 

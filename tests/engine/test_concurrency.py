@@ -1,0 +1,172 @@
+"""Many threads and event loops at once: known answers, one model thread, none left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from blockattn_rag.check.oracle import oracle_generate
+from blockattn_rag.engine import scheduler as scheduling
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.blocks import Block, BlockPrompt
+from tests.holding import LONGEST_S
+from tests.models import tiny_model, tiny_tokenizer
+
+PASSAGES = [f"Tower {n} is {n * 7} metres tall." for n in range(6)]
+QUESTIONS = ["How tall?", "Which tower is it?"]
+NEW = 5
+THREADS = 16
+ROUNDS = 6
+
+
+@pytest.fixture
+def engines() -> list[BlockAttentionEngine]:
+    """Two engines over one model."""
+    model = BlockModel(tiny_model(), tiny_tokenizer())
+    model.config.block_attention = {"tuned": True}
+    return [BlockAttentionEngine(model), BlockAttentionEngine(model)]
+
+
+def prompt(chance: random.Random) -> list[str]:
+    return [*chance.sample(PASSAGES, chance.randrange(4)), chance.choice(QUESTIONS)]
+
+
+class Work:
+    """What the threads do: each way asks a prompt and compares with the oracle's answer."""
+
+    def __init__(self, engines: list[BlockAttentionEngine]) -> None:
+        self._engines = engines
+        self._expected: dict[tuple[str, ...], list[int]] = {}
+        self._lock = threading.Lock()
+        self.done: Counter[str] = Counter()
+        self.wrong: list[object] = []
+
+    def expected(self, texts: list[str]) -> list[int]:
+        with self._lock:
+            if tuple(texts) not in self._expected:
+                model = self._engines[0].model
+                ids = model.tokenizer.prompt_ids(BlockPrompt.from_texts(texts))
+                ends = sorted(model.end_token_ids)
+                rows = [*ids.context, ids.final]
+                with model.lock:
+                    found = oracle_generate(model.hf_model, rows, NEW, ends)
+                self._expected[tuple(texts)] = found
+            return self._expected[tuple(texts)]
+
+    def check(self, way: str, texts: list[str], found: list[int]) -> None:
+        if found != self.expected(texts):
+            self.wrong.append((way, texts, found))
+        self.done[way] += 1
+
+    def generate(self, engine: BlockAttentionEngine, chance: random.Random) -> None:
+        texts = prompt(chance)
+        answer = engine.generate(texts, max_new_tokens=NEW)
+        self.check("generate", texts, answer.token_ids)
+
+    def stream(self, engine: BlockAttentionEngine, chance: random.Random) -> None:
+        texts = prompt(chance)
+        *_, last = engine.stream(texts, max_new_tokens=NEW)
+        assert last.generation is not None
+        self.check("stream", texts, last.generation.token_ids)
+
+    def leave_a_stream(self, engine: BlockAttentionEngine, chance: random.Random) -> None:
+        with closing(engine.stream(prompt(chance), max_new_tokens=3500)) as stream:
+            next(stream)
+        self.done["left stream"] += 1
+
+    def batch(self, engine: BlockAttentionEngine, chance: random.Random) -> None:
+        many = [prompt(chance) for _ in range(4)]
+        answers = engine.generate_batch(many, max_new_tokens=NEW, batch_size=3)
+        for texts, answer in zip(many, answers, strict=True):
+            self.check("batch", texts, answer.token_ids)
+
+    def encode(self, engine: BlockAttentionEngine, chance: random.Random) -> None:
+        text = f"A new passage, number {chance.random()}."
+        if engine.encode([text]) != [Block(text).handle] or not engine.contains(Block(text)):
+            self.wrong.append(("encode", text))
+        self.done["encode"] += 1
+
+    def cancelled_task(self, engine: BlockAttentionEngine, chance: random.Random) -> None:
+        asyncio.run(self._cancel_one_of_two(engine, chance))
+
+    async def _cancel_one_of_two(self, engine: BlockAttentionEngine, chance: random.Random) -> None:
+        texts = prompt(chance)
+        left = asyncio.create_task(engine.agenerate(prompt(chance), max_new_tokens=3500))
+        stays = asyncio.create_task(engine.agenerate(texts, max_new_tokens=NEW))
+        await asyncio.sleep(0.001 * chance.random())
+        left.cancel()
+        await asyncio.wait([left])
+        self.check("task", texts, (await stays).token_ids)
+        assert left.cancelled()
+        self.done["cancelled task"] += 1
+
+
+def test_sixteen_threads_get_known_answers_and_leave_no_thread_behind(
+    engines: list[BlockAttentionEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduling, "_IDLE_S", 0.01)
+    before = set(threading.enumerate())
+    work = Work(engines)
+    ways: list[Callable[[BlockAttentionEngine, random.Random], None]]
+    ways = [
+        work.generate, work.stream, work.leave_a_stream, work.batch, work.encode,
+        work.cancelled_task,
+    ]  # fmt: skip
+    failures: list[BaseException] = []
+
+    def act(seed: int) -> None:
+        chance = random.Random(seed)
+        try:
+            for turn in range(ROUNDS):
+                ways[(seed + turn) % len(ways)](engines[seed % 2], chance)
+        except BaseException as error:  # noqa: BLE001 -- shown by the test
+            failures.append(error)
+
+    threads = [threading.Thread(target=act, args=(seed,)) for seed in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LONGEST_S)
+    assert not failures
+    assert not work.wrong
+    each = THREADS  # every thread goes through all ways once
+    assert work.done == {
+        "generate": each, "stream": each, "left stream": each, "batch": 4 * each, "encode": each,
+        "task": each, "cancelled task": each,
+    }  # fmt: skip
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LONGEST_S)
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_two_engines_over_one_model_with_seeds_answer_as_alone(
+    engines: list[BlockAttentionEngine], temperature: float
+) -> None:
+    options: dict[str, Any] = {"temperature": temperature, "max_new_tokens": 8}
+    seeds = range(8)
+    alone = [
+        [e.generate(PASSAGES[:3], seed=s, **options).token_ids for s in seeds] for e in engines
+    ]
+    found: list[list[list[int]]] = [[], []]
+
+    def act(index: int) -> None:
+        for seed in seeds:
+            answer = engines[index].generate(PASSAGES[:3], seed=seed, **options)
+            found[index].append(answer.token_ids)
+
+    threads = [threading.Thread(target=act, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONGEST_S)
+    assert found == alone
+    assert len({tuple(ids) for ids in alone[0]}) > 1  # the seeds matter

@@ -1,0 +1,55 @@
+"""Options are parsed and checked once, and are compared as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+
+from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.model.sampling import Sampling
+
+DEFAULTS = GenerateOptions(on_miss="error", assembly="copy")
+
+
+def parse(**options: Any) -> GenerateOptions:
+    return GenerateOptions.parse(options, DEFAULTS)
+
+
+def test_what_is_not_said_is_the_engines_own() -> None:
+    assert parse() == DEFAULTS
+    assert parse(on_miss=None, positions=None).on_miss == "error"
+    assert parse(on_miss="compute").on_miss == "compute"
+
+
+def test_arguments_go_where_they_belong_and_the_rest_to_transformers() -> None:
+    found = parse(mode="full", temperature=0.5, stop="END", num_beams=2)
+    assert found.mode == "full"
+    assert found.sampling == Sampling(temperature=0.5, stop=("END",), extra={"num_beams": 2})
+    assert parse(stop=None).sampling.stop == ()
+
+
+@pytest.mark.parametrize("name", ["mode", "on_miss", "positions", "assembly"])
+def test_an_unknown_word_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be one of .*; found 'nonsense'"):
+        parse(**{name: "nonsense"})
+
+
+def test_equal_options_are_equal_and_others_are_not() -> None:
+    assert parse(top_k=1, num_beams=2) == parse(num_beams=2, top_k=1)
+    assert parse(top_k=1) != parse(top_k=2)
+    assert parse() != "options"
+
+
+def test_options_that_cannot_be_compared_are_unequal() -> None:
+    bias = torch.ones(2)
+    one, other = parse(bias=bias), parse(bias=torch.ones(2))
+    assert one == one
+    assert one != other
+
+
+def test_options_are_not_written_to() -> None:
+    with pytest.raises(FrozenInstanceError):
+        parse().mode = "full"  # type: ignore[misc]
