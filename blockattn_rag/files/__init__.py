@@ -1,1 +1,1 @@
-"""Files and folders: where state lives, and lines of JSON."""
+"""Files and folders: where state lives, JSON lines and their records, files written whole."""
