@@ -1,35 +1,38 @@
-"""Packages that only extras install: imported when they are first used, named when missing."""
+"""Names of packages, imported when they are first used; the extra that installs what is missing."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 
-def import_name(
+def lazy_names(
     package: str,
-    name: str,
     homes: Mapping[str, str],
     *,
-    extra: str,
-    extra_packages: Collection[str],
-) -> object:
-    """What ``package`` calls ``name``, from the module of the package that ``homes`` gives.
+    extra: str = "",
+    extra_packages: Collection[str] = (),
+) -> Callable[[str], Any]:
+    """The ``__getattr__`` of ``package``, for names from the modules inside that ``homes`` gives.
 
-    Raises:
-        AttributeError: the package has no such name.
-        ImportError: one of ``extra_packages`` is not installed; the message names the extra.
+    It raises AttributeError for other names, and ImportError, which names the extra, if one of
+    ``extra_packages`` is not installed.
     """
-    if name not in homes:
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    try:
-        module = importlib.import_module(f"{package}.{homes[name]}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in extra_packages:
-            raise
-        needed = missing_extra(error.name or "", extra)
-        raise ImportError(f"{package}.{name} needs {needed}") from error
-    return getattr(module, name)
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            module = importlib.import_module(f"{package}.{homes[name]}")
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in extra_packages:
+                raise
+            needed = missing_extra(error.name or "", extra)
+            raise ImportError(f"{package}.{name} needs {needed}") from error
+        return getattr(module, name)
+
+    return find
 
 
 def missing_extra(package: str, extra: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from blockattn_rag.lazy import lazy_names
 
 if TYPE_CHECKING:
     from blockattn_rag.engine.engine import BlockAttentionEngine
@@ -21,10 +22,7 @@ _HOMES = {
 __all__ = ["BlockAttentionEngine", "EncodeStats", "Generation", "GenerationChunk", "ReuseStats"]
 
 
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

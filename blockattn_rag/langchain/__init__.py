@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from blockattn_rag.adapters.handles import HANDLE_KEY, live_handles
-from blockattn_rag.lazy import import_name
+from blockattn_rag.lazy import lazy_names
 
 if TYPE_CHECKING:
     from blockattn_rag.langchain.chat import ChatBlockAttention
@@ -49,10 +49,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    return import_name(
-        __name__, name, _HOMES, extra="langchain", extra_packages=("langchain_core", "sklearn")
-    )
+__getattr__ = lazy_names(
+    __name__, _HOMES, extra="langchain", extra_packages=("langchain_core", "sklearn")
+)
 
 
 def __dir__() -> list[str]:

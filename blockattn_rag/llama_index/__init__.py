@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from blockattn_rag.adapters.handles import HANDLE_KEY, live_handles
-from blockattn_rag.lazy import import_name
+from blockattn_rag.lazy import lazy_names
 
 if TYPE_CHECKING:
     from blockattn_rag.llama_index.chroma import add_nodes
@@ -49,7 +49,6 @@ _HOMES = {
     "configure": "synthesis",
     "encode_prompt_head": "synthesis",
 }
-_EXTRA_PACKAGES = ("llama_index", "chromadb", "sklearn")
 
 __all__ = [
     "HANDLE_KEY",
@@ -72,8 +71,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    return import_name(__name__, name, _HOMES, extra="llama-index", extra_packages=_EXTRA_PACKAGES)
+__getattr__ = lazy_names(
+    __name__, _HOMES, extra="llama-index", extra_packages=("llama_index", "chromadb", "sklearn")
+)
 
 
 def __dir__() -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from blockattn_rag.lazy import lazy_names
 
 if TYPE_CHECKING:
     from blockattn_rag.store.base import KVStore, StoreStats, TouchableStore
@@ -84,10 +85,7 @@ def open_store(spec: KVStore | str | Path | None) -> KVStore:
     raise TypeError(f"store must be a KVStore, a path or None, found {type(spec).__name__}")
 
 
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:
