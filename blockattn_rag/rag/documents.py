@@ -33,8 +33,9 @@ class UnreadableFileError(ValueError):
 def load_documents(paths: Sequence[Path], *, exclude: Path | None = None) -> Loaded:
     """Read files, and every visible file below folders, by LlamaIndex's readers.
 
-    Who may write into a folder must not be able to have files from elsewhere read: of the links in
-    a folder, those that stay within it are followed. A link that is itself named is.
+    Links in a folder are followed only where they stay within it, because a person who may write
+    into the folder must not be able to have files from elsewhere read. A link that ``paths`` names
+    is followed.
 
     Args:
         paths: files and folders. A file named here must be readable; an unreadable one found in a
@@ -125,7 +126,7 @@ def _read(file: Path) -> list[Document]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What lies behind an error of a reader, some of which try several times."""
+    """What lies behind a reader's error: the last attempt's, because some readers try again."""
     cause = error.__cause__ or error
     attempt = getattr(cause, "last_attempt", None)
     return (attempt.exception() if attempt else None) or cause
