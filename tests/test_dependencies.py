@@ -16,7 +16,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "blockattn_rag"
-OWN = {"blockattn_rag", "recipes", "tests"}
+# Packages of the repository, and scripts that others beside them import.
+OWN = {"blockattn_rag", "recipes", "tests"} | {f.stem for f in (ROOT / "benchmarks").glob("*.py")}
 FILES = sorted(PACKAGE.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
