@@ -80,11 +80,7 @@ def modules(file: Path, *, at_import: bool = False) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [node.module]
         for name in names:
-            if name.split(".")[0] not in sys.stdlib_module_names | {
-                "blockattn_rag",
-                "recipes",
-                "tests",
-            }:
+            if name.split(".")[0] not in sys.stdlib_module_names | OWN:
                 yield name
         waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, skipped)]
 
