@@ -1,6 +1,6 @@
-"""Segments: the distinct blocks of a batch of contexts, small ones joined, and who reads them.
+"""Segments: the distinct blocks of a batch of contexts, small ones joined, with their readers.
 
-A *pair* is a segment and one place where a request has it; a request may have a block twice.
+A *pair* is a segment and one place of it in a request. A request may hold a block twice.
 
 Shapes: ``R`` requests, ``K`` key-value heads, ``Q`` query rows, ``N`` key tokens, ``D`` head size.
 """

@@ -1,7 +1,8 @@
 """Machine constants: what is fastest on one type of device. None of them changes a result by more
 than rounding.
 
-Each names the benchmark that measures it, or says that it was reasoned and not measured.
+Beside each stands the benchmark that measures it, or that it was reasoned and not measured. Figures
+of benchmarks/attention.py came from trials before that script was there, and were not kept.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ CPU = Tuning(
     matmul_keys=512,
     online_rows=384,  # benchmarks/attention.py, "strategies"
     most_scores=1 << 24,  # 64 MiB in float32; a bound on memory, reasoned
-    # Denormal numbers take the processor up to a hundred times as long; e-60 is far below rounding.
+    # Exponentials that are denormal numbers take some fifty times as long; e-60 is below rounding.
     least_log_weight=-60.0,  # benchmarks/attention.py, "denormal"
     packed_rows=range(4, 256),  # benchmarks/packing.py
 )

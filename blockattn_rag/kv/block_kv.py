@@ -66,9 +66,9 @@ class BlockKV:
         return len(self.keys)
 
     @property
-    def token_outline(self) -> list[tuple[int, int, torch.dtype]]:
+    def token_outline(self) -> tuple[tuple[int, int, torch.dtype], ...]:
         """Heads, head size and number type of each layer's keys, and then values."""
-        return [(t.shape[0], t.shape[2], t.dtype) for t in (*self.keys, *self.values)]
+        return outline((*self.keys, *self.values))
 
     @property
     def nbytes(self) -> int:
@@ -91,6 +91,11 @@ class BlockKV:
             token_ids=self.token_ids.clone(),
             pending_copy=None,
         )
+
+
+def outline(states: Sequence[Tensor]) -> tuple[tuple[int, int, torch.dtype], ...]:
+    """Heads, head size and number type of states ``[heads, tokens, head_dim]``."""
+    return tuple((t.shape[0], t.shape[2], t.dtype) for t in states)
 
 
 def store_key(fingerprint: str, digest: str) -> str:

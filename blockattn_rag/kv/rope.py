@@ -80,17 +80,17 @@ def shift_positions(states: Tensor, offset: int, layout: RotaryLayout) -> Tensor
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Tensor:
-    """Turn the pairs of dimensions of ``[..., tokens, head_dim]`` by the angle of cos and sin.
+    """Rotate the pairs of dimensions of ``[..., tokens, head_dim]`` by the angle of cos and sin.
 
     ``cos`` and ``sin`` are as from ``cos_sin``, ``[1 or tokens, rotary_dim]``, or anything that
     broadcasts with the states.
     """
     rotary = states[..., : layout.rotary_dim].float()
-    turned = (rotary * cos).addcmul_(_partners(rotary, layout.pairing), sin).to(states.dtype)
+    rotated = (rotary * cos).addcmul_(_partners(rotary, layout.pairing), sin).to(states.dtype)
     if layout.rotary_dim == states.shape[-1]:
-        return turned
+        return rotated
     rest = states[..., layout.rotary_dim :]
-    return torch.cat([turned, rest.expand(*turned.shape[:-1], -1)], dim=-1)
+    return torch.cat([rotated, rest.expand(*rotated.shape[:-1], -1)], dim=-1)
 
 
 def _partners(states: Tensor, pairing: Pairing) -> Tensor:

@@ -6,7 +6,8 @@ has blocks of its own. So the forward is recorded in pieces, cut at every attent
 between two attentions is replayed, and relay attention runs in between as it always does. Questions
 are padded on the right to a few lengths, the buckets, each of which is recorded once.
 
-*Tested on a CPU with a recorder that stands in for CUDA's; not run on a GPU yet.*
+*Tested with a recorder of the CPU in the place of ``attention.cuda.CudaRecorder``; not run on a GPU
+yet.*
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Recorder(Protocol):
 
 
 class _DryRun:
-    """Records nothing: a first forward, in which libraries set themselves up."""
+    """Records nothing, for a first forward, in which libraries set themselves up."""
 
     def session(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -76,7 +77,7 @@ class _Piece(NamedTuple):
 
 
 class _Cutter:
-    """Stands where a relay plan stands, and cuts the record at every attention."""
+    """Takes the place of a relay plan, and cuts the record at every attention."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -174,7 +175,7 @@ class GraphedForward:
         self._recorder = recorder
         self._recorded: dict[int, _Recorded] = {}
         self._works = True
-        # Several engines may share the model, and so the memory of its records.
+        # Engines that share the model share the memory of its records.
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -218,11 +219,11 @@ _HARMLESS = {"return_dict", "cache_position", "logits_to_keep"}
 
 
 def _can_replay(kwargs: dict[str, Any]) -> bool:
-    """Whether this is one request over placed blocks, of which the last logits are wanted."""
+    """Whether this forward computes the last logits of one request over placed blocks."""
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     if not isinstance(kwargs.get("past_key_values"), RelayCache) or ids is None:
         return False
-    # Records are made and replayed by the engine, which wants no gradients.
+    # Records hold no gradients.
     if ids.shape[0] > 1 or ids.shape[1] > BUCKETS[-1] or not torch.is_inference_mode_enabled():
         return False
     wanted = kwargs.get("logits_to_keep", 0)

@@ -75,7 +75,7 @@ def pack_linears(hf_model: nn.Module) -> int:
 
 
 def _can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether this is an ordinary linear layer whose ``forward`` nobody else has replaced."""
+    """Whether this is an ordinary linear layer, whose ``forward`` is its own or ours."""
     if type(module) is not nn.Linear:
         return False
     forward = vars(module).get("forward")

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.kv.block_kv import outline
 from blockattn_rag.kv.rope import LayoutFit, RotaryLayout, fit_layout, relative_error
 from blockattn_rag.model.tolerances import STATES, WIDEST
 
@@ -34,12 +35,14 @@ class AttentionProfile:
         layouts: rotary layout per layer; layers that rotate alike share one object.
         windows: sliding window per layer in tokens, None for full attention.
         max_context_tokens: longest prompt plus answer for which positions are exact.
+        token_outline: what ``BlockKV.token_outline`` is for this model's blocks.
         key_error, value_error: largest relative errors seen by the probe.
     """
 
     layouts: tuple[RotaryLayout, ...]
     windows: tuple[int | None, ...]
     max_context_tokens: int
+    token_outline: tuple[tuple[int, int, torch.dtype], ...]
     key_error: float
     value_error: float
 
@@ -52,7 +55,7 @@ def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
     """
     windows = _layer_windows(hf_model)
     limit = position_limit(hf_model.config)
-    fits, value_error = _measure(hf_model, len(windows), limit)
+    home, fits, value_error = _measure(hf_model, len(windows), limit)
     if not any(fit.layout.rotates for fit in fits):
         raise _refusal(
             hf_model,
@@ -63,6 +66,7 @@ def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
         layouts=_shared(fits),
         windows=windows,
         max_context_tokens=limit,
+        token_outline=outline([states for pair in zip(*home, strict=True) for states in pair]),
         key_error=max(fit.error for fit in fits),
         value_error=value_error,
     )
@@ -139,8 +143,12 @@ def _rope_parameters(parameters: Any) -> Iterator[Mapping[str, Any]]:
 @torch.inference_mode()
 def _measure(
     hf_model: PreTrainedModel, num_layers: int, limit: int
-) -> tuple[list[LayoutFit], float]:
-    """Fit every layer's keys, and check that values do not move, on a short random probe."""
+) -> tuple[list[tuple[Tensor, Tensor]], list[LayoutFit], float]:
+    """Fit every layer's keys, and check that values do not move, on a short random probe.
+
+    Returns:
+        The probe's states, each layer's fit, the largest error of values.
+    """
     offsets = [o for o in _PROBE_OFFSETS if o + _PROBE_TOKENS <= limit]
     offsets = offsets or [max(1, limit - _PROBE_TOKENS)]
     home = probe_states(hf_model)
@@ -164,7 +172,7 @@ def _measure(
                 "tables found)",
             )
         fits.append(fit)
-    return fits, value_error
+    return home, fits, value_error
 
 
 def _refuse_foresight(
@@ -209,9 +217,9 @@ def probe_states(
 
 
 def check_ready(hf_model: PreTrainedModel) -> None:
-    """Refuse to compute keys and values that nobody would know by how they were computed.
+    """Refuse to compute keys and values in a way that their fingerprint does not tell.
 
-    Autocast holds for one thread, and KV is shared by all: threads of streams, other processes.
+    Autocast holds for one thread, but KV is shared by all threads and by other processes.
 
     Raises:
         ValueError: the model is being trained (dropout, checkpoints instead of caches), or autocast

@@ -1,9 +1,9 @@
 """Relay attention inside transformers: an attention function that models call by name.
 
 No model code is touched. The attention function is registered by name and set on the model; it does
-what the model did before unless the forward that runs was given a ``RelayCache``. Hooks before and
-after each forward of the model see to that: whatever else runs the model meanwhile, such as a
-logits processor with a cache of its own, attends as ever. The plan of the forward that runs stands
+what the model did before unless the running forward was given a ``RelayCache``. Hooks before and
+after each forward of the model note its cache: a forward within a forward, such as that of a logits
+processor with a cache of its own, attends as ever. The plan of the forward that runs stands
 in a context variable, so several engines and threads may run at once.
 """
 

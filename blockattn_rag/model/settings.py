@@ -167,7 +167,7 @@ def _described(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
         yield path, _name(type(value))
         # Modules have their own place among the settings, or none.
         held = {} if isinstance(value, nn.Module) else dict(getattr(value, "__dict__", {}))
-        call = getattr(type(value), "__call__", None)  # noqa: B004 -- its code is wanted
+        call = getattr(type(value), "__call__", None)  # noqa: B004 -- its code counts
         if isinstance(call, FunctionType):
             held["__call__"] = call
     if depth:

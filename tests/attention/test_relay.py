@@ -276,7 +276,7 @@ def test_each_forward_of_a_plan_chooses_anew() -> None:
     """The same plan serves a question, the tokens of its answer, and queries of other types."""
     context = place(blocks_of([40, 1, 17, 60]))
     plan = relay_plan([context], [LAYOUT, NO_ROTATION])
-    for tokens, masked in ((6, True), (1, False), (1, True), (6, False)):
+    for tokens, masked in ((1, False), (6, True), (1, True), (6, False)):
         query = random(1, HEADS, tokens, SIZE, seed=7)
         tail = random(1, KV_HEADS, 6, SIZE, seed=8), random(1, KV_HEADS, 6, SIZE, seed=9)
         mask = torch.ones(1, 1, tokens, 6, dtype=torch.bool).tril(5 - tokens) if masked else None
@@ -285,6 +285,9 @@ def test_each_forward_of_a_plan_chooses_anew() -> None:
             ours, seen = (tail[0][0], tail[1][0]), None if mask is None else mask[0]
             expected = by_moving_the_keys(query[0], context, ours, seen, layer, layout)
             assert (found - expected).abs().max() <= RELAY_BUDGET
+    assert attended(plan, query, tail)[0] == on_cpu("online softmax")
+    with torch.enable_grad():
+        assert attended(plan, query, tail)[0] == "merged parts"
     half = random(1, HEADS, 6, SIZE, seed=7).bfloat16()
     states = random(1, KV_HEADS, 6, SIZE, seed=8).bfloat16()
     empty = relay_plan([place([])], [LAYOUT, LAYOUT])
