@@ -113,6 +113,12 @@ def test_the_core_knows_no_framework() -> None:
             assert not roots & FRAMEWORKS, module
 
 
+def test_nothing_in_the_package_imports_what_stays_in_the_repository() -> None:
+    for module, file in MODULES.items():
+        roots = {name.split(".")[0] for name in imported(file)}
+        assert not roots & {"recipes", "benchmarks", "tests"}, module
+
+
 def test_only_the_seam_knows_transformers() -> None:
     users = {
         floor_of(module)
