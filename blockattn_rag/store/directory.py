@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
+from blockattn_rag.files.atomic import is_temporary, sync_folder
 from blockattn_rag.kv.block_kv import BlockKV, store_key
 from blockattn_rag.store.base import StoreStats, check_key_of, is_key, warn_of_refused
 from blockattn_rag.store.checks import check_storable, is_finite
@@ -20,7 +21,6 @@ from blockattn_rag.store.eviction import SizeBound, StoredFile
 from blockattn_rag.store.files import (
     age_s,
     explained,
-    is_temporary,
     make_folder,
     mark_used,
     names_in,
@@ -28,7 +28,6 @@ from blockattn_rag.store.files import (
     read_whole,
     remove,
     remove_unused,
-    sync_folder,
     write_whole,
 )
 from blockattn_rag.store.format import FORMAT, VERSION, FormatError, decode, encode, read_header

@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
-import secrets
 import stat
 import time
 from typing import TYPE_CHECKING
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from blockattn_rag.errors import CorruptEntryError, StoreError
+from blockattn_rag.files.atomic import replacing, temporary_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 _FILE_MODE = 0o600
 _FOLDER_MODE = 0o700
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -41,11 +39,6 @@ def explained(doing: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreError(f"cannot {doing} {path}: {error.strerror or error}") from error
-
-
-def is_temporary(name: str) -> bool:
-    """Whether a file of this name is being written or deleted, or was left by who died at that."""
-    return _TEMPORARY.fullmatch(name) is not None
 
 
 def names_in(folder: Path) -> list[str]:
@@ -67,31 +60,12 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 
 
 def write_whole(path: Path, buffers: Iterable[memoryview], *, fsync: bool) -> None:
-    """Whole or not at all: temporary name in the same folder, flush, rename, flush folder."""
-    temporary = _temporary_name(path)
-    try:
-        with open(temporary, "xb", opener=_open_private) as file:
-            for buffer in buffers:
-                file.write(buffer)
-            file.flush()
-            mark_used(file.fileno())
-            if fsync:
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):  # gone if all went well; if not, tell that error
-            temporary.unlink()
-    if fsync:
-        sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the folder's own list of names durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Write a file, used now, that is there whole or not at all; see ``atomic.replacing``."""
+    with replacing(path, mode=_FILE_MODE, fsync=fsync) as file:
+        for buffer in buffers:
+            file.write(buffer)
+        file.flush()  # first, because writing would change the time again
+        mark_used(file.fileno())
 
 
 @contextlib.contextmanager
@@ -176,7 +150,7 @@ def remove_unused(path: Path, used_ns: int) -> bool | None:
     Returns:
         True if it was deleted, False if it was used, None if it was gone.
     """
-    aside = _temporary_name(path)
+    aside = temporary_name(path)
     try:
         os.rename(path, aside)
         if os.stat(aside).st_mtime_ns == used_ns:
@@ -187,14 +161,6 @@ def remove_unused(path: Path, used_ns: int) -> bool | None:
     except FileNotFoundError:
         return None
     return False
-
-
-def _temporary_name(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, _FILE_MODE)
 
 
 def _open_at_once(path: str, flags: int) -> int:
