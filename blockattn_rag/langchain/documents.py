@@ -14,6 +14,7 @@ from langchain_core.prompts import (
 )
 from pydantic import Field, model_validator
 
+from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.handles import DIGEST_KEY, HANDLE_KEY, TEXT_VARIABLE, source_of
 from blockattn_rag.prompts.blocks import handle_of
 from blockattn_rag.prompts.markers import wrap
@@ -40,6 +41,10 @@ class BlockDocumentPrompt(StringPromptTemplate):
 
     document_prompt: BasePromptTemplate[str] = Field(default_factory=_page_content)
     input_variables: list[str] = Field(default_factory=list)
+
+    def __init__(self, **kwargs: Any) -> None:
+        check_known(type(self), kwargs, type(self).model_fields)
+        super().__init__(**kwargs)
 
     @model_validator(mode="after")
     def _take_variables(self) -> Self:

@@ -8,6 +8,7 @@ from typing import Any
 from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
 from llama_index.core.bridge.pydantic import Field
 
+from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.hashed_embedding import hashed_vectors
 
 
@@ -24,6 +25,7 @@ class HashingEmbedding(BaseEmbedding):
     dimensions: int = Field(default=2048, description="Length of the vectors.", gt=0)
 
     def __init__(self, dimensions: int = 2048, **kwargs: Any) -> None:
+        check_known(type(self), kwargs, type(self).model_fields)
         super().__init__(**{"model_name": "hashing", "dimensions": dimensions, **kwargs})
 
     @classmethod

@@ -71,3 +71,10 @@ def test_a_document_that_became_empty_loses_its_stamp() -> None:
     stamped = BlockDocumentPrompt().stamp(Document("text"))
     emptied = stamped.model_copy(update={"page_content": " "})
     assert BlockDocumentPrompt().stamp(emptied).metadata == {}
+
+
+def test_unknown_arguments_are_refused_with_the_nearest_that_is_known() -> None:
+    with pytest.raises(
+        TypeError, match=r"no argument 'document_promt' \(did you mean 'document_prompt'"
+    ):
+        BlockDocumentPrompt(document_promt=PromptTemplate.from_template("{page_content}"))

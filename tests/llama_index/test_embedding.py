@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from llama_index.core.schema import TextNode
 
 from blockattn_rag.llama_index import HashingEmbedding
@@ -28,3 +29,9 @@ def test_it_embeds_nodes_in_a_pipeline_and_survives_a_dict() -> None:
     embed = HashingEmbedding.from_dict(HashingEmbedding(32).to_dict())
     [node] = embed([TextNode(text="otter")])
     assert len(node.get_embedding()) == 32
+
+
+def test_unknown_arguments_are_refused_with_the_nearest_that_is_known() -> None:
+    with pytest.raises(TypeError, match=r"HashingEmbedding has no argument 'dimension' \(did you"):
+        HashingEmbedding(dimension=8)
+    assert HashingEmbedding.from_dict(HashingEmbedding(8).to_dict()).dimensions == 8
