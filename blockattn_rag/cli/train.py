@@ -5,7 +5,7 @@ The options are made from the fields of ``FinetuneConfig`` and ``LoraConfig``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import Field, fields
 from enum import StrEnum
 from inspect import Parameter, Signature
@@ -16,7 +16,7 @@ import typer
 
 from blockattn_rag.cli.output import JsonOption, ModelArgument, count, duration, emit, note, working
 from blockattn_rag.rag.model_names import existing_model, loading
-from blockattn_rag.training.config import FinetuneConfig, LoraConfig, OnError
+from blockattn_rag.training.config import FinetuneConfig, LoraConfig, OnError, Range
 
 if TYPE_CHECKING:
     from blockattn_rag.training.report import FinetuneReport
@@ -61,20 +61,21 @@ def _options() -> Iterator[Parameter]:
     types = get_type_hints(FinetuneConfig, localns={"Positions": str})
     for setting in fields(FinetuneConfig):
         if setting.metadata:
-            bounds = setting.metadata["range"].bounds if setting.metadata["range"] else {}
-            yield _option(setting, setting.name, types[setting.name], setting.default, bounds)
+            range_ = setting.metadata["range"]
+            yield _option(setting, setting.name, types[setting.name], setting.default, range_)
     types = get_type_hints(LoraConfig)
     for setting in fields(LoraConfig):  # no default: options that were not given are not passed on
-        yield _option(setting, f"lora_{setting.name}", types[setting.name] | None, None, {})
+        yield _option(setting, f"lora_{setting.name}", types[setting.name] | None, None)
     yield Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption)
 
 
 def _option(
-    setting: Field[Any], name: str, kind: Any, default: Any, bounds: Mapping[str, int]
+    setting: Field[Any], name: str, kind: Any, default: Any, range_: Range | None = None
 ) -> Parameter:
-    """The option of a setting; ``bounds``: the least (``min``) and the greatest number."""
+    """The option of a setting; ``range_``: of the numbers that the command line itself accepts."""
     kind, default = _SPELT.get(name, (str if get_origin(kind) is Literal else kind, default))
     flag = _SHORTER.get(name, name).replace("_", "-")
+    bounds = range_.bounds if range_ else {}
     option = typer.Option(
         f"--{flag}/--no-{flag}" if default is True else f"--{flag}",
         help=setting.metadata["help"] or None,
@@ -82,9 +83,8 @@ def _option(
         min=bounds.get("min"),
         max=bounds.get("max"),
     )
-    return Parameter(
-        name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
-    )
+    kind = Annotated[kind, option]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 # typer reads the options from the signature.
@@ -106,11 +106,9 @@ def _adapters(options: dict[str, Any]) -> LoraConfig | None:
     """Take the options of adapters out of ``options``; None where no adapters are wanted."""
     found = {setting.name: options.pop(f"lora_{setting.name}") for setting in fields(LoraConfig)}
     given = {name: value for name, value in found.items() if value is not None}
+    if given and not options["lora"]:
+        raise ValueError("the adapters' options need --lora: without it, all weights are trained")
     if not options["lora"]:
-        if given:
-            raise ValueError(
-                "the adapters' options need --lora: without it, all weights are trained"
-            )
         return None
     targets = given.pop("target_modules", ["all-linear"])
     if targets != ["all-linear"]:
@@ -122,15 +120,13 @@ def _show(report: FinetuneReport, as_json: bool, *, adapters: bool) -> None:
     skipped = [*report.train.skipped, *report.evaluation.skipped]
     for reason in skipped:
         note(f"left out: {reason}")
+    losses = report.eval_losses.items()
     data = {
         "output": str(report.output),
         "steps": report.steps,
         "seconds": report.seconds,
         "loss": report.loss,
-        "eval_losses": {
-            mode: {"before": before, "after": after}
-            for mode, (before, after) in report.eval_losses.items()
-        },
+        "eval_losses": {mode: {"before": first, "after": last} for mode, (first, last) in losses},
         "skipped": skipped,
         "history": report.history,
     }

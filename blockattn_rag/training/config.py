@@ -3,34 +3,30 @@
 Each setting has its help text, and a number its range, in the metadata of its field: the command
 line makes its options from them. No torch here, because ``--help`` must not load it.
 """
+# ruff: noqa: RUF009  The functions called in the classes return dataclasses.field.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from blockattn_rag.engine.results import Mode
 
 if TYPE_CHECKING:
     from blockattn_rag.kv.context import Positions
 
+T = TypeVar("T")
 Attention = Literal["auto", "eager", "sdpa", "flex_attention"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 OnError = Literal["raise", "skip"]
 Scheduler = Literal[
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
     "inverse_sqrt",
-]
+]  # fmt: skip
 
 # These settings do not change what is learned, so a resumed run may have other values of them.
 # Data files are compared by content.
@@ -58,7 +54,7 @@ _SEED = Range("0 to 4294967295", lambda found: 0 <= found < 2**32)  # what numpy
 
 def _check_numbers(settings: LoraConfig | FinetuneConfig, owner: str = "") -> None:
     """Raises ``ValueError`` unless each number is None, or finite and in its range."""
-    for setting in dataclasses.fields(settings):
+    for setting in fields(settings):
         found, range_ = getattr(settings, setting.name), setting.metadata.get("range")
         if found is None or range_ is None:
             continue
@@ -66,15 +62,19 @@ def _check_numbers(settings: LoraConfig | FinetuneConfig, owner: str = "") -> No
             raise ValueError(f"{owner}{setting.name} is {found}, expected {range_.words}")
 
 
-def _about(panel: str | None, text: str, range_: Range | None = None) -> dict[str, Any]:
-    """Metadata of a setting: its help text, the panel of the help to show it in, and its range."""
-    return {"help": text, "panel": panel, "range": range_}
+def _about(text: str, range_: Range | None = None, panel: str | None = None) -> dict[str, object]:
+    """Metadata of a setting: its help text, its range, and the panel of the help to show it in."""
+    return {"help": text, "range": range_, "panel": panel}
 
 
-_run = partial(_about, None)
-_learned = partial(_about, "What is learned")
-_optimizer = partial(_about, "Optimizer and adapters")
-_speed = partial(_about, "Memory and speed")
+def _setting(panel: str | None, default: T, text: str, range_: Range | None = None) -> T:
+    return field(default=default, metadata=_about(text, range_, panel))
+
+
+_run = partial(_setting, None)
+_learned = partial(_setting, "What is learned")
+_optimizer = partial(_setting, "Optimizer and adapters")
+_speed = partial(_setting, "Memory and speed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +86,11 @@ class LoraConfig:
         target_modules: names of the layers, or ``"all-linear"``.
     """
 
-    rank: int = field(default=16, metadata=_optimizer("Of the adapters; 16.", _COUNT))
-    alpha: int = field(default=32, metadata=_optimizer("Of the adapters; twice the rank.", _COUNT))
-    dropout: float = field(default=0.0, metadata=_optimizer("Of the adapters; 0.", _BELOW_1))
-    target_modules: str | tuple[str, ...] = field(
-        default="all-linear", metadata=_optimizer("Layers with adapters; repeatable; all-linear.")
+    rank: int = _optimizer(16, "Of the adapters; 16.", _COUNT)
+    alpha: int = _optimizer(32, "Of the adapters; twice the rank.", _COUNT)
+    dropout: float = _optimizer(0.0, "Of the adapters; 0.", _BELOW_1)
+    target_modules: str | tuple[str, ...] = _optimizer(
+        "all-linear", "Layers with adapters; repeatable; all-linear."
     )
 
     def __post_init__(self) -> None:
@@ -139,78 +139,47 @@ class FinetuneConfig:
     """
 
     model: str
-    output: str | Path = field(metadata=_run("Folder of the result; appears when complete."))
+    output: str | Path = field(metadata=_about("Folder of the result; appears when complete."))
     train_data: Sequence[str | Path] = field(
-        metadata=_run("Training data, JSON lines; may be repeated.")
+        metadata=_about("Training data, JSON lines; may be repeated.")
     )
-    eval_data: Sequence[str | Path] = field(
-        default=(), metadata=_run("Data to evaluate on; may be repeated.")
+    eval_data: Sequence[str | Path] = _run((), "Data to evaluate on; may be repeated.")
+    modes: tuple[Mode, ...] = _learned(
+        ("block", "full"), "block,full (the papers'), block or full."
     )
-    modes: tuple[Mode, ...] = field(
-        default=("block", "full"), metadata=_learned("block,full (the papers'), block or full.")
+    positions: Positions = _learned("reordered", "reordered, or composite (ablation).")
+    prompt_format: str = _learned("chat", "chat, block-attention or turborag.")
+    blocks_per_turn: int = _learned(
+        1, 'Of lines with "messages": most blocks of a turn; 1 keeps turns whole.', _COUNT
     )
-    positions: Positions = field(
-        default="reordered", metadata=_learned("reordered, or composite (ablation).")
-    )
-    prompt_format: str = field(
-        default="chat", metadata=_learned("chat, block-attention or turborag.")
-    )
-    blocks_per_turn: int = field(
-        default=1,
-        metadata=_learned(
-            'Of lines with "messages": most blocks of a turn; 1 keeps turns whole.', _COUNT
-        ),
-    )
-    on_error: OnError = field(
-        default="raise", metadata=_run("Stop at a bad line, or leave it out.")
-    )
-    max_tokens: int | None = field(default=None, metadata=_run("Longest sample.", _COUNT))
-    context_loss_weight: float = field(
-        default=0.0, metadata=_learned("Loss weight of all but the answers.", _SHARE)
-    )
-    epochs: float = field(default=1.0, metadata=_run("Passes over the data.", _ABOVE_0))
-    max_steps: int | None = field(default=None, metadata=_run("Instead of epochs.", _COUNT))
-    learning_rate: float = field(default=2e-5, metadata=_run("Peak learning rate.", _ABOVE_0))
-    lr_scheduler: Scheduler = field(
-        default="linear", metadata=_optimizer("linear, cosine, constant, ...")
-    )
-    batch_size: int = field(default=64, metadata=_run("Samples of an optimizer step.", _COUNT))
-    per_device_batch_size: int = field(
-        default=1, metadata=_speed("Samples of one forward pass.", _COUNT)
-    )
-    warmup_steps: int = field(
-        default=20, metadata=_optimizer("Steps of rising learning rate.", _FROM_0)
-    )
-    weight_decay: float = field(default=0.0, metadata=_optimizer("", _FROM_0))
-    adam_beta2: float = field(default=0.999, metadata=_optimizer("", _BELOW_1))
-    max_grad_norm: float = field(
-        default=1.0, metadata=_optimizer("Longer gradients are cut.", _FROM_0)
-    )
-    lora: LoraConfig | None = field(
-        default=None, metadata=_optimizer("Train low-rank adapters, not all weights.")
-    )
-    packing: bool = field(default=False, metadata=_speed("Several samples a row."))
-    group_by_length: bool = field(
-        default=True, metadata=_speed("Batches of samples of about one length.")
-    )
-    attention: Attention = field(
-        default="auto", metadata=_speed("auto, eager, sdpa, flex_attention.")
-    )
-    dtype: Dtype = field(default="float32", metadata=_speed("Of the weights."))
-    bf16: bool = field(default=False, metadata=_speed("Compute in bfloat16."))
-    gradient_checkpointing: bool = field(default=False, metadata=_speed("Trade time for memory."))
-    seed: int = field(default=0, metadata=_run("Of all that is random.", _SEED))
-    eval_steps: int = field(
-        default=0, metadata=_run("Evaluate that often; 0: at start and end.", _FROM_0)
-    )
-    logging_steps: int = field(default=10, metadata=_run("Steps between reports of loss.", _COUNT))
-    save_steps: int = field(default=200, metadata=_run("Steps between checkpoints.", _COUNT))
-    keep_checkpoints: bool = field(
-        default=False, metadata=_run("Leave them in OUTPUT.work at the end.")
-    )
-    resume: bool = field(default=False, metadata=_run("Go on with an interrupted run."))
-    overwrite: bool = field(default=False, metadata=_run("Replace an earlier result."))
-    progress: bool = field(default=True, metadata=_run("Show how far it is."))
+    on_error: OnError = _run("raise", "Stop at a bad line, or leave it out.")
+    max_tokens: int | None = _run(None, "Longest sample.", _COUNT)
+    context_loss_weight: float = _learned(0.0, "Loss weight of all but the answers.", _SHARE)
+    epochs: float = _run(1.0, "Passes over the data.", _ABOVE_0)
+    max_steps: int | None = _run(None, "Instead of epochs.", _COUNT)
+    learning_rate: float = _run(2e-5, "Peak learning rate.", _ABOVE_0)
+    lr_scheduler: Scheduler = _optimizer("linear", "linear, cosine, constant, ...")
+    batch_size: int = _run(64, "Samples of an optimizer step.", _COUNT)
+    per_device_batch_size: int = _speed(1, "Samples of one forward pass.", _COUNT)
+    warmup_steps: int = _optimizer(20, "Steps of rising learning rate.", _FROM_0)
+    weight_decay: float = _optimizer(0.0, "", _FROM_0)
+    adam_beta2: float = _optimizer(0.999, "", _BELOW_1)
+    max_grad_norm: float = _optimizer(1.0, "Longer gradients are cut.", _FROM_0)
+    lora: LoraConfig | None = _optimizer(None, "Train low-rank adapters, not all weights.")
+    packing: bool = _speed(False, "Several samples a row.")
+    group_by_length: bool = _speed(True, "Batches of samples of about one length.")
+    attention: Attention = _speed("auto", "auto, eager, sdpa, flex_attention.")
+    dtype: Dtype = _speed("float32", "Of the weights.")
+    bf16: bool = _speed(False, "Compute in bfloat16.")
+    gradient_checkpointing: bool = _speed(False, "Trade time for memory.")
+    seed: int = _run(0, "Of all that is random.", _SEED)
+    eval_steps: int = _run(0, "Evaluate that often; 0: at start and end.", _FROM_0)
+    logging_steps: int = _run(10, "Steps between reports of loss.", _COUNT)
+    save_steps: int = _run(200, "Steps between checkpoints.", _COUNT)
+    keep_checkpoints: bool = _run(False, "Leave them in OUTPUT.work at the end.")
+    resume: bool = _run(False, "Go on with an interrupted run.")
+    overwrite: bool = _run(False, "Replace an earlier result.")
+    progress: bool = _run(True, "Show how far it is.")
 
     def __post_init__(self) -> None:
         if not self.train_data or isinstance(self.train_data, (str, Path)):
@@ -233,14 +202,13 @@ class FinetuneConfig:
         return work_of(Path(self.output))
 
     @property
-    def marker(self) -> dict[str, Any]:
+    def marker(self) -> dict[str, object]:
         """What is written into the model's config: how it was block fine-tuned."""
         return {"version": 1, "modes": list(self.modes), "positions": self.positions}
 
-    def decisive(self) -> dict[str, Any]:
+    def decisive(self) -> dict[str, object]:
         """The settings that decide the result."""
-        settings = dataclasses.asdict(self)
-        return {k: v for k, v in settings.items() if k not in _INCIDENTAL}
+        return {k: v for k, v in asdict(self).items() if k not in _INCIDENTAL}
 
 
 def _choices() -> dict[str, tuple[str, ...]]:
