@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-HOME_VARIABLE = "BLOCKATTN_RAG_HOME"
-
 
 def state_folder() -> Path:
     """``$BLOCKATTN_RAG_HOME``, or a folder of ours below the user's cache folder
@@ -15,6 +13,6 @@ def state_folder() -> Path:
     Raises:
         RuntimeError: the user has no home folder.
     """
-    if home := os.environ.get(HOME_VARIABLE):
+    if home := os.environ.get("BLOCKATTN_RAG_HOME"):
         return Path(home)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockattn_rag"

@@ -19,7 +19,8 @@ _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or fal
 def of_kind(value: object, kind: type[Kind], name: str) -> Kind:
     """``value``, which must be a ``dict``, ``list``, ``str`` or ``bool``, as ``kind`` says."""
     if not isinstance(value, kind):
-        raise DataError(f"found {name} of {_kind_of(value)}, expected {_KINDS[kind]}")
+        found = "null" if value is None else _KINDS.get(type(value), "a number")
+        raise DataError(f"found {name} of {found}, expected {_KINDS[kind]}")
     return value
 
 
@@ -54,7 +55,3 @@ def list_of(record: Record, key: str, *, may_be_empty: bool = False) -> Sequence
 def listed(keys: Iterable[str]) -> str:
     """Keys in quotes, sorted, with commas between."""
     return ", ".join(repr(key) for key in sorted(keys)) or "none"
-
-
-def _kind_of(value: object) -> str:
-    return "null" if value is None else _KINDS.get(type(value), "a number")

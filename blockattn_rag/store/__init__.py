@@ -27,18 +27,10 @@ DEFAULT_RESIDENT_BYTES = 1 << 30
 """What an engine keeps ready on the model's device of the blocks that it read: 1 GiB."""
 
 _HOMES = {
-    "KVStore": "base",
-    "StoreStats": "base",
-    "TouchableStore": "base",
-    "DirectoryStore": "directory",
-    "EntryInfo": "directory",
-    "GcReport": "maintenance",
-    "ShrinkReport": "maintenance",
-    "VerifyReport": "maintenance",
-    "gc": "maintenance",
-    "shrink": "maintenance",
-    "verify": "maintenance",
-    "MemoryStore": "memory",
+    "base": "KVStore StoreStats TouchableStore",
+    "directory": "DirectoryStore EntryInfo",
+    "maintenance": "GcReport ShrinkReport VerifyReport gc shrink verify",
+    "memory": "MemoryStore",
 }
 
 __all__ = [
@@ -85,7 +77,9 @@ def open_store(spec: KVStore | str | Path | None) -> KVStore:
     raise TypeError(f"store must be a KVStore, a path or None, found {type(spec).__name__}")
 
 
-__getattr__ = lazy_names(__name__, _HOMES)
+__getattr__ = lazy_names(
+    __name__, {name: home for home, names in _HOMES.items() for name in names.split()}
+)
 
 
 def __dir__() -> list[str]:

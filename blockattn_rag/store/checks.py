@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.block_kv import BlockKV
 
 DTYPES = {
     "F64": torch.float64,

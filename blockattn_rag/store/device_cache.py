@@ -5,17 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from blockattn_rag.errors import StoreError
-from blockattn_rag.store.base import ResidentStore, touch
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.store.base import KVStore, ResidentStore, StoreStats, touch
 from blockattn_rag.store.memory import MemoryStore
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from blockattn_rag.kv.block_kv import BlockKV
-    from blockattn_rag.store.base import KVStore, StoreStats
 
 logger = logging.getLogger("blockattn_rag")
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
 import os
 import re
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
-from blockattn_rag.files.atomic import is_temporary, sync_folder
+from blockattn_rag.files.atomic import is_temporary, replacing, sync_folder
 from blockattn_rag.kv.block_kv import BlockKV, store_key
 from blockattn_rag.store.base import StoreStats, check_key_of, is_key, warn_of_refused
 from blockattn_rag.store.checks import check_storable, is_finite
 from blockattn_rag.store.eviction import SizeBound, StoredFile
 from blockattn_rag.store.files import (
+    FILE_MODE,
     age_s,
     explained,
     make_folder,
@@ -28,17 +31,19 @@ from blockattn_rag.store.files import (
     read_whole,
     remove,
     remove_unused,
-    write_whole,
 )
-from blockattn_rag.store.format import FORMAT, VERSION, FormatError, decode, encode, read_header
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from io import FileIO
-
-    from blockattn_rag.store.format import Header
+from blockattn_rag.store.format import (
+    FORMAT,
+    VERSION,
+    FormatError,
+    Header,
+    decode,
+    encode,
+    read_header,
+)
 
 _MARK = "format.json"
+_MARKED = {"format": FORMAT, "version": VERSION}
 _OBJECTS = "objects"
 _SUFFIX = ".safetensors"
 _SHARD = re.compile(r"[0-9a-f]{2}")
@@ -148,7 +153,7 @@ class DirectoryStore:
         """
         path = self.entry_path(key)
         try:
-            with opened(path) as file:
+            with _opened_entry(path) as file:
                 if file is None:
                     return False
                 _read_header(path, file)
@@ -231,7 +236,7 @@ class DirectoryStore:
             StoreError: as ``get``.
         """
         path = self.entry_path(key)
-        with opened(path) as file:
+        with _opened_entry(path) as file:
             if file is None:
                 return None
             header = _read_header(path, file)
@@ -259,14 +264,11 @@ class DirectoryStore:
 
     def _load(self, key: str, *, use: bool) -> BlockKV | None:
         path = self.entry_path(key)
-        with opened(path) as file:
+        with _opened_entry(path) as file:
             if file is None:
                 return None
-            try:
-                kv = decode(read_whole(file))
-            except FormatError as error:
-                raise _corrupt(path, error) from error
-            _check_name(path, kv.fingerprint, kv.digest)
+            kv = decode(read_whole(file))
+            _check_name(path, kv)
             if use:
                 mark_used(file.fileno(), _MARK_READ_S)
         return kv
@@ -280,7 +282,10 @@ class DirectoryStore:
             if self.fsync:
                 sync_folder(self._objects)
                 sync_folder(self.path)
-        write_whole(path, buffers, fsync=self.fsync)
+        with replacing(path, mode=FILE_MODE, fsync=self.fsync) as file:
+            file.writelines(buffers)
+            file.flush()
+            mark_used(file.fileno())
 
     def _write_within(self, bound: SizeBound, path: Path, buffers: list[memoryview]) -> None:
         nbytes = sum(buffer.nbytes for buffer in buffers)
@@ -312,8 +317,8 @@ class DirectoryStore:
                 f"{self.path} is not a store: it has no {_MARK}, and holds {foreign[0]!r}; "
                 "choose an empty or new directory"
             )
-        content = json.dumps({"format": FORMAT, "version": VERSION}) + "\n"
-        write_whole(mark, [memoryview(content.encode())], fsync=self.fsync)
+        with replacing(mark, mode=FILE_MODE, fsync=self.fsync) as file:
+            file.write(json.dumps(_MARKED).encode() + b"\n")
 
     def _foreign(self) -> Iterator[str]:
         """Names that no store has."""
@@ -341,34 +346,37 @@ def _status(path: Path) -> os.stat_result | None:
     with explained("look at", path):
         try:
             status = path.stat()
-        except FileNotFoundError:
-            return None
         except OSError as error:
-            if error.errno == errno.ELOOP:  # a link to itself
+            if error.errno in (errno.ENOENT, errno.ELOOP):  # deleted; a link to itself
                 return None
             raise
     return status if stat.S_ISREG(status.st_mode) else None
 
 
-def _corrupt(path: Path, reason: FormatError) -> CorruptEntryError:
-    return CorruptEntryError(f"{path} is damaged: {reason}; delete it, or put the block anew")
+@contextlib.contextmanager
+def _opened_entry(path: Path) -> Iterator[FileIO | None]:
+    """As ``opened``; a FormatError of what is read becomes a CorruptEntryError with the path."""
+    try:
+        with opened(path) as file:
+            yield file
+    except FormatError as error:
+        raise CorruptEntryError(
+            f"{path} is damaged: {error}; delete it, or put the block anew"
+        ) from error
 
 
 def _read_header(path: Path, file: FileIO) -> Header:
-    try:
-        header = read_header(file, os.fstat(file.fileno()).st_size)
-    except FormatError as error:
-        raise _corrupt(path, error) from error
-    _check_name(path, header.fingerprint, header.digest)
+    header = read_header(file, os.fstat(file.fileno()).st_size)
+    _check_name(path, header)
     return header
 
 
-def _check_name(path: Path, fingerprint: str, digest: str) -> None:
-    expected = store_key(fingerprint, digest)
+def _check_name(path: Path, entry: BlockKV | Header) -> None:
+    expected = store_key(entry.fingerprint, entry.digest)
     if path.name != expected + _SUFFIX:
         raise FingerprintMismatchError(
             f"{path} holds the entry of another text or model, whose key is {expected} "
-            f"(fingerprint {fingerprint!r}); delete it, or put the block anew"
+            f"(fingerprint {entry.fingerprint!r}); delete it, or put the block anew"
         )
 
 
@@ -379,9 +387,8 @@ def _check_mark(mark: Path) -> None:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{mark} is not readable JSON: {error}") from error
-    expected = {"format": FORMAT, "version": VERSION}
-    if found != expected:
+    if found != _MARKED:
         raise StoreError(
-            f"{mark.parent} is a store of another format: found {found}, expected {expected}; "
+            f"{mark.parent} is a store of another format: found {found}, expected {_MARKED}; "
             "use another directory, or ingest anew"
         )

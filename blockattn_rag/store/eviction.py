@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
 
 from blockattn_rag.store.base import check_max_bytes
 from blockattn_rag.store.files import age_s, remove_unused
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
 
 _SHARE = 64
 
@@ -27,32 +25,28 @@ class StoredFile(NamedTuple):
     used_ns: int
 
 
-class Shrunk(NamedTuple):
-    """What ``shrink`` left, in bytes, and what it deleted."""
-
-    left_bytes: int
-    deleted: tuple[StoredFile, ...]
-
-
 def shrink(
     files: Iterable[StoredFile],
     max_bytes: int,
     *,
     more_bytes: int = 0,
     remove: Callable[[Path, int], bool | None] = remove_unused,
-) -> Shrunk:
+) -> tuple[int, tuple[StoredFile, ...]]:
     """Delete files, least recently used first, until the others take at most ``max_bytes``.
 
     Args:
         more_bytes: if anything has to go, let so much more go, in whole files.
         remove: deletes a file unless it was used since; as ``files.remove_unused``.
+
+    Returns:
+        What the others take, in bytes, and the files deleted.
     """
     now_ns = time.time_ns()
     known = sorted(files, key=lambda file: -age_s(file.used_ns, now_ns))
     left, spare = sum(file.nbytes for file in known), more_bytes
     deleted: list[StoredFile] = []
     if left <= max_bytes:
-        return Shrunk(left, ())
+        return left, ()
     for file in known:
         if left <= max_bytes:
             spare -= file.nbytes
@@ -63,7 +57,7 @@ def shrink(
             deleted.append(file)
         if removed is not False:  # deleted, or gone before
             left -= file.nbytes
-    return Shrunk(left, tuple(deleted))
+    return left, tuple(deleted)
 
 
 class SizeBound:

@@ -1,9 +1,9 @@
-"""Files that are there whole or not at all, read by their owner alone, deleted if nobody uses them.
+"""Files of a store: read by their owner alone, and deleted when nobody uses them.
 
-A file's modification time is the time of its last use. Whoever deletes a file for its age puts it
-aside under a temporary name first, and looks at that time again: one who has used the file
-meanwhile finds it back in its place, or learns that it is gone. No lock is needed, and nothing
-depends on a process that may die.
+A file's modification time is the time of its last use. Whoever deletes a file for its age renames
+it to a temporary name first, and looks at its time of use again: a process that has used the file
+meanwhile finds the file back in its place, or learns that the file is gone. No lock is needed, and
+nothing depends on a process that may die.
 """
 
 from __future__ import annotations
@@ -13,21 +13,17 @@ import errno
 import os
 import stat
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from blockattn_rag.errors import CorruptEntryError, StoreError
-from blockattn_rag.files.atomic import replacing, temporary_name
+from blockattn_rag.files.atomic import temporary_name
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from io import FileIO
-    from pathlib import Path
-
-    from torch import Tensor
-
-_FILE_MODE = 0o600
+FILE_MODE = 0o600
 _FOLDER_MODE = 0o700
 _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -57,15 +53,6 @@ def names_in(folder: Path) -> list[str]:
 def make_folder(path: Path, *, parents: bool = False) -> None:
     """Make a folder that is closed to others; one that is there keeps its mode."""
     path.mkdir(_FOLDER_MODE, parents=parents, exist_ok=True)
-
-
-def write_whole(path: Path, buffers: Iterable[memoryview], *, fsync: bool) -> None:
-    """Write a file, used now, that is there whole or not at all; see ``atomic.replacing``."""
-    with replacing(path, mode=_FILE_MODE, fsync=fsync) as file:
-        for buffer in buffers:
-            file.write(buffer)
-        file.flush()  # first, because writing would change the time again
-        mark_used(file.fileno())
 
 
 @contextlib.contextmanager

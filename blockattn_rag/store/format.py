@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from collections.abc import Mapping, Sequence
+from io import FileIO
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -26,10 +27,6 @@ from blockattn_rag.store.checks import (
     check_states,
     check_text,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from io import FileIO
 
 FORMAT = "blockattn_rag.kv"
 VERSION = 1
@@ -46,13 +43,14 @@ _BLANK = b"0" * _CHECKSUM_DIGITS
 
 _MOST_HEADER_BYTES = 1 << 20
 
+Layer = TypeVar("Layer")
+
 
 class FormatError(ValueError):
     """The bytes are not a whole, undamaged entry of this format version; says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """Where one tensor lies. ``start`` and ``stop`` count bytes from the end of the header."""
 
     dtype: torch.dtype
@@ -61,8 +59,7 @@ class TensorSpec:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """What an entry says about itself; that of a block's KV, whole and without gaps.
 
     ``data_start`` and ``nbytes`` count from the start of the file, to the data and to the end.
@@ -265,21 +262,21 @@ def _check_tensors(tensors: dict[str, TensorSpec]) -> None:
     check_states(tensors["token_ids"], layers["keys"], layers["values"])
 
 
-def _layer_specs(tensors: dict[str, TensorSpec], name: str) -> list[TensorSpec]:
-    """Of each layer, whether they are stacked or not; of those that are stacked, the first's
-    place."""
+def _layer_specs(tensors: dict[str, TensorSpec], name: str) -> Sequence[TensorSpec]:
+    """What the header says of each layer. Layers that are stacked all get the first one's place."""
     if name not in tensors:
-        count = sum(other.startswith(f"{name}.") for other in tensors)
-        return [tensors[f"{name}.{i}"] for i in range(count)]
+        return _unstacked(tensors, name)
     stacked = tensors[name]
     if len(stacked.shape) != 4 or stacked.shape[0] > MOST_LAYERS:
         raise ValueError(f"{name} must be [layers, heads, tokens, size], is {list(stacked.shape)}")
-    return [replace(stacked, shape=stacked.shape[1:])] * stacked.shape[0]
+    return [stacked._replace(shape=stacked.shape[1:])] * stacked.shape[0]
 
 
 def _layers(tensors: dict[str, Tensor], name: str) -> tuple[Tensor, ...]:
-    if name in tensors:
-        return tensors[name].unbind(0)
+    return tensors[name].unbind(0) if name in tensors else _unstacked(tensors, name)
+
+
+def _unstacked(tensors: Mapping[str, Layer], name: str) -> tuple[Layer, ...]:
     count = sum(key.startswith(f"{name}.") for key in tensors)
     return tuple(tensors[f"{name}.{i}"] for i in range(count))
 

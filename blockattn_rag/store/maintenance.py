@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.store import eviction
 from blockattn_rag.store.base import check_max_bytes
+from blockattn_rag.store.directory import DirectoryStore
 from blockattn_rag.store.files import age_s, explained, remove_unused
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-    from pathlib import Path
-
-    from blockattn_rag.store.directory import DirectoryStore, EntryInfo
 
 GRACE_S = 3600.0
 """How long ``gc`` leaves entries alone that were used: ingestion stores first, refers later."""
@@ -166,7 +162,7 @@ def gc(
             info = store.describe(key)
             if info is None:
                 continue
-            if _is_live(info, live_handles, fingerprint):
+            if info.handle in live_handles and fingerprint in (None, info.fingerprint):
                 kept += 1
             elif info.age_s < grace_s:
                 kept_young += 1
@@ -175,27 +171,22 @@ def gc(
                 freed_bytes += info.nbytes
         except StoreError as error:
             errors.append(str(error))
-    leftovers, leftover_bytes = _sweep_leftovers(store, grace_s, dry_run, errors)
+    leftovers = dict(_sweep_leftovers(store, grace_s, dry_run, errors))
     return GcReport(
         kept=kept,
         kept_young=kept_young,
         deleted=tuple(deleted),
-        freed_bytes=freed_bytes + leftover_bytes,
+        freed_bytes=freed_bytes + sum(leftovers.values()),
         leftovers=tuple(leftovers),
         errors=tuple(errors),
         dry_run=dry_run,
     )
 
 
-def _is_live(info: EntryInfo, live_handles: Collection[str], fingerprint: str | None) -> bool:
-    return info.handle in live_handles and fingerprint in (None, info.fingerprint)
-
-
 def _sweep_leftovers(
     store: DirectoryStore, grace_s: float, dry_run: bool, errors: list[str]
-) -> tuple[list[Path], int]:
-    swept: list[Path] = []
-    nbytes = 0
+) -> Iterator[tuple[Path, int]]:
+    """Delete old temporary files: the path and size of each."""
     for path in store.leftovers():
         try:
             status = path.stat()
@@ -203,13 +194,11 @@ def _sweep_leftovers(
                 continue
             if not dry_run:
                 path.unlink()
-            swept.append(path)
-            nbytes += status.st_size
+            yield path, status.st_size
         except FileNotFoundError:  # its writer has finished
             continue
         except OSError as error:
             errors.append(f"cannot delete {path}: {error.strerror or error}")
-    return swept, nbytes
 
 
 def shrink(store: DirectoryStore, max_bytes: int, *, dry_run: bool = False) -> ShrinkReport:

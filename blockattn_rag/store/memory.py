@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import StoreStats, check_key_of, check_max_bytes, warn_of_refused
 from blockattn_rag.store.checks import check_storable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from blockattn_rag.kv.block_kv import BlockKV
 
 
 class MemoryStore:
