@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from blockattn_rag.cli.output import JsonOption, count, duration, emit, note, piece, working
+from blockattn_rag.cli.figures import count, duration
+from blockattn_rag.cli.output import JsonOption, emit, note, piece, working
 from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.rag.ask import Answer, Assistant
 from blockattn_rag.rag.database import Database

@@ -9,18 +9,8 @@ import typer
 from rich.markup import escape
 
 from blockattn_rag.cli.ask import ModeOption
-from blockattn_rag.cli.output import (
-    JsonOption,
-    ModelArgument,
-    count,
-    duration,
-    emit,
-    note,
-    plain,
-    size,
-    stdout,
-    working,
-)
+from blockattn_rag.cli.figures import count, duration, size
+from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, note, plain, stdout, working
 from blockattn_rag.rag.model_names import existing_model
 
 if TYPE_CHECKING:

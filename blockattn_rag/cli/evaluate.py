@@ -8,18 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockattn_rag.cli.output import (
-    JsonOption,
-    ModelArgument,
-    count,
-    duration,
-    emit,
-    note,
-    percent,
-    progress,
-    table,
-    working,
-)
+from blockattn_rag.cli.figures import count, duration, percent
+from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, note, progress, table, working
 from blockattn_rag.rag.model_names import existing_model, loading
 
 if TYPE_CHECKING:

@@ -8,16 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from blockattn_rag.cli.output import (
-    JsonOption,
-    ModelArgument,
-    count,
-    duration,
-    emit,
-    note,
-    size,
-    working,
-)
+from blockattn_rag.cli.figures import count, duration, size
+from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, note, working
 from blockattn_rag.rag.database import HASHING, Database, Manifest
 from blockattn_rag.rag.documents import load_documents
 from blockattn_rag.rag.ingest import ingest_documents

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockattn_rag.cli.output import JsonOption, count, duration, emit, size, table, working
+from blockattn_rag.cli.figures import count, duration, size
+from blockattn_rag.cli.output import JsonOption, emit, table, working
 from blockattn_rag.rag.model_names import existing_model, loading
 
 if TYPE_CHECKING:

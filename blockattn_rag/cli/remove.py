@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from blockattn_rag.cli.output import JsonOption, count, emit, working
+from blockattn_rag.cli.figures import count
+from blockattn_rag.cli.output import JsonOption, emit, working
 from blockattn_rag.rag.database import chroma_client, require_manifest
 from blockattn_rag.rag.sources import all_sources, delete_passages, ids_of
 

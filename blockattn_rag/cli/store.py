@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockattn_rag.cli.output import JsonOption, count, emit, note, progress, size, table, working
+from blockattn_rag.cli.figures import count, size
+from blockattn_rag.cli.output import JsonOption, emit, note, progress, table, working
 from blockattn_rag.rag.database import MANIFEST, chroma_client, require_manifest
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 
 import typer
 
-from blockattn_rag.cli.output import JsonOption, ModelArgument, count, duration, emit, note, working
+from blockattn_rag.cli.figures import count, duration
+from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, note, working
 from blockattn_rag.rag.model_names import existing_model, loading
 from blockattn_rag.training.config import FinetuneConfig, LoraConfig, OnError, Range
 

@@ -5,7 +5,8 @@ from rich.console import Console
 
 from blockattn_rag.cli.bench.report import spread
 from blockattn_rag.cli.evaluate import _table
-from blockattn_rag.cli.output import _width, count, duration, emit, fail, note, plain, size, table
+from blockattn_rag.cli.figures import count, duration, size
+from blockattn_rag.cli.output import _width, emit, fail, note, plain, table
 from blockattn_rag.evaluation import Interval, ModeResult
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.cli.bench.options import Bench
-from blockattn_rag.cli.output import duration, emit, table
+from blockattn_rag.cli.figures import duration
+from blockattn_rag.cli.output import emit, table
 from blockattn_rag.rag.model_names import loading
 
 if TYPE_CHECKING:

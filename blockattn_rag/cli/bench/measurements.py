@@ -1,4 +1,4 @@
-"""Seconds to the first token, and per token after it."""
+"""The measurements: times to tokens, tokens per second, and bytes of a request."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from blockattn_rag.cli.bench.options import (
     numbers,
 )
 from blockattn_rag.cli.bench.report import column, measured, open_engine, show, spreads
+from blockattn_rag.cli.figures import size
 from blockattn_rag.cli.output import progress, working
 
 
@@ -115,3 +116,91 @@ def batch(
     }
     title = f"Time to first tokens at {length} tokens of context"
     show(bench, engine, rows, settings, title, cells, x="batch")
+
+
+@measurement
+def shared(
+    bench: Bench,
+    batch_sizes: BatchSizes = "1,8,32",
+    system_tokens: Annotated[
+        str, typer.Option(help="Tokens of the shared system prompt, with commas.")
+    ] = "512,1024,2048",
+    context_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a request's own.")] = 128,
+    new_tokens: NewTokens = 32,
+    *,
+    repeats: Repeats = 3,
+) -> None:
+    """Tokens per second of requests that share a system prompt, with and without sharing it."""
+    counts = numbers(batch_sizes, "--batch-sizes")
+    systems = numbers(system_tokens, "--system-tokens")
+    settings = {"repeats": repeats, "context_tokens": context_tokens, "new_tokens": new_tokens}
+    with working(bench.as_json), progress("measuring") as tick:
+        from blockattn_rag.evaluation.efficiency import measure_shared
+
+        engine = open_engine(bench, max(systems) + context_tokens + 16 + new_tokens)
+        rows = measure_shared(engine, counts, system_tokens=systems, **settings, on_progress=tick)
+    cells = {
+        "system": column(rows, "system_tokens"),
+        "requests": column(rows, "batch"),
+        "unshared": column(rows, "unshared_tokens_per_s", ".1f"),
+        "shared": column(rows, "shared_tokens_per_s", ".1f"),
+        "gain": column(rows, "gain", ".2f"),
+        "decode gain": column(rows, "decode_gain", ".2f"),
+        "equation 10": column(rows, "bytes_ratio", ".1f"),
+    }
+    title, unit = "Tokens per second", "tokens_per_s"
+    show(bench, engine, rows, settings, title, cells, x="batch", unit=unit, series="system_tokens")
+
+
+@measurement
+def ingest(
+    bench: Bench,
+    block_tokens: BlockSizes = "64,128,512",
+    total_tokens: Annotated[int, typer.Option(min=1, help="Tokens encoded in one run.")] = 8192,
+    *,
+    repeats: Repeats = 3,
+) -> None:
+    """Tokens per second of encoding blocks, beside a plain batched forward."""
+    counts = numbers(block_tokens, "--block-tokens")
+    settings = {"repeats": repeats, "total_tokens": total_tokens}
+    with working(bench.as_json), progress("measuring") as tick:
+        from blockattn_rag.evaluation.efficiency import measure_ingest
+
+        engine = open_engine(bench, 2 * max(counts))
+        rows = measure_ingest(engine.model, counts, **settings, on_progress=tick)
+    cells = {
+        "block": column(rows, "block_tokens"),
+        "encoding": column(rows, "encode_tokens_per_s", ".0f"),
+        "plain forward": column(rows, "plain_tokens_per_s", ".0f"),
+        "encoding/plain": column(rows, "encode_over_plain", ".2f"),
+        "stored per token": [size(row["bytes_per_token"]) for row in rows],
+    }
+    title, unit = "Tokens per second", "tokens_per_s"
+    show(bench, engine, rows, settings, title, cells, x="block_tokens", unit=unit)
+
+
+@measurement
+def memory(
+    bench: Bench,
+    lengths: Lengths = "2048,8192",
+    *,
+    block_tokens: BlockTokens = 512,
+    question_tokens: QuestionTokens = 50,
+) -> None:
+    """Peak memory of one more request, beside weights and stored blocks."""
+    counts = numbers(lengths, "--lengths")
+    settings = {"block_tokens": block_tokens, "question_tokens": question_tokens}
+    with working(bench.as_json), progress("measuring") as tick:
+        from blockattn_rag.evaluation.efficiency import measure_memory
+
+        engine = open_engine(bench, max(counts) + question_tokens)
+        rows = measure_memory(engine, counts, **settings, on_progress=tick)
+    paths = measured(rows, "full", "copy", "relay", unit="peak_bytes")
+    cells = {
+        "context": column(rows, "length"),
+        **{path: [size(row[f"{path}_peak_bytes"]) for row in rows] for path in paths},
+        "stored blocks": [size(row["stored_bytes"]) for row in rows],
+        "relay/copy": column(rows, "relay_over_copy", ".3f"),
+    }
+    title = "Peak memory of a request"
+    show(bench, engine, rows, settings, title, cells, x="length", unit="peak_bytes")
