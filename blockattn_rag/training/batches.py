@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Sampler
 
 from blockattn_rag.engine.results import Mode
@@ -25,6 +26,7 @@ class Item(NamedTuple):
     context_weight: float
 
 
+@dataclass(frozen=True, eq=False)
 class ModeDataset(Dataset[Item]):
     """Every sample once in each mode.
 
@@ -35,10 +37,9 @@ class ModeDataset(Dataset[Item]):
         context_weight: weight in the loss of tokens that are not in an answer.
     """
 
-    def __init__(self, samples: Any, modes: Sequence[Mode], *, context_weight: float = 0.0) -> None:
-        self.samples = samples
-        self.modes = tuple(modes)
-        self.context_weight = context_weight
+    samples: Any
+    modes: Sequence[Mode]
+    context_weight: float = 0.0
 
     def __len__(self) -> int:
         return len(self.samples) * len(self.modes)
@@ -72,21 +73,17 @@ class Collator:
     def __call__(self, items: Sequence[Item]) -> dict[str, Tensor]:
         length = max(len(item.input_ids) for item in items)
         rows = pack(items, length) if self.packing else [[item] for item in items]
-        layouts = [
-            row_layout([item.block_lengths for item in row], length, self.positions) for row in rows
-        ]
-        sample, block, position = (torch.stack(part) for part in zip(*layouts, strict=True))
+        blocks = ([item.block_lengths for item in row] for row in rows)
+        layouts = (row_layout(lengths, length, self.positions) for lengths in blocks)
+        sample, block, position = map(torch.stack, zip(*layouts, strict=True))
         return {
-            "input_ids": _filled([[i for item in row for i in item.input_ids] for row in rows],
-                                 length, self.pad_token_id),
-            "labels": _filled([[i for item in row for i in _targets(item)] for row in rows],
-                              length, IGNORED),
-            "weights": _filled([[w for item in row for w in _weights(item)] for row in rows],
-                               length, 0.0),
+            "input_ids": _padded(rows, lambda item: item.input_ids, self.pad_token_id),
+            "labels": _padded(rows, _targets, IGNORED),
+            "weights": _padded(rows, _weights, 0.0),
             "sample": sample,
             "block": block,
             "position_ids": position,
-        }  # fmt: skip
+        }
 
 
 def layout_of(batch: dict[str, Tensor]) -> TokenLayout:
@@ -97,15 +94,13 @@ def layout_of(batch: dict[str, Tensor]) -> TokenLayout:
 def pack(items: Sequence[Item], length: int) -> list[list[Item]]:
     """Rows of at most ``length`` tokens: each item, longest first, into the first row with room."""
     rows: list[list[Item]] = []
-    room: list[int] = []
     for item in sorted(items, key=lambda item: -len(item.input_ids)):
-        size = len(item.input_ids)
-        row = next((i for i, free in enumerate(room) if free >= size), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(length)
-        rows[row].append(item)
-        room[row] -= size
+        for row in rows:
+            if sum(len(packed.input_ids) for packed in [*row, item]) <= length:
+                row.append(item)
+                break
+        else:
+            rows.append([item])
     return rows
 
 
@@ -126,10 +121,15 @@ def _weights(item: Item) -> list[float]:
     return weights
 
 
-def _filled(rows: Sequence[Sequence[Any]], length: int, filler: float) -> Tensor:
-    return torch.tensor([[*row, *[filler] * (length - len(row))] for row in rows])
+def _padded(
+    rows: Sequence[Sequence[Item]], values: Callable[[Item], Sequence[float]], filler: float
+) -> Tensor:
+    """The values of each row's items one after the other, up to the length of the longest row."""
+    joined = [torch.tensor([value for item in row for value in values(item)]) for row in rows]
+    return pad_sequence(joined, batch_first=True, padding_value=filler)
 
 
+@dataclass(eq=False)
 class LengthGroupedSampler(Sampler[int]):
     """Batches of samples of about one length, in random order; the same for the same epoch.
 
@@ -139,13 +139,10 @@ class LengthGroupedSampler(Sampler[int]):
         seed: of the shuffling, together with the epoch.
     """
 
-    _POOL = 50
-
-    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
-        self.lengths = lengths
-        self.batch_size = batch_size
-        self.seed = seed
-        self.epoch = 0
+    lengths: Sequence[int]
+    batch_size: int
+    seed: int
+    epoch: int = field(default=0, init=False)
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the trainer at the start of each epoch."""
@@ -157,14 +154,13 @@ class LengthGroupedSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         order = torch.randperm(len(self.lengths), generator=generator).tolist()
-        size, pool = self.batch_size, self.batch_size * self._POOL
+        size, pool = self.batch_size, 50 * self.batch_size  # a pool is ordered by length
         groups: list[list[int]] = []
         for start in range(0, len(order), pool):
             near = sorted(order[start : start + pool], key=lambda i: -self.lengths[i])
             groups += (near[i : i + size] for i in range(0, len(near), size))
         # A short group comes last, because the groups after it would straddle batches.
         full = len(groups) - (len(groups[-1]) < size)
-        for i in torch.randperm(full, generator=generator).tolist():
+        shuffled = torch.randperm(full, generator=generator).tolist()
+        for i in [*shuffled, *range(full, len(groups))]:
             yield from groups[i]
-        for group in groups[full:]:
-            yield from group

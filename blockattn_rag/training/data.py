@@ -164,9 +164,7 @@ class SampleEncoder:
 
     def _parse_messages(self, fields: Record) -> Sample:
         messages = []
-        for i, item in enumerate(list_of(fields, "messages")):
-            message = of_kind(item, dict, f"messages[{i}]")
-            where = f"messages[{i}]."
+        for message, where in _objects(fields, "messages"):
             if message.get("tool_calls"):
                 raise DataError(f"found '{where}tool_calls', which cannot be learned; write the "
                                 "call into 'content'")  # fmt: skip
@@ -177,18 +175,15 @@ class SampleEncoder:
         if messages[-2]["role"] == "assistant":
             raise DataError("found two answers of the role 'assistant' one after the other at the "
                             "end; join them, or put a message between")  # fmt: skip
-        prompt = conversation(
-            messages[:-1], self.hf_tokenizer, blocks_per_turn=self.blocks_per_turn
-        )
-        return Sample(prompt, messages[-1]["content"])
+        *asked, answer = messages
+        prompt = conversation(asked, self.hf_tokenizer, blocks_per_turn=self.blocks_per_turn)
+        return Sample(prompt, answer["content"])
 
     def _parse_passages(self, fields: Record) -> Sample:
         passages = []
-        for i, item in enumerate(list_of(fields, "passages", may_be_empty=True)):
-            where = f"passages[{i}]"
-            passage = of_kind(item, dict, where)
-            title = of_kind(passage.get("title", ""), str, f"{where}.title")
-            passages.append(Passage(title, text_of(passage, "text", f"{where}.")))
+        for passage, where in _objects(fields, "passages", may_be_empty=True):
+            title = of_kind(passage.get("title", ""), str, f"{where}title")
+            passages.append(Passage(title, text_of(passage, "text", where)))
         (question, answer), *later = _turns(fields, "question", "answer")
         prompt = self.format.prompt(question, passages, self.hf_tokenizer)
         return Sample(prompt, answer, tuple((self._follow_up(q), a) for q, a in later))
@@ -245,41 +240,40 @@ def _encoded_lines(path: Path, encoder: SampleEncoder) -> Iterator[EncodedSample
 
 
 def _parse_blocks(fields: Record) -> Sample:
-    blocks = tuple(
-        _block(item, i) for i, item in enumerate(list_of(fields, "blocks", may_be_empty=True))
-    )
+    items = list_of(fields, "blocks", may_be_empty=True)
+    blocks = tuple(_block(item, f"blocks[{i}]") for i, item in enumerate(items))
     (prompt, answer), *later = _turns(fields, "prompt", "response")
     return Sample(BlockPrompt(blocks, prompt), answer, tuple(later))
 
 
-def _block(item: object, index: int) -> Block:
+def _block(item: object, where: str) -> Block:
     """A block from its text, or from an object with text, template and control."""
-    where = f"blocks[{index}]"
-    if isinstance(item, str):
-        item = {"text": item}
-    fields: Record = of_kind(item, dict, where)
+    fields: Record = {"text": item} if isinstance(item, str) else of_kind(item, dict, where)
     if unknown := fields.keys() - {"text", "before", "after", "control"}:
         raise DataError(f"found {where} with keys {listed(unknown)}, expected 'text', and "
                         "if wanted 'before', 'after', 'control'")  # fmt: skip
-    before, after, control = (
-        fields.get(k, d) for k, d in (("before", ""), ("after", ""), ("control", False))
-    )
+    before, after = (fields.get(key, "") for key in ("before", "after"))
+    control = fields.get("control", False)
     if not (isinstance(before, str) and isinstance(after, str) and isinstance(control, bool)):
         raise DataError(
             f"expected strings for 'before' and 'after' of {where} and true or false for 'control'"
         )
     text = text_of(fields, "text", f"{where}.")
-    return Block(
-        text, BlockTemplate(before, after), (Span(text, "prompt" if control else "passage"),)
-    )
+    span = Span(text, "prompt" if control else "passage")
+    return Block(text, BlockTemplate(before, after), (span,))
 
 
 def _turns(fields: Record, asked: str, answered: str) -> list[tuple[str, str]]:
     """(question, answer) of one turn given in the record itself, or of each of its ``turns``."""
     if "turns" not in fields:
         return [(text_of(fields, asked), text_of(fields, answered))]
-    turns = []
-    for i, item in enumerate(list_of(fields, "turns")):
-        turn, where = of_kind(item, dict, f"turns[{i}]"), f"turns[{i}]."
-        turns.append((text_of(turn, asked, where), text_of(turn, answered, where)))
-    return turns
+    turns = _objects(fields, "turns")
+    return [(text_of(turn, asked, where), text_of(turn, answered, where)) for turn, where in turns]
+
+
+def _objects(
+    fields: Record, key: str, *, may_be_empty: bool = False
+) -> Iterator[tuple[Record, str]]:
+    """The objects of a list, each with the path to it, as ``turns[0].``."""
+    for i, item in enumerate(list_of(fields, key, may_be_empty=may_be_empty)):
+        yield of_kind(item, dict, f"{key}[{i}]"), f"{key}[{i}]."

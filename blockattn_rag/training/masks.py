@@ -21,19 +21,16 @@ sample and its block; FlexAttention evaluates them inside the kernel, without an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.context import Positions
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
-PADDING = 0
-"""Sample number of padding."""
 FINAL = 0
 """Block number of a final block."""
 
@@ -59,19 +56,15 @@ def row_layout(
     used = sum(map(sum, samples))
     if used > length:
         raise ValueError(f"samples of {used} tokens do not fit in a row of {length}")
-    sample = torch.full((length,), PADDING)
-    block = torch.full((length,), FINAL)
-    position = torch.zeros(length, dtype=torch.long)
-    start = 0
+    parts = []
     for number, lengths in enumerate(samples, start=1):
-        stop = start + sum(lengths)
-        numbers = torch.arange(1, len(lengths) + 1)
-        numbers[-1] = FINAL
-        sample[start:stop] = number
-        block[start:stop] = numbers.repeat_interleave(torch.tensor(lengths))
-        position[start:stop] = sample_positions(lengths, positions)
-        start = stop
-    return TokenLayout(sample, block, position)
+        block = torch.arange(1, len(lengths) + 1)
+        block[-1] = FINAL
+        block = block.repeat_interleave(torch.tensor(lengths))
+        places = sample_positions(lengths, positions)
+        parts.append(torch.stack([torch.full_like(block, number), block, places]))
+    # Padding is 0 in all three: as the number of a sample, of a block, and as position.
+    return TokenLayout(*F.pad(torch.cat(parts, dim=1), (0, length - used)))
 
 
 def sample_positions(block_lengths: Sequence[int], positions: Positions = "reordered") -> Tensor:
@@ -81,8 +74,7 @@ def sample_positions(block_lengths: Sequence[int], positions: Positions = "reord
     ``"composite"`` (TurboRAG's name; the ablation "without position re-encoding"): every context
     block starts at 0, and the final block follows the total length of the context.
     """
-    total = sum(block_lengths)
-    places = torch.arange(total)
+    places = torch.arange(sum(block_lengths))
     if positions == "composite":
         lengths = torch.tensor(block_lengths)
         starts = lengths.cumsum(0) - lengths
@@ -111,19 +103,13 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def flex_block_mask(layout: TokenLayout, *, window: int | None = None) -> BlockMask:
     """The mask for FlexAttention: evaluated in the kernel, kept per tile of 128 x 128 tokens."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     batch, length = layout.sample.shape
-    return create_block_mask(
-        mask_function(layout, window=window), batch, None, length, length,
-        device=str(layout.sample.device),
-    )  # fmt: skip
+    allowed, device = mask_function(layout, window=window), str(layout.sample.device)
+    return create_block_mask(allowed, batch, None, length, length, device=device)
 
 
-def mask_function(
-    layout: TokenLayout, *, window: int | None = None
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """``(batch, head, query, key) -> allowed``, as FlexAttention's ``mask_mod``."""
+def mask_function(layout: TokenLayout, *, window: int | None = None) -> Callable[..., Tensor]:
+    """``(batch, head, query, key) -> allowed``, all tensors, as FlexAttention's ``mask_mod``."""
     sample, block, _ = layout
 
     def allowed(b: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
