@@ -8,6 +8,7 @@ import pickle
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ class EngineSource:
 
     Args:
         engine: a ready engine; instead of all else.
-        model: name or path of a model, or a loaded transformers model.
-        tokenizer: a transformers tokenizer, or its name or path; None takes the model's.
+        model_name: name or path of a model, or a loaded transformers model.
+        tokenizer_name: a transformers tokenizer, or its name or path; None takes the model's.
         kv_store: a store or its directory; None keeps keys and values in memory.
         device_map: a torch device, or ``"auto"``.
         model_kwargs: further arguments for loading the model.
@@ -41,22 +42,22 @@ class EngineSource:
 
     def __init__(
         self,
+        engine: BlockAttentionEngine | None = None,
         *,
-        engine: BlockAttentionEngine | None,
-        model: Any,
-        tokenizer: Any,
-        kv_store: KVStore | str | Path | None,
-        device_map: str,
-        model_kwargs: dict[str, Any] | None,
+        model_name: Any = None,
+        tokenizer_name: Any = None,
+        kv_store: KVStore | str | Path | None = None,
+        device_map: str = "auto",
+        model_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        if (engine is None) == (model is None):
+        if (engine is None) == (model_name is None):
             raise ValueError(
                 "expected one source of the model, either model_name= (or model= with tokenizer=) "
-                f"or engine=; found {'none' if model is None else 'both'}"
+                f"or engine=; found {'none' if model_name is None else 'both'}"
             )
         self._engine = engine
-        self._model = str(model) if isinstance(model, Path) else model
-        self._tokenizer = tokenizer
+        self._model = str(model_name) if isinstance(model_name, Path) else model_name
+        self._tokenizer = tokenizer_name
         self._kv_store = engine.store if engine is not None else kv_store
         self._device_map = device_map
         self._model_kwargs = dict(model_kwargs or {})
@@ -70,26 +71,24 @@ class EngineSource:
     @property
     def live_parts(self) -> list[str]:
         """What was given as an object in memory, which no name can bring back."""
-        store = self._kv_store
         live = {
             "engine": self._engine is not None and self._model is None,
             "model": self._model is not None and not isinstance(self._model, str),
             "tokenizer": not isinstance(self._tokenizer, (str, Path, type(None))),
-            "kv_store": store is not None and _location(store) is None,
+            "kv_store": self._kv_store is not None and _location(self._kv_store) is None,
         }
         return [name for name, is_live in live.items() if is_live]
 
     def fields(self) -> dict[str, Any]:
-        """What ``EngineComponent`` shows of this source, and loads it again from."""
+        """Arguments of a source that loads the same again, as far as names can say it."""
         name = self._model if isinstance(self._model, str) else None
         if self._engine is not None and name is None:
             name = self._engine.model.name
+        tokenizer_name = str(self._tokenizer) if isinstance(self._tokenizer, (str, Path)) else None
         return {
             "model_name": name,
-            "tokenizer_name": (
-                str(self._tokenizer) if isinstance(self._tokenizer, (str, Path)) else None
-            ),
-            "kv_store": None if self._kv_store is None else _location(self._kv_store),
+            "tokenizer_name": tokenizer_name,
+            "kv_store": _location(self._kv_store),
             "device_map": self._device_map,
             "model_kwargs": self._model_kwargs,
         }
@@ -107,7 +106,7 @@ class EngineSource:
                 "process; build it from the name of a model and the directory of a store"
             )
         # The store itself, which may have a bound, and not its place alone.
-        return _from_fields, ({**self.fields(), "kv_store": self._kv_store},)
+        return partial(EngineSource, **{**self.fields(), "kv_store": self._kv_store}), ()
 
     @property
     def engine(self) -> BlockAttentionEngine:
@@ -130,7 +129,7 @@ class EngineSource:
         return prompt
 
     def string_spans(self, prompt: str, *, parse_special_tokens: bool) -> list[Span]:
-        """A prompt that came as one string, by origin: nobody knows what in it is a template.
+        """A prompt that came as one string, by origin; what in it is a template is unknown.
 
         Raises:
             SegmentationError: control tokens are to be parsed, and a passage was cut.
@@ -203,19 +202,7 @@ class EngineSource:
             return position_limit(load_config(model) if isinstance(model, str) else model.config)
 
 
-def _from_fields(fields: dict[str, Any]) -> EngineSource:
-    """A source again, in another process."""
-    return EngineSource(
-        engine=None,
-        model=fields["model_name"],
-        tokenizer=fields["tokenizer_name"],
-        kv_store=fields["kv_store"],
-        device_map=fields["device_map"],
-        model_kwargs=fields["model_kwargs"],
-    )
-
-
-def _location(store: KVStore | str | Path) -> str | None:
-    """The directory of a store; None for one in memory."""
+def _location(store: KVStore | str | Path | None) -> str | None:
+    """The directory of a store; None without a store, and for one in memory."""
     path = store if isinstance(store, (str, Path)) else getattr(store, "path", None)
     return None if path is None else str(path)

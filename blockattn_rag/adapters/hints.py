@@ -1,4 +1,4 @@
-"""Hints to those whose pipeline gives away what it could reuse: each said once."""
+"""Hints for pipelines that could reuse more than they do, each logged once per model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger("blockattn_rag")
 _UNMARKED_PROMPTS = 3
 _MOST_HEADS = 1000
 _LONG_PROMPT = 200  # characters: shorter ones hold no passages worth the name
-_NEW_HEADS = 5  # in a row: different prompt templates in turn are nobody's mistake
+_NEW_HEADS = 5  # in a row, because different prompt templates in turn are no mistake
 
 
 class ReuseHints:
@@ -26,7 +26,7 @@ class ReuseHints:
         self._any_marked = False
         self._heads: set[str] = set()
         self._new_heads = 0
-        self._told: set[str] = set()
+        self._told_of_heads = False
 
     def look_at(self, prompt: BlockPrompt) -> None:
         """Take note of a prompt that is about to be answered."""
@@ -35,7 +35,7 @@ class ReuseHints:
         if not self._any_marked and len(prompt.text) >= _LONG_PROMPT:
             self._unmarked += 1
             if self._unmarked == _UNMARKED_PROMPTS:
-                self._tell(
+                logger.warning(
                     "none of the last %d prompts had a marked passage, so nothing of the store "
                     "can be reused. LlamaIndex: put BlockKVPostprocessor() last in "
                     "node_postprocessors, call configure(llm) so that passages are not cut, and "
@@ -52,15 +52,11 @@ class ReuseHints:
         self._new_heads = self._new_heads + 1 if is_new else 0
         if is_new and len(self._heads) < _MOST_HEADS:
             self._heads.add(head.handle)
-        if self._new_heads == _NEW_HEADS:
-            self._tell(
+        if self._new_heads == _NEW_HEADS and not self._told_of_heads:
+            self._told_of_heads = True
+            logger.warning(
                 "text that changes with every question stands before the passages: it was computed "
                 "anew for each of the last %d, and is never stored. Put the passages before the "
                 "question and the history in your prompt template",
                 _NEW_HEADS,
             )
-
-    def _tell(self, message: str, count: int) -> None:
-        if message not in self._told:
-            self._told.add(message)
-            logger.warning(message, count)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, closing
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
-from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import RunnableConfig
@@ -17,10 +15,9 @@ from langchain_core.runnables.config import get_config_list, get_executor_for_co
 from langchain_core.runnables.utils import gather_with_concurrency
 
 from blockattn_rag.engine.pending import MAX_BATCH, Group
-from blockattn_rag.engine.results import Generation
+from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.langchain.fields import GenerationFields
 from blockattn_rag.langchain.messages import (
-    PROVIDER,
     answer_chunk,
     answer_message,
     as_template_messages,
@@ -33,7 +30,7 @@ from blockattn_rag.prompts.markers import strip_markers
 Configs = RunnableConfig | list[RunnableConfig] | None
 
 
-class ChatBlockAttention(GenerationFields, BaseChatModel):
+class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     """A local transformers chat model that answers from cached passages.
 
     Passages that arrive between block markers (``BlockDocumentPrompt``, ``format_blocks``), or as
@@ -79,25 +76,24 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         """As langchain-huggingface's ``from_model_id``; ``kwargs`` are constructor arguments."""
         if task != "text-generation":
             raise ValueError(f"task must be 'text-generation', found {task!r}")
-        known = cls.arguments_from_model_id(
-            model_id,
-            device=device,
-            device_map=device_map,
-            model_kwargs=model_kwargs,
-            pipeline_kwargs=pipeline_kwargs,
-        )
-        return cls(**{**known, **kwargs})
+        if isinstance(device, int):
+            device = "cpu" if device < 0 else f"cuda:{device}"
+        options = dict(pipeline_kwargs or {})
+        if options.pop("return_full_text", False):
+            raise ValueError("return_full_text=True is not supported: answers come without prompt")
+        named = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "seed")
+        arguments = {
+            "model_name": model_id,
+            "device_map": device or device_map,
+            "model_kwargs": model_kwargs,
+            **{name: options.pop(name) for name in named if name in options},
+            "generate_kwargs": options,
+        }
+        return cls(**{**arguments, **kwargs})
 
     @property
     def _llm_type(self) -> str:
         return "blockattn-rag-chat"
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
-        params["ls_provider"] = PROVIDER
-        return params
-
-    # -- prompts -----------------------------------------------------------------------------
 
     def to_prompt(self, messages: Sequence[BaseMessage]) -> BlockPrompt:
         """The blocks that messages become, in the model's own chat template.
@@ -126,11 +122,6 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         """Tokens of the prompt that these messages become."""
         return len(self.source.tokenizer.prompt_ids(self.to_prompt(messages)).flat)
 
-    # -- answers -----------------------------------------------------------------------------
-
-    def _noted(self, messages: Sequence[BaseMessage]) -> BlockPrompt:
-        return self.source.noted(self.to_prompt(messages))
-
     def _generate(
         self,
         messages: list[BaseMessage],
@@ -155,35 +146,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         make_prompt = partial(self._noted, messages)
         return self._result(await self.source.agenerate(make_prompt, options, group))
 
-    def _stream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> Iterator[ChatGenerationChunk]:
-        options = self.engine_options(stop, kwargs)
-        with closing(self.engine.stream(self._noted(messages), **options)) as pieces:
-            for piece in pieces:
-                chunk = answer_chunk(piece, self.model_name)
-                if run_manager:
-                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
-
-    async def _astream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> AsyncIterator[ChatGenerationChunk]:
-        make_prompt, options = partial(self._noted, messages), self.engine_options(stop, kwargs)
-        async with aclosing(self.source.astream(make_prompt, options)) as pieces:
-            async for piece in pieces:
-                chunk = answer_chunk(piece, self.model_name)
-                if run_manager:
-                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
+    def _chunk(self, piece: GenerationChunk) -> ChatGenerationChunk:
+        return answer_chunk(piece, self.model_name)
 
     def _result(self, answer: Generation) -> ChatResult:
         generation = ChatGeneration(
@@ -191,8 +155,6 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
             generation_info={"finish_reason": answer.finish_reason},
         )
         return ChatResult(generations=[generation])
-
-    # -- batches -----------------------------------------------------------------------------
 
     def batch(
         self,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, closing
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation as LangChainGeneration
 from langchain_core.outputs import GenerationChunk as LangChainChunk
@@ -17,11 +15,11 @@ from langchain_core.outputs import LLMResult
 
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.langchain.fields import GenerationFields
-from blockattn_rag.langchain.messages import PROVIDER, metadata_of
+from blockattn_rag.langchain.messages import metadata_of
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 
-class BlockAttentionLLM(GenerationFields, BaseLLM):
+class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
     """A local transformers model for string prompts; passages in them are marked as for chat.
 
     The prompt is taken as it stands: no chat template is applied. For the arguments see
@@ -43,11 +41,6 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):
     def _llm_type(self) -> str:
         return "blockattn-rag"
 
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
-        params["ls_provider"] = PROVIDER
-        return params
-
     @property
     def _identifying_params(self) -> dict[str, Any]:
         parses = {"parse_special_tokens": self.parse_special_tokens}
@@ -56,7 +49,7 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):
     def to_prompt(self, prompt: str) -> BlockPrompt:
         """The blocks that a prompt becomes."""
         spans = self.source.string_spans(prompt, parse_special_tokens=self.parse_special_tokens)
-        return self.source.noted(BlockPrompt.from_spans(spans, self.block_template))
+        return BlockPrompt.from_spans(spans, self.block_template)
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text without its markers and without BOS."""
@@ -73,7 +66,7 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         options = self.engine_options(stop, kwargs)
-        blocks = [self.to_prompt(prompt) for prompt in prompts]
+        blocks = [self._noted(prompt) for prompt in prompts]
         return self._result(self.engine.generate_batch(blocks, **options))
 
     async def _agenerate(
@@ -85,39 +78,9 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):
     ) -> LLMResult:
         options = self.engine_options(stop, kwargs)
         answers = await asyncio.gather(
-            *(self.source.agenerate(partial(self.to_prompt, prompt), options) for prompt in prompts)
+            *(self.source.agenerate(partial(self._noted, prompt), options) for prompt in prompts)
         )
         return self._result(answers)
-
-    def _stream(
-        self,
-        prompt: str,
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> Iterator[LangChainChunk]:
-        options = self.engine_options(stop, kwargs)
-        with closing(self.engine.stream(self.to_prompt(prompt), **options)) as pieces:
-            for piece in pieces:
-                chunk = self._chunk(piece)
-                if run_manager:
-                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
-
-    async def _astream(
-        self,
-        prompt: str,
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> AsyncIterator[LangChainChunk]:
-        to_prompt, options = partial(self.to_prompt, prompt), self.engine_options(stop, kwargs)
-        async with aclosing(self.source.astream(to_prompt, options)) as pieces:
-            async for piece in pieces:
-                chunk = self._chunk(piece)
-                if run_manager:
-                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
 
     def _chunk(self, piece: GenerationChunk) -> LangChainChunk:
         info = metadata_of(piece.generation, self.model_name) if piece.generation else None

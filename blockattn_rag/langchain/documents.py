@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Self
 
 from langchain_core.documents import Document
@@ -20,10 +21,6 @@ from blockattn_rag.prompts.blocks import handle_of
 from blockattn_rag.prompts.markers import wrap
 
 
-def _page_content() -> BasePromptTemplate[str]:
-    return PromptTemplate.from_template("{page_content}")
-
-
 class BlockDocumentPrompt(StringPromptTemplate):
     """A document prompt that puts each formatted document between block markers.
 
@@ -39,7 +36,9 @@ class BlockDocumentPrompt(StringPromptTemplate):
         BlockDocumentPrompt.from_template("title: {title}\\n\\n{page_content}")
     """
 
-    document_prompt: BasePromptTemplate[str] = Field(default_factory=_page_content)
+    document_prompt: BasePromptTemplate[str] = Field(
+        default_factory=partial(PromptTemplate.from_template, "{page_content}")
+    )
     input_variables: list[str] = Field(default_factory=list)
 
     def __init__(self, **kwargs: Any) -> None:

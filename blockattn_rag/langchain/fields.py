@@ -6,9 +6,13 @@ needs to share the engine is a field.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, closing
+from functools import partial
 from typing import Any, cast
 
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models.base import LangSmithParams
 from langchain_core.runnables import Runnable, RunnableLambda
 from langchain_core.runnables.base import RunnableBindingBase
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -17,11 +21,13 @@ from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.options import OnMiss
-from blockattn_rag.engine.results import Mode
+from blockattn_rag.engine.results import GenerationChunk, Mode
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.langchain.cleaning import without_markers
-from blockattn_rag.prompts.blocks import BlockTemplate
+from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
+
+PROVIDER = "blockattn_rag"
 
 _SOURCE_FIELDS = ("model_name", "tokenizer_name", "kv_store", "device_map", "model_kwargs")
 _ALIASES = {"model": "model_name", "tokenizer": "tokenizer_name", "device": "device_map"}
@@ -73,9 +79,10 @@ class EngineFields(BaseModel):
                 raise ValueError("give either llm=, or the model and store, not both")
             source = llm.source
             rest.setdefault("block_template", llm.block_template)
-        if source is None or _changes(source, given):
-            known = source.fields() if source is not None else {}
-            source = _new_source(engine, {**known, **given})
+        known = source.fields() if source is not None else {}
+        # configurable_fields gives a source and fields that may ask for another one.
+        if source is None or any(known[name] != value for name, value in given.items()):
+            source = EngineSource(engine, **{**known, **given})
         return {**rest, **source.fields(), "source": source}
 
     @property
@@ -84,25 +91,11 @@ class EngineFields(BaseModel):
         return self.source.engine
 
 
-def _changes(source: EngineSource, given: dict[str, Any]) -> bool:
-    """Whether fields that came with a source ask for another one (``configurable_fields``)."""
-    known = source.fields()
-    return any(known[name] != value for name, value in given.items())
-
-
-def _new_source(engine: BlockAttentionEngine | None, fields: dict[str, Any]) -> EngineSource:
-    return EngineSource(
-        engine=engine,
-        model=fields.get("model_name"),
-        tokenizer=fields.get("tokenizer_name"),
-        kv_store=fields.get("kv_store"),
-        device_map=fields.get("device_map") or "auto",
-        model_kwargs=fields.get("model_kwargs"),
-    )
-
-
 class GenerationFields(EngineFields):
     """Fields of a language model: defaults of every call, which the call's own options override.
+
+    Subclasses define ``to_prompt``, from what LangChain gives the model to blocks, and ``_chunk``,
+    from a piece of an answer to what LangChain streams.
 
     Args:
         mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
@@ -147,6 +140,51 @@ class GenerationFields(EngineFields):
             options["max_new_tokens"] = options.pop("max_tokens")
         return {**options, "stop": tuple(self.stop or () if stop is None else stop)}
 
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params: LangSmithParams = super()._get_ls_params(  # type: ignore[misc]
+            stop=stop or self.stop, **kwargs
+        )
+        params["ls_provider"] = PROVIDER
+        return params
+
+    def to_prompt(self, given: Any) -> BlockPrompt:
+        raise NotImplementedError
+
+    def _chunk(self, piece: GenerationChunk) -> Any:
+        raise NotImplementedError
+
+    def _noted(self, given: Any) -> BlockPrompt:
+        return self.source.noted(self.to_prompt(given))
+
+    def _stream(
+        self,
+        given: Any,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        options = self.engine_options(stop, kwargs)
+        with closing(self.engine.stream(self._noted(given), **options)) as pieces:
+            for chunk in map(self._chunk, pieces):
+                if run_manager:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    async def _astream(
+        self,
+        given: Any,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[Any]:
+        make_prompt, options = partial(self._noted, given), self.engine_options(stop, kwargs)
+        async with aclosing(self.source.astream(make_prompt, options)) as pieces:
+            async for piece in pieces:
+                chunk = self._chunk(piece)
+                if run_manager:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
     def with_fallbacks(self, fallbacks: Sequence[Runnable[Any, Any]], **kwargs: Any) -> Any:
         """As any runnable's. Fallbacks that are no models of this package get their prompts without
         the markers of passages, which would be noise to them.
@@ -154,39 +192,11 @@ class GenerationFields(EngineFields):
         Call it on the model itself: what ``bind``, ``with_config`` and ``with_retry`` return is a
         runnable of LangChain, whose own ``with_fallbacks`` knows no markers.
         """
-        return Runnable.with_fallbacks(
-            cast(Runnable[Any, Any], self),
-            [
-                other if _is_own(other) else RunnableLambda(without_markers) | other
-                for other in fallbacks
-            ],
-            **kwargs,
-        )
-
-    @classmethod
-    def arguments_from_model_id(
-        cls,
-        model_id: str,
-        *,
-        device: int | str | None = None,
-        device_map: str | None = None,
-        model_kwargs: dict[str, Any] | None = None,
-        pipeline_kwargs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Constructor arguments for langchain-huggingface's ``from_model_id``."""
-        if isinstance(device, int):
-            device = "cpu" if device < 0 else f"cuda:{device}"
-        options = dict(pipeline_kwargs or {})
-        if options.pop("return_full_text", False):
-            raise ValueError("return_full_text=True is not supported: answers come without prompt")
-        named = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "seed")
-        return {
-            "model_name": model_id,
-            "device_map": device or device_map,
-            "model_kwargs": model_kwargs,
-            **{name: options.pop(name) for name in named if name in options},
-            "generate_kwargs": options,
-        }
+        cleaned = [
+            other if _is_own(other) else RunnableLambda(without_markers) | other
+            for other in fallbacks
+        ]
+        return Runnable.with_fallbacks(cast(Runnable[Any, Any], self), cleaned, **kwargs)
 
 
 def _is_own(runnable: Any) -> bool:

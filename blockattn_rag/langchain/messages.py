@@ -24,9 +24,8 @@ from langchain_core.outputs import ChatGenerationChunk
 
 from blockattn_rag.adapters.handles import HANDLE_KEY
 from blockattn_rag.engine.results import Generation, GenerationChunk, ReuseStats
+from blockattn_rag.langchain.fields import PROVIDER
 from blockattn_rag.prompts.markers import wrap
-
-PROVIDER = "blockattn_rag"
 
 _ROLES: dict[type[BaseMessage], str] = {
     HumanMessage: "user",
@@ -155,9 +154,8 @@ def answer_chunk(piece: GenerationChunk, model_name: str | None) -> ChatGenerati
         response_metadata=metadata_of(whole, model_name),
         chunk_position="last",
     )
-    return ChatGenerationChunk(
-        message=message, generation_info={"finish_reason": whole.finish_reason}
-    )
+    ending = {"finish_reason": whole.finish_reason}
+    return ChatGenerationChunk(message=message, generation_info=ending)
 
 
 def usage_of(stats: ReuseStats) -> UsageMetadata:

@@ -32,14 +32,11 @@ class HashingEmbedding(BaseEmbedding):
     def class_name(cls) -> str:
         return "HashingEmbedding"
 
-    def _embed(self, texts: list[str]) -> list[Embedding]:
+    def _get_text_embeddings(self, texts: list[str]) -> list[Embedding]:
         return hashed_vectors(texts, self.dimensions)
 
     def _get_text_embedding(self, text: str) -> Embedding:
-        return self._embed([text])[0]
-
-    def _get_text_embeddings(self, texts: list[str]) -> list[Embedding]:
-        return self._embed(texts)
+        return self._get_text_embeddings([text])[0]
 
     def _get_query_embedding(self, query: str) -> Embedding:
         return self._get_text_embedding(query)

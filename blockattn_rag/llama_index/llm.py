@@ -31,13 +31,14 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index_instrumentation import get_dispatcher
 
 from blockattn_rag.adapters.arguments import check_known
+from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.options import OnMiss
 from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.llama_index.chat import as_template_messages, chat_response
 from blockattn_rag.llama_index.events import BlockReuseEvent, usage_of
-from blockattn_rag.llama_index.source import EngineComponent, EngineSource
+from blockattn_rag.llama_index.source import EngineComponent
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
 from blockattn_rag.prompts.chat_template import chat_spans, has_chat_template, trace
 from blockattn_rag.prompts.cut_passages import close_cut_passages
@@ -46,6 +47,8 @@ from blockattn_rag.prompts.markers import strip_markers
 from blockattn_rag.store import KVStore
 
 dispatcher = get_dispatcher(__name__)
+
+PromptLike = str | Sequence[ChatMessage]
 
 
 class BlockAttentionLLM(EngineComponent, CustomLLM):
@@ -125,9 +128,9 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         known = [*type(self).model_fields, "model", "tokenizer", "engine"]
         check_known(type(self), llm_fields.keys() - CustomLLM.model_fields.keys(), known)
         source = EngineSource(
-            engine=engine,
-            model=model if model is not None else model_name,
-            tokenizer=tokenizer if tokenizer is not None else tokenizer_name,
+            engine,
+            model_name=model if model is not None else model_name,
+            tokenizer_name=tokenizer if tokenizer is not None else tokenizer_name,
             kv_store=kv_store,
             device_map=device_map,
             model_kwargs=model_kwargs,
@@ -170,22 +173,20 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         """Token ids of a text without its markers and without BOS: for counting tokens."""
         return self._source.tokenizer.text_ids(strip_markers(text))
 
-    # -- prompts -----------------------------------------------------------------------------
-
     def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
         return super()._get_prompt(prompt, **_with_whole_passages(prompt_args))
 
     def _get_messages(self, prompt: BasePromptTemplate, **prompt_args: Any) -> list[ChatMessage]:
         return super()._get_messages(prompt, **_with_whole_passages(prompt_args))
 
-    def to_prompt(self, prompt: str | Sequence[ChatMessage], formatted: bool = True) -> BlockPrompt:
+    def to_prompt(self, prompt: PromptLike, formatted: bool = True) -> BlockPrompt:
         """The blocks that a prompt string, or chat messages, become.
 
         ``formatted``: the string is the model's own prompt, chat template included.
         """
         return BlockPrompt.from_spans(self._spans(prompt, formatted), self.block_template)
 
-    def _spans(self, prompt: str | Sequence[ChatMessage], formatted: bool) -> Iterable[Span]:
+    def _spans(self, prompt: PromptLike, formatted: bool) -> Iterable[Span]:
         """A prompt by who wrote what."""
         to_prompt: Any = self.completion_to_prompt
         if not isinstance(prompt, str):
@@ -215,20 +216,16 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
             return chat_spans(tokenizer, turns)
 
         def render(given: Sequence[Mapping[str, Any]]) -> str:
-            copies = [
-                message.model_copy(
-                    update={
-                        "blocks": [TextBlock(text=turn["content"])],
-                        "additional_kwargs": turn["additional_kwargs"],
-                    }
-                )
-                for message, turn in zip(messages, given, strict=True)
-            ]
+            copies = []
+            for message, turn in zip(messages, given, strict=True):
+                extra = turn["additional_kwargs"]
+                shown = {"blocks": [TextBlock(text=turn["content"])], "additional_kwargs": extra}
+                copies.append(message.model_copy(update=shown))
             return str((to_prompt if is_own else generic_messages_to_prompt)(copies))
 
-        # The function may show these as well, and others wrote them.
-        extras = [{"additional_kwargs": message.additional_kwargs} for message in messages]
-        return trace(render, [{**t, **more} for t, more in zip(turns, extras, strict=True)])
+        # The function may show additional_kwargs too, which others than the user wrote.
+        pairs = zip(turns, messages, strict=True)
+        return trace(render, [{**t, "additional_kwargs": m.additional_kwargs} for t, m in pairs])
 
     def _options(self, call: dict[str, Any]) -> dict[str, Any]:
         """Options of one call for the engine: what the call says, else the fields."""
@@ -243,13 +240,11 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         stop = options.pop("stop", None) or ()
         return {**options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
 
-    # -- answers -----------------------------------------------------------------------------
-
-    def _noted(self, prompt: str | Sequence[ChatMessage], formatted: bool) -> BlockPrompt:
+    def _noted(self, prompt: PromptLike, formatted: bool) -> BlockPrompt:
         return self._source.noted(self.to_prompt(prompt, formatted))
 
     def _answer(
-        self, prompt: str | Sequence[ChatMessage], formatted: bool, call: dict[str, Any]
+        self, prompt: PromptLike, formatted: bool, call: dict[str, Any]
     ) -> CompletionResponse:
         blocks = self._noted(prompt, formatted)
         return self._finished(self.engine.generate(blocks, **self._options(call)))
@@ -266,7 +261,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         return CompletionResponse(text=text + chunk.text, delta=chunk.text)
 
     def _stream(
-        self, prompt: str | Sequence[ChatMessage], formatted: bool, call: dict[str, Any]
+        self, prompt: PromptLike, formatted: bool, call: dict[str, Any]
     ) -> CompletionResponseGen:
         text, blocks = "", self._noted(prompt, formatted)
         with closing(self.engine.stream(blocks, **self._options(call))) as chunks:
@@ -276,7 +271,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
                 yield step
 
     async def _astream(
-        self, prompt: str | Sequence[ChatMessage], formatted: bool, call: dict[str, Any]
+        self, prompt: PromptLike, formatted: bool, call: dict[str, Any]
     ) -> CompletionResponseAsyncGen:
         text = ""
         chunks = self._source.astream(partial(self._noted, prompt, formatted), self._options(call))
@@ -287,7 +282,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
                 yield step
 
     async def _aanswer(
-        self, prompt: str | Sequence[ChatMessage], formatted: bool, call: dict[str, Any]
+        self, prompt: PromptLike, formatted: bool, call: dict[str, Any]
     ) -> CompletionResponse:
         make_prompt = partial(self._noted, prompt, formatted)
         return self._finished(await self._source.agenerate(make_prompt, self._options(call)))
@@ -320,11 +315,8 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        def steps() -> ChatResponseGen:
-            with closing(self._stream(messages, True, kwargs)) as completions:
-                yield from (chat_response(step) for step in completions)
-
-        return steps()
+        with closing(self._stream(messages, True, kwargs)) as completions:
+            yield from (chat_response(step) for step in completions)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:

@@ -6,7 +6,6 @@ put into that view alone, so that source nodes, rerankers and evaluators see cle
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, ClassVar
@@ -57,10 +56,7 @@ class BlockNode(BaseNode):
 def _view_class(cls: type[BaseNode]) -> type[BlockNode]:
     """``cls`` with ``BlockNode``'s views; all else, its class name included, stays."""
     namespace = {"__module__": __name__, "plain_class": cls}
-    view: type[BlockNode] = types.new_class(
-        f"Block{cls.__name__}", (BlockNode, cls), exec_body=lambda ns: ns.update(namespace)
-    )
-    return view
+    return type(f"Block{cls.__name__}", (BlockNode, cls), namespace)
 
 
 def as_block_node(node: BaseNode, label: str = "") -> BlockNode:

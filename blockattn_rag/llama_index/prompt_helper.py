@@ -10,10 +10,7 @@ from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
 from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
 from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate, SelectorPromptTemplate
-from llama_index.core.prompts.prompt_utils import (
-    get_empty_prompt_messages,
-    get_empty_prompt_txt,
-)
+from llama_index.core.prompts.prompt_utils import get_empty_prompt_messages, get_empty_prompt_txt
 
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.llama_index.splitter import BlockTextSplitter

@@ -11,8 +11,6 @@ from llama_index.core.schema import BaseComponent
 from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.engine.engine import BlockAttentionEngine
 
-__all__ = ["EngineComponent", "EngineSource"]
-
 
 class EngineComponent(BaseComponent):
     """A LlamaIndex component with an engine.

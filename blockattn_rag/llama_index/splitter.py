@@ -42,12 +42,7 @@ class BlockTextSplitter(TokenTextSplitter):
         separator: str = " ",
         block_template: BlockTemplate = BLANK_LINE,
     ) -> None:
-        super().__init__(
-            chunk_size=chunk_size,
-            chunk_overlap=chunk_overlap,
-            tokenizer=tokenizer,
-            separator=separator,
-        )
+        super().__init__(chunk_size, chunk_overlap, tokenizer, separator=separator)
         self._block_template = block_template
 
     @classmethod
@@ -71,21 +66,20 @@ class BlockTextSplitter(TokenTextSplitter):
         position = 0
         for span in marked_spans(text):
             # The last paragraph before a block belongs to it; what precedes may be cut.
-            head, paragraph, label = _rpartition(text[position : span.start])
-            yield from self._plain(head + paragraph, chunk_size)
+            head, blank_line, label = text[position : span.start].rpartition("\n\n")
+            yield from self._plain(head + blank_line, chunk_size)
             position = span.end
             block = text[span.start : span.end]
             tokens = self._block_tokens(span.text)
-            if tokens > chunk_size:
-                yield from self._plain(label, chunk_size)
-                yield from self._cut(span, block, chunk_size)
-                continue
             with_label = tokens + self._count(label)
-            if with_label > chunk_size:
-                yield from self._plain(label, chunk_size)
+            if with_label <= chunk_size:
+                yield _Piece(label + block, with_label)
+                continue
+            yield from self._plain(label, chunk_size)
+            if tokens <= chunk_size:
                 yield _Piece(block, tokens)
             else:
-                yield _Piece(label + block, with_label)
+                yield from self._cut(span, block, chunk_size)
         yield from self._plain(text[position:], chunk_size)
 
     def _plain(self, text: str, chunk_size: int) -> Iterator[_Piece]:
@@ -96,8 +90,8 @@ class BlockTextSplitter(TokenTextSplitter):
                 yield _Piece(part, self._count(part))
 
     def _cut(self, span: MarkedSpan, block: str, chunk_size: int) -> Iterator[_Piece]:
-        """Blocks that fit, from one that does not. Pieces of a text that was changed keep its
-        markers, which tell that it was."""
+        """Blocks that fit, from one that does not. Pieces of a text that was changed after it was
+        marked keep its markers, because these show the change."""
         opening, closing = block[: block.index("]]") + 2], block[block.rindex("[[") :]
         room = max(1, chunk_size - self._block_tokens("") - 1)
         cutter = TokenTextSplitter(room, 0, self._tokenizer, separator=self.separator)
@@ -111,9 +105,3 @@ class BlockTextSplitter(TokenTextSplitter):
 
     def _count(self, text: str) -> int:
         return len(self._tokenizer(text)) if text else 0
-
-
-def _rpartition(text: str) -> tuple[str, str, str]:
-    """Split before the last paragraph: ``head``, the blank line, ``paragraph``."""
-    head, blank, last = text.rpartition("\n\n")
-    return head, blank, last

@@ -63,9 +63,7 @@ def encode_prompt_head(
 
 
 def block_response_synthesizer(
-    llm: BlockAttentionLLM,
-    response_mode: ResponseMode | str = ResponseMode.COMPACT,
-    **kwargs: Any,
+    llm: BlockAttentionLLM, response_mode: ResponseMode | str = ResponseMode.COMPACT, **kwargs: Any
 ) -> BaseSynthesizer:
     """LlamaIndex's ``get_response_synthesizer``, packing whole blocks; ``kwargs`` are its own."""
     mode = ResponseMode(response_mode)

@@ -16,11 +16,12 @@ from llama_index.core.schema import (
     TransformComponent,
 )
 
+from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.llama_index.nodes import canonical_text, stamp
-from blockattn_rag.llama_index.source import EngineComponent, EngineSource
+from blockattn_rag.llama_index.source import EngineComponent
 from blockattn_rag.prompts.blocks import Block, BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import KVStore
@@ -83,9 +84,9 @@ class BlockKVTransform(EngineComponent, TransformComponent):
             block_template = block_template or llm.block_template
         else:
             source = EngineSource(
-                engine=engine,
-                model=model if model is not None else model_name,
-                tokenizer=tokenizer if tokenizer is not None else tokenizer_name,
+                engine,
+                model_name=model if model is not None else model_name,
+                tokenizer_name=tokenizer if tokenizer is not None else tokenizer_name,
                 kv_store=kv_store,
                 device_map=device_map,
                 model_kwargs=model_kwargs,
