@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from blockattn_rag.attention.kernels import (
     Kernel,
@@ -22,20 +23,15 @@ from blockattn_rag.attention.kernels import (
     without_masked_rows,
 )
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-# -- attention kernels ---------------------------------------------------------------------------
-
 
 def kernel_on_cuda(query: Tensor, mask: Tensor | None) -> Kernel:
     """Flash kernels for 16-bit types without a mask, the flash-attn package's where that is
     installed, else PyTorch's; PyTorch's memory-efficient kernel for the rest."""
     if mask is not None or query.dtype not in (torch.float16, torch.bfloat16):
-        return Kernel("memory-efficient", attend_memory_efficient)
-    if query.shape[-1] <= 256 and (kernel := flash_attn()) is not None:
-        return Kernel("flash-attn", attend_flash_attn(kernel))
-    return Kernel("flash", attend_flash)
+        return attend_memory_efficient
+    if query.shape[-1] <= 256 and flash_attn() is not None:
+        return attend_flash_attn
+    return attend_flash
 
 
 def attend_flash(
@@ -64,32 +60,24 @@ def attend_memory_efficient(
     return without_masked_rows(output, lse[..., : query.shape[2]], mask)
 
 
-def attend_flash_attn(kernel: Callable[..., Any]) -> Callable[..., Partial]:
-    """Attention by flash-attn's kernel for few queries over many keys, which splits the keys among
-    the GPU's processors: PyTorch's leaves most of them idle. It takes ``[B, tokens, K, D]``."""
-
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None = None
-    ) -> Partial:
-        states = (with_whole_rows(tensor).transpose(1, 2) for tensor in (query, key, value))
-        output, lse = kernel(*states, softmax_scale=scale, return_softmax_lse=True)
-        return Partial(output.transpose(1, 2).float(), lse.float())
-
-    return attend
+def attend_flash_attn(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None = None
+) -> Partial:
+    """flash-attn's kernel for few queries over many keys, which splits the keys among the GPU's
+    processors: PyTorch's leaves most of them idle. It takes ``[B, tokens, K, D]``."""
+    states = (with_whole_rows(tensor).transpose(1, 2) for tensor in (query, key, value))
+    output, lse = flash_attn()(*states, softmax_scale=scale, return_softmax_lse=True)
+    return Partial(output.transpose(1, 2).float(), lse.float())
 
 
 @cache
-def flash_attn() -> Callable[..., Any] | None:
-    """flash-attn's kernel, if the package is there and fits this PyTorch."""
+def flash_attn() -> Any:
+    """flash-attn's kernel, if the package is there and fits this PyTorch; else None."""
     try:
         from flash_attn import flash_attn_with_kvcache
     except ImportError:
         return None
-    kernel: Callable[..., Any] = flash_attn_with_kvcache
-    return kernel
-
-
-# -- copies beside the model's work --------------------------------------------------------------
+    return flash_attn_with_kvcache
 
 
 class CopyStream:
@@ -112,8 +100,7 @@ class CopyStream:
 
     def entered(self) -> AbstractContextManager[Any]:
         """Surrounds the copies, in the thread that makes them."""
-        stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
-        return stream
+        return torch.cuda.stream(self._stream)
 
     def mark(self) -> None:
         """The copies of one more layer have been started."""
@@ -130,9 +117,6 @@ class CopyStream:
 def pinned(states: Tensor) -> Tensor:
     """States in page-locked memory, from where CUDA copies without waiting."""
     return states.pin_memory() if states.device.type == "cpu" else states
-
-
-# -- graphs --------------------------------------------------------------------------------------
 
 
 class CudaRecorder:

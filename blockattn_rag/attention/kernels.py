@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from blockattn_rag.attention.tuning import CPU
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Partial(NamedTuple):
@@ -34,11 +32,7 @@ class Partial(NamedTuple):
     lse: Tensor
 
 
-class Kernel(NamedTuple):
-    """A way to compute attention with its log-sum-exp, and its name."""
-
-    name: str
-    attend: Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Partial]
+Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Partial]
 
 
 def attend_plain(
@@ -74,11 +68,6 @@ def attend_matmul(
     weights = exponentials(scores, highest)
     total = weights.sum(dim=-1, keepdim=True)
     return Partial((weights @ value).div_(total), total.log_().add_(highest).squeeze(-1))
-
-
-PLAIN = Kernel("plain", attend_plain)
-FUSED = Kernel("fused", attend_fused)
-MATMUL = Kernel("matrix products", attend_matmul)
 
 
 def single_softmax(
@@ -155,9 +144,7 @@ def additive_mask(mask: Tensor, query: Tensor) -> Tensor:
     the CUDA kernel requires it."""
     *rows, keys = mask.shape
     bias = torch.zeros(*rows, -(-keys // 8) * 8, dtype=query.dtype, device=query.device)
-    bias = bias[..., :keys]
-    bias.masked_fill_(~mask, torch.finfo(query.dtype).min)
-    return bias
+    return bias[..., :keys].masked_fill_(~mask, torch.finfo(query.dtype).min)
 
 
 def without_masked_rows(output: Tensor, lse: Tensor, mask: Tensor | None) -> Partial:

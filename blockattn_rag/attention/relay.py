@@ -13,19 +13,16 @@ tokens of the tail (final block and generated tokens), ``D`` head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
 
 import torch
+from torch import Tensor
 
-from blockattn_rag.attention.segments import SegmentTable, segments_of
+from blockattn_rag.attention.segments import SegmentTable
 from blockattn_rag.attention.strategies import LayerInputs, Strategy, strategy_for
 from blockattn_rag.attention.tuning import Tuning, tuning_of
 from blockattn_rag.kv.context import Context
 from blockattn_rag.kv.rope import RotaryLayout
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class RelayPlan:
@@ -50,9 +47,7 @@ class RelayPlan:
         tuning: Tuning | None = None,
     ) -> None:
         self.tuning = tuning or tuning_of(device)
-        self._contexts = contexts
-        self._layouts = layouts
-        self._device = device
+        self._table = partial(SegmentTable, contexts, layouts, device)
         self.strategy: Strategy  # of the last forward
         self._serves: object = None  # the queries for which it was chosen
 
@@ -67,10 +62,6 @@ class RelayPlan:
         if self.tuning.join_decode_tokens == self.tuning.join_prefill_tokens:
             return self.prefill_table  # joined once
         return self._table(self.tuning.join_decode_tokens)
-
-    def _table(self, tokens: int) -> SegmentTable:
-        segments = segments_of(self._contexts, tokens)
-        return SegmentTable(segments, self._layouts, len(self._contexts), self._device)
 
     def attend(
         self,
@@ -100,11 +91,11 @@ class RelayPlan:
         # Heads that share keys become rows, so keys are never repeated.
         folded = query.reshape(batch, kv_heads, -1, size)
         mask = None if tail_mask is None else tail_mask.repeat(1, 1, heads // kv_heads, 1)
-        inputs = LayerInputs(layer, folded, tail_key, tail_value, scale, mask, tokens)
+        inputs = LayerInputs(layer, folded, tail_key, tail_value, scale, mask)
         serves = query.shape, query.dtype, mask is None
         if layer == 0 or serves != self._serves:
             table = self.decode_table if tokens == 1 else self.prefill_table
-            self.strategy = strategy_for(table, inputs, self.tuning)
+            self.strategy = strategy_for(table, inputs, tokens, self.tuning)
             self._serves = serves
         output = self.strategy.attend(inputs)
         return output.reshape(batch, heads, tokens, -1).to(query.dtype)

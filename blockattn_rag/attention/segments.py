@@ -8,18 +8,17 @@ Shapes: ``R`` requests, ``K`` key-value heads, ``Q`` query rows, ``N`` key token
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import count
 
 import torch
+from torch import Tensor
 
 from blockattn_rag.attention.kernels import Partial
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, PlacedBlock, joined_states
-from blockattn_rag.kv.rope import RotaryLayout, rotate
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
 
 
 class Segment:
@@ -34,7 +33,7 @@ class Segment:
     def __init__(self, blocks: Sequence[PlacedBlock], readers: Sequence[tuple[int, int]]) -> None:
         self.blocks = tuple(blocks)
         self.readers = tuple(readers)
-        self._tables: dict[RotaryLayout, tuple[Tensor, Tensor]] = {}
+        self._angles: Angles = {}
         self._joined: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -46,7 +45,7 @@ class Segment:
         if len(self.blocks) == 1:
             return self.blocks[0].kv.states(layer)
         if layer not in self._joined:
-            self._joined[layer] = joined_states(self.blocks, layer, layout, self._tables)
+            self._joined[layer] = joined_states(self.blocks, layer, layout, self._angles)
         return self._joined[layer]
 
 
@@ -93,34 +92,36 @@ class SegmentTable:
     """Segments and their pairs, as tables that every layer uses.
 
     Args:
-        segments: all that the requests read.
+        contexts: the placed blocks of each request, those without blocks included.
         layouts: rotary layout per layer.
-        num_requests: requests of the batch, those without context included.
         device: where queries are.
+        tokens: blocks under so many tokens are joined.
     """
 
     def __init__(
         self,
-        segments: Sequence[Segment],
+        contexts: Sequence[Context],
         layouts: Sequence[RotaryLayout],
-        num_requests: int,
         device: torch.device,
+        tokens: int,
     ) -> None:
-        self.segments = segments
-        self.num_requests = num_requests
+        self.segments = segments_of(contexts, tokens)
+        self.num_requests = len(contexts)
         self._layouts = layouts
+        requests = [request for segment in self.segments for request, _ in segment.readers]
+        shifts = [shift for segment in self.segments for _, shift in segment.readers]
         # One request, no block twice: partial results need no sorting.
-        self.is_one_each = num_requests == 1 and all(len(s.readers) == 1 for s in segments)
-        requests = [request for segment in segments for request, _ in segment.readers]
-        shifts = [shift for segment in segments for _, shift in segment.readers]
+        self.is_one_each = self.num_requests == 1 and len(requests) == len(self.segments)
         # Queries are rotated for their own positions. A block was moved by `shift`, so to the
         # block's keys the queries stand `shift` earlier.
-        self._tables: dict[RotaryLayout, tuple[Tensor, Tensor]] = {}
+        self._angles: Angles = {}
         for layout in set(layouts):
             if layout.rotates and shifts:
                 cos, sin = layout.cos_sin(-torch.tensor(shifts), device)
-                self._tables[layout] = cos[:, None, None], sin[:, None, None]
-        slots = _slots(requests)
+                self._angles[layout] = cos[:, None, None], sin[:, None, None]
+        # A pair's slot: how many pairs of the same request stand before it.
+        used: defaultdict[int, Iterator[int]] = defaultdict(count)
+        slots = [next(used[request]) for request in requests]
         self._num_slots = max(slots, default=-1) + 1
         self._request_of = torch.tensor(requests, dtype=torch.long, device=device)
         self._slot_of = torch.tensor(slots, dtype=torch.long, device=device)
@@ -134,8 +135,8 @@ class SegmentTable:
         queries ``[R, K, Q, D]``."""
         layout, pairs = self._layouts[layer], len(self._request_of)
         chosen = query[self._request_of] if self.num_requests > 1 else query
-        if layout in self._tables:
-            return rotate(chosen, *self._tables[layout], layout)
+        if layout in self._angles:
+            return rotate(chosen, *self._angles[layout], layout)
         return chosen.expand(pairs, *query.shape[1:])
 
     def by_request(self, parts: Sequence[Partial]) -> list[Partial]:
@@ -149,13 +150,3 @@ class SegmentTable:
         at = self._slot_of, self._request_of
         outputs[at], lses[at] = found
         return [Partial(*part) for part in zip(outputs, lses, strict=True)]
-
-
-def _slots(requests: Sequence[int]) -> list[int]:
-    """For each pair, how many pairs of the same request stand before it."""
-    used: dict[int, int] = {}
-    slots = []
-    for request in requests:
-        slots.append(used.get(request, 0))
-        used[request] = slots[-1] + 1
-    return slots

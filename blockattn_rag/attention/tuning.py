@@ -8,10 +8,8 @@ of benchmarks/attention.py came from trials before that script was there, and we
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

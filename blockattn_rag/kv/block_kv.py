@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 
 class PendingCopy(Protocol):
@@ -81,16 +79,11 @@ class BlockKV:
 
     def copy_to(self, device: torch.device) -> BlockKV:
         """A copy on ``device`` that shares no memory with this one, not even its token ids."""
-        layers = [self.states(layer) for layer in range(self.num_layers)]
-        states = [*(keys for keys, _ in layers), *(values for _, values in layers)]
-        copies = _copies(states, device)
-        return replace(
-            self,
-            keys=copies[: self.num_layers],
-            values=copies[self.num_layers :],
-            token_ids=self.token_ids.clone(),
-            pending_copy=None,
-        )
+        layers = range(self.num_layers)
+        keys, values = zip(*(self.states(layer) for layer in layers), strict=True)
+        copies, ids = _copies((*keys, *values), device), self.token_ids.clone()
+        keys, values = copies[: len(layers)], copies[len(layers) :]
+        return replace(self, keys=keys, values=values, token_ids=ids, pending_copy=None)
 
 
 def outline(states: Sequence[Tensor]) -> tuple[tuple[int, int, torch.dtype], ...]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
+from torch import Tensor
 
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.kv.rope import RotaryLayout, rotate
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
 
 Positions = Literal["reordered", "composite"]
 """``reordered``: a block's keys are re-encoded for where the block stands (both papers' method).
@@ -70,32 +68,22 @@ def assemble(context: Context, layouts: Sequence[RotaryLayout]) -> Iterator[tupl
         in the blocks' dtype. The stored tensors are not written; a context of one unshifted block
         yields the stored tensors themselves.
     """
-    # Layers of one layout share the angles; there are one or two layouts in a model.
-    tables: dict[RotaryLayout, tuple[Tensor, Tensor]] = {}
+    angles: Angles = {}
     for index, layout in enumerate(layouts):
-        yield joined_states(context.blocks, index, layout, tables)
+        yield joined_states(context.blocks, index, layout, angles)
 
 
 def joined_states(
-    blocks: Sequence[PlacedBlock],
-    layer: int,
-    layout: RotaryLayout,
-    tables: dict[RotaryLayout, tuple[Tensor, Tensor]],
+    blocks: Sequence[PlacedBlock], layer: int, layout: RotaryLayout, angles: Angles
 ) -> tuple[Tensor, Tensor]:
-    """One layer of :func:`assemble`.
-
-    Args:
-        tables: angles that earlier layers made, to which this one adds its own.
-    """
+    """One layer of :func:`assemble`; ``angles`` has those of earlier layers and takes new ones."""
     states = [block.kv.states(layer) for block in blocks]
-    keys, values = (_joined(list(tensors)) for tensors in zip(*states, strict=True))
+    keys, values = states[0]
+    if len(states) > 1:
+        keys, values = (torch.cat(tensors, dim=-2) for tensors in zip(*states, strict=True))
     if layout.rotates and any(block.shift for block in blocks):
-        if layout not in tables:
+        if layout not in angles:
             shifts = [torch.full((b.kv.num_tokens,), b.shift) for b in blocks]
-            tables[layout] = layout.cos_sin(torch.cat(shifts), keys.device)
-        keys = rotate(keys, *tables[layout], layout)
+            angles[layout] = layout.cos_sin(torch.cat(shifts), keys.device)
+        keys = rotate(keys, *angles[layout], layout)
     return keys, values
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=-2)

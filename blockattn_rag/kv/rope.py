@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 Pairing = Literal["half", "interleaved"]
 
@@ -60,6 +58,9 @@ class RotaryLayout:
 
 
 NO_ROTATION = RotaryLayout(torch.empty(0), "half")
+
+Angles = dict[RotaryLayout, tuple[Tensor, Tensor]]
+"""cos and sin of each layout, as from ``cos_sin``: there are one or two layouts in a model."""
 
 
 def shift_positions(states: Tensor, offset: int, layout: RotaryLayout) -> Tensor:
@@ -106,22 +107,16 @@ def _join(first: Tensor, second: Tensor, pairing: Pairing) -> Tensor:
     return torch.stack([first, second], dim=-1).flatten(-2)
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutFit:
-    """The best layout for one layer's keys, and how well it fits.
-
-    ``error``: largest deviation of the shifted keys from the keys seen at the later position,
-    relative to the largest key.
-    """
+class LayoutFit(NamedTuple):
+    """The best layout for one layer's keys, and its error: the largest deviation of the shifted
+    keys from the keys seen at the later position, relative to the largest key."""
 
     layout: RotaryLayout
     error: float
 
 
 def fit_layout(
-    at_zero: Tensor,
-    shifted: Sequence[tuple[int, Tensor]],
-    candidates: Iterable[Tensor],
+    at_zero: Tensor, shifted: Sequence[tuple[int, Tensor]], candidates: Iterable[Tensor]
 ) -> LayoutFit:
     """Find how a layer rotates its keys from keys that were seen at several positions.
 
@@ -143,11 +138,10 @@ def fit_layout(
 
 
 def _misfit(at_zero: Tensor, shifted: Sequence[tuple[int, Tensor]], layout: RotaryLayout) -> float:
-    errors = [
+    return max(
         relative_error(shift_positions(at_zero.float(), offset, layout), keys.float())
         for offset, keys in shifted
-    ]
-    return max(errors)
+    )
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.attention import cuda
-from blockattn_rag.attention.kernels import Partial
+from blockattn_rag.attention.kernels import Kernel, Partial
 from tests.attention.test_kernels import KV_HEADS, SIZE, budget, exact, random
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -36,8 +36,8 @@ def test_flash_attn_is_handed_tokens_before_heads_where_it_is_installed(
     value = value[:, :, :40]
     expected = exact(query, key, value, 0.25, None)
     kernel = cuda.kernel_on_cuda(query, None)
-    assert kernel.name == "flash-attn"
-    found = kernel.attend(query, key, value, 0.25, None)
+    assert kernel is cuda.attend_flash_attn
+    found = kernel(query, key, value, 0.25, None)
     assert found.output.dtype == found.lse.dtype == torch.float32
     assert (found.output - expected.output).abs().max() <= budget(torch.bfloat16, 40)
     assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 40)
@@ -55,20 +55,21 @@ def test_without_flash_attn_there_is_no_kernel_of_it(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size", "masked", "name"),
+    ("dtype", "size", "masked", "kernel"),
     [
-        (torch.bfloat16, 64, False, "flash-attn"),
-        (torch.float16, 256, False, "flash-attn"),
-        (torch.bfloat16, 512, False, "flash"),
-        (torch.bfloat16, 64, True, "memory-efficient"),
-        (torch.float32, 64, False, "memory-efficient"),
+        (torch.bfloat16, 64, False, cuda.attend_flash_attn),
+        (torch.float16, 256, False, cuda.attend_flash_attn),
+        (torch.bfloat16, 512, False, cuda.attend_flash),
+        (torch.bfloat16, 64, True, cuda.attend_memory_efficient),
+        (torch.float32, 64, False, cuda.attend_memory_efficient),
     ],
 )
 def test_the_kernel_on_cuda_goes_by_type_head_size_and_mask(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int, masked: bool, name: str
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int, masked: bool, kernel: Kernel
 ) -> None:
     query, mask = torch.empty(1, 2, 3, size, dtype=dtype), torch.empty(1) if masked else None
     monkeypatch.setattr(cuda, "flash_attn", lambda: flash_stand_in)
-    assert cuda.kernel_on_cuda(query, mask).name == name
+    assert cuda.kernel_on_cuda(query, mask) is kernel
     monkeypatch.setattr(cuda, "flash_attn", lambda: None)
-    assert cuda.kernel_on_cuda(query, mask).name == name.replace("-attn", "")
+    without = cuda.attend_flash if kernel is cuda.attend_flash_attn else kernel
+    assert cuda.kernel_on_cuda(query, mask) is without

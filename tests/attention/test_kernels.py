@@ -28,7 +28,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Partial:
     """By the kernel that is fastest here."""
-    return kernel_for(query, key, value, mask).attend(query, key, value, scale, mask)
+    return kernel_for(query, key, value, mask)(query, key, value, scale, mask)
 
 
 BACKENDS = [attend_plain, attend]
