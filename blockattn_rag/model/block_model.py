@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from blockattn_rag.attention.relay import RelayPlan
@@ -19,18 +20,14 @@ from blockattn_rag.kv.context import Assembly, Context
 from blockattn_rag.model import decoding, loading
 from blockattn_rag.model.caches import RelayCache, copied_cache
 from blockattn_rag.model.encoding import EncodeRequest, batches, encode_batch
-from blockattn_rag.model.exactness import relay_is_exact
 from blockattn_rag.model.exclusion import lock_of, turn_to_draw
 from blockattn_rag.model.fingerprint import Identity
 from blockattn_rag.model.graphs import record_graphs
 from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
-from blockattn_rag.model.relay_attention import enable_relay
+from blockattn_rag.model.relay_attention import enable_relay, next_logits, relay_is_exact
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.tokenization import BlockTokenizer
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Published models that were block-fine-tuned before our training began to say so in the config.
 _KNOWN_BLOCK_TUNED = ("ldsjmdy/Tulu3-Block-FT", "hxia7/Llama-3.2-1B-Block-FT")
@@ -71,9 +68,8 @@ class BlockModel:
         self.hf_model = hf_model.eval()
         is_ready = isinstance(tokenizer, BlockTokenizer)
         self.tokenizer: BlockTokenizer = tokenizer if is_ready else BlockTokenizer(tokenizer)
-        self.name = name or str(
-            getattr(hf_model.config, "_name_or_path", "") or type(hf_model).__name__
-        )
+        loaded_from = getattr(hf_model.config, "_name_or_path", "")
+        self.name = name or str(loaded_from or type(hf_model).__name__)
         self.lock = lock_of(hf_model)
         self._identity: Identity | None = None
         with self.lock:
@@ -100,12 +96,9 @@ class BlockModel:
         ``device``, ``dtype`` and ``kwargs`` are those of ``loading.load_model``; a ready model is
         taken as it is.
         """
-        if tokenizer is None:
-            if not isinstance(model, (str, Path)):
-                raise ValueError(
-                    "a ready model was given without its tokenizer; pass tokenizer=..."
-                )
-            tokenizer = model
+        if tokenizer is None and not isinstance(model, (str, Path)):
+            raise ValueError("a ready model was given without its tokenizer; pass tokenizer=...")
+        tokenizer = model if tokenizer is None else tokenizer
         if isinstance(tokenizer, (str, Path)):
             tokenizer = loading.load_tokenizer(tokenizer)
         name = ""
@@ -157,9 +150,9 @@ class BlockModel:
         """Measure the model as it is set now, unless another thread just did."""
         with self.lock:
             known = self._identity
-            if known is not None and known.holds():
-                return known
             if known is not None:
+                if known.holds():
+                    return known
                 # What was measured of the model before may not be true of it any more.
                 if not self.hf_model.training:
                     self.hf_model.eval()  # adapters come as for training, with dropout
@@ -349,4 +342,4 @@ class BlockModel:
     def next_logits(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
         """Logits ``[vocab]`` of the token after ``ids`` ``[1, n]``, after what ``cache`` holds."""
         with self.lock:
-            return decoding.next_logits(self.hf_model, ids, cache)
+            return next_logits(self.hf_model, ids, cache)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     DynamicCache,
     PreTrainedModel,
@@ -17,13 +17,9 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from blockattn_rag.model.encoding import last_logits_only
 from blockattn_rag.model.exclusion import drawing
 from blockattn_rag.model.relay_attention import plan_scope
 from blockattn_rag.model.sampling import Sampling
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class _OnToken(BaseStreamer):
@@ -80,18 +76,6 @@ class _RowLengths(StoppingCriteria):
         return met
 
 
-def _with_step(
-    arguments: dict[str, Any],
-    is_cancelled: Callable[[], bool] | None,
-    on_tokens: Callable[[list[int]], object] | None = None,
-) -> dict[str, Any]:
-    if is_cancelled is None and on_tokens is None:
-        return arguments
-    step = _AfterEachStep(is_cancelled or (lambda: False), on_tokens or (lambda _: None))
-    criteria = [*arguments.get("stopping_criteria", []), step]
-    return {**arguments, "stopping_criteria": StoppingCriteriaList(criteria)}
-
-
 def generate(
     hf_model: PreTrainedModel,
     tokenizer: Any,
@@ -104,10 +88,9 @@ def generate(
 ) -> list[int]:
     """New tokens after ``ids``. ``cache`` holds the KV of the first ``ids``; None: of none."""
     input_ids = torch.tensor([list(ids)], device=hf_model.device)
-    arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
+    arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens, is_cancelled)
     if cache is not None:
         _check_no_draft(hf_model, arguments)
-    arguments = _with_step(arguments, is_cancelled)
     # Beam search has no tokens to hand out before it ends.
     if on_token is not None and _beams(hf_model, arguments) == 1:
         arguments["streamer"] = _OnToken(on_token, arguments.get("streamer"))
@@ -139,8 +122,7 @@ def generate_batch(
     final_ids, final_mask = _left_padded([f for _, f in prompts], pad)
     input_ids = torch.cat([context_ids, final_ids], dim=1).to(hf_model.device)
     mask = torch.cat([context_mask, final_mask], dim=1).to(hf_model.device)
-    arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
-    arguments = _with_step(arguments, is_cancelled, on_tokens)
+    arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens, is_cancelled, on_tokens)
     lengths: dict[int, int] = {}
     if stop := arguments.pop("stop_strings", None):
         criterion = _RowLengths(StopStringCriteria(tokenizer, stop), input_ids.shape[1])
@@ -181,18 +163,6 @@ def _run(
     return output if isinstance(output, torch.Tensor) else output.sequences
 
 
-def next_logits(hf_model: PreTrainedModel, ids: Tensor, cache: DynamicCache | None) -> Tensor:
-    """Logits ``[vocab]`` of the token after ``ids`` ``[1, n]``, after what ``cache`` holds."""
-    with torch.inference_mode(), plan_scope():
-        out = hf_model(
-            input_ids=ids.to(hf_model.device),
-            past_key_values=cache,
-            use_cache=True,
-            **last_logits_only(hf_model),
-        )
-    return out.logits[0, -1]
-
-
 def draws_tokens(sampling: Sampling) -> bool:
     """Whether random state decides the tokens; with a seed, a caller's own processors may draw."""
     do_sample = sampling.extra.get("do_sample", bool(sampling.temperature))
@@ -201,9 +171,14 @@ def draws_tokens(sampling: Sampling) -> bool:
 
 
 def _arguments(
-    hf_model: PreTrainedModel, tokenizer: Any, sampling: Sampling, max_new_tokens: int
+    hf_model: PreTrainedModel,
+    tokenizer: Any,
+    sampling: Sampling,
+    max_new_tokens: int,
+    is_cancelled: Callable[[], bool] | None,
+    on_tokens: Callable[[list[int]], object] | None = None,
 ) -> dict[str, Any]:
-    """``Sampling`` in the words of transformers' ``generate``."""
+    """``Sampling``, and what comes after each step, in the words of transformers' ``generate``."""
     samples = bool(sampling.temperature)
     arguments: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -217,12 +192,17 @@ def _arguments(
         if value is not None or not samples:
             arguments[name] = value
     if sampling.stop:
-        arguments |= {"stop_strings": list(sampling.stop), "tokenizer": tokenizer}
+        arguments["stop_strings"] = list(sampling.stop)
     if hf_model.generation_config.eos_token_id is None:
         arguments["eos_token_id"] = tokenizer.eos_token_id
-    if "stop_strings" in sampling.extra:
-        arguments["tokenizer"] = tokenizer
-    return arguments | sampling.extra
+    arguments |= sampling.extra
+    if "stop_strings" in arguments:
+        arguments.setdefault("tokenizer", tokenizer)
+    if is_cancelled or on_tokens:
+        step = _AfterEachStep(is_cancelled or (lambda: False), on_tokens or (lambda _: None))
+        criteria = [*arguments.get("stopping_criteria", []), step]
+        arguments["stopping_criteria"] = StoppingCriteriaList(criteria)
+    return arguments
 
 
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
@@ -266,10 +246,10 @@ def batches_exactly(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
 
 
 def end_token_ids(
-    hf_model: PreTrainedModel, tokenizer: Any, arguments: Mapping[str, Any] = MappingProxyType({})
+    hf_model: PreTrainedModel, tokenizer: Any, arguments: Mapping[str, Any] | None = None
 ) -> set[int]:
     """Tokens that end an answer, given these arguments of ``generate``."""
-    ends = arguments.get("eos_token_id", hf_model.generation_config.eos_token_id)
+    ends = (arguments or {}).get("eos_token_id", hf_model.generation_config.eos_token_id)
     ends = tokenizer.eos_token_id if ends is None else ends
     return set() if ends is None else set(ends) if isinstance(ends, (list, tuple)) else {ends}
 

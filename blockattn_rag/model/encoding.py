@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model.probe import check_ready, layer_states
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class EncodeRequest(NamedTuple):

@@ -42,10 +42,8 @@ def load_tokenizer(model: str | Path) -> Any:
 def load_config(model: str | Path) -> Any:
     """The config of a model name or path, without its weights; of a LoRA adapter, its base's."""
     name = resolve_name(model)
-    adapter = Path(name) / "adapter_config.json"
-    if adapter.is_file():
-        return load_config(_base_name(Path(name)))
-    return AutoConfig.from_pretrained(name)
+    adapter = _adapter(name)
+    return load_config(adapter["base"]) if adapter else AutoConfig.from_pretrained(name)
 
 
 def load_model(
@@ -62,16 +60,13 @@ def load_model(
         kwargs: passed to ``from_pretrained`` (``device_map``, ``quantization_config``, ...).
     """
     name = resolve_name(model)
-    target = default_device() if device == "auto" else device
-    adapter = Path(name) / "adapter_config.json"
-    placed = "device_map" in kwargs
     loaded: Any
-    if adapter.is_file():
-        loaded = _load_adapter(name, dtype, kwargs)
+    if adapter := _adapter(name):
+        loaded = _load_adapter(name, adapter, dtype, kwargs)
     else:
         loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
-    if not placed:
-        loaded = loaded.to(target)
+    if "device_map" not in kwargs:
+        loaded = loaded.to(default_device() if device == "auto" else device)
     if dtype == "auto" and loaded.device.type == "cpu" and "quantization_config" not in kwargs:
         loaded = loaded.float()
     return loaded.eval()
@@ -83,7 +78,25 @@ def default_device() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def _load_adapter(name: str, dtype: str | torch.dtype, kwargs: dict[str, Any]) -> PreTrainedModel:
+def _adapter(name: str) -> dict[str, Any]:
+    """Of a LoRA adapter: its ``base`` (a path, hub id or ``"bundled"``) and the ``tuning`` of it,
+    by its own config and by what our training notes beside it, where foreign keys are safe.
+
+    Empty for other models.
+    """
+    path = Path(name) / "adapter_config.json"
+    if not path.is_file():
+        return {}
+    config = json.loads(path.read_text(encoding="utf-8"))
+    beside = path.with_name(SIDECAR)
+    noted = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+    base = noted.get("base_model") or config["base_model_name_or_path"]
+    return {"base": str(base), "tuning": config.get("block_attention") or noted}
+
+
+def _load_adapter(
+    name: str, adapter: dict[str, Any], dtype: str | torch.dtype, kwargs: dict[str, Any]
+) -> PreTrainedModel:
     """Base model and adapter, merged: keys and values then depend on plain weights alone."""
     try:
         from peft import PeftModel
@@ -91,25 +104,13 @@ def _load_adapter(name: str, dtype: str | torch.dtype, kwargs: dict[str, Any]) -
         raise ImportError(
             f"{name} is a LoRA adapter; loading it needs peft: pip install 'blockattn-rag[train]'"
         ) from error
-    settings = json.loads((Path(name) / "adapter_config.json").read_text(encoding="utf-8"))
-    base_name = resolve_name(_base_name(Path(name)))
-    base = AutoModelForCausalLM.from_pretrained(base_name, dtype=dtype, **kwargs)
+    base = AutoModelForCausalLM.from_pretrained(
+        resolve_name(adapter["base"]), dtype=dtype, **kwargs
+    )
     merged = PeftModel.from_pretrained(base, name).merge_and_unload()
-    tuned = settings.get("block_attention") or _sidecar(Path(name))
-    if isinstance(tuned, dict) and "block" not in tuned.get("modes", ["block"]):
+    tuning = adapter["tuning"]
+    if isinstance(tuning, dict) and "block" not in tuning.get("modes", ["block"]):
         merged.config.block_attention = None  # full mode alone may have undone the base's tuning
-    elif tuned:
-        merged.config.block_attention = tuned
+    elif tuning:
+        merged.config.block_attention = tuning
     return merged
-
-
-def _base_name(folder: Path) -> str:
-    """The base of an adapter: a path or hub id, or ``"bundled"`` if it was trained on that."""
-    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    return str(_sidecar(folder).get("base_model") or settings["base_model_name_or_path"])
-
-
-def _sidecar(folder: Path) -> dict[str, Any]:
-    """What our training notes beside an adapter, whose own config knows no foreign keys."""
-    path = folder / SIDECAR
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -18,9 +19,6 @@ from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.block_kv import outline
 from blockattn_rag.kv.rope import LayoutFit, RotaryLayout, fit_layout, relative_error
 from blockattn_rag.model.tolerances import STATES, WIDEST
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _PROBE_TOKENS = 8
 _PROBE_OFFSETS = (13, 1009)
@@ -80,8 +78,10 @@ def _layer_windows(hf_model: PreTrainedModel) -> tuple[int | None, ...]:
             hf_model, "it is an encoder-decoder model; only decoders can be cut in blocks"
         )
     windows: list[int | None] = []
-    for index, layer in enumerate(DynamicCache(config=config).layers):
-        if _is_chunked(config, index):
+    layers = DynamicCache(config=config).layers
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or [""] * len(layers)
+    for index, (layer, kind) in enumerate(zip(layers, kinds, strict=False)):
+        if "chunked" in kind:
             raise _refusal(
                 hf_model,
                 f"the attention of layer {index} is chunked: what a token sees depends on where "
@@ -101,11 +101,6 @@ def _layer_windows(hf_model: PreTrainedModel) -> tuple[int | None, ...]:
     if not windows:
         raise _refusal(hf_model, "it has no attention layer with a KV cache")
     return tuple(windows)
-
-
-def _is_chunked(config: Any, index: int) -> bool:
-    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-    return index < len(types) and "chunked" in types[index]
 
 
 def position_limit(config: Any) -> int:
@@ -203,11 +198,9 @@ def probe_states(
     """
     check_ready(hf_model)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary_size(hf_model), (1, _PROBE_TOKENS), generator=generator).to(
-        hf_model.device
-    )
-    ids, end = ids[:, :tokens], offset + tokens
-    positions = torch.arange(offset, end, device=hf_model.device)[None]
+    ids = torch.randint(vocabulary_size(hf_model), (1, _PROBE_TOKENS), generator=generator)
+    ids = ids[:, :tokens].to(hf_model.device)
+    positions = torch.arange(offset, offset + tokens, device=hf_model.device)[None]
     cache = DynamicCache()
     try:
         hf_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
@@ -265,15 +258,8 @@ def _frequencies(hf_model: PreTrainedModel) -> list[Tensor]:
 
 def _shared(fits: list[LayoutFit]) -> tuple[RotaryLayout, ...]:
     """The layouts, one object for all layers that rotate alike."""
-    distinct: list[RotaryLayout] = []
-    shared = []
-    for fit in fits:
-        same = (d for d in distinct if d.same_as(fit.layout))
-        layout = next(same, fit.layout)
-        if layout is fit.layout:
-            distinct.append(layout)
-        shared.append(layout)
-    return tuple(shared)
+    layouts = [fit.layout for fit in fits]
+    return tuple(next(first for first in layouts if first.same_as(own)) for own in layouts)
 
 
 def _refusal(subject: object, reason: str) -> UnsupportedModelError:

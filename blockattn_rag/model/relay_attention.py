@@ -14,18 +14,28 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedModel,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blockattn_rag.attention.relay import RelayPlan
-from blockattn_rag.model.caches import RelayCache
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from blockattn_rag.attention.tuning import tuning_of
+from blockattn_rag.kv.context import place
+from blockattn_rag.kv.rope import relative_error
+from blockattn_rag.model.caches import RelayCache, copied_cache
+from blockattn_rag.model.encoding import EncodeRequest, encode_batch, last_logits_only
+from blockattn_rag.model.probe import AttentionProfile, vocabulary_size
+from blockattn_rag.model.tolerances import LOGITS
 
 _PREFIX = "blockattn_relay_"
 
@@ -39,7 +49,10 @@ def enable_relay(hf_model: PreTrainedModel) -> None:
     for module in hf_model.modules():
         # All of them: of a model that PEFT wraps, `generate` runs the one inside.
         if isinstance(module, PreTrainedModel):
-            _watch(module)
+            if _enter not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_enter, with_kwargs=True)
+            if _leave not in module._forward_hooks.values():
+                module.register_forward_hook(_leave, always_call=True)
     original = hf_model.config._attn_implementation
     if original.startswith(_PREFIX):
         return
@@ -47,13 +60,6 @@ def enable_relay(hf_model: PreTrainedModel) -> None:
     AttentionInterface.register(name, _attention_function(original))
     AttentionMaskInterface.register(name, _mask_function(original))
     hf_model.set_attn_implementation(name)
-
-
-def _watch(module: torch.nn.Module) -> None:
-    if _enter not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(_enter, with_kwargs=True)
-    if _leave not in module._forward_hooks.values():
-        module.register_forward_hook(_leave, always_call=True)
 
 
 def _enter(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -129,3 +135,48 @@ def tail_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
         return None
     seen = torch.ones(rows, columns, dtype=torch.bool, device=query.device)
     return seen.tril(columns - rows)[None, None].expand(query.shape[0], 1, rows, columns)
+
+
+def next_logits(hf_model: PreTrainedModel, ids: Tensor, cache: DynamicCache | None) -> Tensor:
+    """Logits ``[vocab]`` of the token after ``ids`` ``[1, n]``, after what ``cache`` holds."""
+    with torch.inference_mode(), plan_scope():
+        out = hf_model(
+            input_ids=ids.to(hf_model.device),
+            past_key_values=cache,
+            use_cache=True,
+            **last_logits_only(hf_model),
+        )
+    return out.logits[0, -1]
+
+
+def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
+    """Make a model ready for relay attention, and see whether it gives the copy path's logits.
+
+    Windows, soft caps and attention sinks are ruled out beforehand, because a short probe might not
+    show them.
+
+    Raises:
+        ValueError: autocast is on, or the model is in training mode.
+    """
+    config = hf_model.config.get_text_config(decoder=True)
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    sinks = any(name.endswith("sinks") for name, _ in hf_model.named_parameters())
+    if capped or sinks or any(window is not None for window in profile.windows):
+        return False
+    enable_relay(hf_model)
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randint(vocabulary_size(hf_model), (3, 7), generator=generator)
+    requests = [EncodeRequest(row.tolist(), str(index), "") for index, row in enumerate(rows[:2])]
+    context = place(encode_batch(hf_model, requests, ""))
+    layouts, width = profile.layouts, context.num_tokens
+    # Small as they are, the blocks must be read one by one here.
+    tuning = replace(tuning_of(hf_model.device), join_prefill_tokens=0, join_decode_tokens=0)
+    for tokens in (7, 1):  # as in a prompt, and as in an answer
+        final = rows[2:, :tokens]
+        copied = copied_cache(hf_model.config, [context], layouts, width)
+        expected = next_logits(hf_model, final, copied)
+        plan = RelayPlan([context], layouts, hf_model.device, tuning=tuning)
+        found = next_logits(hf_model, final, RelayCache(len(layouts), width, plan))
+        if relative_error(found.float(), expected.float()) > LOGITS[hf_model.dtype]:
+            return False
+    return True

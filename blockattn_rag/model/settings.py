@@ -21,9 +21,6 @@ from transformers import PreTrainedModel
 
 from blockattn_rag.model.weights import tensor_digest
 
-Settings = dict[str, Any]
-"""Path of a setting, such as ``model.layers.0.self_attn.scaling``: what it is set to."""
-
 # What every module has for PyTorch's own sake. Hooks of the forward are looked at by themselves.
 OF_PYTORCH = frozenset(vars(nn.Module()))
 
@@ -49,23 +46,25 @@ _NEUTRAL = frozenset(
 # weights, CUDA graphs), accelerate's (moving tensors between devices), transformers' (observing).
 _NEUTRAL_PACKAGES = ("blockattn_rag.model.", "accelerate.", "transformers.")
 
-# Objects in closures of closures of hooks, and no deeper: a probe stands behind this (kv_summary).
+# Objects in closures of closures of hooks, and no deeper: ``_kv_summary`` stands behind this.
 _DEPTH = 3
 
 _SCALARS = (bool, int, float, str, type(None))
 
 
-def settings(hf_model: nn.Module) -> Settings:
-    """All plain settings of a model's modules, equal in every process that sets up the same."""
-    found: Settings = {}
+def settings(hf_model: nn.Module) -> dict[str, Any]:
+    """All plain settings of a model's modules, equal in every process that sets up the same.
+
+    By the path of each, such as ``model.layers.0.self_attn.scaling``.
+    """
+    found: dict[str, Any] = {}
     for name, module in hf_model.named_modules():
         found[name] = type(module).__qualname__
         own = vars(module)
         for attribute, value in own.items():
-            if attribute not in OF_PYTORCH and _counts(module, attribute):
-                plain = _plain(value)
-                if plain is not _OPAQUE:
-                    found[f"{name}.{attribute}"] = plain
+            counts = attribute not in OF_PYTORCH and _counts(module, attribute)
+            if counts and (plain := _plain(value)) is not _OPAQUE:
+                found[f"{name}.{attribute}"] = plain
         if own["_forward_pre_hooks"] or own["_forward_hooks"] or "forward" in own:
             found |= _flat(f"{name}()", _replacements(module))
     everywhere = [*torch_module._global_forward_pre_hooks.values()]
@@ -80,8 +79,6 @@ def _counts(module: nn.Module, attribute: str) -> bool:
     private = attribute.startswith("_") and isinstance(module, PreTrainedModel)
     return not private and attribute not in _NEUTRAL and "cache" not in attribute
 
-
-# -- values --------------------------------------------------------------------------------------
 
 _OPAQUE = object()
 
@@ -102,10 +99,6 @@ def _plain(value: Any) -> Any:
         return _name(value)
     if isinstance(value, functools.partial):
         return [_plain_or_type(part) for part in (value.func, value.args, value.keywords)]
-    return _plain_object(value)
-
-
-def _plain_object(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return f"{_name(type(value))}.{value.name}"
     if isinstance(value, (*_SCALARS, complex, bytes, torch.dtype)):  # and their subclasses
@@ -121,9 +114,6 @@ def _plain_or_type(value: Any) -> Any:
 
 def _name(thing: Any) -> str:
     return f"{thing.__module__}.{thing.__qualname__}"
-
-
-# -- hooks and replaced forwards -----------------------------------------------------------------
 
 
 def _replacements(module: nn.Module) -> list[Any]:
@@ -143,12 +133,10 @@ def _is_neutral(function: Any) -> bool:
     return str(home).startswith(_NEUTRAL_PACKAGES)
 
 
-def _flat(path: str, functions: list[Any]) -> Settings:
+def _flat(path: str, functions: list[Any]) -> Iterator[tuple[str, Any]]:
     """Functions, each by its code and by the values that it holds, one setting each."""
-    found: Settings = {}
     for index, function in enumerate(functions):
-        found |= _described(f"{path}.{index}", function, _DEPTH)
-    return found
+        yield from _described(f"{path}.{index}", function, _DEPTH)
 
 
 def _described(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:

@@ -8,12 +8,7 @@ from __future__ import annotations
 
 import torch
 
-LOGITS = {
-    torch.float64: 1e-4,
-    torch.float32: 1e-4,
-    torch.float16: 3e-2,
-    torch.bfloat16: 0.15,
-}
+LOGITS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.15}
 """Of logits: block mode and the oracle, relay and copy."""
 
 STATES = LOGITS | {torch.float64: 1e-3, torch.float32: 1e-3}
