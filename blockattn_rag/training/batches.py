@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -114,10 +115,8 @@ def _weights(item: Item) -> list[float]:
     The first token of a block is predicted from the end of another one, which does not see it.
     """
     weights = [1.0 if label != IGNORED else item.context_weight for label in item.labels]
-    start = 0
-    for length in item.block_lengths:
+    for start in accumulate(item.block_lengths[:-1], initial=0):
         weights[start] = 0.0
-        start += length
     return weights
 
 

@@ -56,9 +56,7 @@ def _check_numbers(settings: LoraConfig | FinetuneConfig, owner: str = "") -> No
     """Raises ``ValueError`` unless each number is None, or finite and in its range."""
     for setting in fields(settings):
         found, range_ = getattr(settings, setting.name), setting.metadata.get("range")
-        if found is None or range_ is None:
-            continue
-        if not (math.isfinite(found) and range_.fits(found)):
+        if found is not None and range_ and not (math.isfinite(found) and range_.fits(found)):
             raise ValueError(f"{owner}{setting.name} is {found}, expected {range_.words}")
 
 

@@ -13,11 +13,14 @@ import logging
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from datasets import Dataset
+from datasets.arrow_writer import ArrowWriter
 from transformers import PrinterCallback, TrainingArguments
 
 from blockattn_rag.errors import DataError
@@ -35,7 +38,6 @@ from blockattn_rag.training.work import (
     LOG,
     check_folders,
     last_checkpoint,
-    make_alike,
     replace_output,
     work_folder,
 )
@@ -62,10 +64,9 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
         ValueError: settings that do not fit together, or with the interrupted run.
     """
     arguments = _arguments(config)
-    main = arguments.process_index == 0
-    settings = check_folders(config)
-    PartialState().wait_for_everyone()  # every process has checked before one writes
-    with work_folder(config, settings, main):
+    settings, process = check_folders(config), PartialState()
+    process.wait_for_everyone()  # every process has checked before one writes
+    with work_folder(config, settings) if process.is_main_process else nullcontext():
         return _run(config, arguments)
 
 
@@ -79,45 +80,41 @@ def _run(config: FinetuneConfig, arguments: TrainingArguments) -> FinetuneReport
         max_tokens=token_limit(config, model),
     )
     with arguments.main_process_first(local=False):
-        train, train_report = _encoded(config.train_data, "train", encoder, config, arguments)
-        held, eval_report = _encoded(config.eval_data, "eval", encoder, config, arguments)
+        train, train_report = _encoded(config.train_data, "train", encoder, config)
+        held, eval_report = _encoded(config.eval_data, "eval", encoder, config)
     if "block" in config.modes:
         _check_context(train_report)
     trainer = _trainer(config, arguments, model, tokenizer, train, held)
     checkpoint = last_checkpoint(config.work / CHECKPOINTS) if config.resume else None
     started = time.monotonic()
     trainer.train_from(checkpoint)
-    if trainer.eval_sets and not _evaluated_last(trainer.state):
+    ended = trainer.state.global_step
+    evaluated = [e["step"] for e in _history(trainer.state.log_history) if "loss" not in e]
+    if trainer.eval_dataset and ended not in evaluated:
         trainer.evaluate()
+    history = _history(trainer.state.log_history)
     report = FinetuneReport(
         output=Path(config.output),
-        steps=trainer.state.global_step,
+        steps=ended,
         seconds=time.monotonic() - started,
-        loss=next(e["loss"] for e in reversed(trainer.state.log_history) if "loss" in e),
+        loss=next(e["loss"] for e in reversed(history) if "loss" in e),
         train=train_report,
         evaluation=eval_report,
-        history=_history(trainer.state.log_history),
+        history=history,
     )
     _publish(config, trainer, tokenizer, report)
     return report
 
 
 def _encoded(
-    files: Sequence[str | Path],
-    name: str,
-    encoder: SampleEncoder,
-    config: FinetuneConfig,
-    arguments: TrainingArguments,
+    files: Sequence[str | Path], name: str, encoder: SampleEncoder, config: FinetuneConfig
 ) -> tuple[Any, DataReport]:
     """The files' samples as a memory-mapped ``datasets.Dataset``; written by one process."""
-    from datasets import Dataset
-    from datasets.arrow_writer import ArrowWriter
-
     path, report = config.work / f"{name}.arrow", DataReport()
     listing = path.with_suffix(".json")
     if not files:
         return [], report
-    if arguments.process_index == 0:
+    if PartialState().is_main_process:
         with ArrowWriter(path=str(path)) as writer:
             for sample in read_samples(files, encoder, on_error=config.on_error, report=report):
                 writer.write(dataclasses.asdict(sample))
@@ -176,11 +173,6 @@ def _arguments(config: FinetuneConfig) -> TrainingArguments:
     return arguments
 
 
-def _evaluated_last(state: Any) -> bool:
-    last = [e["step"] for e in state.log_history if any(k.startswith("eval_") for k in e)][-1:]
-    return last == [state.global_step]
-
-
 def _trainer(
     config: FinetuneConfig,
     arguments: TrainingArguments,
@@ -189,19 +181,17 @@ def _trainer(
     train: Any,
     held: Any,
 ) -> BlockTrainer:
-    implementation = model.config._attn_implementation
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    dataset = ModeDataset(train, config.modes, context_weight=config.context_loss_weight)
     lengths = [sum(blocks) for blocks in train["block_lengths"] for _ in config.modes]
     trainer = BlockTrainer(
         model=model,
         args=arguments,
-        train_dataset=dataset,
+        train_dataset=ModeDataset(train, config.modes, config.context_loss_weight),
         data_collator=Collator(pad or 0, config.positions, config.packing),
         callbacks=[Watch()],
-        masks=ModelMasks(model.config, implementation),
+        masks=ModelMasks(model.config, model.config._attn_implementation),
         lengths=lengths if config.group_by_length else None,
-        eval_sets={m: ModeDataset(held, [m]) for m in config.modes} if len(held) else {},
+        eval_dataset={m: ModeDataset(held, [m]) for m in config.modes} if len(held) else None,
     )
     if not config.progress:
         trainer.remove_callback(PrinterCallback)
@@ -242,5 +232,4 @@ def _publish(
     write_json(staging / LOG, report.history)
     write_plot(report.history, staging / "training_curves.png")
     write_card(config, report, staging / "README.md")
-    make_alike(staging)
     replace_output(config, staging)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model.loading import resolve_name
 from blockattn_rag.model.probe import profile_attention
-from blockattn_rag.training.config import FinetuneConfig
+from blockattn_rag.training.config import FinetuneConfig, LoraConfig
 
 
 def load_model(config: FinetuneConfig) -> Any:
@@ -32,15 +33,14 @@ def load_model(config: FinetuneConfig) -> Any:
     profile_attention(model)
     _set_attention(model, config)
     if config.gradient_checkpointing:
-        # Renamed on the way to transformers 6.
+        # The method is renamed on the way to transformers 6.
         renamed = getattr(model, "activation_checkpointing_enable", None)
-        enable = renamed or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
     if "block" in config.modes:
         model.config.block_attention = config.marker
     elif hasattr(model.config, "block_attention"):
         del model.config.block_attention  # training in full mode alone may undo the block tuning
-    return _with_adapters(model, config) if config.lora else model
+    return _with_adapters(model, config.lora, config.seed) if config.lora else model
 
 
 def _set_attention(model: Any, config: FinetuneConfig) -> None:
@@ -53,25 +53,22 @@ def _set_attention(model: Any, config: FinetuneConfig) -> None:
         return
     # With a mask and gradients, plain matrix products beat SDPA on CPUs.
     for candidate in ("flex_attention", "sdpa") if on_gpu else ():
-        try:
+        with contextlib.suppress(ValueError):  # this architecture lacks it
             model.set_attn_implementation(candidate)
-        except ValueError:  # this architecture lacks it
-            continue
-        return
+            return
     model.set_attn_implementation("eager")
 
 
-def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
+def _with_adapters(model: Any, lora: LoraConfig, seed: int) -> Any:
     try:
         import peft
     except ImportError as error:
         raise ImportError(f"LoRA needs {missing_extra('peft', 'train')}") from error
-    assert config.lora is not None
-    targets = config.lora.target_modules
+    targets = lora.target_modules
     settings = peft.LoraConfig(
-        r=config.lora.rank,
-        lora_alpha=config.lora.alpha,
-        lora_dropout=config.lora.dropout,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
         task_type="CAUSAL_LM",
     )
@@ -79,7 +76,7 @@ def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
         ends = {name.rpartition(".")[2] for name, _ in model.named_modules()}
         if unknown := sorted(t for t in targets if t.rpartition(".")[2] not in ends):
             raise ValueError(f"the model has no layers {', '.join(unknown)} to adapt")
-    torch.manual_seed(config.seed)
+    torch.manual_seed(seed)
     return peft.get_peft_model(model, settings)
 
 

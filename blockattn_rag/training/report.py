@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +20,7 @@ tags:
 
 # {title}
 
-`{base}`, {how} for Block-Attention with `blockattn_rag`{modes}.
+`{base}`, {how} for Block-Attention with `blockattn_rag`: every sample in {modes} mode{ablated}.
 
 ## Use
 
@@ -33,10 +34,15 @@ It is also an ordinary {kind} of transformers.
 
 ## Data
 
-{data}
+| | files | samples | tokens | lines left out |
+|---|---|---:|---:|---:|
+| training | {train} |
+| evaluation | {evaluation} |
 
 ## Settings
 
+| setting | value |
+|---|---|
 {settings}
 
 ## Loss on answers
@@ -73,64 +79,47 @@ class FinetuneReport:
     def eval_losses(self) -> dict[str, tuple[float, float]]:
         """By mode, the loss on the answers of the evaluation data before and after training; empty
         where no such data were given."""
-        evaluated = [entry for entry in self.history if "loss" not in entry]
-        if not evaluated:
-            return {}
+        evaluated = [entry for entry in self.history if "loss" not in entry] or [{}]
         first, last = evaluated[0], evaluated[-1]
-        names = [key for key in first if key.startswith("eval_")]
         return {
-            name.removeprefix("eval_").removesuffix("_loss"): (first[name], last[name])
-            for name in names
+            name.removeprefix("eval_").removesuffix("_loss"): (loss, last[name])
+            for name, loss in first.items()
+            if name.startswith("eval_")
         }
 
 
 def write_card(config: FinetuneConfig, report: FinetuneReport, path: Path) -> None:
     """Write the model card: data, settings and losses by mode."""
+    library, kind, how = "transformers", "causal language model", "fine-tuned"
+    if config.lora:
+        library, kind, how = "peft", "LoRA adapter", "trained by LoRA adapters"
     plotted = path.with_name("training_curves.png").is_file()
-    path.write_text(
-        _CARD.format(
-            base=config.model,
-            library="peft" if config.lora else "transformers",
-            title=Path(config.output).name,
-            how="trained by LoRA adapters" if config.lora else "fine-tuned",
-            modes=_modes(config),
-            kind="LoRA adapter" if config.lora else "causal language model",
-            data=_data(config, report),
-            settings=_settings(config),
-            table=_table(report),
-            steps=report.steps,
-            loss=report.loss,
-            plot=", drawn in `training_curves.png`" if plotted else "",
-        ),
-        encoding="utf-8",
+    settings = {k: v for k, v in config.decisive().items() if k != "model" and v is not None}
+    card = _CARD.format(
+        base=config.model,
+        library=library,
+        title=Path(config.output).name,
+        how=how,
+        modes=" and ".join(config.modes),
+        ablated=", without position re-encoding" if config.positions == "composite" else "",
+        kind=kind,
+        train=_data_cells(config.train_data, report.train),
+        evaluation=_data_cells(config.eval_data, report.evaluation),
+        settings="\n".join(f"| {name} | {value} |" for name, value in settings.items()),
+        table=_loss_table(report),
+        steps=report.steps,
+        loss=report.loss,
+        plot=", drawn in `training_curves.png`" if plotted else "",
     )
+    path.write_text(card, encoding="utf-8")
 
 
-def _modes(config: FinetuneConfig) -> str:
-    where = " and ".join(config.modes)
-    ablated = ", without position re-encoding" if config.positions == "composite" else ""
-    return f": every sample in {where} mode{ablated}"
+def _data_cells(files: Sequence[str | Path], read: DataReport) -> str:
+    names = ", ".join(f"`{Path(file).name}`" for file in files) or "none"
+    return f"{names} | {read.samples} | {read.tokens} | {len(read.skipped)}"
 
 
-def _data(config: FinetuneConfig, report: FinetuneReport) -> str:
-    rows = ["| | files | samples | tokens | lines left out |", "|---|---|---:|---:|---:|"]
-    for name, files, read in (
-        ("training", config.train_data, report.train),
-        ("evaluation", config.eval_data, report.evaluation),
-    ):
-        names = ", ".join(f"`{Path(f).name}`" for f in files) or "none"
-        rows.append(f"| {name} | {names} | {read.samples} | {read.tokens} | {len(read.skipped)} |")
-    return "\n".join(rows)
-
-
-def _settings(config: FinetuneConfig) -> str:
-    shown = {k: v for k, v in config.decisive().items() if k != "model" and v is not None}
-    return "\n".join(
-        ["| setting | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in shown.items())]
-    )
-
-
-def _table(report: FinetuneReport) -> str:
+def _loss_table(report: FinetuneReport) -> str:
     if not report.eval_losses:
         return "No evaluation data were given."
     rows = ["| mode | before | after |", "|---|---:|---:|"]

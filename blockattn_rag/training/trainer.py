@@ -25,6 +25,11 @@ logger = logging.getLogger("blockattn_rag")
 _REMEDY = (
     "start again (overwrite=True, --overwrite) with a lower learning rate or more warm-up steps"
 )
+_ALL_WARM_UP = (
+    "the run has %d steps and the warm-up %d: the learning rate of %g is not reached; take fewer "
+    "warm-up steps (warmup_steps, --warmup-steps), smaller batches (batch_size, --batch-size) or "
+    "more epochs"
+)
 
 
 class Watch(TrainerCallback):
@@ -38,14 +43,7 @@ class Watch(TrainerCallback):
         warm_up = args.get_warmup_steps(state.max_steps)
         has_warm_up = args.lr_scheduler_type != "constant" and state.is_world_process_zero
         if has_warm_up and warm_up >= state.max_steps:
-            logger.warning(
-                "the run has %d steps and the warm-up %d: the learning rate of %g is not reached; "
-                "take fewer warm-up steps (warmup_steps, --warmup-steps), smaller batches "
-                "(batch_size, --batch-size) or more epochs",
-                state.max_steps,
-                warm_up,
-                args.learning_rate,
-            )
+            logger.warning(_ALL_WARM_UP, state.max_steps, warm_up, args.learning_rate)
 
     def on_log(self, args: Any, state: Any, control: Any, **found: Any) -> None:
         """Raises ``DivergedError`` for a loss that is not finite: no later step mends it."""
@@ -66,25 +64,17 @@ class BlockTrainer(Trainer):
         masks: makes the model's ``attention_mask``.
         lengths: tokens of each training item, for batches of about one length; None for random
             order.
-        eval_sets: a dataset for each name (mode) to report a loss for.
-        settings: arguments of ``transformers.Trainer``.
+        settings: arguments of ``transformers.Trainer``; ``eval_dataset`` is None, or a dict with a
+            dataset for each name (mode) to report a loss for.
     """
 
-    def __init__(
-        self,
-        *,
-        masks: ModelMasks,
-        lengths: list[int] | None,
-        eval_sets: Mapping[str, Dataset[Any]],
-        **settings: Any,
-    ) -> None:
-        super().__init__(**settings, eval_dataset=dict(eval_sets) or None)
+    def __init__(self, *, masks: ModelMasks, lengths: list[int] | None, **settings: Any) -> None:
+        super().__init__(**settings)
+        model = settings["model"]
         self.masks = masks
-        self.mask_dtype: torch.dtype = settings["model"].dtype
-        self.eval_sets = dict(eval_sets)
+        self.mask_dtype: torch.dtype = model.dtype
         self._lengths = lengths
-        base = settings["model"]
-        base = base.get_base_model() if hasattr(base, "get_base_model") else base
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._can_choose_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         # compute_loss divides by the weight of the whole accumulated batch; no other scaling then.
         self.model_accepts_loss_kwargs = True
@@ -92,14 +82,13 @@ class BlockTrainer(Trainer):
     def train_from(self, checkpoint: Path | None) -> None:
         """Train to the end, from ``checkpoint`` if given. Where that is the last step's, its
         weights and state are taken up: ``train`` would add one step more."""
-        folder = str(checkpoint) if checkpoint else None
-        if folder:
-            state = TrainerState.load_from_json(f"{folder}/trainer_state.json")
+        if checkpoint:
+            state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
             if state.global_step >= state.max_steps:
-                self._load_from_checkpoint(folder)
+                self._load_from_checkpoint(str(checkpoint))
                 self.state = state
                 return
-        self.train(resume_from_checkpoint=folder)
+        self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
     def check_finite(self) -> None:
         """Raises ``DivergedError``: the last step may spoil weights with no loss that shows it."""
@@ -134,8 +123,7 @@ class BlockTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int] | None:
         if self._lengths is None:
-            sampler: Sampler[int] | None = super()._get_train_sampler(train_dataset)
-            return sampler
+            return super()._get_train_sampler(train_dataset)
         arguments = self.args
         step = arguments.train_batch_size * arguments.gradient_accumulation_steps
         return LengthGroupedSampler(self._lengths, step * arguments.world_size, arguments.seed)
@@ -145,12 +133,12 @@ class BlockTrainer(Trainer):
         model: Any = self.model
         was_training = model.training
         model.eval()
-        metrics = {f"eval_{name}_loss": self._mean_loss(s) for name, s in self.eval_sets.items()}
+        sets: Any = self.eval_dataset or {}
+        metrics = {f"eval_{name}_loss": self._mean_loss(data) for name, data in sets.items()}
         model.train(was_training)
         self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(
-            self.args, self.state, self.control, metrics
-        )
+        handler = self.callback_handler
+        self.control = handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     @torch.no_grad()

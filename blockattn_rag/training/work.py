@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ def check_folders(config: FinetuneConfig) -> dict[str, Any]:
     """
     settings = {
         **config.decisive(),
-        "training data": _digests(config.train_data),
-        "evaluation data": _digests(config.eval_data),
+        "training data": [*map(_digest, config.train_data)],
+        "evaluation data": [*map(_digest, config.eval_data)],
     }
     settings = json.loads(json.dumps(settings, default=str))
     check_output(Path(config.output), config.overwrite)
@@ -69,8 +69,7 @@ def check_output(output: Path, overwrite: bool) -> None:
 def _check_read(config: FinetuneConfig) -> None:
     """Raises ``ValueError`` if the model or data lie in the output folder."""
     output = Path(config.output)
-    read = (resolve_name(config.model), *config.train_data, *config.eval_data)
-    for used in map(Path, read):
+    for used in map(Path, (resolve_name(config.model), *config.train_data, *config.eval_data)):
         if used.resolve().is_relative_to(output.resolve()):
             raise ValueError(f"{output} holds {used}, which is read; choose another output")
 
@@ -107,15 +106,12 @@ def _check_interrupted(config: FinetuneConfig, settings: dict[str, Any]) -> None
 
 
 @contextmanager
-def work_folder(config: FinetuneConfig, settings: dict[str, Any], main: bool) -> Iterator[None]:
+def work_folder(config: FinetuneConfig, settings: dict[str, Any]) -> Iterator[None]:
     """The work folder while a run lasts: empty at first, unless resuming.
 
     A run that fails before its first checkpoint leaves none: there is nothing to resume.
-    ``main``: this is the one process that writes.
+    Only one process of a run may enter: the one that writes.
     """
-    if not main:
-        yield
-        return
     if not config.resume:
         shutil.rmtree(config.work, ignore_errors=True)
     config.work.mkdir(parents=True, exist_ok=True)
@@ -128,17 +124,16 @@ def work_folder(config: FinetuneConfig, settings: dict[str, Any], main: bool) ->
         raise
 
 
-def make_alike(result: Path) -> None:
-    """Give every file the permissions of the log, which are the process's defaults: safetensors
-    writes weights so that only their owner can read them."""
+def replace_output(config: FinetuneConfig, result: Path) -> None:
+    """Move the finished ``result`` to ``output``; an earlier one is whole until then.
+
+    Every file gets the permissions of the log, which are the process's defaults: safetensors
+    writes weights so that only their owner can read them.
+    """
     mode = stat.S_IMODE((result / LOG).stat().st_mode)
     for path in result.rglob("*"):
         if path.is_file():
             path.chmod(mode)
-
-
-def replace_output(config: FinetuneConfig, result: Path) -> None:
-    """Move the finished ``result`` to ``output``; an earlier one is whole until then."""
     output, replaced = Path(config.output), config.work / "replaced"
     if output.exists():
         output.rename(replaced)
@@ -146,14 +141,11 @@ def replace_output(config: FinetuneConfig, result: Path) -> None:
     shutil.rmtree(replaced if config.keep_checkpoints else config.work, ignore_errors=True)
 
 
-def _digests(files: Sequence[str | Path]) -> list[str]:
-    """sha256 of each file."""
-    digests = []
-    for path in files:
-        require_file(Path(path))
-        with Path(path).open("rb") as file:
-            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return digests
+def _digest(path: str | Path) -> str:
+    """sha256 of a file."""
+    require_file(Path(path))
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -165,9 +157,8 @@ def last_checkpoint(folder: Path) -> Path | None:
     for path in found:
         try:
             json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+            return path
         except (OSError, json.JSONDecodeError):
             shutil.rmtree(path)
-            continue
-        return path
     logger.warning("no complete checkpoint in %s: starting from the first step", folder)
     return None
