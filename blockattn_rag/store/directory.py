@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import json
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
+from blockattn_rag.errors import FingerprintMismatchError, StoreError
 from blockattn_rag.files.atomic import is_temporary, replacing, sync_folder
 from blockattn_rag.kv.block_kv import BlockKV, store_key
 from blockattn_rag.store.base import StoreStats, check_key_of, is_key, warn_of_refused
@@ -32,15 +31,7 @@ from blockattn_rag.store.files import (
     remove,
     remove_unused,
 )
-from blockattn_rag.store.format import (
-    FORMAT,
-    VERSION,
-    FormatError,
-    Header,
-    decode,
-    encode,
-    read_header,
-)
+from blockattn_rag.store.format import FORMAT, VERSION, Header, decode, encode, read_header
 
 _MARK = "format.json"
 _MARKED = {"format": FORMAT, "version": VERSION}
@@ -153,7 +144,7 @@ class DirectoryStore:
         """
         path = self.entry_path(key)
         try:
-            with _opened_entry(path) as file:
+            with opened(path) as file:
                 if file is None:
                     return False
                 _read_header(path, file)
@@ -164,12 +155,7 @@ class DirectoryStore:
             return False
 
     def put(self, key: str, kv: BlockKV) -> None:
-        """Store an entry, whole or not at all; an older one under this key is replaced.
-
-        Raises:
-            ValueError: ``key`` is not the ``store_key`` of ``kv``, or ``kv`` is no block's KV.
-            StoreError: it holds NaN or infinity, or cannot be written; the message says why.
-        """
+        """As ``KVStore.put``; raises StoreError as well if the block holds NaN or infinity."""
         check_key_of(key, kv)
         check_storable(kv)
         path = self.entry_path(key)
@@ -206,7 +192,7 @@ class DirectoryStore:
             return bool(remove_unused(path, used_ns))
 
     def keys(self) -> Iterator[str]:
-        return (path.name.removesuffix(_SUFFIX) for path in self._names() if _is_entry(path))
+        return (path.stem for path in self._names() if _is_entry(path))
 
     def files(self) -> Iterator[StoredFile]:
         """The entries' files: one ``stat`` each. What is no regular file is left out."""
@@ -236,7 +222,7 @@ class DirectoryStore:
             StoreError: as ``get``.
         """
         path = self.entry_path(key)
-        with _opened_entry(path) as file:
+        with opened(path) as file:
             if file is None:
                 return None
             header = _read_header(path, file)
@@ -264,7 +250,7 @@ class DirectoryStore:
 
     def _load(self, key: str, *, use: bool) -> BlockKV | None:
         path = self.entry_path(key)
-        with _opened_entry(path) as file:
+        with opened(path) as file:
             if file is None:
                 return None
             kv = decode(read_whole(file))
@@ -322,11 +308,10 @@ class DirectoryStore:
 
     def _foreign(self) -> Iterator[str]:
         """Names that no store has."""
-        names = names_in(self.path)
-        yield from (name for name in names if name != _OBJECTS and not is_temporary(name))
-        if _OBJECTS in names:
-            shards = (name for name in names_in(self._objects) if not _SHARD.fullmatch(name))
-            yield from (f"{_OBJECTS}/{name}" for name in shards)
+        own = names_in(self.path)
+        yield from (name for name in own if name != _OBJECTS and not is_temporary(name))
+        shards = (name for name in names_in(self._objects) if not _SHARD.fullmatch(name))
+        yield from (f"{_OBJECTS}/{name}" for name in shards)
 
     def _names(self) -> Iterator[Path]:
         """Everything in the folders where entries lie."""
@@ -337,8 +322,7 @@ class DirectoryStore:
 
 
 def _is_entry(path: Path) -> bool:
-    key = path.name.removesuffix(_SUFFIX)
-    return path.name.endswith(_SUFFIX) and is_key(key) and key[:2] == path.parent.name
+    return path.suffix == _SUFFIX and is_key(path.stem) and path.stem[:2] == path.parent.name
 
 
 def _status(path: Path) -> os.stat_result | None:
@@ -351,18 +335,6 @@ def _status(path: Path) -> os.stat_result | None:
                 return None
             raise
     return status if stat.S_ISREG(status.st_mode) else None
-
-
-@contextlib.contextmanager
-def _opened_entry(path: Path) -> Iterator[FileIO | None]:
-    """As ``opened``; a FormatError of what is read becomes a CorruptEntryError with the path."""
-    try:
-        with opened(path) as file:
-            yield file
-    except FormatError as error:
-        raise CorruptEntryError(
-            f"{path} is damaged: {error}; delete it, or put the block anew"
-        ) from error
 
 
 def _read_header(path: Path, file: FileIO) -> Header:

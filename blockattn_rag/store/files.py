@@ -22,6 +22,7 @@ from torch import Tensor
 
 from blockattn_rag.errors import CorruptEntryError, StoreError
 from blockattn_rag.files.atomic import temporary_name
+from blockattn_rag.store.format import FormatError
 
 FILE_MODE = 0o600
 _FOLDER_MODE = 0o700
@@ -60,7 +61,8 @@ def opened(path: Path) -> Iterator[FileIO | None]:
     """A regular file, open for reading; None if there is none.
 
     Raises:
-        CorruptEntryError: there is something else of that name, for example a pipe.
+        CorruptEntryError: there is something else of that name, for example a pipe; or the caller
+            met a FormatError in what it read.
         StoreError: it cannot be opened, or reading it fails.
     """
     with explained("read", path):
@@ -76,7 +78,12 @@ def opened(path: Path) -> Iterator[FileIO | None]:
                     f"{path} is damaged: expected a regular file, found {stat.filemode(mode)!r} "
                     "(as ls shows it); delete it"
                 )
-            yield file
+            try:
+                yield file
+            except FormatError as error:
+                raise CorruptEntryError(
+                    f"{path} is damaged: {error}; delete it, or put the block anew"
+                ) from error
 
 
 def read_whole(file: FileIO) -> Tensor:

@@ -84,7 +84,10 @@ def encode(kv: BlockKV) -> list[memoryview]:
     """The entry as buffers to be written one after the other. Tensors on the CPU are not copied."""
     parts = _layout(kv)
     head = bytearray(_header(kv, parts))
-    buffers = [memoryview(head), *(_bytes_of(piece) for part in parts for piece in part.pieces)]
+    buffers = [
+        memoryview(head),
+        *(_bytes_of(piece) for pieces in parts.values() for piece in pieces),
+    ]
     checksum = xxhash.xxh3_128()
     for buffer in buffers:
         checksum.update(buffer)
@@ -148,48 +151,38 @@ def read_header(file: BinaryIO | FileIO, size: int) -> Header:
     return _parse_header(start + (file.read(end - len(start)) or b""), size)
 
 
-class _Part(NamedTuple):
-    """One tensor of the file, and the tensors whose bytes make it up."""
-
-    name: str
-    shape: list[int]
-    pieces: Sequence[Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.numel() * piece.element_size() for piece in self.pieces)
-
-
-def _layout(kv: BlockKV) -> list[_Part]:
-    """The tensors in file order.
+def _layout(kv: BlockKV) -> dict[str, Sequence[Tensor]]:
+    """The tensors of the file in their order; of each, the tensors whose bytes make it up.
 
     One stacked tensor for the keys of all layers and one for the values where the layers agree
     (nearly every model): two header entries to parse instead of two per layer. Wider elements
     come first, so that every tensor starts at a multiple of its element size.
     """
-    parts = [_Part("token_ids", [kv.num_tokens], [kv.token_ids])]
+    parts: dict[str, Sequence[Tensor]] = {"token_ids": [kv.token_ids]}
     for name, layers in (("keys", kv.keys), ("values", kv.values)):
         if len({(layer.shape, layer.dtype) for layer in layers}) == 1:
-            parts.append(_Part(name, [len(layers), *layers[0].shape], layers))
+            parts[name] = layers
         else:
-            parts += [_Part(f"{name}.{i}", [*x.shape], [x]) for i, x in enumerate(layers)]
-    return sorted(parts, key=lambda part: -part.pieces[0].element_size())
+            parts |= {f"{name}.{i}": [layer] for i, layer in enumerate(layers)}
+    return dict(sorted(parts.items(), key=lambda part: -part[1][0].element_size()))
 
 
-def _header(kv: BlockKV, parts: Sequence[_Part]) -> bytes:
+def _header(kv: BlockKV, parts: Mapping[str, Sequence[Tensor]]) -> bytes:
     """Length, JSON and padding, with a blank checksum."""
     about = {"fingerprint": kv.fingerprint, "digest": kv.digest, "handle": kv.handle}
     fields: dict[str, object] = {}
-    offset = 0
-    for part in parts:
-        fields[part.name] = {
-            "dtype": DTYPE_NAMES[part.pieces[0].dtype],
-            "shape": part.shape,
-            "data_offsets": [offset, offset + part.nbytes],
+    start = 0
+    for name, pieces in parts.items():
+        stop = start + sum(piece.nbytes for piece in pieces)
+        stacked = [len(pieces)] if name in ("keys", "values") else []
+        fields[name] = {
+            "dtype": DTYPE_NAMES[pieces[0].dtype],
+            "shape": [*stacked, *pieces[0].shape],
+            "data_offsets": [start, stop],
         }
-        offset += part.nbytes
+        start = stop
     head = _PREFIX + _BLANK + b'",' + _json(about)[1:] + b"," + _json(fields)[1:]
-    before_keys = _LENGTH_BYTES + len(head) + parts[0].nbytes
+    before_keys = _LENGTH_BYTES + len(head) + kv.token_ids.nbytes
     head += b" " * (-before_keys % ALIGNMENT)
     return len(head).to_bytes(_LENGTH_BYTES, "little") + head
 

@@ -172,14 +172,9 @@ def gc(
         except StoreError as error:
             errors.append(str(error))
     leftovers = dict(_sweep_leftovers(store, grace_s, dry_run, errors))
+    freed_bytes += sum(leftovers.values())
     return GcReport(
-        kept=kept,
-        kept_young=kept_young,
-        deleted=tuple(deleted),
-        freed_bytes=freed_bytes + sum(leftovers.values()),
-        leftovers=tuple(leftovers),
-        errors=tuple(errors),
-        dry_run=dry_run,
+        kept, kept_young, tuple(deleted), freed_bytes, tuple(leftovers), tuple(errors), dry_run
     )
 
 
@@ -215,9 +210,5 @@ def shrink(store: DirectoryStore, max_bytes: int, *, dry_run: bool = False) -> S
     remove = (lambda _path, _used_ns: True) if dry_run else remove_unused
     with explained("delete from", store.path):
         left_bytes, deleted = eviction.shrink(store.files(), max_bytes, remove=remove)
-    return ShrinkReport(
-        left_bytes=left_bytes,
-        deleted=tuple(file.path.stem for file in deleted),
-        freed_bytes=sum(file.nbytes for file in deleted),
-        dry_run=dry_run,
-    )
+    freed_bytes = sum(file.nbytes for file in deleted)
+    return ShrinkReport(left_bytes, tuple(file.path.stem for file in deleted), freed_bytes, dry_run)
