@@ -34,9 +34,7 @@ def kernel_on_cuda(query: Tensor, mask: Tensor | None) -> Kernel:
     return attend_flash
 
 
-def attend_flash(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None = None
-) -> Partial:
+def attend_flash(query: Tensor, key: Tensor, value: Tensor, scale: float, _: object) -> Partial:
     """PyTorch's flash kernel, for 16-bit types without a mask."""
     query, key, value = map(with_whole_rows, (query, key, value))
     output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
@@ -131,7 +129,7 @@ class CudaRecorder:
     def session(self) -> Iterator[None]:
         """Surrounds the pieces of one forward."""
         before = torch.cuda.current_stream(self._device)
-        # Of high priority, so that it is none of those that transfers take from their pool.
+        # High priority, because transfers take theirs from the pool of streams of normal priority.
         stream: Any = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         stream.wait_stream(before)
         with torch.cuda.stream(stream):
@@ -144,13 +142,13 @@ class CudaRecorder:
         before.wait_stream(stream)
 
     def begin(self) -> None:
-        """From here on, record."""
+        """Start to record."""
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may go on allocating, as transfers of blocks do.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Callable[[], object]:
-        """Stop, and give what does it all again on the same memory."""
+        """Stop recording. The result runs what was recorded once more, on the same memory."""
         graph, self._graph = self._graph, None
         graph.capture_end()
         replay: Callable[[], object] = graph.replay

@@ -34,6 +34,9 @@ class Partial(NamedTuple):
 
 Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Partial]
 
+# Stands for a log-sum-exp of -inf where one is subtracted, because -inf less -inf is no number.
+_LEAST = torch.finfo(torch.float32).min
+
 
 def attend_plain(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
@@ -43,7 +46,7 @@ def attend_plain(
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     lse = scores.logsumexp(dim=-1)
-    weights = (scores - _finite(lse).unsqueeze(-1)).exp()
+    weights = (scores - lse.clamp_min(_LEAST).unsqueeze(-1)).exp()
     return Partial(weights @ value.float(), lse)
 
 
@@ -150,15 +153,11 @@ def additive_mask(mask: Tensor, query: Tensor) -> Tensor:
 def without_masked_rows(output: Tensor, lse: Tensor, mask: Tensor | None) -> Partial:
     """Set fully masked rows to output 0 and -inf: fused kernels give an average there."""
     output, lse = output.float(), lse.float()
-    if mask is None:
-        return Partial(output, lse)
-    masked = ~mask.any(dim=-1).expand(lse.shape)
-    output = output.masked_fill(masked.unsqueeze(-1), 0.0)
-    return Partial(output, lse.masked_fill(masked, -math.inf))
-
-
-def _finite(lse: Tensor) -> Tensor:
-    return lse.masked_fill(lse == -math.inf, 0.0)
+    if mask is not None:
+        masked = ~mask.any(dim=-1).expand(lse.shape)
+        output = output.masked_fill(masked.unsqueeze(-1), 0.0)
+        lse = lse.masked_fill(masked, -math.inf)
+    return Partial(output, lse)
 
 
 def merge(parts: Sequence[Partial]) -> Partial:
@@ -170,7 +169,7 @@ def merge(parts: Sequence[Partial]) -> Partial:
     """
     lses = torch.stack([part.lse for part in parts])
     lse = lses.logsumexp(dim=0)
-    weights = (lses - _finite(lse)).exp().unsqueeze(-1)
+    weights = (lses - lse.clamp_min(_LEAST)).exp().unsqueeze(-1)
     output = parts[0].output * weights[0]
     # One after the other, because a stack of all outputs would not fit the processor's cache.
     for part, weight in zip(parts[1:], weights[1:], strict=True):

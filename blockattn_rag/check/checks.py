@@ -17,8 +17,7 @@ from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.model.tolerances import LOGITS
 from blockattn_rag.prompts.blocks import Block
 
-_BLOCK_TOKENS = (24, 1, 17)
-_FINAL_TOKENS = 12
+_BLOCK_TOKENS = (24, 1, 17, 12)  # context blocks, one of them of a single token, and a final one
 _NEW_TOKENS = 8
 _BOUNDARY_TEXT = "Halden Tower is 214 metres tall.\n\nIt was built in 1931."
 
@@ -80,11 +79,10 @@ def _layout_row(model: BlockModel) -> CheckRow:
 
 
 def _random_blocks(model: BlockModel) -> list[list[int]]:
-    """Context blocks, one of them of a single token, and a final block; random token ids."""
+    """Random token ids of the context blocks and of the final block."""
     generator = torch.Generator().manual_seed(1)
     vocabulary = vocabulary_size(model.hf_model)
-    lengths = [*_BLOCK_TOKENS, _FINAL_TOKENS]
-    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
+    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in _BLOCK_TOKENS]
 
 
 def _placed_context(model: BlockModel, blocks: list[list[int]]) -> Context:
@@ -94,18 +92,16 @@ def _placed_context(model: BlockModel, blocks: list[list[int]]) -> Context:
     return place([encoded[request.digest] for request in requests])
 
 
-def _placed_logits(model: BlockModel, blocks: list[list[int]]) -> torch.Tensor:
-    """Logits after the final block through encode, place and assemble."""
-    context = _placed_context(model, blocks[:-1])
-    return model.next_logits(torch.tensor([blocks[-1]]), model.cache_for(context)).float()
-
-
 def _logits_error(model: BlockModel, blocks: list[list[int]], *, full: bool) -> float:
+    """Error of the logits after the final block through encode, place and assemble: against full
+    attention, or against the oracle."""
+    context = _placed_context(model, blocks[:-1])
+    found = model.next_logits(torch.tensor([blocks[-1]]), model.cache_for(context)).float()
     if full:
         expected = model.next_logits(torch.tensor([[t for ids in blocks for t in ids]])).float()
     else:
         expected = oracle_logits(model.hf_model, blocks)[-1]
-    return relative_error(_placed_logits(model, blocks), expected)
+    return relative_error(found, expected)
 
 
 def _budget(model: BlockModel, blocks: list[list[int]]) -> float:
@@ -120,21 +116,15 @@ def _budget(model: BlockModel, blocks: list[list[int]]) -> float:
 
 def _greedy_row(model: BlockModel, blocks: list[list[int]]) -> CheckRow:
     context = _placed_context(model, blocks[:-1])
-    found = model.generate(
-        context.token_ids,
-        blocks[-1],
-        Sampling(max_new_tokens=_NEW_TOKENS),
-        cache=model.cache_for(context),
-    )
-    expected = oracle_generate(
-        model.hf_model, blocks, _NEW_TOKENS, end_ids=sorted(model.end_token_ids)
-    )
+    options, cache = Sampling(max_new_tokens=_NEW_TOKENS), model.cache_for(context)
+    found = model.generate(context.token_ids, blocks[-1], options, cache=cache)
+    expected = oracle_generate(model.hf_model, blocks, _NEW_TOKENS, sorted(model.end_token_ids))
     same = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), -1)
     equal = found == expected
     # 16-bit rounding may turn a near tie; the logits rows judge those types.
-    strict = model.dtype in (torch.float32, torch.float64)
+    passed = equal or model.dtype not in (torch.float32, torch.float64)
     detail = f"{len(found)} tokens" if equal else f"first difference at token {same}"
-    return CheckRow("greedy tokens = oracle", equal or not strict, float(not equal), 0.0, detail)
+    return CheckRow("greedy tokens = oracle", passed, float(not equal), 0.0, detail)
 
 
 def _boundary_row(model: BlockModel) -> CheckRow:
@@ -144,6 +134,5 @@ def _boundary_row(model: BlockModel) -> CheckRow:
     decode: Callable[..., str] = model.tokenizer.tokenizer.decode
     text = decode(ids, clean_up_tokenization_spaces=False)
     lost = float(text.strip() != block.text.strip())
-    return CheckRow(
-        "tokenizer boundary", not lost, lost, 0.0, f"{len(ids)} tokens, no special token added"
-    )
+    detail = f"{len(ids)} tokens, no special token added"
+    return CheckRow("tokenizer boundary", not lost, lost, 0.0, detail)

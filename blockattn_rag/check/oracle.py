@@ -33,16 +33,13 @@ def block_mask(block_lengths: Sequence[int], window: int | None = None) -> Tenso
     """
     total = sum(block_lengths)
     mask = torch.zeros(total, total, dtype=torch.bool)
+    reach = total if window is None else window
     start = 0
-    for length in block_lengths[:-1]:
+    for number, length in enumerate(block_lengths, start=1):
+        first_seen = start if number < len(block_lengths) else 0
         for row in range(start, start + length):
-            mask[row, start : row + 1] = True
+            mask[row, max(first_seen, row - reach + 1) : row + 1] = True
         start += length
-    for row in range(start, total):
-        mask[row, : row + 1] = True
-    if window is not None:
-        for row in range(total):
-            mask[row, : max(0, row - window + 1)] = False
     return mask
 
 
@@ -84,6 +81,5 @@ def _masks(hf_model: PreTrainedModel, lengths: Sequence[int]) -> Any:
 
 def _additive(mask: Tensor, hf_model: PreTrainedModel) -> Tensor:
     """0 where a token is seen and the dtype's minimum where not, ``[1, 1, n, n]``."""
-    bias = torch.zeros(mask.shape, dtype=hf_model.dtype)
-    bias.masked_fill_(~mask, torch.finfo(hf_model.dtype).min)
-    return bias[None, None].to(hf_model.device)
+    bias = torch.zeros(1, 1, *mask.shape, dtype=hf_model.dtype)
+    return bias.masked_fill_(~mask, torch.finfo(hf_model.dtype).min).to(hf_model.device)

@@ -27,17 +27,15 @@ def to_device(blocks: Sequence[BlockKV], device: torch.device) -> list[BlockKV]:
 
 
 def copy_async(blocks: Sequence[BlockKV], device: torch.device) -> list[BlockKV]:
-    """Copies of one model's blocks on ``device``, which a thread fills layer by layer."""
-    if not blocks:
-        return []
+    """Copies on ``device`` of one model's blocks, at least one; a thread fills them by layers."""
     copy = _LayerwiseCopy(blocks, device)
-    targets = list(copy.targets)  # the thread lets go of its own
+    targets = list(copy.targets)  # the thread drops its references when it ends
     start_thread(copy.run, "blockattn-transfer", lambda: None)
     return targets
 
 
 class _LayerwiseCopy:
-    """What the thread does, and how readers wait for it (a ``PendingCopy``)."""
+    """The work of the copying thread, and how readers wait for a layer (a ``PendingCopy``)."""
 
     def __init__(self, blocks: Sequence[BlockKV], device: torch.device) -> None:
         self._sources = tuple(blocks)
@@ -57,9 +55,8 @@ class _LayerwiseCopy:
         """
         self._done[layer].wait()
         if self._error is not None:
-            raise RuntimeError(
-                f"moving blocks to {self._device} failed: {self._error}"
-            ) from self._error
+            message = f"moving blocks to {self._device} failed: {self._error}"
+            raise RuntimeError(message) from self._error
         if self._stream is not None:
             self._stream.wait(layer)
 
@@ -78,7 +75,7 @@ class _LayerwiseCopy:
         except BaseException as error:  # noqa: BLE001 -- raised again by those who wait
             self._error = error
         finally:
-            # The targets hold this object, which must not keep their memory in turn.
+            # Targets refer to this object; references to them would keep their memory in use.
             self._sources = self.targets = ()
             for done in self._done:
                 done.set()
@@ -102,10 +99,5 @@ class _LayerwiseCopy:
             copies = [part.view(t.shape) for part, t in zip(parts, states, strict=True)]
         else:
             copies = [torch.empty_like(t, device=self._device) for t in states]
-        return replace(
-            kv,
-            keys=tuple(copies[::2]),
-            values=tuple(copies[1::2]),
-            token_ids=kv.token_ids.clone(),
-            pending_copy=self,
-        )
+        keys, values, ids = tuple(copies[::2]), tuple(copies[1::2]), kv.token_ids.clone()
+        return replace(kv, keys=keys, values=values, token_ids=ids, pending_copy=self)
