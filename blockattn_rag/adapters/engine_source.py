@@ -43,7 +43,6 @@ class EngineSource:
     def __init__(
         self,
         engine: BlockAttentionEngine | None = None,
-        *,
         model_name: Any = None,
         tokenizer_name: Any = None,
         kv_store: KVStore | str | Path | None = None,

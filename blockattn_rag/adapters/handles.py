@@ -45,7 +45,7 @@ def live_handles(collections: Iterable[Any]) -> set[str]:
         for page in pages_of(collection, "metadatas", "documents"):
             for metadata, text in zip(page["metadatas"], page["documents"], strict=True):
                 handle = metadata.get(HANDLE_KEY) if metadata else None
-                # Others write this metadata too: what is no text names no entry.
+                # Other programs write metadata too: a value that is no string names no entry.
                 if isinstance(handle, str) and handle and _agrees(metadata, text):
                     handles.add(handle)
     return handles

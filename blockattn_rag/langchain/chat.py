@@ -19,9 +19,10 @@ from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.langchain.fields import GenerationFields
 from blockattn_rag.langchain.messages import (
     answer_chunk,
-    answer_message,
     as_template_messages,
     knows_tools,
+    metadata_of,
+    usage_of,
 )
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.chat_template import chat_spans, has_chat_template
@@ -150,11 +151,13 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return answer_chunk(piece, self.model_name)
 
     def _result(self, answer: Generation) -> ChatResult:
-        generation = ChatGeneration(
-            message=answer_message(answer, self.model_name),
-            generation_info={"finish_reason": answer.finish_reason},
+        message = AIMessage(
+            content=answer.text,
+            usage_metadata=usage_of(answer.stats),
+            response_metadata=metadata_of(answer, self.model_name),
         )
-        return ChatResult(generations=[generation])
+        ending = {"finish_reason": answer.finish_reason}
+        return ChatResult(generations=[ChatGeneration(message=message, generation_info=ending)])
 
     def batch(
         self,

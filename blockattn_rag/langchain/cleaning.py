@@ -1,4 +1,4 @@
-"""Prompts and messages without markers, for whoever is not a model of this package."""
+"""Prompts and messages without markers, for other models, user interfaces and logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BlockAttentionLLM: the same for prompts that are strings."""
+"""BlockAttentionLLM: a local model for LangChain, for prompts that are strings."""
 
 from __future__ import annotations
 

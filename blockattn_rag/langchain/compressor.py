@@ -106,7 +106,7 @@ def _warm(transformer: BlockKVTransformer, documents: list[Document]) -> EncodeS
     try:
         transformer.transform_documents(documents)
     except Exception as error:
-        # Nobody need wait for it: the answer computes what is missing, and raises if that fails.
+        # It is logged because nobody may wait for it: the answer computes what is missing anyway.
         logger.warning("warming the KV store failed: %s", error)
         raise
     return transformer.stats

@@ -6,6 +6,7 @@ needs to share the engine is a field.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing
 from functools import partial
@@ -94,9 +95,6 @@ class EngineFields(BaseModel):
 class GenerationFields(EngineFields):
     """Fields of a language model: defaults of every call, which the call's own options override.
 
-    Subclasses define ``to_prompt``, from what LangChain gives the model to blocks, and ``_chunk``,
-    from a piece of an answer to what LangChain streams.
-
     Args:
         mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
         on_miss: ``"compute"`` what is not stored, or ``"error"``.
@@ -147,11 +145,13 @@ class GenerationFields(EngineFields):
         params["ls_provider"] = PROVIDER
         return params
 
+    @abstractmethod
     def to_prompt(self, given: Any) -> BlockPrompt:
-        raise NotImplementedError
+        """The blocks that a prompt becomes, which is a string or messages."""
 
+    @abstractmethod
     def _chunk(self, piece: GenerationChunk) -> Any:
-        raise NotImplementedError
+        """A piece of an answer, as LangChain streams it."""
 
     def _noted(self, given: Any) -> BlockPrompt:
         return self.source.noted(self.to_prompt(given))

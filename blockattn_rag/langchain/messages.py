@@ -85,14 +85,10 @@ def _tool_fields(message: BaseMessage) -> dict[str, Any]:
         return {"tool_call_id": message.tool_call_id, "name": message.name or ""}
     if not isinstance(message, AIMessage) or not message.tool_calls:
         return {}
-    calls = [
-        {
-            "type": "function",
-            "id": call["id"],
-            "function": {"name": call["name"], "arguments": call["args"]},
-        }
-        for call in message.tool_calls
-    ]
+    calls = []
+    for call in message.tool_calls:
+        function = {"name": call["name"], "arguments": call["args"]}
+        calls.append({"type": "function", "id": call["id"], "function": function})
     return {"tool_calls": calls}
 
 
@@ -110,7 +106,7 @@ def _marked(content: str, artifact: Any) -> str:
     marked, position = "", 0
     for document in documents:
         text = document.page_content.strip() if isinstance(document, Document) else ""
-        # Of whole lines: a short text may stand within another one.
+        # Only whole lines match, because a short text may stand within another one.
         whole = re.compile(rf"(?:\A|\n)[^\S\n]*({re.escape(text)})[^\S\n]*(?=\n|\Z)")
         if text and (found := whole.search(content, position)):
             marked += content[position : found.start(1)] + wrap(text)
@@ -134,15 +130,6 @@ def _text_of_part(part: str | dict[str, Any], message: BaseMessage) -> str:
     )
 
 
-def answer_message(generation: Generation, model_name: str | None) -> AIMessage:
-    """A whole answer as a message."""
-    return AIMessage(
-        content=generation.text,
-        usage_metadata=usage_of(generation.stats),
-        response_metadata=metadata_of(generation, model_name),
-    )
-
-
 def answer_chunk(piece: GenerationChunk, model_name: str | None) -> ChatGenerationChunk:
     """A piece of a stream. The last one carries all figures, so that the pieces sum up."""
     if piece.generation is None:
@@ -161,13 +148,12 @@ def answer_chunk(piece: GenerationChunk, model_name: str | None) -> ChatGenerati
 def usage_of(stats: ReuseStats) -> UsageMetadata:
     """Token counts. ``cache_read`` came from the store; ``cache_creation`` was computed now."""
     computed = stats.computed_tokens if stats.mode == "block" else 0
+    details = InputTokenDetails(cache_read=stats.reused_tokens, cache_creation=computed)
     return UsageMetadata(
         input_tokens=stats.prompt_tokens,
         output_tokens=stats.generated_tokens,
         total_tokens=stats.prompt_tokens + stats.generated_tokens,
-        input_token_details=InputTokenDetails(
-            cache_read=stats.reused_tokens, cache_creation=computed
-        ),
+        input_token_details=details,
     )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,7 @@ from blockattn_rag.store import KVStore
 dispatcher = get_dispatcher(__name__)
 
 PromptLike = str | Sequence[ChatMessage]
+MakePrompt = Callable[[], BlockPrompt]
 
 
 class BlockAttentionLLM(EngineComponent, CustomLLM):
@@ -127,14 +127,9 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
     ) -> None:
         known = [*type(self).model_fields, "model", "tokenizer", "engine"]
         check_known(type(self), llm_fields.keys() - CustomLLM.model_fields.keys(), known)
-        source = EngineSource(
-            engine,
-            model_name=model if model is not None else model_name,
-            tokenizer_name=tokenizer if tokenizer is not None else tokenizer_name,
-            kv_store=kv_store,
-            device_map=device_map,
-            model_kwargs=model_kwargs,
-        )
+        model = model if model is not None else model_name
+        tokenizer = tokenizer if tokenizer is not None else tokenizer_name
+        source = EngineSource(engine, model, tokenizer, kv_store, device_map, model_kwargs)
         fields = {
             **source.fields(),
             "mode": mode,
@@ -240,13 +235,12 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         stop = options.pop("stop", None) or ()
         return {**options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
 
-    def _noted(self, prompt: PromptLike, formatted: bool) -> BlockPrompt:
-        return self._source.noted(self.to_prompt(prompt, formatted))
+    def _prompt_maker(self, prompt: PromptLike, formatted: bool = True) -> MakePrompt:
+        """A function that makes the prompt when it is about to be answered; it may log a hint."""
+        return lambda: self._source.noted(self.to_prompt(prompt, formatted))
 
-    def _answer(
-        self, prompt: PromptLike, formatted: bool, call: dict[str, Any]
-    ) -> CompletionResponse:
-        blocks = self._noted(prompt, formatted)
+    def _answer(self, make_prompt: MakePrompt, call: dict[str, Any]) -> CompletionResponse:
+        blocks = make_prompt()
         return self._finished(self.engine.generate(blocks, **self._options(call)))
 
     def _finished(self, generation: Generation, delta: str | None = None) -> CompletionResponse:
@@ -260,10 +254,8 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
             return self._finished(chunk.generation, chunk.text)
         return CompletionResponse(text=text + chunk.text, delta=chunk.text)
 
-    def _stream(
-        self, prompt: PromptLike, formatted: bool, call: dict[str, Any]
-    ) -> CompletionResponseGen:
-        text, blocks = "", self._noted(prompt, formatted)
+    def _stream(self, make_prompt: MakePrompt, call: dict[str, Any]) -> CompletionResponseGen:
+        text, blocks = "", make_prompt()
         with closing(self.engine.stream(blocks, **self._options(call))) as chunks:
             for chunk in chunks:
                 step = self._step(text, chunk)
@@ -271,63 +263,59 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
                 yield step
 
     async def _astream(
-        self, prompt: PromptLike, formatted: bool, call: dict[str, Any]
+        self, make_prompt: MakePrompt, call: dict[str, Any]
     ) -> CompletionResponseAsyncGen:
         text = ""
-        chunks = self._source.astream(partial(self._noted, prompt, formatted), self._options(call))
-        async with aclosing(chunks):
+        async with aclosing(self._source.astream(make_prompt, self._options(call))) as chunks:
             async for chunk in chunks:
                 step = self._step(text, chunk)
                 text = step.text
                 yield step
 
-    async def _aanswer(
-        self, prompt: PromptLike, formatted: bool, call: dict[str, Any]
-    ) -> CompletionResponse:
-        make_prompt = partial(self._noted, prompt, formatted)
+    async def _aanswer(self, make_prompt: MakePrompt, call: dict[str, Any]) -> CompletionResponse:
         return self._finished(await self._source.agenerate(make_prompt, self._options(call)))
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return self._answer(prompt, formatted, kwargs)
+        return self._answer(self._prompt_maker(prompt, formatted), kwargs)
 
     @llm_completion_callback()
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
-        return self._stream(prompt, formatted, kwargs)
+        return self._stream(self._prompt_maker(prompt, formatted), kwargs)
 
     @llm_completion_callback()
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
-        return await self._aanswer(prompt, formatted, kwargs)
+        return await self._aanswer(self._prompt_maker(prompt, formatted), kwargs)
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        return self._astream(prompt, formatted, kwargs)
+        return self._astream(self._prompt_maker(prompt, formatted), kwargs)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return chat_response(self._answer(messages, True, kwargs))
+        return chat_response(self._answer(self._prompt_maker(messages), kwargs))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        with closing(self._stream(messages, True, kwargs)) as completions:
+        with closing(self._stream(self._prompt_maker(messages), kwargs)) as completions:
             yield from (chat_response(step) for step in completions)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return chat_response(await self._aanswer(messages, True, kwargs))
+        return chat_response(await self._aanswer(self._prompt_maker(messages), kwargs))
 
     @llm_chat_callback()
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
         async def steps() -> ChatResponseAsyncGen:
-            async with aclosing(self._astream(messages, True, kwargs)) as completions:
+            async with aclosing(self._astream(self._prompt_maker(messages), kwargs)) as completions:
                 async for step in completions:
                     yield chat_response(step)
 

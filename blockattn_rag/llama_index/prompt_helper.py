@@ -81,10 +81,7 @@ class BlockPromptHelper(PromptHelper):
         return size if self.chunk_size_limit is None else min(size, self.chunk_size_limit)
 
     def _tokenizer_of(self, llm: LLM | None) -> Callable[[str], list[Any]]:
-        if isinstance(llm, BlockAttentionLLM):
-            return llm.tokenize
-        tokenizer: Callable[[str], list[Any]] = self._token_counter.tokenizer
-        return tokenizer
+        return llm.tokenize if isinstance(llm, BlockAttentionLLM) else self._token_counter.tokenizer
 
     def get_text_splitter_given_prompt(
         self,

@@ -76,21 +76,16 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         show_progress: bool = False,
         hide_file_paths: bool = True,
     ) -> None:
+        model = model if model is not None else model_name
+        tokenizer = tokenizer if tokenizer is not None else tokenizer_name
         if llm is not None:
-            given = (model_name, model, tokenizer, tokenizer_name, engine, kv_store, model_kwargs)
+            given = (model, tokenizer, engine, kv_store, model_kwargs)
             if any(value is not None for value in given):
                 raise ValueError("give either llm=, or the model and store, not both")
             source = llm.source
             block_template = block_template or llm.block_template
         else:
-            source = EngineSource(
-                engine,
-                model_name=model if model is not None else model_name,
-                tokenizer_name=tokenizer if tokenizer is not None else tokenizer_name,
-                kv_store=kv_store,
-                device_map=device_map,
-                model_kwargs=model_kwargs,
-            )
+            source = EngineSource(engine, model, tokenizer, kv_store, device_map, model_kwargs)
         fields = {
             **source.fields(),
             "block_template": block_template or BLANK_LINE,
@@ -156,11 +151,8 @@ def _without_file_path(node: BaseNode) -> BaseNode:
     path, name = node.metadata.get("file_path"), node.metadata.get("file_name")
     hidden = node.excluded_llm_metadata_keys
     is_readers = name and str(path).endswith(str(name)) and "file_name" in hidden
-    templates = (
-        getattr(node, "text_template", DEFAULT_TEXT_NODE_TMPL),
-        getattr(node, "metadata_template", DEFAULT_METADATA_TMPL),
-    )
-    is_chosen = templates != (DEFAULT_TEXT_NODE_TMPL, DEFAULT_METADATA_TMPL)
+    defaults = {"text_template": DEFAULT_TEXT_NODE_TMPL, "metadata_template": DEFAULT_METADATA_TMPL}
+    is_chosen = any(getattr(node, name, value) != value for name, value in defaults.items())
     if not is_readers or is_chosen or "file_path" in hidden:
         return node
     return node.model_copy(update={"excluded_llm_metadata_keys": [*hidden, "file_path"]})
