@@ -60,7 +60,7 @@ class RotaryLayout:
 NO_ROTATION = RotaryLayout(torch.empty(0), "half")
 
 Angles = dict[RotaryLayout, tuple[Tensor, Tensor]]
-"""cos and sin of each layout, as from ``cos_sin``: there are one or two layouts in a model."""
+"""cos and sin of each layout, for :func:`rotate`: there are one or two layouts in a model."""
 
 
 def shift_positions(states: Tensor, offset: int, layout: RotaryLayout) -> Tensor:
