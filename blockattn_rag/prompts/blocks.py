@@ -29,7 +29,6 @@ Origin = Literal["template", "prompt", "system", "conversation", "passage", "alt
 Control tokens are parsed in ``template`` and ``prompt`` alone.
 """
 
-_PARSED: frozenset[Origin] = frozenset({"template", "prompt"})
 PASSAGES: frozenset[Origin] = frozenset({"passage", "altered"})
 
 
@@ -47,7 +46,7 @@ class Span(NamedTuple):
     @property
     def parses_control(self) -> bool:
         """Whether control tokens of the model are recognised in this text."""
-        return self.origin in _PARSED
+        return self.origin in ("template", "prompt")
 
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
@@ -59,6 +58,10 @@ def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
         elif span.text:
             joined.append(span)
     return tuple(joined)
+
+
+def text_of(spans: Iterable[Span]) -> str:
+    return "".join(span.text for span in spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ class Block:
         if not self.rendered:
             raise ValueError("a block's text is empty; leave empty passages out of the prompt")
         spans = merged(self.spans or [Span(self.text, "passage")])
-        if "".join(span.text for span in spans) != self.text:
+        if text_of(spans) != self.text:
             raise ValueError("a block's spans must make up its text")
         object.__setattr__(self, "spans", spans)
         object.__setattr__(self, "handle", handle_of(self.text))
@@ -106,17 +109,15 @@ class Block:
     def of(cls, spans: Iterable[Span], template: BlockTemplate = PLAIN) -> Block:
         """The block of these spans."""
         spans = merged(spans)
-        return cls("".join(span.text for span in spans), template, spans)
+        return cls(text_of(spans), template, spans)
 
     @property
     def origin(self) -> Origin:
         """The origin that decides where the block's keys and values may be kept: the most private
         one of its spans. Text of the chat template is no more private than a system message."""
         found = {span.origin for span in self.spans}
-        for origin in ("conversation", "prompt", "altered", "passage"):
-            if origin in found:
-                return origin
-        return "system"
+        privacy: tuple[Origin, ...] = ("conversation", "prompt", "altered", "passage")
+        return next((origin for origin in privacy if origin in found), "system")
 
     @property
     def is_passage(self) -> bool:
@@ -150,7 +151,7 @@ class Block:
         if self.is_passage and len(self.spans) == 1:
             return "text" if self.origin == "passage" else "altered"
         runs = groupby(self.spans, key=lambda span: span.parses_control)
-        lengths = (f"{'+' if parsed else '-'}{_length(run)}" for parsed, run in runs)
+        lengths = (f"{'+' if parsed else '-'}{len(text_of(run))}" for parsed, run in runs)
         return f"mixed{''.join(lengths)}"
 
 
@@ -180,7 +181,7 @@ class BlockPrompt:
         if not self.context and not self.final:
             raise ValueError("the prompt is empty: it has no context block and no final text")
         spans = merged(self.final_spans or [Span(self.final, "prompt")])
-        if "".join(span.text for span in spans) != self.final:
+        if text_of(spans) != self.final:
             raise ValueError("final_spans must make up the final text")
         object.__setattr__(self, "final_spans", spans)
 
@@ -199,9 +200,7 @@ class BlockPrompt:
         *context, final = texts
         if isinstance(final, Block):
             raise TypeError("the last item of a prompt is its final block and must be a str")
-        blocks = (
-            text if isinstance(text, Block) else Block(text) for text in context if text != ""
-        )
+        blocks = (one if isinstance(one, Block) else Block(one) for one in context if one != "")
         return cls(tuple(blocks), final)
 
     @classmethod
@@ -218,21 +217,17 @@ class BlockPrompt:
             if span.origin not in PASSAGES:
                 between.append(span)
                 continue
-            if between and (not context or any(one.text.strip() for one in between)):
+            if between and (not context or text_of(between).strip()):
                 context.append(Block.of(between))
             between = []
             if text := span.text.strip():
                 context.append(Block.of([Span(text, span.origin)], template))
-        return cls(tuple(context), "".join(span.text for span in between), tuple(between))
+        return cls(tuple(context), text_of(between), tuple(between))
 
     @property
     def text(self) -> str:
         """The prompt as one string, without markers."""
         return "".join(block.rendered for block in self.context) + self.final
-
-
-def _length(spans: Iterable[Span]) -> int:
-    return sum(len(span.text) for span in spans)
 
 
 def _sha256(text: str) -> str:

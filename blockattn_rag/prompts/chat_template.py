@@ -15,10 +15,10 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from blockattn_rag.errors import SegmentationError
-from blockattn_rag.prompts.blocks import PASSAGES, Origin, Span, merged
+from blockattn_rag.prompts.blocks import PASSAGES, Origin, Span, merged, text_of
 from blockattn_rag.prompts.marked_text import content_spans
 
 logger = logging.getLogger("blockattn_rag")
@@ -43,8 +43,7 @@ def render_chat(
     tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True
 ) -> str:
     """Messages as one string; see ``chat_spans``."""
-    spans = chat_spans(tokenizer, messages, add_generation_prompt=add_generation_prompt)
-    return "".join(span.text for span in spans)
+    return text_of(chat_spans(tokenizer, messages, add_generation_prompt=add_generation_prompt))
 
 
 def chat_spans(
@@ -65,28 +64,23 @@ def chat_spans(
         SegmentationError: the template changes contents beyond recognition.
         Exception: whatever the template raises for messages that it refuses.
     """
-
-    def render(given: list[dict[str, Any]]) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                given, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        )
-
+    render = partial(
+        tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
     turns = _merge_same_role(messages)
     if "reasoning_content" in str(tokenizer.chat_template):
         turns = [_with_reasoning(turn) for turn in turns]
     has_system = turns[0]["role"] == "system" and len(turns) > 1
     try:
-        traced = _trace(render, turns)
+        spans, shown = _trace(render, turns)
     except Exception:
         # Templates refuse by raising whatever their author chose; only a system role is mended.
         if not has_system:
             raise
     else:
         # Some templates drop a system message without a word.
-        if not has_system or 0 in traced.shown or not _text(turns[0]["content"]).strip():
-            return traced.spans
+        if not has_system or 0 in shown or not text_of(turns[0]["content"]).strip():
+            return spans
     system, first, *rest = turns
     joined = (*system["content"], Span("\n\n", "system"), *first["content"])
     return trace(render, [{**first, "content": joined}, *rest])
@@ -98,42 +92,36 @@ def trace(render: Render, messages: Sequence[Message]) -> Spans:
     Args:
         render: gives the prompt of messages whose contents are strings.
     """
-    return _trace(render, [_with_spans(message) for message in messages]).spans
+    return _trace(render, [_with_spans(message) for message in messages])[0]
 
 
-class _Traced(NamedTuple):
+def _trace(render: Render, turns: Sequence[Message]) -> tuple[Spans, set[int]]:
     """A prompt, and the numbers of the slots that the template shows; the first content's is 0."""
-
-    spans: Spans
-    shown: set[int]
-
-
-def _trace(render: Render, turns: Sequence[Message]) -> _Traced:
     slots = _Slots()
     skeleton = render([slots.put_in(turn) for turn in turns])
-    text = render([{**turn, "content": _text(turn["content"])} for turn in turns])
+    text = render([{**turn, "content": text_of(turn["content"])} for turn in turns])
     pieces = slots.pattern.split(skeleton)  # template, slot, template, slot, ..., template
     template, numbers = pieces[::2], [int(number) for number in pieces[1::2]]
-    asked = [slots.spans[number] for number in numbers]
-    _check_passages_are_shown(turns, slots, set(numbers))
+    asked, shown = [slots.spans[number] for number in numbers], set(numbers)
+    _check_passages_are_shown(turns, slots, shown)
     contents = _find(asked, text, template)
     if contents is None:
         # This template does more to a content than is known here. The contents then stand in their
         # slots as they are: nothing of them may ever pass for the template's.
-        if not set(slots.of_turn.values()) <= set(numbers):
+        if not set(slots.of_turn.values()) <= shown:
             raise SegmentationError(
                 "the chat template changes contents so that they cannot be found in its output, or "
                 "leaves some out; use a template that shows every message's content as it is"
             )
         logger.debug("contents are not where the chat template has its slots; put in as they are")
         contents = [
-            _escaped(spans, _json) if before.endswith('"') else spans
+            _escaped(spans) if before.endswith('"') else spans
             for before, spans in zip(template, asked, strict=False)
         ]
     prompt = [Span(template[0], "template")]
     for spans, after in zip(contents, template[1:], strict=True):
         prompt += [*spans, Span(after, "template")]
-    return _Traced(merged(prompt), set(numbers))
+    return merged(prompt), shown
 
 
 def _check_passages_are_shown(turns: Sequence[Message], slots: _Slots, shown: set[int]) -> None:
@@ -146,9 +134,6 @@ def _check_passages_are_shown(turns: Sequence[Message], slots: _Slots, shown: se
                 "its passages; use a template that does, or put the passages into a message of "
                 "the user"
             )
-
-
-# -- messages -------------------------------------------------------------------------------------
 
 
 def _with_spans(message: Message) -> dict[str, Any]:
@@ -172,14 +157,14 @@ def _plain_ids(message: Any) -> Any:
     for key, value in message.items():
         if key in _ID_FIELDS and isinstance(value, str):
             plain[key] = _HARMFUL_CHARACTER.sub("_", value)[:128]
-        elif key != "arguments":  # which have keys of their own
+        elif key != "arguments":  # arguments have keys of their own
             plain[key] = _plain_ids(value)
     return plain
 
 
 def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
     """An answer and its thoughts apart, for templates that write what stands around thoughts."""
-    text = _text(turn["content"])
+    text = text_of(turn["content"])
     if turn["role"] != "assistant" or "</think>" not in text or "reasoning_content" in turn:
         return turn
     thoughts = text.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
@@ -199,17 +184,13 @@ def _merge_same_role(messages: Sequence[Message]) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     for message in map(_with_spans, messages):
         last = turns[-1] if turns else {}
-        if last.get("role") == message["role"] and _only_words(last) and _only_words(message):
+        # Messages that carry more than their text stay apart: tool calls must not be lost.
+        if last.get("role") == message["role"] and {*last, *message} == {"role", "content"}:
             between = Span("\n\n", origin_of(message["role"]))
             last["content"] = merged([*last["content"], between, *message["content"]])
         else:
             turns.append(message)
     return turns
-
-
-def _only_words(message: Message) -> bool:
-    """Whether a message carries no more than its text: tool calls must not be lost in a merge."""
-    return set(message) <= {"role", "content"}
 
 
 class _Slots:
@@ -223,7 +204,7 @@ class _Slots:
 
     def put_in(self, turn: Message) -> dict[str, Any]:
         """A message with slots in place of its content and of all that others may have written."""
-        if _text(turn["content"]).strip():
+        if text_of(turn["content"]).strip():
             self.of_turn[id(turn)] = len(self.spans)
         content = self._slot(turn["content"])
         rest = {name: self._replaced(v, name) for name, v in turn.items() if name != "content"}
@@ -238,17 +219,14 @@ class _Slots:
         if not isinstance(value, str) or (name in _COMPARED_FIELDS and _HARMLESS.fullmatch(value)):
             return value
         # Passages have no place in a call; what marks them is not for the model to see.
-        text = _text(tuple(content_spans(value, "conversation")))
+        text = text_of(tuple(content_spans(value, "conversation")))
         return self._slot((Span(text, "conversation"),))
 
     def _slot(self, spans: Spans) -> str:
-        if not (text := _text(spans)).strip():
+        if not (text := text_of(spans)).strip():
             return text  # templates ask whether there is a content
         self.spans.append(spans)
         return f"{self._name}x{len(self.spans) - 1}x"
-
-
-# -- contents in the rendered text ----------------------------------------------------------------
 
 
 def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list[Spans] | None:
@@ -258,7 +236,7 @@ def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list
     found, at = [], len(template[0])
     for spans, after in zip(contents, template[1:], strict=True):
         for shown in _as_templates_show(spans):
-            if text.startswith(expected := _text(shown) + after, at):
+            if text.startswith(expected := text_of(shown) + after, at):
                 found.append(shown)
                 at += len(expected)
                 break
@@ -269,25 +247,19 @@ def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list
 
 def _as_templates_show(spans: Spans) -> Iterator[Spans]:
     """A content as templates are known to show it: whole, trimmed, less its thinking; escaped."""
-    text = _text(spans)
-    answer = text.rfind("</think>") + len("</think>") if "</think>" in text else 0
-    parts = [(0, len(text)), *_trimmed(text, 0)]
-    if answer:
-        parts += [(answer, len(text)), *_trimmed(text, answer)]
-    escapes: list[Callable[[str], str]] = [_json, partial(_json, ensure_ascii=True)]
-    for part in parts:
-        yield _cut(spans, *part)
-    for escape in escapes:
-        for part in parts:
-            yield _escaped(_cut(spans, *part), escape)
+    text, end = text_of(spans), "</think>"
+    starts = [0, text.rfind(end) + len(end)] if end in text else [0]
+    parts = [part for start in starts for part in _trimmed(text, start)]
+    yield from (_cut(spans, *part) for part in parts)
+    for ensure_ascii in (False, True):
+        yield from (_escaped(_cut(spans, *part), ensure_ascii=ensure_ascii) for part in parts)
 
 
 def _trimmed(text: str, start: int) -> Iterator[tuple[int, int]]:
-    """Where ``text[start:]`` begins and ends without blanks at both ends, or at one."""
-    left = start + len(text[start:]) - len(text[start:].lstrip())
-    line = start + len(text[start:]) - len(text[start:].lstrip("\n"))
-    right = len(text.rstrip())
-    yield from ((left, right), (left, len(text)), (start, right), (line, len(text)))
+    """Where ``text[start:]`` begins and ends: whole, and without blanks at both ends or at one."""
+    end, right = len(text), len(text.rstrip())
+    left, line = (end - len(text[start:].lstrip(blanks)) for blanks in (None, "\n"))
+    yield from ((start, end), (left, right), (left, end), (start, right), (line, end))
 
 
 def _cut(spans: Spans, start: int, stop: int) -> Spans:
@@ -300,19 +272,12 @@ def _cut(spans: Spans, start: int, stop: int) -> Spans:
     return merged(kept)
 
 
-def _escaped(spans: Spans, escape: Callable[[str], str]) -> Spans:
-    return merged(_changed(span, escape(span.text)) for span in spans)
+def _escaped(spans: Spans, *, ensure_ascii: bool = False) -> Spans:
+    """Spans as the inside of a JSON string."""
+    dump = partial(json.dumps, ensure_ascii=ensure_ascii)
+    return merged(_changed(span, dump(span.text)[1:-1]) for span in spans)
 
 
 def _changed(span: Span, text: str) -> Span:
     altered = span.origin == "passage" and text != span.text
     return Span(text, "altered" if altered else span.origin)
-
-
-def _json(text: str, *, ensure_ascii: bool = False) -> str:
-    """The inside of a JSON string."""
-    return json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]
-
-
-def _text(spans: Spans) -> str:
-    return "".join(span.text for span in spans)

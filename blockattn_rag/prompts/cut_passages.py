@@ -59,8 +59,7 @@ def close_cut_passages(chunk: str) -> str:
 def _without_head_of(marker: str, text: str) -> str:
     """Without the start of a cut marker, where a word of ``text`` ends with it."""
     for size in range(len(marker) - 1, _SHORTEST_PIECE - 1, -1):
-        found = re.search(re.escape(marker[:size]) + r"(?=\s|\Z)", text)
-        if found:
+        if found := re.search(re.escape(marker[:size]) + r"(?=\s|\Z)", text):
             return text[: found.start()] + text[found.end() :]
     return text
 
@@ -68,7 +67,6 @@ def _without_head_of(marker: str, text: str) -> str:
 def _without_tail_of(marker: str, text: str) -> str:
     """Without the end of a cut marker, where a word of ``text`` begins with it."""
     for start in range(1, len(marker) - _SHORTEST_PIECE + 1):
-        found = re.search(r"(?:(?<=\s)|\A)" + re.escape(marker[start:]), text)
-        if found:
+        if found := re.search(r"(?:(?<=\s)|\A)" + re.escape(marker[start:]), text):
             return text[: found.start()] + text[found.end() :]
     return text

@@ -13,6 +13,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -101,9 +102,9 @@ class _RustEncoder:
         self._added = self._parsing.get_added_tokens_decoder()
         self._control = {i: t.content for i, t in self._added.items() if _is_control(t.content)}
         self.control_tokens = frozenset(self._control.values())
-        self._opening = _Plain(self._parsing, self._added)
-        self._inside = _Plain(self._parsing, self._added, first_blank=False)
-        self._after_cut = _Plain(self._parsing, self._added, first_blank=False, any_blank=False)
+        self._opening = _Plain(self._parsing, self._added, {"first", "always"})
+        self._inside = _Plain(self._parsing, self._added, {"always"})
+        self._after_cut = _Plain(self._parsing, self._added, set())
 
     def added_tokens(self, text: str) -> list[FoundToken]:
         encoding = self._parsing.encode(text, add_special_tokens=False)
@@ -115,7 +116,6 @@ class _RustEncoder:
 
     def plain_ids(self, text: str, *, opens: bool) -> list[int]:
         ids: list[int] = []
-        # Each piece: its text, and what it comes after.
         pieces = [(text, self._opening if opens else self._inside)]
         while pieces:
             piece, plain = pieces.pop()
@@ -147,26 +147,21 @@ class _Plain:
     """A tokenizer with the vocabulary of another, and none of its control tokens.
 
     Args:
-        first_blank: whether a blank is put before a text by those that put one before the first.
-        any_blank: the same for those that put one before each.
+        schemes: which of the tokenizer's ways to put a blank before a text ("first": before a text
+            that nothing stands before, "always": before each) are kept; the others become "never".
     """
 
     def __init__(
-        self,
-        whole: Tokenizer,
-        added: Mapping[int, AddedToken],
-        *,
-        first_blank: bool = True,
-        any_blank: bool = True,
+        self, whole: Tokenizer, added: Mapping[int, AddedToken], schemes: Collection[str]
     ) -> None:
-        self._tokenizer = Tokenizer(whole.model)
-        kept = tuple(
-            scheme for scheme, keeps in (("first", first_blank), ("always", any_blank)) if keeps
-        )
+        model = {"type": "BPE", "vocab": {}, "merges": []}
+        state: dict[str, Any] = {"version": "1.0", "added_tokens": [], "model": model}
+        keep = partial(_with_blanks, schemes=schemes)
         for part in ("normalizer", "pre_tokenizer"):
             if (component := getattr(whole, part)) is not None:
-                state = _with_blanks(json.loads(component.__getstate__()), kept)
-                setattr(self._tokenizer, part, _component(part, state))
+                state[part] = json.loads(component.__getstate__(), object_hook=keep)
+        self._tokenizer = Tokenizer.from_str(json.dumps(state))
+        self._tokenizer.model = whole.model
         # Runs of blanks say no more than they show, and models that know them were trained on code
         # that is full of them.
         self._blanks: dict[int, int] = {}
@@ -186,30 +181,16 @@ class _Plain:
         return text if normalizer is None else str(normalizer.normalize_str(text))
 
 
-def _with_blanks(state: Any, kept: Collection[str]) -> Any:
-    """A component's state that puts blanks before texts by the given schemes alone."""
-    if isinstance(state, list):
-        return [_with_blanks(item, kept) for item in state]
-    if not isinstance(state, dict):
-        return state
-    inner = {key: _with_blanks(value, kept) for key, value in state.items()}
-    if inner.get("prepend_scheme") in ("first", "always"):
-        inner["prepend_scheme"] = (
-            inner["prepend_scheme"] if inner["prepend_scheme"] in kept else "never"
-        )
-    if "always" not in kept:
-        if "add_prefix_space" in inner and "prepend_scheme" not in inner:
-            inner["add_prefix_space"] = False
-        if inner.get("type") == "Prepend":
-            inner["prepend"] = ""
-    return inner
-
-
-def _component(part: str, state: Any) -> Any:
-    """A normalizer or pre-tokenizer from its state."""
-    empty = {"type": "BPE", "vocab": {}, "merges": []}
-    whole = {"version": "1.0", "added_tokens": [], "model": empty, part: state}
-    return getattr(Tokenizer.from_str(json.dumps(whole)), part)
+def _with_blanks(state: dict[str, Any], schemes: Collection[str]) -> dict[str, Any]:
+    """The state of a normalizer or pre-tokenizer that puts blanks by the given schemes alone."""
+    if "prepend_scheme" in state:
+        kept = state["prepend_scheme"] in schemes
+        state["prepend_scheme"] = state["prepend_scheme"] if kept else "never"
+    elif "add_prefix_space" in state and "always" not in schemes:
+        state["add_prefix_space"] = False
+    if state.get("type") == "Prepend" and "always" not in schemes:
+        state["prepend"] = ""
+    return state
 
 
 class _PythonEncoder:
@@ -220,9 +201,8 @@ class _PythonEncoder:
         self._lock = threading.Lock()
         known = {"vocab": tokenizer.get_vocab(), "class": type(tokenizer).__name__}
         self.digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-        added = self._tokenizer.get_added_vocab()
-        self.control_tokens = frozenset(filter(_is_control, added))
-        self._added = added
+        self._added = self._tokenizer.get_added_vocab()
+        self.control_tokens = frozenset(filter(_is_control, self._added))
         plain = self._ids("a", add_special_tokens=False)
         self.prefix_ids = _prefix_of(self._ids("a", add_special_tokens=True), plain)
 
@@ -231,10 +211,9 @@ class _PythonEncoder:
             return list(self._tokenizer(text, verbose=False, **how)["input_ids"])
 
     def added_tokens(self, text: str) -> list[FoundToken]:
-        found: list[FoundToken] = []
         with self._lock:
             pieces = self._tokenizer.tokens_trie.split(text)
-        at = 0
+        found, at = [], 0
         for piece in pieces:
             if piece in self._added:
                 token = self._tokenizer.added_tokens_decoder[self._added[piece]]

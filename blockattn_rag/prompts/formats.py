@@ -63,8 +63,7 @@ class PromptFormat:
         messages: list[Message] = [{"role": "user", "content": user}]
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
-        spans = chat_spans(tokenizer, messages)
-        return BlockPrompt.from_spans(spans, self.template)
+        return BlockPrompt.from_spans(chat_spans(tokenizer, messages), self.template)
 
 
 def follow_up(question: str, tokenizer: Any) -> tuple[Span, ...]:

@@ -70,8 +70,7 @@ class Parsed(NamedTuple):
 
 def wrap(text: str) -> str:
     """The text between markers. Surrounding white space is removed; nothing is left of no text."""
-    text = text.strip()
-    if not text:
+    if not (text := text.strip()):
         return ""
     seal = _seal(_digest(text))
     return opening(seal) + text + closing(seal)
@@ -117,7 +116,7 @@ def parse(string: str) -> Parsed:
 def own_markers(string: str) -> list[Marker]:
     """The markers that were made with our key."""
     found = [Marker(*one.span(), bool(one[1]), one[2]) for one in _MARKER.finditer(string)]
-    own = [marker for marker in found if _is_own(marker.seal)]
+    own = [one for one in found if hmac.compare_digest(_seal(one.seal[:_HALF]), one.seal)]
     if len(own) < len(found):
         _tell_of_foreign_markers()
     return own
@@ -139,14 +138,10 @@ def _partners(markers: Sequence[Marker]) -> dict[int, int]:
     """
     partners: dict[int, int] = {}
     following: dict[str, int] = {}
-    for index in range(len(markers) - 1, -1, -1):
-        marker = markers[index]
-        if (
-            not marker.closes
-            and marker.seal in following
-            and markers[following[marker.seal]].closes
-        ):
-            partners[index] = following[marker.seal]
+    for index, marker in reversed([*enumerate(markers)]):
+        partner = following.get(marker.seal)
+        if not marker.closes and partner is not None and markers[partner].closes:
+            partners[index] = partner
         following[marker.seal] = index
     return partners
 
@@ -154,10 +149,6 @@ def _partners(markers: Sequence[Marker]) -> dict[int, int]:
 def _seal(digest: str) -> str:
     code = hmac.new(marker_key(), digest.encode(), hashlib.sha256).hexdigest()
     return digest + code[:_HALF]
-
-
-def _is_own(seal: str) -> bool:
-    return hmac.compare_digest(_seal(seal[:_HALF]), seal)
 
 
 def _digest(text: str) -> str:

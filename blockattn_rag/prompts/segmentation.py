@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -16,9 +17,6 @@ from typing import Any, NamedTuple
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Origin, Span
 from blockattn_rag.prompts.chat_template import has_chat_template, origin_of, render_chat
-
-# ---------------------------------------------------------------------------------------------
-# Conversations
 
 
 class Turn(NamedTuple):
@@ -69,12 +67,17 @@ def conversation_turns(messages: Sequence[Mapping[str, str]], tokenizer: Any) ->
     marks = [f"\u241e{i}\u241e" for i in range(len(messages))]
     marked = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
     open_end = messages[-1]["role"] != "assistant"
-    gaps = _split_at(render_chat(tokenizer, marked, add_generation_prompt=open_end), marks)
-    before, turns = gaps[0], []
-    for i, message in enumerate(messages):
-        gap = gaps[i + 1]
-        last = i == len(messages) - 1
-        after = gap if last else _common(gap, _closing(tokenizer, marked[: i + 1]))
+    text = render_chat(tokenizer, marked, add_generation_prompt=open_end)
+    pieces = re.split(f"({'|'.join(marks)})", text)  # gap, mark, gap, mark, ..., gap
+    if pieces[1::2] != marks:
+        raise SegmentationError(
+            "the chat template drops, repeats or reorders messages, so that turns cannot be told "
+            "apart in its output; give texts instead of messages"
+        )
+    before, turns = pieces[0], []
+    for i, (message, gap) in enumerate(zip(messages, pieces[2::2], strict=True), 1):
+        both = [gap, _closing(tokenizer, marked[:i])] if i < len(messages) else [gap]
+        after = os.path.commonprefix(both)  # noqa: RUF071 (characters are meant)
         turns.append(Turn(before, message["content"].strip(), after, origin_of(message["role"])))
         before = gap[len(after) :]
     return turns
@@ -106,28 +109,13 @@ def _turn_blocks(turn: Turn, limit: int) -> list[Block]:
         return []
     pieces = split_text(turn.content, max_blocks=limit) or [""]
     last = len(pieces) - 1
-    templates = (
-        BlockTemplate(turn.before if i == 0 else "", turn.after if i == last else "")
-        for i in range(len(pieces))
-    )
     return [
-        Block(piece, template, (Span(piece, turn.origin),) if piece else ())
-        for piece, template in zip(pieces, templates, strict=True)
+        Block.of(
+            [Span(piece, turn.origin)],
+            BlockTemplate(turn.before if i == 0 else "", turn.after if i == last else ""),
+        )
+        for i, piece in enumerate(pieces)
     ]
-
-
-def _split_at(text: str, marks: Sequence[str]) -> list[str]:
-    """The pieces of text before, between and after the marks, which must come once, in order."""
-    pieces = []
-    for mark in marks:
-        piece, found, text = text.partition(mark)
-        if not found or mark in text:
-            raise SegmentationError(
-                "the chat template drops, repeats or reorders messages, so that turns cannot be "
-                "told apart in its output; give texts instead of messages"
-            )
-        pieces.append(piece)
-    return [*pieces, text]
 
 
 def _closing(tokenizer: Any, marked: list[dict[str, str]]) -> str:
@@ -141,26 +129,9 @@ def _closing(tokenizer: Any, marked: list[dict[str, str]]) -> str:
     return text.partition(marked[-1]["content"])[2]
 
 
-def _common(one: str, other: str) -> str:
-    """The longest string that both begin with."""
-    pairs = zip(one, other, strict=False)
-    return one[: next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
-
-
-# ---------------------------------------------------------------------------------------------
-# Texts and examples
-
-SEPARATORS = ("\n\n", "---", "===", "\n\t", "\n")
-"""Where texts are cut; the first of these that a text holds is used, and no other."""
-
-# A line may end with \r\n, and an empty one may hold spaces.
-_CUTS = {
-    "\n\n": re.compile(r"\n[ \t]*\r?\n\s*"),
-    "---": re.compile(r"-{3,}\s*"),
-    "===": re.compile(r"={3,}\s*"),
-    "\n\t": re.compile(r"\n\t\s*"),
-    "\n": re.compile(r"\n\s*"),
-}
+# Where texts are cut; the first of these that a text holds is used, and no other. A line may end
+# with \r\n, and an empty one may hold spaces.
+_SEPARATORS = (r"\n[ \t]*\r?\n\s*", r"-{3,}\s*", r"={3,}\s*", r"\n\t\s*", r"\n\s*")
 
 
 def split_text(text: str, *, max_blocks: int | None = 15) -> list[str]:
@@ -174,13 +145,10 @@ def split_text(text: str, *, max_blocks: int | None = 15) -> list[str]:
     """
     if max_blocks is not None and max_blocks < 1:
         raise ValueError(f"max_blocks must be at least 1, found {max_blocks}")
-    separator = next((s for s in SEPARATORS if _CUTS[s].search(text)), None)
-    pieces = [text] if text else []
-    if separator is not None:
-        lead = len(text) - len(text.lstrip())
-        ends = [cut.end() for cut in _CUTS[separator].finditer(text)]
-        starts = [0, *(end for end in ends if end > lead), len(text)]
-        pieces = [text[a:b] for a, b in pairwise(starts) if a < b]
+    cuts = ([cut.end() for cut in re.finditer(one, text)] for one in _SEPARATORS)
+    lead = len(text) - len(text.lstrip())
+    starts = [0, *(end for end in next(filter(None, cuts), []) if end > lead), len(text)]
+    pieces = [text[a:b] for a, b in pairwise(starts) if a < b]
     return pieces if max_blocks is None else merge_smallest(pieces, max_blocks)
 
 
@@ -215,10 +183,6 @@ def few_shot(examples: Sequence[str], query: str, *, separator: str = "\n\n") ->
     """k examples and a query: k + 1 blocks, the query final. Empty examples are left out."""
     template = BlockTemplate(after=separator)
     return BlockPrompt(tuple(Block(e, template) for e in examples if e.strip()), query)
-
-
-# ---------------------------------------------------------------------------------------------
-# JSON state
 
 
 _WORD = re.compile(r"[^\W\d][\w-]*")

@@ -45,8 +45,7 @@ class BlockTokenizer:
 
     def block_ids(self, block: Block, *, first: bool) -> list[int]:
         """Token ids of one context block; ``first``: it opens the prompt and carries BOS."""
-        ids = self._ids(block.rendered_spans)
-        return self._with_prefix(ids) if first else ids
+        return self.final_ids(block.rendered_spans, first=first)
 
     def final_ids(self, text: str | Iterable[Span], *, first: bool) -> list[int]:
         """Token ids of the final block; ``first``: there is no context before it.
@@ -54,7 +53,9 @@ class BlockTokenizer:
         ``text``: by origin; a string is the caller's own, in which control tokens are parsed.
         """
         ids = self._ids([Span(text, "prompt")] if isinstance(text, str) else text)
-        return self._with_prefix(ids) if first else ids
+        # Chat templates usually write BOS themselves; it must not come twice.
+        has_prefix = ids[: len(self.prefix_ids)] == self.prefix_ids
+        return ids if has_prefix or not first else [*self.prefix_ids, *ids]
 
     def text_ids(self, text: str) -> list[int]:
         """Token ids of a text without BOS, no control token parsed: for counting and cutting."""
@@ -96,7 +97,8 @@ class BlockTokenizer:
         ids: list[int] = []
         run, swallows = "", False  # text since the last control token, which may take blanks
         for span in spans:
-            text, at = _encodable(span.text), 0
+            # A lone surrogate cannot be tokenised; it becomes a question mark.
+            text, at = span.text.encode("utf-8", "replace").decode("utf-8"), 0
             for token in self._encoder.added_tokens(text) if span.parses_control else ():
                 run += text[at : token.start]
                 run = run.rstrip() if token.swallows_before else run
@@ -107,13 +109,3 @@ class BlockTokenizer:
             run = run.lstrip() if swallows else run
             swallows = swallows and not run
         return [*ids, *(self._encoder.plain_ids(run, opens=not ids) if run else [])]
-
-    def _with_prefix(self, ids: list[int]) -> list[int]:
-        count = len(self.prefix_ids)
-        # Chat templates usually write BOS themselves; it must not come twice.
-        return ids if count and ids[:count] == self.prefix_ids else [*self.prefix_ids, *ids]
-
-
-def _encodable(text: str) -> str:
-    """A lone surrogate cannot be tokenised; it becomes a question mark."""
-    return text.encode("utf-8", "replace").decode("utf-8")
