@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
+from math import isnan
 from typing import Annotated
 
 import typer
@@ -26,9 +26,8 @@ def check(
         with loading(model):
             loaded = BlockModel.from_pretrained(model, device=device, dtype=dtype)
         report = check_model(loaded)
-    rows = [asdict(row) for row in report.rows]
-    for row in rows:  # JSON knows no NaN
-        row["budget"] = None if math.isnan(row["budget"]) else row["budget"]
+    # JSON knows no NaN.
+    rows = [asdict(r) | {"budget": None if isnan(r.budget) else r.budget} for r in report.rows]
     data = {
         "model": model,
         "passed": report.passed,
@@ -50,6 +49,6 @@ def check(
         for row in rows
     ]
     columns = ("check", "passed", "found", "allowed", "detail")
-    emit(as_json, data, table(f"{model}", columns, shown, left=(0, 4)), verdict)
+    emit(as_json, data, table(model, columns, shown, left=(0, 4)), verdict)
     if not report.passed:
         raise typer.Exit(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -11,11 +11,9 @@ from rich.markup import escape
 from blockattn_rag.cli.ask import ModeOption
 from blockattn_rag.cli.figures import count, duration, size
 from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, note, plain, stdout, working
+from blockattn_rag.demo.run import DemoQuestion, DemoReport, run_demo
+from blockattn_rag.rag.ingest import IngestReport
 from blockattn_rag.rag.model_names import existing_model
-
-if TYPE_CHECKING:
-    from blockattn_rag.demo.run import DemoQuestion, DemoReport
-    from blockattn_rag.rag.ingest import IngestReport
 
 
 def demo(
@@ -35,8 +33,6 @@ def demo(
     A second run finds everything stored and computes no passage again.
     """
     with working(as_json):
-        from blockattn_rag.demo.run import run_demo
-
         note("Reading the bundled encyclopedia into Chroma, computing keys and values ...")
         report = run_demo(
             db,
@@ -57,17 +53,16 @@ def _show_ingested(report: IngestReport) -> None:
 
 
 def _show_question(question: DemoQuestion) -> None:
-    stats = question.stats
+    stats = question.block.stats
     mark = "[green]right[/green]" if question.correct else "[red]WRONG[/red]"
-    cut = " ... [cut off by the demo's limit]" if question.finish_reason == "length" else ""
-    sources = ", ".join(question.sources)
+    cut = " ... [cut off by the demo's limit]" if question.shown.finish_reason == "length" else ""
     for line in (
-        f"[bold]{_text(question.question)}[/bold]",
-        f"  {_text(question.answer + cut)}",
-        f"  {mark} (expected: {_text(question.expected)})",
-        f"  from: {_text(sources)}; blocks reused {stats.hits}, computed {stats.misses}; "
-        f"first token {duration(stats.ttft_s)} in block mode, "
-        f"{duration(question.ttft_full_s)} in full mode\n",
+        f"[bold]{_text(question.asked.question)}[/bold]",
+        f"  {_text(question.shown.answer + cut)}",
+        f"  {mark} (expected: {_text(question.asked.expected)})",
+        f"  from: {_text(', '.join(question.sources))}; blocks reused {stats.hits}, "
+        f"computed {stats.misses}; first token {duration(stats.ttft_s)} in block mode, "
+        f"{duration(question.full.stats.ttft_s)} in full mode\n",
     ):
         stdout.print(line, highlight=False)
 

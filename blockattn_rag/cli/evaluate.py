@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import RenderableType
 
 from blockattn_rag.cli.figures import count, duration, percent
 from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, note, progress, table, working
 from blockattn_rag.rag.model_names import existing_model, loading
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from blockattn_rag.evaluation import Interval, ModeResult
+    from blockattn_rag.evaluation import ModeResult
 
 
 def evaluate(
@@ -51,7 +49,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Answer questions over their passages in each mode and score the answers."""
-    with working(as_json), contextlib.ExitStack() as bars:
+    with working(as_json):
         from blockattn_rag.engine.engine import BlockAttentionEngine
         from blockattn_rag.evaluation import evaluate as run
         from blockattn_rag.evaluation import read_samples
@@ -59,22 +57,22 @@ def evaluate(
         samples = read_samples(data, limit=limit)
         with loading(model):
             engine = BlockAttentionEngine.from_pretrained(model, device=device, dtype=dtype)
-        tick = bars.enter_context(progress("answering"))
         names = [name.strip() for name in modes.split(",")]
-        report = run(
-            engine,
-            samples,
-            names,
-            prompt=prompt_format,
-            num_passages=num_passages,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            records_path=output,
-            settings={"model": model, "data": data.name},
-            on_progress=lambda mode, done, total: tick(
-                names.index(mode) * total + done, len(names) * total
-            ),
-        )
+        with progress("answering") as tick:
+            report = run(
+                engine,
+                samples,
+                names,
+                prompt=prompt_format,
+                num_passages=num_passages,
+                max_new_tokens=max_new_tokens,
+                batch_size=batch_size,
+                records_path=output,
+                settings={"model": model, "data": data.name},
+                on_progress=lambda mode, done, total: tick(
+                    names.index(mode) * total + done, len(names) * total
+                ),
+            )
     tables = [_table(f"{model} on {data.name}", report.results)]
     tables += [_table(f"of these: {kind}", rows) for kind, rows in report.by_kind.items()]
     emit(as_json, report.to_dict(), *tables, *_legend(report.results))
@@ -114,13 +112,12 @@ def _table(title: str, results: list[ModeResult]) -> RenderableType:
 def _row(result: ModeResult) -> tuple[str, ...]:
     stats = result.stats
     mean, low, high = result.accuracy
-    difference: Interval | None = result.difference
     return (
         result.mode,
         f"{percent(mean)} ({percent(low)}-{percent(high)})",
         percent(result.exact_match.mean),
         percent(result.f1.mean),
-        "-" if difference is None else f"{difference.mean * 100:+.1f}",
+        "-" if result.difference is None else f"{result.difference.mean * 100:+.1f}",
         percent(result.agreement),
         *(() if result.ttft_s is None else (duration(result.ttft_s),)),
         percent(stats.reused_tokens / stats.prompt_tokens if stats.prompt_tokens else None),

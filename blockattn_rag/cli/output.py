@@ -61,11 +61,9 @@ def piece(text: str) -> None:
     typer.echo(plain(text), nl=False)
 
 
-@contextlib.contextmanager
-def working(as_json: bool) -> Iterator[None]:
+def working(as_json: bool) -> contextlib.AbstractContextManager[object]:
     """While this is open and JSON is wanted, what libraries print goes to stderr."""
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        yield
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
 def emit(as_json: bool, data: dict[str, Any], *shown: RenderableType) -> None:

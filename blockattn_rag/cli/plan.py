@@ -78,14 +78,16 @@ def plan(
                 "it reaches in practice (some 600 for an H100 in bfloat16, 100 for an RTX 4090)"
             )
         device = "cuda" if gpu_memory is not None else "cpu"
+        if bandwidth is None:
+            bandwidth = 10.0 if gpu_memory is None else 2000.0
         machine = Machine(
-            memory_bytes=_bytes(memory, _memory_here()),
-            disk_bytes=_bytes(disk, shutil.disk_usage(Path.cwd()).free),
+            memory_bytes=_memory_here() if memory is None else int(memory * GIB),
+            disk_bytes=shutil.disk_usage(Path.cwd()).free if disk is None else int(disk * GIB),
             gpu_bytes=None if gpu_memory is None else int(gpu_memory * GIB),
             operations_per_s=measured_operations_per_s(kind, device)
             if tflops is None
             else tflops * 1e12,
-            device_bytes_per_s=1e9 * (_bandwidth(gpu_memory) if bandwidth is None else bandwidth),
+            device_bytes_per_s=1e9 * bandwidth,
             transfer_bytes_per_s=transfer * 1e9,
             disk_bytes_per_s=disk_speed * 1e9,
         )
@@ -121,20 +123,11 @@ def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
     return config, kind
 
 
-def _bandwidth(gpu_memory: float | None) -> float:
-    """GB/s to count with where none is given."""
-    return 10.0 if gpu_memory is None else 2000.0
-
-
 def _memory_here() -> int:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not on this system
         raise ValueError("this system does not tell its memory: add --memory") from None
-
-
-def _bytes(gib: float | None, otherwise: int) -> int:
-    return otherwise if gib is None else int(gib * GIB)
 
 
 def _shown(settings: dict[str, Any], found: Plan, machine: Machine) -> list[Any]:

@@ -14,13 +14,9 @@ from blockattn_rag.cli.output import JsonOption, emit, note, progress, table, wo
 from blockattn_rag.rag.database import MANIFEST, chroma_client, require_manifest
 
 if TYPE_CHECKING:
-    from chromadb.api import ClientAPI
-
     from blockattn_rag.store import DirectoryStore
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY_SIZES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 app = typer.Typer(no_args_is_help=True, help="Inspect and clean a KV store.")
 StoreArgument = Annotated[
@@ -141,16 +137,17 @@ def gc(
         clients = [chroma_client(_chroma_of(folder)) for folder in folders]
         clients += [chroma_client(path) for path in chroma_path or []]
         if host:
-            clients.append(_server(host, port))
-        live: set[str] = set()
-        names: list[str] = []
-        for client in clients:
-            for name in _collections(client, collection or []):
-                names.append(name)
-                collection_ = client.get_collection(name, embedding_function=None)
-                live |= live_handles([collection_])
-        missing = sorted(set(collection or []) - set(names))
-        if missing:
+            import chromadb
+            from chromadb.config import Settings
+
+            no_telemetry = Settings(anonymized_telemetry=False)
+            clients.append(chromadb.HttpClient(host, port, settings=no_telemetry))
+        wanted = set(collection or [])
+        found = [c for client in clients for c in client.list_collections()]
+        found = [c for c in found if not wanted or c.name in wanted]
+        live = live_handles(found)
+        names = [c.name for c in found]
+        if missing := sorted(wanted - set(names)):
             raise ValueError(f"no such collection: {', '.join(missing)}")
         if not live and not force:
             raise ValueError(
@@ -222,32 +219,21 @@ def _chroma_of(folder: Path) -> Path:
     return folder / "chroma"
 
 
-def _server(host: str, port: int) -> ClientAPI:
-    import chromadb
-    from chromadb.config import Settings
-
-    return chromadb.HttpClient(host, port, settings=Settings(anonymized_telemetry=False))
-
-
-def _collections(client: ClientAPI, wanted: list[str]) -> list[str]:
-    found = [collection.name for collection in client.list_collections()]
-    return [name for name in found if not wanted or name in wanted]
-
-
 def _shown(fingerprint: str) -> str:
     """The start of what a file says: in ASCII, since it could hold a terminal's control codes."""
     return ascii(fingerprint)[1:-1][:12]
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
-    units = _BINARY_SIZES if match is not None and match[3] else _SIZES
-    if match is None or match[2] not in units or float(match[1]) * units[match[2]] < 1:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", text.strip().lower())
+    power = " kmgt".index(match[2] or " ") if match else 0
+    found = float(match[1]) * (1024 if match[3] else 1000) ** power if match else 0
+    if found < 1:
         raise typer.BadParameter(
             f"expected a size such as 500MB, 20GB or 20GiB, found {text!r}",
             param_hint="--max-bytes",
         )
-    return int(float(match[1]) * units[match[2]])
+    return int(found)
 
 
 def _seconds(text: str) -> float:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, get_args
 from blockattn_rag.demo.corpus import Question, bundled_corpus, bundled_questions, is_correct
 from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.files.folders import state_folder
+from blockattn_rag.rag.ask import Answer, Assistant
+from blockattn_rag.rag.database import Database, Manifest
+from blockattn_rag.rag.documents import set_source
+from blockattn_rag.rag.ingest import IngestReport, ingest_documents
 
 if TYPE_CHECKING:
     from llama_index.core.schema import Document
-
-    from blockattn_rag.rag.ask import Answer, Assistant
-    from blockattn_rag.rag.ingest import IngestReport
 
 SOURCE = "bundled encyclopedia"
 TOP_K = 5
@@ -25,31 +26,35 @@ MAX_NEW_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class DemoQuestion:
-    """A question, its answer, and what the answer cost. ``stats`` are those of the block-mode
-    answer, ``ttft_full_s`` is the time to first token in full mode. ``finish_reason`` is
-    ``"length"`` where the shown answer was cut off."""
+    """A question and its answers: that in block mode, that in full mode, and which is ``shown``."""
 
-    question: str
-    answer: str
-    expected: str
-    correct: bool
-    sources: tuple[str, ...]
-    stats: ReuseStats
-    ttft_full_s: float
-    finish_reason: str
+    asked: Question
+    block: Answer
+    full: Answer
+    shown: Answer
+
+    @property
+    def correct(self) -> bool:
+        """Whether the shown answer is right."""
+        return is_correct(self.asked, self.shown.answer)
+
+    @property
+    def sources(self) -> list[str]:
+        """Titles of the passages behind the shown answer."""
+        return [source.title for source in self.shown.sources]
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types, the figures beside the other fields; times in seconds."""
+        """As plain JSON types; times in seconds. ``hits`` and the like are of block mode."""
         return {
-            "question": self.question,
-            "answer": self.answer,
-            "expected": self.expected,
+            "question": self.asked.question,
+            "answer": self.shown.answer,
+            "expected": self.asked.expected,
             "correct": self.correct,
-            "sources": list(self.sources),
-            **self.stats.reuse(),
-            "ttft_block_s": self.stats.ttft_s,
-            "ttft_full_s": self.ttft_full_s,
-            "finish_reason": self.finish_reason,
+            "sources": self.sources,
+            **self.block.stats.reuse(),
+            "ttft_block_s": self.block.stats.ttft_s,
+            "ttft_full_s": self.full.stats.ttft_s,
+            "finish_reason": self.shown.finish_reason,
         }
 
 
@@ -66,12 +71,12 @@ class DemoReport:
     @property
     def summary(self) -> dict[str, Any]:
         """Totals, and medians of the times."""
-        block = statistics.median(q.stats.ttft_s for q in self.questions)
-        full = statistics.median(q.ttft_full_s for q in self.questions)
+        block = statistics.median(q.block.stats.ttft_s for q in self.questions)
+        full = statistics.median(q.full.stats.ttft_s for q in self.questions)
         return {
             "right": sum(q.correct for q in self.questions),
             "of": len(self.questions),
-            **sum((q.stats for q in self.questions), ReuseStats("block")).reuse(),
+            **sum((q.block.stats for q in self.questions), ReuseStats("block")).reuse(),
             "ttft_block_median_s": block,
             "ttft_full_median_s": full,
             "speedup": full / block if block else 0.0,
@@ -91,8 +96,6 @@ def default_folder() -> Path:
 def documents() -> list[Document]:
     """The encyclopedia as LlamaIndex documents; the model sees title and text."""
     from llama_index.core.schema import Document
-
-    from blockattn_rag.rag.documents import set_source
 
     found = []
     for number, passage in enumerate(bundled_corpus()):
@@ -125,10 +128,6 @@ def run_demo(
         on_ingested: called when the encyclopedia is ready.
         on_question: called after each question.
     """
-    from blockattn_rag.rag.ask import Assistant
-    from blockattn_rag.rag.database import Database, Manifest
-    from blockattn_rag.rag.ingest import ingest_documents
-
     folder = folder or default_folder()
     database = Database.create(folder, Manifest(model=model, fingerprint=""))
     report = ingest_documents(database, documents())
@@ -136,32 +135,13 @@ def run_demo(
         on_ingested(report)
     assistant = Assistant(database, top_k=TOP_K, max_new_tokens=MAX_NEW_TOKENS)
     asked = bundled_questions()
-    _warm_up(assistant, asked[0].question)
+    modes = get_args(Mode)
+    for warm_up in modes:  # not timed: the first forward passes of a process are slower
+        assistant.ask(asked[0].question, mode=warm_up)
     questions = []
     for question in asked:
-        questions.append(_ask(assistant, question, mode))
+        answers = {each: assistant.ask(question.question, mode=each) for each in modes}
+        questions.append(DemoQuestion(question, **answers, shown=answers[mode]))
         if on_question:
             on_question(questions[-1])
     return DemoReport(str(folder), model, mode, report, tuple(questions))
-
-
-def _warm_up(assistant: Assistant, question: str) -> None:
-    """Ask in both modes, because the first forward passes of a process are slower: they must not
-    be part of the first question's times."""
-    for mode in get_args(Mode):
-        assistant.ask(question, mode=mode)
-
-
-def _ask(assistant: Assistant, asked: Question, mode: Mode) -> DemoQuestion:
-    answers: dict[Mode, Answer] = {m: assistant.ask(asked.question, mode=m) for m in get_args(Mode)}
-    shown = answers[mode]
-    return DemoQuestion(
-        question=asked.question,
-        answer=shown.answer,
-        expected=asked.expected,
-        correct=is_correct(asked, shown.answer),
-        sources=tuple(source.title for source in shown.sources),
-        stats=answers["block"].stats,
-        ttft_full_s=answers["full"].stats.ttft_s,
-        finish_reason=shown.finish_reason,
-    )

@@ -75,8 +75,7 @@ class Assistant:
         self._max_new_tokens = max_new_tokens
         self._has_head = False
         self._index = VectorStoreIndex.from_vector_store(
-            ChromaVectorStore(chroma_collection=database.collection),
-            embed_model=database.embedding,
+            ChromaVectorStore(chroma_collection=database.collection), embed_model=database.embedding
         )
 
     def ask(

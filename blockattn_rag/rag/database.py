@@ -91,7 +91,8 @@ class Database:
             DatabaseError: the folder was embedded by another embedding: its vectors do not compare.
         """
         old = Manifest.read(path)
-        wanted = replace(wanted, model=absolute_model(wanted.model))
+        if Path(wanted.model).is_dir():
+            wanted = replace(wanted, model=str(Path(wanted.model).resolve()))
         if old and (old.embedding, old.template) != (wanted.embedding, wanted.template):
             raise DatabaseError(
                 f"{path} was made with embedding {old.embedding!r}, found {wanted.embedding!r}: "
@@ -161,11 +162,6 @@ def require_manifest(path: Path) -> Manifest:
             f"PATH --db {path}`"
         )
     return manifest
-
-
-def absolute_model(model: str) -> str:
-    """A model's folder as an absolute path; names stay as they are."""
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:

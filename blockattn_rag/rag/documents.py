@@ -107,13 +107,10 @@ def _read(file: Path) -> list[Document]:
                     "UTF-8)"
                 )
     try:
-        reader = SimpleDirectoryReader(
-            input_files=[file],
-            filename_as_id=True,
-            raise_on_error=True,
-            errors="strict",  # the default drops what is not UTF-8, silently
-        )
-        found = reader.load_data()
+        # The default of ``errors`` drops what is not UTF-8, silently.
+        found = SimpleDirectoryReader(
+            input_files=[file], filename_as_id=True, raise_on_error=True, errors="strict"
+        ).load_data()
     except Exception as error:
         # Readers are plugins for dozens of formats and raise whatever theirs raise.
         raise UnreadableFileError(f"cannot be read ({_cause(error)})") from error

@@ -41,18 +41,16 @@ class IngestReport:
     total_s: float
 
 
-def ingest_documents(
-    database: Database, documents: Sequence[Document], *, show_progress: bool = True
-) -> IngestReport:
+def ingest_documents(database: Database, documents: Sequence[Document]) -> IngestReport:
     """Split documents, encode the passages, and add what is new to Chroma. Idempotent.
 
     Keys and values are stored first, passages added to Chroma after: whatever interrupts this,
-    running it again completes it. Passages that a source no longer yields are removed.
+    running it again completes it. Passages that a source no longer yields are removed. A progress
+    bar on stderr shows the encoding.
 
     Args:
         database: where to.
         documents: each with its origin in ``metadata["source"]``.
-        show_progress: a progress bar on stderr while blocks are encoded.
     """
     from llama_index.core.ingestion import IngestionPipeline
     from llama_index.core.node_parser import SentenceSplitter
@@ -71,7 +69,7 @@ def ingest_documents(
         include_prev_next_rel=False,
     )
     encoder = BlockKVTransform(
-        engine=database.engine, block_template=database.template, show_progress=show_progress
+        engine=database.engine, block_template=database.template, show_progress=True
     )
     split = IngestionPipeline(transformations=[splitter], disable_cache=True)
     passages = with_stable_ids(split.run(documents=list(documents)))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection as Collection_
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ def all_sources(collection: Collection) -> list[str]:
     return sorted(found)
 
 
-def orphaned_sources(collection: Collection, unread: Collection_[str]) -> list[str]:
+def orphaned_sources(collection: Collection, unread: Container[str]) -> list[str]:
     """Files that are gone, or were left out when they were read last (``unread``), though their
     passages are still there."""
     names = all_sources(collection)

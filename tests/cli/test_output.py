@@ -7,6 +7,7 @@ from blockattn_rag.cli.bench.report import spread
 from blockattn_rag.cli.evaluate import _table
 from blockattn_rag.cli.figures import count, duration, size
 from blockattn_rag.cli.output import _width, emit, fail, note, plain, table
+from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.evaluation import Interval, ModeResult
 
 
@@ -60,7 +61,7 @@ def test_the_widest_table_of_eval_breaks_no_number_on_a_terminal_of_80_columns()
     result = ModeResult(
         mode="block-composite", samples=500, accuracy=whole, exact_match=whole, f1=whole,
         difference=Interval(-0.125, -0.2, -0.1), agreement=1.0, cut_off=9, ttft_s=0.123,
-        hits=9, misses=1, reused_tokens=999, computed_tokens=1,
+        stats=ReuseStats("block", hits=9, misses=1, reused_tokens=999, computed_tokens=1),
     )  # fmt: skip
     console = Console(width=80)
     with console.capture() as capture:
