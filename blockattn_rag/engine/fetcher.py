@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from weakref import WeakSet
 
 from blockattn_rag.engine.options import OnMiss
@@ -14,17 +14,14 @@ from blockattn_rag.errors import MissError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV, store_key
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.prompts.blocks import Block, Origin
-from blockattn_rag.store.base import keep
+from blockattn_rag.store.base import KVStore, keep
 from blockattn_rag.store.device_cache import with_device_cache
-
-if TYPE_CHECKING:
-    from blockattn_rag.store import KVStore
 
 logger = logging.getLogger("blockattn_rag")
 
 
 class Fetched(NamedTuple):
-    """The KV of a prompt's context blocks, in order, and how it was come by.
+    """The KV of a prompt's context blocks, in order, and how many were found or computed.
 
     ``missed_tokens`` counts the tokens that had to be computed, each block once.
     """
@@ -48,10 +45,6 @@ class Wanted(NamedTuple):
 _STORABLE: frozenset[Origin] = frozenset({"passage"})
 
 _MOST_TO_STORE = 4096
-
-
-def _no_limit(tokens: int) -> None:
-    """For contexts of any length."""
 
 
 class BlockFetcher:
@@ -80,7 +73,7 @@ class BlockFetcher:
         self,
         context: Sequence[Block],
         on_miss: OnMiss,
-        check_room: Callable[[int], object] = _no_limit,
+        check_room: Callable[[int], object] | None = None,
     ) -> Fetched:
         """KV of a prompt's context blocks; absent ones are computed together.
 
@@ -91,7 +84,7 @@ class BlockFetcher:
         Args:
             on_miss: whether passages may be computed.
             check_room: called with the tokens of all blocks before anything is computed; raises if
-                there are too many.
+                there are too many. Default: a context may have any length.
         """
         wanted = self.wanted(context, [index == 0 for index in range(len(context))])
         distinct = {one.digest: one for one in wanted}
@@ -108,7 +101,8 @@ class BlockFetcher:
             )
         sizes = {one.digest: len(ids) for one, ids in missing}
         sizes |= {digest: kv.num_tokens for digest, kv in found.items() if kv is not None}
-        check_room(sum(sizes.get(one.digest, 0) for one in wanted))
+        if check_room is not None:
+            check_room(sum(sizes.get(one.digest, 0) for one in wanted))
         for batch in self.encode(missing):
             for computed in batch:
                 self._keep(computed, distinct[computed.digest].block.origin)
@@ -119,7 +113,7 @@ class BlockFetcher:
 
     def wanted(self, blocks: Sequence[Block], firsts: Sequence[bool]) -> list[Wanted]:
         """What to look up for blocks; ``firsts``: which of them open a prompt."""
-        # Read once: the model looks each time whether it is still the same.
+        # Read once, because the model checks at each reading whether its weights have changed.
         fingerprint, has_bos = self._model.fingerprint, bool(self._model.tokenizer.prefix_ids)
         wanted = []
         for block, first in zip(blocks, firsts, strict=True):
@@ -143,8 +137,8 @@ class BlockFetcher:
         """Each block's KV by its digest, on the model's device; None if it must be computed."""
         found = {one.digest: self._read(one) for one in wanted}
         device = self._model.device
-        away = [kv for kv in found.values() if kv is not None and kv.device != device]
-        for kv in to_device(away, device):
+        elsewhere = [kv for kv in found.values() if kv is not None and kv.device != device]
+        for kv in to_device(elsewhere, device):
             keep(self._cache, key_of(kv), kv)
             found[kv.digest] = kv
         return found
@@ -152,32 +146,29 @@ class BlockFetcher:
     def _read(self, one: Wanted) -> BlockKV | None:
         """The stored KV if it is sound and is what was asked for. A bad entry is a miss."""
         try:
-            kv = self._cache.get(one.key)
+            if (kv := self._cache.get(one.key)) is not None:
+                self._check(kv, one)
         except StoreError as error:
             logger.warning("%s. The block is computed again and the entry overwritten.", error)
             self._to_store.add(one.key)
             return None
-        if kv is None:
-            return None
-        if key_of(kv) != one.key or kv.digest != one.digest:
-            logger.warning(
-                "The store holds under %s another block or another model's KV (digest %s, "
-                "fingerprint %s). The block is computed again and the entry overwritten.",
-                one.key, kv.digest[:12], kv.fingerprint[:12],
-            )  # fmt: skip
-            self._to_store.add(one.key)
-            return None
-        if kv not in self._checked and not self._model.could_have_computed(kv):
-            logger.warning(
-                "The store holds under %s keys and values of another shape than this model's. The "
-                "block is computed again and the entry overwritten.", one.key,
-            )  # fmt: skip
-            self._to_store.add(one.key)
-            return None
-        self._checked.add(kv)
-        if one.key in self._to_store:
+        if kv is not None and one.key in self._to_store:
             self._write(self._cache.put, kv)
         return kv
+
+    def _check(self, kv: BlockKV, one: Wanted) -> None:
+        """Refuse, by a StoreError, KV that is not what was asked for."""
+        if key_of(kv) != one.key or kv.digest != one.digest:
+            raise StoreError(
+                f"The store holds under {one.key} another block or another model's KV (digest "
+                f"{kv.digest[:12]}, fingerprint {kv.fingerprint[:12]})"
+            )
+        if kv not in self._checked and not self._model.could_have_computed(kv):
+            raise StoreError(
+                f"The store holds under {one.key} keys and values of another shape than this "
+                "model's"
+            )
+        self._checked.add(kv)
 
     def _keep(self, kv: BlockKV, origin: Origin) -> None:
         """Keep what an answer needed: in the store where its origin allows it, else in memory."""
@@ -202,5 +193,6 @@ class BlockFetcher:
 
 
 def key_of(kv: BlockKV) -> str:
-    """By what computed it: an adapter may have been switched since the block was looked up."""
+    """A block's key, by the model that computed it: an adapter may have been switched since the
+    block was looked up."""
     return store_key(kv.fingerprint, kv.digest)

@@ -71,7 +71,9 @@ def precompute(
     wanted = list({one.digest: one for one in fetcher.wanted(blocks, firsts)}.values())
     absent = [one for one in wanted if not touch(fetcher.store, one.key)]
     stats = EncodeStats(reused=len(wanted) - len(absent))
-    with _progress_bar(len(wanted), stats.reused) if show_progress else nullcontext() as bar:
+    progress = {"total": len(wanted), "initial": stats.reused, "desc": "Encoding blocks"}
+    # No bar at all unless asked for, because even a disabled one starts a thread that outlives it.
+    with tqdm(**progress) if show_progress else nullcontext() as bar:
         for at in range(0, len(absent), _WINDOW):
             window = [(one, fetcher.token_ids(one)) for one in absent[at : at + _WINDOW]]
             batches = fetcher.encode(window, batch_tokens)
@@ -84,8 +86,3 @@ def precompute(
                     if on_progress is not None:
                         on_progress(stats.reused + stats.computed, len(wanted))
     return replace(stats, seconds=time.perf_counter() - started)
-
-
-def _progress_bar(blocks: int, done: int) -> tqdm[None]:
-    """Only where it is wanted, because even a disabled bar starts a thread that outlives it."""
-    return tqdm(total=blocks, initial=done, desc="Encoding blocks")
