@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -199,3 +200,19 @@ def test_plan_counts_in_the_type_that_the_model_will_be_loaded_in(cli: Command) 
 def test_plan_names_the_option_whose_speed_is_none(cli: Command) -> None:
     output = cli("plan", "--passages", 10, "--model", "135m", "--tflops", 0)
     assert (output.status, "--tflops" in output.stderr) == (2, True)
+
+
+def test_plan_takes_the_memory_it_is_given_where_the_system_tells_none(
+    cli: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell = os.sysconf
+
+    def untold(name: str) -> int:
+        if name == "SC_PHYS_PAGES":
+            raise ValueError(name)
+        return tell(name)
+
+    monkeypatch.setattr("os.sysconf", untold)
+    command = ("plan", "--passages", 10, "--tflops", 1)
+    assert "add --memory" in cli(*command).stderr
+    assert cli(*command, "--memory", 8).status == 0
