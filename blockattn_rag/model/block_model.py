@@ -169,8 +169,7 @@ class BlockModel:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of keys and values per token."""
-        outline = self.profile.token_outline
-        return sum(heads * size * dtype.itemsize for heads, size, dtype in outline)
+        return sum(heads * size * kind.itemsize for heads, size, kind in self.profile.token_outline)
 
     def could_have_computed(self, kv: BlockKV) -> bool:
         """Whether a block has this model's layers, heads, head sizes, number type and tokens."""
@@ -195,8 +194,7 @@ class BlockModel:
             ContextOverflowError: a block alone is longer than the model's context window.
             ValueError: autocast is on, or the model is in training mode.
         """
-        budget = batch_tokens or self.batch_tokens
-        for batch in batches(requests, budget, self.max_context_tokens):
+        for batch in batches(requests, batch_tokens or self.batch_tokens, self.max_context_tokens):
             with self.lock:
                 computed = encode_batch(self.hf_model, batch, self.fingerprint)
             yield computed
@@ -245,7 +243,7 @@ class BlockModel:
             return None
         layouts = self.profile.layouts
         if assembly == "relay":
-            # Again, because other users of the model may have set another attention since.
+            # Enabled again, because other users of the model may have set another attention.
             enable_relay(self.hf_model)
             return RelayCache(len(layouts), width, RelayPlan(contexts, layouts, self.device))
         return copied_cache(self.hf_model.config, contexts, layouts, width)

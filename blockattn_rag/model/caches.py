@@ -29,7 +29,13 @@ def copied_cache(
             states = [next(row) if row else None for row in rows]
             keys = _padded_rows([state and state[0] for state in states], width)
             values = _padded_rows([state and state[1] for state in states], width)
-            _fill(cache, index, keys, values)
+            layer = cache.layers[index]
+            if type(layer) is DynamicLayer:
+                # What `update` does, less a copy of everything.
+                layer.lazy_initialization(keys, values)
+                layer.keys, layer.values = keys, values
+            else:
+                cache.update(keys, values, index)  # a sliding window keeps the end of its states
     return cache
 
 
@@ -43,16 +49,6 @@ def _padded_rows(rows: Sequence[Tensor | None], width: int) -> Tensor:
         if row is not None:
             target[:, width - row.shape[1] :] = row
     return padded
-
-
-def _fill(cache: DynamicCache, index: int, keys: Tensor, values: Tensor) -> None:
-    layer = cache.layers[index]
-    if type(layer) is DynamicLayer:
-        # What `update` does, less a copy of everything.
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
-    else:
-        cache.update(keys, values, index)  # a sliding window keeps the end of it
 
 
 class _TailLayer(DynamicLayer):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     DynamicCache,
     PreTrainedModel,
@@ -62,7 +64,7 @@ class _AfterEachStep(StoppingCriteria):
 
 
 class _RowLengths(StoppingCriteria):
-    """Another criterion, and after how many tokens each row met it: the rest of it is padding."""
+    """Another criterion, and after how many tokens each row met it; padding follows in that row."""
 
     def __init__(self, criterion: StoppingCriteria, prompt_width: int) -> None:
         self._criterion = criterion
@@ -135,14 +137,10 @@ def generate_batch(
 
 
 def _left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    width = max(len(row) for row in rows)
-    ids = torch.full((len(rows), width), pad, dtype=torch.long)
-    mask = torch.zeros(len(rows), width, dtype=torch.long)
-    for index, row in enumerate(rows):
-        if row:
-            ids[index, -len(row) :] = torch.tensor(list(row))
-            mask[index, -len(row) :] = 1
-    return ids, mask
+    """Token ids ``[rows, width]``, and where they are no padding (1)."""
+    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+    pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
+    return pad_left(ids, padding_value=pad), pad_left([torch.ones_like(row) for row in ids])
 
 
 def _run(
@@ -153,8 +151,7 @@ def _run(
     cache: DynamicCache | None,
     arguments: dict[str, Any],
 ) -> Tensor:
-    beams = _beams(hf_model, arguments)
-    if cache is not None and beams > 1:
+    if cache is not None and (beams := _beams(hf_model, arguments)) > 1:
         cache.batch_repeat_interleave(beams)
     draws = drawing(sampling.seed) if draws_tokens(sampling) else nullcontext()
     with torch.inference_mode(), draws, plan_scope():
@@ -262,7 +259,5 @@ def _pad_token_id(hf_model: PreTrainedModel, tokenizer: Any) -> int:
 
 def _until_end(ids: list[int], ends: set[int]) -> list[int]:
     """A batch row up to its own end: rows that end early are padded."""
-    for at, token in enumerate(ids):
-        if token in ends:
-            return ids[: at + 1]
-    return ids
+    end = next((at for at, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: end + 1]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
 from blockattn_rag.errors import ContextOverflowError
@@ -65,10 +66,8 @@ def encode_batch(
         ValueError: autocast is on, or the model is in training mode.
     """
     check_ready(hf_model)
-    width = max(len(request.token_ids) for request in batch)
-    ids = torch.zeros(len(batch), width, dtype=torch.long)
-    for row, request in enumerate(batch):
-        ids[row, : len(request.token_ids)] = torch.tensor(request.token_ids)
+    rows = [torch.tensor(request.token_ids, dtype=torch.long) for request in batch]
+    ids = pad_sequence(rows, batch_first=True)
     # Without the config the cache keeps all tokens of sliding-window layers too: the block may come
     # to stand right before the final block, or anywhere else.
     cache = DynamicCache()

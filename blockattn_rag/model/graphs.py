@@ -147,10 +147,8 @@ class _Recorded:
         self._last.fill_(count - 1)
         for piece in self._pieces:
             piece.replay()
-            # Without padding, which lies behind: nothing that is real looks at it.
-            query, key, value = (
-                states[:, :, :count] for states in (piece.query, piece.key, piece.value)
-            )
+            # Real tokens only: padding lies behind them, where no real token looks.
+            query, key, value = (s[:, :, :count] for s in (piece.query, piece.key, piece.value))
             keys, values = cache.update(key, value, piece.layer)
             mask = tail_mask(None, query, keys)
             output = cache.plan.attend(piece.layer, query, keys, values, piece.scale, mask)

@@ -31,7 +31,7 @@ class _PackedForward:
     """What a linear layer does instead of its own ``forward``."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        # The layer holds this. A cycle would keep its weights until Python looks for cycles.
+        # Weak: the layer holds this object, and a cycle would keep its weights in memory.
         self._linear = weakref.ref(linear)
         self._packed: Tensor | None = None
         self._made_of: tuple[int, int] | None = None
@@ -79,7 +79,7 @@ def _can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
     if type(module) is not nn.Linear:
         return False
     forward = vars(module).get("forward")
-    # One that was packed before is packed anew: its weights may have changed unseen.
+    # A layer that was packed before is packed anew, because its weights may have changed unseen.
     return _is_plain(module.weight) and (forward is None or type(forward) is _PackedForward)
 
 

@@ -60,8 +60,9 @@ def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
             "no layer rotates its keys, so positions come in another way (ALiBi). Such keys could "
             "be moved, but this package does not re-make the biases of ALiBi for blocks",
         )
+    layouts = [fit.layout for fit in fits]
     return AttentionProfile(
-        layouts=_shared(fits),
+        layouts=tuple(next(first for first in layouts if first.same_as(own)) for own in layouts),
         windows=windows,
         max_context_tokens=limit,
         token_outline=outline([states for pair in zip(*home, strict=True) for states in pair]),
@@ -254,12 +255,6 @@ def _frequencies(hf_model: PreTrainedModel) -> list[Tensor]:
         if not any(t.shape == table.shape and torch.equal(t, table) for t in tables):
             tables.append(table)
     return tables
-
-
-def _shared(fits: list[LayoutFit]) -> tuple[RotaryLayout, ...]:
-    """The layouts, one object for all layers that rotate alike."""
-    layouts = [fit.layout for fit in fits]
-    return tuple(next(first for first in layouts if first.same_as(own)) for own in layouts)
 
 
 def _refusal(subject: object, reason: str) -> UnsupportedModelError:

@@ -39,15 +39,15 @@ from blockattn_rag.model.tolerances import LOGITS
 
 _PREFIX = "blockattn_relay_"
 
-# Of the forwards that run inside one another in this thread, the innermost last. A model's forward
-# runs that of its decoder inside, with the same cache.
+# The plans of forwards that run inside one another in this thread, the innermost last: a model's
+# forward runs its decoder's forward, with the same cache.
 _plans: ContextVar[tuple[RelayPlan | None, ...]] = ContextVar("blockattn_relay_plans", default=())
 
 
 def enable_relay(hf_model: PreTrainedModel) -> None:
     """Let a model take relay attention in forwards over a ``RelayCache``; else nothing changes."""
     for module in hf_model.modules():
-        # All of them: of a model that PEFT wraps, `generate` runs the one inside.
+        # Every model inside: of a model that PEFT wraps, `generate` runs the inner one.
         if isinstance(module, PreTrainedModel):
             if _enter not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_enter, with_kwargs=True)
