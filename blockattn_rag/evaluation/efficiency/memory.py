@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.scheduler import scheduler_of
 from blockattn_rag.evaluation.efficiency.shapes import random_prompt
 from blockattn_rag.evaluation.efficiency.timing import OnProgress, check_sizes
 from blockattn_rag.evaluation.efficiency.ttft import PATHS
-
-if TYPE_CHECKING:
-    from blockattn_rag.engine.engine import BlockAttentionEngine
 
 
 def measure_memory(
@@ -32,16 +31,13 @@ def measure_memory(
     Every tensor that PyTorch allocates is counted, and nothing else; so the figures are exact and
     the same every time. Blocks lie in the store beforehand and are not counted.
 
-    What relay takes depends on ``block_tokens``: small blocks it joins, in tensors of its own, from
-    the second token on (on an accelerator from the first), which live until the answer
+    What relay takes depends on ``block_tokens``: relay joins small blocks in tensors of its own,
+    from the second token on (on an accelerator from the first); these tensors live until the answer
     ends (``DECODE_TOKENS`` and ``ACCELERATOR_TOKENS`` of ``relay_plan``).
 
     Args:
-        engine: as for :func:`measure_ttft`.
-        lengths: context lengths in tokens.
-        block_tokens, question_tokens: tokens of a block and of the final block.
+        engine, lengths, block_tokens, question_tokens, on_progress: as for :func:`measure_ttft`.
         new_tokens: tokens generated.
-        on_progress: called with runs done and all runs.
 
     Returns:
         One row for each length: ``length``; ``<path>_peak_bytes`` for full, copy and relay;
@@ -49,22 +45,22 @@ def measure_memory(
     """
     check_sizes(block_tokens=block_tokens, **{"the shortest length": min(lengths, default=0)})
     paths = ["full", "copy"] + ["relay"] * engine.model.supports_relay
-    rows: list[dict[str, Any]] = []
+    vocabulary = engine.model.config.vocab_size
+    # The profiler sees the allocations of its own thread alone, so it runs in the model's thread.
+    in_model_thread = scheduler_of(engine.model.lock).run
+    rows = []
+    done = 0
     for length in lengths:
-        prompt = random_prompt(
-            length, block_tokens, question_tokens, engine.model.config.vocab_size
-        )
+        prompt = random_prompt(length, block_tokens, question_tokens, vocabulary)
         engine.generate(prompt, max_new_tokens=1)
         row: dict[str, Any] = {"length": length}
         for path in paths:
-            row[f"{path}_peak_bytes"] = peak_bytes(
-                partial(engine.generate, prompt, max_new_tokens=new_tokens, **PATHS[path]),
-                engine.model.device,
-            )
+            work = partial(engine.generate, prompt, max_new_tokens=new_tokens, **PATHS[path])
+            peak = in_model_thread(partial(peak_bytes, work, engine.model.device))
+            row[f"{path}_peak_bytes"] = peak
+            done += 1
             if on_progress:
-                on_progress(
-                    len(rows) * len(paths) + paths.index(path) + 1, len(lengths) * len(paths)
-                )
+                on_progress(done, len(lengths) * len(paths))
         row["stored_bytes"] = length * engine.model.bytes_per_token
         if "relay" in paths:
             row["relay_over_copy"] = row["relay_peak_bytes"] / row["copy_peak_bytes"]
@@ -73,7 +69,10 @@ def measure_memory(
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """The most bytes of tensors on ``device`` that ``work`` held at once, beside what was there."""
+    """The most bytes of tensors on ``device`` that ``work`` held at once, beside what was there.
+
+    On the CPU, allocations of other threads are not counted.
+    """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"memory can be measured on cpu and cuda, found {device.type}")
     work()  # what the first run allocates to keep is not the request's
