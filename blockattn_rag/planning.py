@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.evaluation.efficiency.shapes import prefill_flops
-from blockattn_rag.evaluation.efficiency.timing import check_positive, check_sizes
+from blockattn_rag.evaluation.efficiency.timing import check_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +116,17 @@ def plan(
     Args:
         config: of a model with gated feed-forward layers (for the operations).
         dtype: of weights, keys and values.
-        machine: see there.
-        passages: how many there are.
+        machine: what stores and computes.
+        passages: number of passages in the collection.
         passage_tokens: tokens of a passage.
         top_k: passages in a prompt.
         question_tokens: tokens of the question.
     """
-    check_sizes(
-        passages=passages,
-        passage_tokens=passage_tokens,
-        top_k=top_k,
-        question_tokens=question_tokens,
-    )
-    speeds = {name: value for name, value in asdict(machine).items() if name.endswith("_per_s")}
-    check_positive(**speeds)
+    check_sizes(passages=passages, passage_tokens=passage_tokens)
+    check_sizes(top_k=top_k, question_tokens=question_tokens)
+    for name, value in asdict(machine).items():
+        if name.endswith("_per_s") and not value > 0:
+            raise ValueError(f"{name} must be above 0, found {value}")
     config = config.get_text_config(decoder=True)
     model = footprint(config, dtype)
     passage = model.bytes_per_token * passage_tokens
@@ -142,16 +139,15 @@ def plan(
 
     reuse = forward_s(prefill_flops(config, question_tokens, context), moved)
     tiers = []
-    room = machine.memory_bytes
     if machine.gpu_bytes is None:
-        room -= model.weight_bytes
+        room, from_memory = machine.memory_bytes - model.weight_bytes, reuse
     else:
         # A tenth of the GPU's memory is left to activations and the allocator.
         free = math.floor(0.9 * machine.gpu_bytes) - model.weight_bytes
         tiers.append(Tier("gpu", max(0, free) // passage, reuse))
-    transfer = moved / machine.transfer_bytes_per_s if machine.gpu_bytes is not None else 0.0
-    tiers.append(Tier("memory", max(0, room) // passage, reuse + transfer))
-    from_disk = reuse + transfer + moved / machine.disk_bytes_per_s
+        room, from_memory = machine.memory_bytes, reuse + moved / machine.transfer_bytes_per_s
+    tiers.append(Tier("memory", max(0, room) // passage, from_memory))
+    from_disk = from_memory + moved / machine.disk_bytes_per_s
     tiers.append(Tier("disk", machine.disk_bytes // passage, from_disk))
     return Plan(
         footprint=model,

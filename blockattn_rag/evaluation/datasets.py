@@ -39,12 +39,12 @@ class EvaluationSample:
 
     @property
     def digest(self) -> str:
-        """Of all that an answer and its scores depend on; the same in every process."""
+        """Hash of all that an answer and its scores depend on; the same in every process."""
         told = [self.question, self.answers, [(p.title, p.text) for p in self.passages]]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
     def with_passages(self, num_passages: int) -> EvaluationSample:
-        """The same with at most ``num_passages`` passages, order kept: the gold ones, then the
+        """This sample with at most ``num_passages`` passages, order kept: the gold ones, then the
         first of the others."""
         if num_passages < 1:
             raise ValueError(f"num_passages must be at least 1, found {num_passages}")

@@ -12,6 +12,7 @@ import numpy as np
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_DRAWN_AT_ONCE = 1 << 20
 
 
 def normalize_answer(text: str) -> str:
@@ -58,9 +59,6 @@ METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
 }
 
 
-_DRAWN_AT_ONCE = 1 << 20
-
-
 class Interval(NamedTuple):
     """A mean with its confidence interval."""
 
@@ -86,10 +84,9 @@ def bootstrap_mean(
         raise ValueError(f"level must lie between 0 and 1, found {level}")
     scores = np.asarray(values, dtype=np.float64)
     rng = np.random.default_rng(seed)
-    # In slices: one index matrix of resamples x samples could fill the memory.
+    # In slices, because one matrix of resamples x samples could fill the memory.
     rows = max(1, _DRAWN_AT_ONCE // scores.size)
     counts = [min(rows, resamples - start) for start in range(0, resamples, rows)]
-    drawn = (scores[rng.integers(0, scores.size, (n, scores.size))] for n in counts)
-    means = np.concatenate([sample.mean(axis=1) for sample in drawn])
+    means = np.concatenate([rng.choice(scores, (n, scores.size)).mean(axis=1) for n in counts])
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(scores.mean()), float(low), float(high))

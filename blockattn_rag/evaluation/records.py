@@ -60,7 +60,7 @@ class RecordFile:
     """A JSONL file: the run's settings on the first line, then one record a line.
 
     A last line that was cut off by a crash is dropped when the file is opened again. A file that
-    is none of this class's is never changed.
+    this class did not write is never changed.
 
     Args:
         path: the file; made with its folders if it does not exist.
@@ -81,10 +81,14 @@ class RecordFile:
             self.path.write_bytes(start)
             return
         whole = data[: data.rfind(b"\n") + 1]
-        lines = whole.splitlines() or [data]
-        self._check_header(self._parse(1, lines[0]), header)
-        for number, line in enumerate(lines[1:], 2):
-            record = self._record(number, line)
+        first, *lines = whole.splitlines() or [data]
+        self._check_header(self._parse(1, first), header)
+        for number, line in enumerate(lines, 2):
+            fields = self._parse(number, line)
+            try:
+                record = EvaluationRecord.from_dict(fields)
+            except (TypeError, KeyError) as error:
+                raise self._refusal(number, f"not a record ({error})") from error
             self.records[record.id, record.mode] = record
         if len(whole) < len(data):
             with self.path.open("r+b") as file:
@@ -99,9 +103,7 @@ class RecordFile:
 
     def _check_header(self, found: Any, header: Mapping[str, Any]) -> None:
         if not isinstance(found, dict) or found.keys() != header.keys():
-            raise DataError(
-                f"{self.path}, line 1: not a record file (no settings there); name another file"
-            )
+            raise self._refusal(1, "not a record file (no settings there)")
         if found != json.loads(_dump(header)):
             raise DataError(
                 f"{self.path} holds records made with other settings. Found: {_dump(found).strip()}"
@@ -112,18 +114,10 @@ class RecordFile:
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{self.path}, line {number}: not a record file ({error}); name another file"
-            ) from error
+            raise self._refusal(number, f"not a record file ({error})") from error
 
-    def _record(self, number: int, line: bytes) -> EvaluationRecord:
-        fields = self._parse(number, line)
-        try:
-            return EvaluationRecord.from_dict(fields)
-        except (TypeError, KeyError) as error:
-            raise DataError(
-                f"{self.path}, line {number}: not a record ({error}); name another file"
-            ) from error
+    def _refusal(self, number: int, found: str) -> DataError:
+        return DataError(f"{self.path}, line {number}: {found}; name another file")
 
 
 def _dump(value: Any) -> str:

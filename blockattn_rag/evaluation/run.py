@@ -7,21 +7,19 @@ attention, block attention, block attention without position re-encoding, no pas
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.results import Generation, ReuseStats
 from blockattn_rag.errors import ContextOverflowError, DataError
 from blockattn_rag.evaluation.datasets import EvaluationSample
 from blockattn_rag.evaluation.metrics import METRICS, Interval, bootstrap_mean, normalize_answer
 from blockattn_rag.evaluation.records import EvaluationRecord, RecordFile
 from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt
 from blockattn_rag.prompts.formats import Passage, PromptFormat, prompt_format
-
-if TYPE_CHECKING:
-    from blockattn_rag.engine.engine import BlockAttentionEngine
-    from blockattn_rag.engine.results import Generation, ReuseStats
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "full": {"mode": "full"},
@@ -43,7 +41,8 @@ class ModeResult:
     of questions with the same normalised output as in full mode) are None where full mode was not
     run. ``cut_off`` counts answers that ended at ``max_new_tokens`` or at the end of the context
     window. ``ttft_s`` is the median time to the first token, and None where questions were
-    answered in batches: each waits for its whole batch there. ``stats`` are the sums.
+    answered in batches, because each question then waits for its whole batch. ``stats`` are the
+    sums over all questions.
     """
 
     mode: str
@@ -74,18 +73,22 @@ class EvaluationReport:
     @property
     def results(self) -> list[ModeResult]:
         """One row for each mode, in the order of the run."""
-        return _results(self.records, self._timed)
+        return self._results(self.records)
 
     @property
     def by_kind(self) -> dict[str, list[ModeResult]]:
-        """The same for each kind of question, where the data tells kinds apart."""
+        """The rows of each kind of question, where the data tells kinds apart."""
         kinds = sorted({record.kind for record in self.records} - {""})
         of_kind = {kind: [r for r in self.records if r.kind == kind] for kind in kinds}
-        return {kind: _results(rows, self._timed) for kind, rows in of_kind.items()}
+        return {kind: self._results(records) for kind, records in of_kind.items()}
 
-    @property
-    def _timed(self) -> bool:
-        return bool(self.settings["batch_size"] == 1)
+    def _results(self, records: Sequence[EvaluationRecord]) -> list[ModeResult]:
+        by_mode: dict[str, list[EvaluationRecord]] = {}
+        for record in records:
+            by_mode.setdefault(record.mode, []).append(record)
+        full = {record.id: record for record in by_mode.get("full", ())}
+        timed = self.settings["batch_size"] == 1
+        return [_result(mode, rows, full, timed) for mode, rows in by_mode.items()]
 
     def __getitem__(self, mode: str) -> ModeResult:
         return next(result for result in self.results if result.mode == mode)
@@ -163,7 +166,8 @@ def evaluate(
         finished = len(shown) - len(pending)
         if on_progress:
             on_progress(mode, finished, len(shown))
-        for batch in _batches(pending, batch_size):
+        for start in range(0, len(pending), batch_size):
+            batch = pending[start : start + batch_size]
             answers = _answer(engine, form, batch, mode, max_new_tokens=max_new_tokens, stop=stop)
             new = [_record(s, mode, a) for s, a in zip(batch, answers, strict=True)]
             done.update({(record.id, mode): record for record in new})
@@ -172,7 +176,7 @@ def evaluate(
             finished += len(batch)
             if on_progress:
                 on_progress(mode, finished, len(shown))
-    # The kind decides no answer, and may have been told otherwise when a sample was answered.
+    # The kind decides no answer, and may have been another when the sample was answered.
     records = [replace(done[s.id, mode], kind=s.kind) for mode in modes for s in shown]
     return EvaluationReport(noted, records)
 
@@ -184,7 +188,7 @@ def _answer(
     mode: str,
     **options: Any,
 ) -> list[Generation]:
-    """The answers to samples that are generated at once, after their passages were encoded."""
+    """The answers to a batch of samples, in block mode after their passages were encoded."""
     prompts = [make_prompt(engine, form, sample, mode) for sample in batch]
     if MODES[mode]["mode"] == "block":
         engine.encode([block for p in prompts for block in p.context])
@@ -219,14 +223,13 @@ def _check_records(
     samples: Sequence[EvaluationSample],
     path: str | Path | None,
 ) -> None:
-    """What was answered before, in any mode, must be these very samples and no others of their
-    ids."""
+    """Refuse answers given before, in any mode, to other samples under the same ids."""
     digests = {sample.id: sample.digest for sample in samples}
-    changed = [r.id for r in done.values() if digests.get(r.id, r.digest) != r.digest]
-    if changed := list(dict.fromkeys(changed)):
+    changed = {r.id: None for r in done.values() if digests.get(r.id, r.digest) != r.digest}
+    if changed:
         raise DataError(
             f"{path} holds answers to other questions, or over other passages, under "
-            f"{_listed(changed)}. Name another file or delete this one."
+            f"{_listed(list(changed))}. Name another file or delete this one."
         )
 
 
@@ -236,7 +239,8 @@ def _check_room(
     samples: Sequence[EvaluationSample],
     modes: Sequence[str],
 ) -> None:
-    """See that every prompt leaves room for an answer; all modes with passages have the same."""
+    """Refuse prompts that leave no room for an answer. One mode with passages is checked for all,
+    because their prompts are the same."""
     mode = next((mode for mode in modes if mode != "closed-book"), modes[0])
     most = engine.model.max_context_tokens - 1
     found = {}
@@ -259,13 +263,6 @@ def _listed(ids: Sequence[str], most: int = 20) -> str:
     return f"the ids {', '.join(ids[:most])}{rest}"
 
 
-def _batches(
-    samples: Sequence[EvaluationSample], size: int
-) -> Iterator[Sequence[EvaluationSample]]:
-    for start in range(0, len(samples), size):
-        yield samples[start : start + size]
-
-
 def _record(sample: EvaluationSample, mode: str, answer: Generation) -> EvaluationRecord:
     kept = replace(answer.stats, fetch_s=0.0, assemble_s=0.0, prefill_s=0.0, total_s=0.0)
     return EvaluationRecord(
@@ -284,14 +281,6 @@ def _record(sample: EvaluationSample, mode: str, answer: Generation) -> Evaluati
 
 def _cut_off(records: Sequence[EvaluationRecord]) -> int:
     return sum(record.finish_reason == "length" for record in records)
-
-
-def _results(records: Sequence[EvaluationRecord], timed: bool) -> list[ModeResult]:
-    by_mode: dict[str, list[EvaluationRecord]] = {}
-    for record in records:
-        by_mode.setdefault(record.mode, []).append(record)
-    full = {record.id: record for record in by_mode.get("full", ())}
-    return [_result(mode, rows, full, timed) for mode, rows in by_mode.items()]
 
 
 def _result(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,12 +15,10 @@ from blockattn_rag.evaluation.efficiency.decode import check_full_length
 from blockattn_rag.evaluation.efficiency.shapes import random_prompt
 from blockattn_rag.evaluation.efficiency.timing import OnProgress, Turns, check_sizes, fields
 from blockattn_rag.evaluation.efficiency.ttft import PATHS
+from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.store import MemoryStore
-
-if TYPE_CHECKING:
-    from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.store.memory import MemoryStore
 
 
 def measure_batch(
@@ -40,11 +38,9 @@ def measure_batch(
         engine: as for :func:`measure_ttft`; its store must hold the largest batch's contexts.
         batch_sizes: numbers of requests.
         length: context tokens of each request.
-        block_tokens, question_tokens: tokens of a block and of the final block.
+        block_tokens, question_tokens, repeats, on_progress: as for :func:`measure_ttft`.
         from_host: measure also with blocks that lie in the host's memory and are transferred for
             every batch; None: where the model is on another device.
-        repeats: timed runs on each path.
-        on_progress: called with runs done and all runs.
 
     Returns:
         One row for each batch size: ``batch``, ``<path>_s`` (median seconds until every request
@@ -66,17 +62,18 @@ def measure_batch(
         engines["_from_host"] = BlockAttentionEngine(engine.model, _HostStore(sys.maxsize))
     for one in engines.values():
         _encode(one, prompts)
+    reusing = ["copy"] + ["relay"] * engine.model.supports_relay
     rows = []
     for batch in batch_sizes:
         ways = {
             path + place: partial(_first_tokens, one, prompts[:batch], path)
             for place, one in engines.items()
-            for path in _paths(engine, "full", "copy", "relay")
-            if not (place and path == "full")
+            for path in reusing
         }
-        row: dict[str, Any] = {"batch": batch, "length": length, **fields(turns.measure(ways))}
-        for path in ways.keys() - {"full"}:
-            row[f"full_over_{path}"] = row["full_s"] / row[f"{path}_s"]
+        full = {"full": partial(_first_tokens, engine, prompts[:batch], "full")}
+        spreads = turns.measure(full | ways)
+        row: dict[str, Any] = {"batch": batch, "length": length, **fields(spreads)}
+        row |= {f"full_over_{way}": row["full_s"] / row[f"{way}_s"] for way in ways}
         rows.append(row)
     return rows
 
@@ -104,8 +101,7 @@ def measure_shared(
         context_tokens: tokens of each request's own block.
         question_tokens: tokens of each request's final block.
         new_tokens: tokens generated for each request, at least 2.
-        repeats: timed runs of each.
-        on_progress: called with runs done and all runs.
+        repeats, on_progress: as for :func:`measure_ttft`.
 
     Returns:
         One row for each length of the system prompt and batch size: ``system_tokens``, ``batch``;
@@ -115,11 +111,8 @@ def measure_shared(
         attention reads when shared: b (s + c) / (s + b c), the leading terms of
         RelayAttention's equation 10, which is a bound that weights and other work keep away.
     """
-    check_sizes(
-        context_tokens=context_tokens,
-        question_tokens=question_tokens,
-        **{"new_tokens less one": new_tokens - 1, "batch": min(batch_sizes, default=0)},
-    )
+    check_sizes(context_tokens=context_tokens, question_tokens=question_tokens)
+    check_sizes(**{"new_tokens less one": new_tokens - 1, "batch": min(batch_sizes, default=0)})
     _check_batches(engine)
     if not engine.model.supports_relay:
         raise ValueError(f"{engine.model.name} does not share blocks: relay is not exact for it")
@@ -129,7 +122,11 @@ def measure_shared(
         prompts = _sharing(engine, max(batch_sizes), system, context_tokens, question_tokens)
         _encode(engine, prompts)
         for batch in batch_sizes:
-            ways, decode = _shared_ways(engine, prompts[:batch], new_tokens)
+            decode: dict[str, list[float]] = {"unshared": [], "shared": []}
+            ways = {
+                way: partial(_tokens_per_s, engine, prompts[:batch], path, new_tokens, decode[way])
+                for way, path in (("unshared", "copy"), ("shared", "relay"))
+            }
             spreads = turns.measure(ways)
             row: dict[str, Any] = {"system_tokens": system, "batch": batch}
             row |= fields(spreads, "tokens_per_s")
@@ -143,24 +140,22 @@ def measure_shared(
     return rows
 
 
-def _shared_ways(
-    engine: BlockAttentionEngine, prompts: Sequence[BlockPrompt], new_tokens: int
-) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Ways that return tokens per second, and the seconds of decoding that they note by name."""
-    decode: dict[str, list[float]] = {"unshared": [], "shared": []}
-
-    def run(name: str, path: str) -> float:
-        answers = engine.generate_batch(
-            prompts, batch_size=len(prompts), max_new_tokens=new_tokens, **PATHS[path]
-        )
-        stats = answers[0].stats
-        for answer in answers:
-            check_full_length(answer.stats, new_tokens)
-        decode[name].append(stats.total_s - stats.ttft_s)
-        return len(prompts) * new_tokens / stats.total_s
-
-    ways = {"unshared": partial(run, "unshared", "copy"), "shared": partial(run, "shared", "relay")}
-    return ways, decode
+def _tokens_per_s(
+    engine: BlockAttentionEngine,
+    prompts: Sequence[BlockPrompt],
+    path: str,
+    new_tokens: int,
+    decode: list[float],
+) -> float:
+    """From request to last token; the seconds after the first token are appended to ``decode``."""
+    answers = engine.generate_batch(
+        prompts, batch_size=len(prompts), max_new_tokens=new_tokens, **PATHS[path]
+    )
+    for answer in answers:
+        check_full_length(answer.stats, new_tokens)
+    stats = answers[0].stats
+    decode.append(stats.total_s - stats.ttft_s)
+    return len(prompts) * new_tokens / stats.total_s
 
 
 def _sharing(
@@ -173,7 +168,7 @@ def _sharing(
 
 
 def _check_batches(engine: BlockAttentionEngine) -> None:
-    """Refuse what the engine would answer one by one: the times would be those of one request."""
+    """Refuse a model whose requests are answered one by one: a time would be one request's."""
     if not engine.model.batches_exactly(Sampling(max_new_tokens=1)):
         raise ValueError(
             f"{engine.model.name} is not answered in batches (sliding windows, or a generation "
@@ -182,7 +177,7 @@ def _check_batches(engine: BlockAttentionEngine) -> None:
 
 
 class _HostStore(MemoryStore):
-    """Holds blocks in the host's memory, wherever they were computed."""
+    """Holds blocks in the host's memory, whichever device computed them."""
 
     def put(self, key: str, kv: BlockKV) -> None:
         super().put(key, kv.to(torch.device("cpu")))
@@ -193,11 +188,7 @@ def _encode(engine: BlockAttentionEngine, prompts: Sequence[BlockPrompt]) -> Non
         engine.generate(prompt, max_new_tokens=1)
 
 
-def _paths(engine: BlockAttentionEngine, *paths: str) -> list[str]:
-    return [path for path in paths if path != "relay" or engine.model.supports_relay]
-
-
 def _first_tokens(engine: BlockAttentionEngine, prompts: Sequence[BlockPrompt], path: str) -> float:
-    options: Mapping[str, Any] = PATHS[path]
-    answers = engine.generate_batch(prompts, batch_size=len(prompts), max_new_tokens=1, **options)
+    size = len(prompts)
+    answers = engine.generate_batch(prompts, batch_size=size, max_new_tokens=1, **PATHS[path])
     return answers[0].stats.ttft_s

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.evaluation.efficiency.shapes import random_prompt
 from blockattn_rag.evaluation.efficiency.timing import OnProgress, Turns, check_sizes, fields
 from blockattn_rag.evaluation.efficiency.ttft import PATHS
 from blockattn_rag.prompts.blocks import BlockPrompt
-
-if TYPE_CHECKING:
-    from blockattn_rag.engine.engine import BlockAttentionEngine
-    from blockattn_rag.engine.results import ReuseStats
 
 
 def measure_decode(
@@ -29,14 +27,10 @@ def measure_decode(
     """Measure how long a token after the first takes on every path, side by side.
 
     Args:
-        engine: as for :func:`measure_ttft`.
-        lengths: context lengths in tokens.
+        engine, lengths, question_tokens, repeats, on_progress: as for :func:`measure_ttft`.
         block_tokens: sizes of blocks, each of which gives a row per length.
-        question_tokens: tokens of the final block.
         new_tokens: tokens generated in each run, at least 2; the first is not counted, the second
             is: on the relay path it bears the joining of small blocks.
-        repeats: timed runs on each path.
-        on_progress: called with runs done and all runs.
 
     Returns:
         One row for each length and block size: ``length``, ``block_tokens``, ``<path>_s`` (median

@@ -6,16 +6,14 @@ import random
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 from blockattn_rag.evaluation.efficiency.timing import OnProgress, Turns, check_sizes, fields
 from blockattn_rag.model import BlockModel, EncodeRequest
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def measure_ingest(
@@ -36,8 +34,7 @@ def measure_ingest(
         block_tokens: mean lengths of blocks, each of which gives a row; the blocks of one row
             have half to one and a half times as many.
         total_tokens: tokens in one run, about.
-        repeats: timed runs of each.
-        on_progress: called with runs done and all runs.
+        repeats, on_progress: as for :func:`measure_ttft`.
 
     Returns:
         One row for each length: ``block_tokens``, ``encode_tokens_per_s`` and
@@ -48,20 +45,13 @@ def measure_ingest(
     rows = []
     for size in block_tokens:
         requests = _requests(model, size, max(1, total_tokens // size))
-        plain = _plain_rows(requests, size)
-        ways = {
-            "encode": partial(_encode_rate, model, requests),
-            "plain": partial(_plain_rate, model, plain),
-        }
-        spreads = turns.measure(ways)
-        rows.append(
-            {
-                "block_tokens": size,
-                **fields(spreads, "tokens_per_s"),
-                "encode_over_plain": spreads["encode"].median / spreads["plain"].median,
-                "bytes_per_token": model.bytes_per_token,
-            }
-        )
+        encode = partial(_encode_rate, model, requests)
+        plain = partial(_plain_rate, model, _plain_rows(requests, size))
+        spreads = turns.measure({"encode": encode, "plain": plain})
+        row: dict[str, Any] = {"block_tokens": size, **fields(spreads, "tokens_per_s")}
+        row["encode_over_plain"] = spreads["encode"].median / spreads["plain"].median
+        row["bytes_per_token"] = model.bytes_per_token
+        rows.append(row)
     return rows
 
 

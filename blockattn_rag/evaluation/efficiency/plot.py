@@ -45,25 +45,19 @@ def plot(
         ImportError: without matplotlib.
     """
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"plots need {missing_extra('matplotlib', 'train')}") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
     for value in dict.fromkeys(row[series] for row in rows) if series else [None]:
         chosen = [row for row in rows if series is None or row[series] == value]
         for path in LABELS:
             if f"{path}_{unit}" not in chosen[0]:
                 continue
             label = LABELS[path] if series is None else f"{LABELS[path]}, {value} {AXES[series]}"
-            axes.plot(
-                [row[x] for row in chosen],
-                [row[f"{path}_{unit}"] for row in chosen],
-                marker="o",
-                label=label,
-            )
+            heights = [row[f"{path}_{unit}"] for row in chosen]
+            axes.plot([row[x] for row in chosen], heights, marker="o", label=label)
     axes.set(xscale="log", yscale="log", xlabel=AXES[x], ylabel=AXES[unit])
     places = sorted({row[x] for row in rows})
     axes.set_xticks(places, [f"{place:,}" for place in places])
@@ -71,4 +65,3 @@ def plot(
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(file)
-    pyplot.close(figure)

@@ -4,59 +4,43 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from blockattn_rag.model.loading import default_device
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
+_FIELDS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+)
+_VALUES = {
+    "tiny": (2, 32, 4, 2, 8, 64, 512),  # small enough for tests
+    "135m": (30, 576, 9, 3, 64, 1536, 49152),  # SmolLM2-135M
+    "1b": (16, 2048, 32, 8, 64, 8192, 128256),  # Llama-3.2-1B
+    "8b": (32, 4096, 32, 8, 128, 14336, 128256),  # Llama-3-8B
+}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    # Small enough for tests.
-    "tiny": {
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 64,
-        "vocab_size": 512,
-    },
-    "135m": {  # SmolLM2-135M
-        "num_hidden_layers": 30,
-        "hidden_size": 576,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-    },
-    "1b": {  # Llama-3.2-1B
-        "num_hidden_layers": 16,
-        "hidden_size": 2048,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "intermediate_size": 8192,
-        "vocab_size": 128256,
-    },
-    "8b": {  # Llama-3-8B
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-    },
+    shape: dict(zip(_FIELDS, values, strict=True)) for shape, values in _VALUES.items()
 }
 """Values for ``LlamaConfig``, by name."""
 
 
 def shape_config(shape: str, **settings: Any) -> Any:
     """The transformers config of a shape."""
-    from transformers import LlamaConfig
-
     return LlamaConfig(**SHAPES[shape], **settings)
 
 
@@ -74,11 +58,6 @@ def random_llama(
     """
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from blockattn_rag.model.loading import default_device
-
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ValueError(f"dtype must name a floating type such as float32, found {dtype!r}")
@@ -94,9 +73,6 @@ def random_llama(
 
 def counting_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """A tokenizer for which each word ``t0``, ``t1``, ... is the token of that number."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = {f"t{i}": i for i in range(vocab_size)}
     backend = Tokenizer(models.WordLevel(words, unk_token="t0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

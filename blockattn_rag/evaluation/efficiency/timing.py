@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,17 +14,12 @@ OnProgress = Callable[[int, int], None]
 """Called with runs done and all runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(NamedTuple):
     """Several repeats of one measurement."""
 
     median: float
     low: float
     high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
 
 
 class Turns:
@@ -33,8 +27,8 @@ class Turns:
 
     Args:
         repeats: counted runs of each way.
-        total: rounds that will be measured in all, for the progress.
-        on_progress: told after each run.
+        total: how often ``measure`` will be called, with as many ways each time.
+        on_progress: called after each run.
     """
 
     def __init__(self, repeats: int, total: int, on_progress: OnProgress | None = None) -> None:
@@ -42,43 +36,28 @@ class Turns:
         self._repeats = repeats
         self._total = total
         self._on_progress = on_progress
-        self._rounds = 0
+        self._done = 0
 
     def measure(self, ways: Mapping[str, Callable[[], float]]) -> dict[str, Spread]:
-        """What each way returned, by its name."""
+        """What each way returned, by its name; the first value, of the warm-up, left out."""
         found: dict[str, list[float]] = {name: [] for name in ways}
-        for repeat in range(self._repeats + 1):
-            for step, (name, way) in enumerate(ways.items()):
+        for _ in range(self._repeats + 1):
+            for name, way in ways.items():
                 found[name].append(way())
+                self._done += 1
                 if self._on_progress:
-                    runs = len(ways) * (self._repeats + 1)
-                    done = self._rounds * runs + repeat * len(ways) + step + 1
-                    self._on_progress(done, self._total * runs)
-        self._rounds += 1
-        return {name: Spread.of(values[1:]) for name, values in found.items()}
+                    self._on_progress(self._done, self._total * len(ways) * (self._repeats + 1))
+        counted = {name: values[1:] for name, values in found.items()}
+        return {name: Spread(statistics.median(v), min(v), max(v)) for name, v in counted.items()}
 
 
 def fields(spreads: Mapping[str, Spread], unit: str = "s") -> dict[str, float]:
     """A row's fields: ``<way>_s``, ``<way>_min_s``, ``<way>_max_s``."""
     row: dict[str, float] = {}
     for name, spread in spreads.items():
-        row |= {
-            f"{name}_{unit}": spread.median,
-            f"{name}_min_{unit}": spread.low,
-            f"{name}_max_{unit}": spread.high,
-        }
+        for end, value in zip(("", "_min", "_max"), spread, strict=True):
+            row[f"{name}{end}_{unit}"] = value
     return row
-
-
-def check_positive(**values: float) -> None:
-    """Refuse what is not above 0.
-
-    Raises:
-        ValueError: naming the value.
-    """
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{name} must be above 0, found {value}")
 
 
 def check_sizes(**sizes: int) -> None:
@@ -97,22 +76,16 @@ def machine(device: str | torch.device = "cpu") -> dict[str, Any]:
 
     ``accelerator`` is the one that ``device`` names; None for the CPU.
     """
-
-    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
+    device = torch.device(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         "processor": processor(),
         "system": platform.system(),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "accelerator": _accelerator(torch.device(device)),
-        "versions": versions,
+        "accelerator": None if device.type == "cpu" else name,
+        "versions": {package: metadata.version(package) for package in ("torch", "transformers")},
     }
-
-
-def _accelerator(device: torch.device) -> str | None:
-    if device.type == "cpu":
-        return None
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def processor() -> str:

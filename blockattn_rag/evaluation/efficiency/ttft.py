@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.evaluation.efficiency.shapes import prefill_flops, random_prompt
-from blockattn_rag.evaluation.efficiency.timing import (
-    OnProgress,
-    Spread,
-    Turns,
-    check_sizes,
-    fields,
-)
+from blockattn_rag.evaluation.efficiency.timing import OnProgress, Turns, check_sizes, fields
 from blockattn_rag.prompts.blocks import BlockPrompt
-
-if TYPE_CHECKING:
-    from blockattn_rag.engine.engine import BlockAttentionEngine
 
 PATHS: Mapping[str, Mapping[str, Any]] = {
     "full": {"mode": "full"},
@@ -57,38 +49,30 @@ def measure_ttft(
         ``block_flops``, ``flops_ratio`` (full over block) and ``flops_over_floor`` (block over
         the question alone).
     """
-    check_sizes(
-        block_tokens=block_tokens,
-        question_tokens=question_tokens,
-        **{"the shortest length": min(lengths, default=0)},
-    )
+    check_sizes(block_tokens=block_tokens, question_tokens=question_tokens)
+    check_sizes(**{"the shortest length": min(lengths, default=0)})
     config = engine.model.config
-    paths = [path for path in PATHS if path != "relay" or engine.model.supports_relay]
+    reusing = ["copy"] + ["relay"] * engine.model.supports_relay
+    paths = ["full", *reusing, "floor"]
+    floor = prefill_flops(config, question_tokens)
     turns = Turns(repeats, len(lengths), on_progress)
     rows = []
     for length in lengths:
         prompt = random_prompt(length, block_tokens, question_tokens, config.vocab_size)
         engine.generate(prompt, max_new_tokens=1)
         ways = {path: partial(_ttft, engine, prompt, path) for path in paths}
-        row = {"length": length, "blocks": len(prompt.context)}
-        rows.append(row | _figures(config, length, question_tokens, turns.measure(ways)))
+        row: dict[str, Any] = {"length": length, "blocks": len(prompt.context)}
+        row |= fields(turns.measure(ways))
+        for path in reusing:
+            row[f"full_over_{path}"] = row["full_s"] / row[f"{path}_s"]
+            row[f"{path}_over_floor"] = row[f"{path}_s"] / row["floor_s"]
+        full = prefill_flops(config, length + question_tokens)
+        block = prefill_flops(config, question_tokens, length)
+        row |= {"full_flops": full, "block_flops": block}
+        rows.append(row | {"flops_ratio": full / block, "flops_over_floor": block / floor})
     return rows
 
 
 def _ttft(engine: BlockAttentionEngine, prompt: BlockPrompt, path: str) -> float:
     asked = BlockPrompt((), prompt.final) if path == "floor" else prompt
     return engine.generate(asked, max_new_tokens=1, **PATHS[path]).stats.ttft_s
-
-
-def _figures(
-    config: Any, length: int, question_tokens: int, spreads: Mapping[str, Spread]
-) -> dict[str, Any]:
-    row: dict[str, Any] = {**fields(spreads)}
-    for path in spreads.keys() - {"full", "floor"}:
-        row[f"full_over_{path}"] = row["full_s"] / row[f"{path}_s"]
-        row[f"{path}_over_floor"] = row[f"{path}_s"] / row["floor_s"]
-    full = prefill_flops(config, length + question_tokens)
-    block = prefill_flops(config, question_tokens, length)
-    floor = prefill_flops(config, question_tokens)
-    operations = {"full_flops": full, "block_flops": block}
-    return row | operations | {"flops_ratio": full / block, "flops_over_floor": block / floor}
