@@ -27,8 +27,8 @@ Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[[list[dict[str, Any]]], str]
 Spans: TypeAlias = tuple[Span, ...]
 
-# What templates compare and count (roles, names of tools, ids) they must see as it is. It is left
-# in place if it is of harmless characters, and of ids all others are replaced.
+# Templates compare and count these fields (roles, names of tools, ids), and so must see them as
+# they are. A value of harmless characters is left in place; other characters of ids are replaced.
 _COMPARED_FIELDS = ("role", "type", "name", "id", "tool_call_id")
 _ID_FIELDS = ("id", "tool_call_id")
 _HARMLESS = re.compile(r"[\w.:/ -]{0,128}")
@@ -147,8 +147,8 @@ def _with_spans(message: Message) -> dict[str, Any]:
 
 
 def _plain_ids(message: Any) -> Any:
-    """A message, the ids of whose tool calls are plain words of the same length, up to 128.
-    Templates count their letters, and nobody reads them."""
+    """A message whose ids of tool calls are plain words of the same length, 128 characters at most,
+    because templates count their characters and ask for nothing else."""
     if isinstance(message, (list, tuple)) and not isinstance(message, Span):
         return type(message)(_plain_ids(item) for item in message)
     if not isinstance(message, Mapping):

@@ -131,8 +131,9 @@ class _RustEncoder:
     def _cuts(self, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[int]:
         """Where to cut a text so that no control token comes out of it.
 
-        One may be a piece of the model's own vocabulary ("<s>" in many). Cut behind its first
-        character, it cannot come. What stands for unknown characters is another thing.
+        A control token may be a piece of the model's own vocabulary ("<s>" in many); no piece comes
+        out of a text that is cut behind the piece's first character. The token for unknown
+        characters is no reason to cut, because the text does not spell it.
         """
         return [
             start + 1

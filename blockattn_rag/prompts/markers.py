@@ -93,7 +93,7 @@ def parse(string: str) -> Parsed:
     passages: list[MarkedSpan] = []
     gaps: list[Gap] = []
     orphans: list[Marker] = []
-    # Of pairs inside pairs each would have to be hashed; a bound keeps the time linear.
+    # Pairs may stand inside pairs, each with a text to hash: a bound keeps the time linear.
     position, to_hash = 0, 4 * len(string)
     for index, marker in enumerate(markers):
         if marker.start < position:

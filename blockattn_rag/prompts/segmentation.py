@@ -163,7 +163,7 @@ def merge_smallest(pieces: Sequence[str], max_blocks: int) -> list[str]:
     heap = [(a + b, i) for i, (a, b) in enumerate(pairwise(sizes))]
     heapq.heapify(heap)
     for _ in range(len(pieces) - max_blocks):
-        while True:  # entries made before one of the pair grew or went are stale
+        while True:  # entries are stale if one of their pair was joined since
             size, left = heapq.heappop(heap)
             right = after[left]
             if alive[left] and right < len(pieces) and sizes[left] + sizes[right] == size:
