@@ -12,8 +12,9 @@ Importing the package loads neither torch nor a framework: names are resolved wh
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from blockattn_rag.lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -101,14 +102,4 @@ _HOMES = {
     ),
     "store": "DirectoryStore KVStore MemoryStore",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME_OF])
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -13,18 +14,21 @@ def lazy_names(
     *,
     extra: str = "",
     extra_packages: Collection[str] = (),
-) -> Callable[[str], Any]:
-    """The ``__getattr__`` of ``package``, for names from the modules inside that ``homes`` gives.
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The ``__getattr__`` and ``__dir__`` of a package whose modules are imported when needed.
 
-    It raises AttributeError for other names, and ImportError, which names the extra, if one of
-    ``extra_packages`` is not installed.
+    Args:
+        package: its name.
+        homes: module inside the package, and the names in it, with blanks between.
+        extra: installs ``extra_packages``; said by the ImportError where one of them is missing.
     """
+    home_of = {name: home for home, names in homes.items() for name in names.split()}
 
     def find(name: str) -> Any:
-        if name not in homes:
+        if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            module = importlib.import_module(f"{package}.{homes[name]}")
+            module = importlib.import_module(f"{package}.{home_of[name]}")
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] not in extra_packages:
                 raise
@@ -32,7 +36,7 @@ def lazy_names(
             raise ImportError(f"{package}.{name} needs {needed}") from error
         return getattr(module, name)
 
-    return find
+    return find, lambda: list(sys.modules[package].__all__)
 
 
 def missing_extra(package: str, extra: str) -> str:

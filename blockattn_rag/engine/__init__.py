@@ -12,18 +12,12 @@ if TYPE_CHECKING:
     from blockattn_rag.engine.results import Generation, GenerationChunk, ReuseStats
 
 _HOMES = {
-    "BlockAttentionEngine": "engine",
-    "EncodeStats": "ingest",
-    "Generation": "results",
-    "GenerationChunk": "results",
-    "ReuseStats": "results",
+    "engine": "BlockAttentionEngine",
+    "ingest": "EncodeStats",
+    "results": "Generation GenerationChunk ReuseStats",
 }
 
 __all__ = ["BlockAttentionEngine", "EncodeStats", "Generation", "GenerationChunk", "ReuseStats"]
 
 
-__getattr__ = lazy_names(__name__, _HOMES)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

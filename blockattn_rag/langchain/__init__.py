@@ -25,14 +25,13 @@ if TYPE_CHECKING:
     from blockattn_rag.langchain.transformer import BlockKVTransformer
 
 _HOMES = {
-    "BlockAttentionLLM": "completion",
-    "BlockDocumentPrompt": "documents",
-    "BlockKVCompressor": "compressor",
-    "BlockKVTransformer": "transformer",
-    "ChatBlockAttention": "chat",
-    "HashingEmbeddings": "embedding",
-    "format_blocks": "documents",
-    "without_markers": "cleaning",
+    "completion": "BlockAttentionLLM",
+    "documents": "BlockDocumentPrompt format_blocks",
+    "compressor": "BlockKVCompressor",
+    "transformer": "BlockKVTransformer",
+    "chat": "ChatBlockAttention",
+    "embedding": "HashingEmbeddings",
+    "cleaning": "without_markers",
 }
 
 __all__ = [
@@ -49,10 +48,6 @@ __all__ = [
 ]
 
 
-__getattr__ = lazy_names(
+__getattr__, __dir__ = lazy_names(
     __name__, _HOMES, extra="langchain", extra_packages=("langchain_core", "sklearn")
 )
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -33,21 +33,16 @@ if TYPE_CHECKING:
     from blockattn_rag.llama_index.transform import BlockKVTransform
 
 _HOMES = {
-    "BlockAttentionLLM": "llm",
-    "BlockCitationQueryEngine": "citation",
-    "BlockKVPostprocessor": "postprocessor",
-    "BlockKVTransform": "transform",
-    "BlockNode": "nodes",
-    "BlockPromptHelper": "prompt_helper",
-    "BlockReuseEvent": "events",
-    "HashingEmbedding": "embedding",
-    "add_nodes": "chroma",
-    "as_block_node": "nodes",
-    "block_query_engine": "synthesis",
-    "block_response_synthesizer": "synthesis",
-    "canonical_text": "nodes",
-    "configure": "synthesis",
-    "encode_prompt_head": "synthesis",
+    "llm": "BlockAttentionLLM",
+    "citation": "BlockCitationQueryEngine",
+    "postprocessor": "BlockKVPostprocessor",
+    "transform": "BlockKVTransform",
+    "nodes": "BlockNode as_block_node canonical_text",
+    "prompt_helper": "BlockPromptHelper",
+    "events": "BlockReuseEvent",
+    "embedding": "HashingEmbedding",
+    "chroma": "add_nodes",
+    "synthesis": "block_query_engine block_response_synthesizer configure encode_prompt_head",
 }
 
 __all__ = [
@@ -71,10 +66,6 @@ __all__ = [
 ]
 
 
-__getattr__ = lazy_names(
+__getattr__, __dir__ = lazy_names(
     __name__, _HOMES, extra="llama-index", extra_packages=("llama_index", "chromadb", "sklearn")
 )
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -77,10 +77,4 @@ def open_store(spec: KVStore | str | Path | None) -> KVStore:
     raise TypeError(f"store must be a KVStore, a path or None, found {type(spec).__name__}")
 
 
-__getattr__ = lazy_names(
-    __name__, {name: home for home, names in _HOMES.items() for name in names.split()}
-)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
