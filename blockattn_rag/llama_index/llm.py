@@ -40,8 +40,8 @@ from blockattn_rag.llama_index.events import BlockReuseEvent, usage_of
 from blockattn_rag.llama_index.source import EngineComponent
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
 from blockattn_rag.prompts.chat_template import chat_spans, has_chat_template, trace
-from blockattn_rag.prompts.cut_passages import close_cut_passages
 from blockattn_rag.prompts.formats import BLANK_LINE
+from blockattn_rag.prompts.marked_text import close_cut_passages
 from blockattn_rag.prompts.markers import strip_markers
 from blockattn_rag.store import KVStore
 

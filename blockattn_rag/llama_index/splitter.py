@@ -9,9 +9,9 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.node_parser import TokenTextSplitter
 
 from blockattn_rag.prompts.blocks import BlockTemplate
-from blockattn_rag.prompts.cut_passages import remove_orphans
 from blockattn_rag.prompts.formats import BLANK_LINE
-from blockattn_rag.prompts.markers import MarkedSpan, marked_spans, wrap
+from blockattn_rag.prompts.marked_text import remove_orphans
+from blockattn_rag.prompts.markers import MarkedSpan, parse, wrap
 
 
 class _Piece(NamedTuple):
@@ -50,7 +50,7 @@ class BlockTextSplitter(TokenTextSplitter):
         return "BlockTextSplitter"
 
     def _split_text(self, text: str, chunk_size: int) -> list[str]:
-        if next(marked_spans(text), None) is None:
+        if not parse(text).passages:
             return super()._split_text(remove_orphans(text), chunk_size)
         chunks: list[str] = []
         current, size = "", 0
@@ -64,7 +64,7 @@ class BlockTextSplitter(TokenTextSplitter):
 
     def _pieces(self, text: str, chunk_size: int) -> Iterator[_Piece]:
         position = 0
-        for span in marked_spans(text):
+        for span in parse(text).passages:
             # The last paragraph before a block belongs to it; what precedes may be cut.
             head, blank_line, label = text[position : span.start].rpartition("\n\n")
             yield from self._plain(head + blank_line, chunk_size)

@@ -16,7 +16,7 @@ import hashlib
 import hmac
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -79,11 +79,6 @@ def wrap(text: str) -> str:
 def strip_markers(string: str) -> str:
     """The string without markers, whoever made them: for showing prompts and messages."""
     return _MARKER.sub("", string)
-
-
-def marked_spans(string: str) -> Iterator[MarkedSpan]:
-    """The marked passages of a string, left to right."""
-    return iter(parse(string).passages)
 
 
 def parse(string: str) -> Parsed:

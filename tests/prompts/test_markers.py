@@ -14,7 +14,7 @@ from blockattn_rag.errors import SegmentationError
 from blockattn_rag.prompts import markers
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span, handle_of
 from blockattn_rag.prompts.marked_text import MAX_MARKED, content_spans, segment
-from blockattn_rag.prompts.markers import marked_spans, strip_markers, wrap
+from blockattn_rag.prompts.markers import parse, strip_markers, wrap
 
 OTHER = "0123456789abcdef" * 2
 TEMPLATE = BlockTemplate("- ", "\n")
@@ -62,7 +62,7 @@ def test_passages_of_any_text_keep_their_boundaries_order_and_handles(texts: lis
 
 @given(hostile_text)
 def test_no_string_breaks_the_parser(text: str) -> None:
-    spans = list(marked_spans(text))
+    spans = parse(text).passages
     assert all(one.end <= two.start for one, two in itertools.pairwise(spans))
     prompt = segment(text + "Q", TEMPLATE)
     assert prompt.final
@@ -74,7 +74,7 @@ def test_no_string_breaks_the_parser(text: str) -> None:
 @given(hostile_text)
 def test_none_of_our_markers_is_left_outside_of_passages(text: str) -> None:
     for rest in outside(segment(text + "Q")):
-        assert next(marked_spans(rest), None) is None
+        assert not parse(rest).passages
 
 
 @given(hostile_text.filter(lambda text: OPENING not in text and CLOSING not in text))
@@ -183,5 +183,5 @@ def test_nested_pairs_are_hashed_a_few_times_at_most(monkeypatch: pytest.MonkeyP
     pairs = [wrap(str(number)).split(str(number)) for number in range(2000)]
     changed = "".join(p[0] for p in pairs) + "changed" + "".join(p[1] for p in pairs[::-1])
     monkeypatch.setattr(markers, "_digest", counted)
-    assert [span.text for span in marked_spans(changed)] == ["changed"]
+    assert [span.text for span in parse(changed).passages] == ["changed"]
     assert hashed < 6 * len(changed)

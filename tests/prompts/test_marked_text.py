@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.cut_passages import close_cut_passages, remove_orphans
-from blockattn_rag.prompts.marked_text import segment
+from blockattn_rag.prompts.marked_text import close_cut_passages, remove_orphans, segment
 from blockattn_rag.prompts.markers import wrap
 
 OTHER = "0123456789abcdef" * 2
