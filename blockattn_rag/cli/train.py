@@ -62,7 +62,7 @@ def _options() -> Iterator[Parameter]:
     types = get_type_hints(FinetuneConfig, localns={"Positions": str})
     for setting in fields(FinetuneConfig):
         if setting.metadata:
-            range_ = setting.metadata["range"]
+            range_ = setting.metadata.get("range")
             yield _option(setting, setting.name, types[setting.name], setting.default, range_)
     types = get_type_hints(LoraConfig)
     for setting in fields(LoraConfig):  # no default: options that were not given are not passed on
@@ -80,7 +80,7 @@ def _option(
     option = typer.Option(
         f"--{flag}/--no-{flag}" if default is True else f"--{flag}",
         help=setting.metadata["help"] or None,
-        rich_help_panel=setting.metadata["panel"],
+        rich_help_panel=setting.metadata.get("panel"),
         min=bounds.get("min"),
         max=bounds.get("max"),
     )

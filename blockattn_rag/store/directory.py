@@ -16,21 +16,10 @@ from pathlib import Path
 from blockattn_rag.errors import FingerprintMismatchError, StoreError
 from blockattn_rag.files.atomic import is_temporary, replacing, sync_folder
 from blockattn_rag.kv.block_kv import BlockKV, store_key
+from blockattn_rag.store import files
 from blockattn_rag.store.base import StoreStats, check_key_of, is_key, warn_of_refused
 from blockattn_rag.store.checks import check_storable, is_finite
 from blockattn_rag.store.eviction import SizeBound, StoredFile
-from blockattn_rag.store.files import (
-    FILE_MODE,
-    age_s,
-    explained,
-    make_folder,
-    mark_used,
-    names_in,
-    opened,
-    read_whole,
-    remove,
-    remove_unused,
-)
 from blockattn_rag.store.format import FORMAT, VERSION, Header, decode, encode, read_header
 
 _MARK = "format.json"
@@ -102,9 +91,10 @@ class DirectoryStore:
         self.path = Path(path)
         self.fsync = fsync
         self._objects = self.path / _OBJECTS
+        self.max_bytes = max_bytes
         self._bound = None if max_bytes is None else SizeBound(max_bytes)
         try:
-            with explained("open a store at", self.path):
+            with files.explained("open a store at", self.path):
                 mark = self.path / _MARK
                 if not mark.exists():
                     self._make(create)
@@ -115,11 +105,6 @@ class DirectoryStore:
     def __repr__(self) -> str:
         bound = "" if self.max_bytes is None else f", max_bytes={self.max_bytes}"
         return f"DirectoryStore({str(self.path)!r}{bound})"
-
-    @property
-    def max_bytes(self) -> int | None:
-        """What all entries may take; None for no limit."""
-        return None if self._bound is None else self._bound.max_bytes
 
     def get(self, key: str) -> BlockKV | None:
         """The entry, or None if there is none. Counts as a use of it.
@@ -144,11 +129,11 @@ class DirectoryStore:
         """
         path = self.entry_path(key)
         try:
-            with opened(path) as file:
+            with files.opened(path) as file:
                 if file is None:
                     return False
                 _read_header(path, file)
-                mark_used(file.fileno(), _MARK_TOUCHED_S)
+                files.mark_used(file.fileno(), _MARK_TOUCHED_S)
                 # Whoever deletes it puts it aside before he looks whether it is in use.
                 return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
         except StoreError:
@@ -166,7 +151,7 @@ class DirectoryStore:
                 "dtype='float32' or 'bfloat16'"
             )
         buffers = encode(kv)
-        with explained("write", path):
+        with files.explained("write", path):
             if self._bound is None:
                 self._write(path, buffers)
             else:
@@ -177,19 +162,19 @@ class DirectoryStore:
         if not isinstance(key, str) or not is_key(key):
             return False
         path = self.entry_path(key)
-        with explained("look for", path):
+        with files.explained("look for", path):
             return path.exists()
 
     def delete(self, key: str) -> bool:
         path = self.entry_path(key)
-        with explained("delete", path):
-            return remove(path)
+        with files.explained("delete", path):
+            return files.remove(path)
 
     def discard(self, key: str, used_ns: int) -> bool:
         """Delete an entry unless it was used or replaced since ``used_ns``; True if deleted."""
         path = self.entry_path(key)
-        with explained("delete", path):
-            return bool(remove_unused(path, used_ns))
+        with files.explained("delete", path):
+            return bool(files.remove_unused(path, used_ns))
 
     def keys(self) -> Iterator[str]:
         return (path.stem for path in self._names() if _is_entry(path))
@@ -222,7 +207,7 @@ class DirectoryStore:
             StoreError: as ``get``.
         """
         path = self.entry_path(key)
-        with opened(path) as file:
+        with files.opened(path) as file:
             if file is None:
                 return None
             header = _read_header(path, file)
@@ -235,7 +220,7 @@ class DirectoryStore:
             num_tokens=header.num_tokens,
             nbytes=status.st_size,
             used_ns=status.st_mtime_ns,
-            age_s=age_s(status.st_mtime_ns),
+            age_s=files.age_s(status.st_mtime_ns),
         )
 
     def used_ns(self, key: str) -> int | None:
@@ -245,39 +230,39 @@ class DirectoryStore:
 
     def leftovers(self) -> Iterator[Path]:
         """Temporary files: of writers at work, or of writers that were killed."""
-        own = (self.path / name for name in names_in(self.path))
+        own = (self.path / name for name in files.names_in(self.path))
         return (path for path in itertools.chain(own, self._names()) if is_temporary(path.name))
 
     def _load(self, key: str, *, use: bool) -> BlockKV | None:
         path = self.entry_path(key)
-        with opened(path) as file:
+        with files.opened(path) as file:
             if file is None:
                 return None
-            kv = decode(read_whole(file))
+            kv = decode(files.read_whole(file))
             _check_name(path, kv)
             if use:
-                mark_used(file.fileno(), _MARK_READ_S)
+                files.mark_used(file.fileno(), _MARK_READ_S)
         return kv
 
     def _write(self, path: Path, buffers: list[memoryview]) -> None:
         if not (self.path / _MARK).exists():  # the folder was deleted since it was opened
             self._make(create=True)
         if not path.parent.exists():
-            make_folder(self._objects)
-            make_folder(path.parent)
+            files.make_folder(self._objects)
+            files.make_folder(path.parent)
             if self.fsync:
                 sync_folder(self._objects)
                 sync_folder(self.path)
-        with replacing(path, mode=FILE_MODE, fsync=self.fsync) as file:
+        with replacing(path, mode=files.FILE_MODE, fsync=self.fsync) as file:
             file.writelines(buffers)
             file.flush()
-            mark_used(file.fileno())
+            files.mark_used(file.fileno())
 
     def _write_within(self, bound: SizeBound, path: Path, buffers: list[memoryview]) -> None:
         nbytes = sum(buffer.nbytes for buffer in buffers)
         with bound.lock:
             if nbytes > bound.max_bytes:
-                remove(path)
+                files.remove(path)
                 bound.refused += 1
                 if bound.refused == 1:
                     warn_of_refused(self, nbytes)
@@ -294,7 +279,7 @@ class DirectoryStore:
         mark = self.path / _MARK
         if not create:
             raise StoreError(f"there is no store at {self.path}: it has no {_MARK}")
-        make_folder(self.path, parents=True)
+        files.make_folder(self.path, parents=True)
         foreign = list(self._foreign())
         if mark.exists():
             return
@@ -303,22 +288,22 @@ class DirectoryStore:
                 f"{self.path} is not a store: it has no {_MARK}, and holds {foreign[0]!r}; "
                 "choose an empty or new directory"
             )
-        with replacing(mark, mode=FILE_MODE, fsync=self.fsync) as file:
+        with replacing(mark, mode=files.FILE_MODE, fsync=self.fsync) as file:
             file.write(json.dumps(_MARKED).encode() + b"\n")
 
     def _foreign(self) -> Iterator[str]:
         """Names that no store has."""
-        own = names_in(self.path)
+        own = files.names_in(self.path)
         yield from (name for name in own if name != _OBJECTS and not is_temporary(name))
-        shards = (name for name in names_in(self._objects) if not _SHARD.fullmatch(name))
+        shards = (name for name in files.names_in(self._objects) if not _SHARD.fullmatch(name))
         yield from (f"{_OBJECTS}/{name}" for name in shards)
 
     def _names(self) -> Iterator[Path]:
         """Everything in the folders where entries lie."""
-        for shard in names_in(self._objects):
+        for shard in files.names_in(self._objects):
             if _SHARD.fullmatch(shard):
                 folder = self._objects / shard
-                yield from (folder / name for name in names_in(folder))
+                yield from (folder / name for name in files.names_in(folder))
 
 
 def _is_entry(path: Path) -> bool:
@@ -327,7 +312,7 @@ def _is_entry(path: Path) -> bool:
 
 def _status(path: Path) -> os.stat_result | None:
     """Of a regular file; None if it was deleted since it was listed, or is none."""
-    with explained("look at", path):
+    with files.explained("look at", path):
         try:
             status = path.stat()
         except OSError as error:
@@ -353,7 +338,7 @@ def _check_name(path: Path, entry: BlockKV | Header) -> None:
 
 
 def _check_mark(mark: Path) -> None:
-    with opened(mark) as file:
+    with files.opened(mark) as file:
         content = file.read() if file is not None else b""
     try:
         found = json.loads(content)

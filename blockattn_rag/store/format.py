@@ -19,14 +19,7 @@ import xxhash
 from torch import Tensor
 
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.checks import (
-    DTYPE_NAMES,
-    DTYPES,
-    MOST_LAYERS,
-    all_finite,
-    check_states,
-    check_text,
-)
+from blockattn_rag.store import checks
 
 FORMAT = "blockattn_rag.kv"
 VERSION = 1
@@ -84,10 +77,8 @@ def encode(kv: BlockKV) -> list[memoryview]:
     """The entry as buffers to be written one after the other. Tensors on the CPU are not copied."""
     parts = _layout(kv)
     head = bytearray(_header(kv, parts))
-    buffers = [
-        memoryview(head),
-        *(_bytes_of(piece) for pieces in parts.values() for piece in pieces),
-    ]
+    buffers = [memoryview(head)]
+    buffers += (_bytes_of(piece) for pieces in parts.values() for piece in pieces)
     checksum = xxhash.xxh3_128()
     for buffer in buffers:
         checksum.update(buffer)
@@ -111,11 +102,10 @@ def decode(raw: Tensor) -> BlockKV:
     _check_version(bytes(view[: _CHECKSUM.start]))
     _check_checksum(view)
     header = _parse_header(bytes(view[: _header_end(view)]), len(view))
+    data = raw[header.data_start :]
     try:
         tensors = {
-            name: raw[header.data_start + spec.start : header.data_start + spec.stop]
-            .view(spec.dtype)
-            .view(spec.shape)
+            name: data[spec.start : spec.stop].view(spec.dtype).view(spec.shape)
             for name, spec in header.tensors.items()
         }
     except RuntimeError as error:  # not aligned to its element size
@@ -125,7 +115,7 @@ def decode(raw: Tensor) -> BlockKV:
     if token_ids.min() < 0:
         raise FormatError(f"it holds the token id {int(token_ids.min())}")
     for name, tensor in tensors.items():
-        if not all_finite(tensor):
+        if not checks.all_finite(tensor):
             raise FormatError(f"its {name} hold NaN or infinity")
     return BlockKV(
         keys=_layers(tensors, "keys"),
@@ -176,7 +166,7 @@ def _header(kv: BlockKV, parts: Mapping[str, Sequence[Tensor]]) -> bytes:
         stop = start + sum(piece.nbytes for piece in pieces)
         stacked = [len(pieces)] if name in ("keys", "values") else []
         fields[name] = {
-            "dtype": DTYPE_NAMES[pieces[0].dtype],
+            "dtype": checks.DTYPE_NAMES[pieces[0].dtype],
             "shape": [*stacked, *pieces[0].shape],
             "data_offsets": [start, stop],
         }
@@ -213,9 +203,9 @@ def _parse_header(head: bytes, size: int) -> Header:
         fields: dict[str, Any] = json.loads(head[_LENGTH_BYTES:])
         about = fields.pop("__metadata__")
         header = Header(
-            fingerprint=check_text(about["fingerprint"]),
-            digest=check_text(about["digest"]),
-            handle=check_text(about["handle"]),
+            fingerprint=checks.check_text(about["fingerprint"]),
+            digest=checks.check_text(about["digest"]),
+            handle=checks.check_text(about["handle"]),
             tensors={name: _spec(field) for name, field in fields.items()},
             data_start=len(head),
         )
@@ -228,7 +218,7 @@ def _parse_header(head: bytes, size: int) -> Header:
 
 
 def _spec(field: dict[str, Any]) -> TensorSpec:
-    dtype, shape = DTYPES[field["dtype"]], tuple(_whole(n) for n in field["shape"])
+    dtype, shape = checks.DTYPES[field["dtype"]], tuple(_whole(n) for n in field["shape"])
     start, stop = (_whole(n) for n in field["data_offsets"])
     if stop - start != math.prod(shape) * dtype.itemsize or start == stop:
         raise ValueError(f"{dtype} {list(shape)} does not take bytes {start} to {stop}")
@@ -252,7 +242,7 @@ def _check_tensors(tensors: dict[str, TensorSpec]) -> None:
     known = 1 + sum(1 if name in tensors else len(layers[name]) for name in layers)
     if len(tensors) != known:
         raise ValueError(f"found the tensors {sorted(tensors)}"[:200])
-    check_states(tensors["token_ids"], layers["keys"], layers["values"])
+    checks.check_states(tensors["token_ids"], layers["keys"], layers["values"])
 
 
 def _layer_specs(tensors: dict[str, TensorSpec], name: str) -> Sequence[TensorSpec]:
@@ -260,7 +250,7 @@ def _layer_specs(tensors: dict[str, TensorSpec], name: str) -> Sequence[TensorSp
     if name not in tensors:
         return _unstacked(tensors, name)
     stacked = tensors[name]
-    if len(stacked.shape) != 4 or stacked.shape[0] > MOST_LAYERS:
+    if len(stacked.shape) != 4 or stacked.shape[0] > checks.MOST_LAYERS:
         raise ValueError(f"{name} must be [layers, heads, tokens, size], is {list(stacked.shape)}")
     return [stacked._replace(shape=stacked.shape[1:])] * stacked.shape[0]
 

@@ -108,22 +108,16 @@ def verify(
         except (CorruptEntryError, FingerprintMismatchError) as error:
             damaged[key] = str(error)
             if delete_damaged:
-                deleted += _deleted(store, key, used_ns, errors)
+                try:  # what is no regular file has no time of use
+                    deleted += store.delete(key) if used_ns is None else store.discard(key, used_ns)
+                except StoreError as failure:
+                    errors.append(str(failure))
         except StoreError as error:
             unread[key] = str(error)
         if progress is not None:
             progress(done, len(keys))
     leftovers = tuple(store.leftovers())
     return VerifyReport(ok, total_bytes, damaged, unread, deleted, tuple(errors), leftovers)
-
-
-def _deleted(store: DirectoryStore, key: str, used_ns: int | None, errors: list[str]) -> bool:
-    """Whether a damaged entry was deleted. What is no regular file has no time of use."""
-    try:
-        return store.delete(key) if used_ns is None else store.discard(key, used_ns)
-    except StoreError as error:
-        errors.append(str(error))
-        return False
 
 
 def gc(

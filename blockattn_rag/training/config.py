@@ -60,13 +60,9 @@ def _check_numbers(settings: LoraConfig | FinetuneConfig, owner: str = "") -> No
             raise ValueError(f"{owner}{setting.name} is {found}, expected {range_.words}")
 
 
-def _about(text: str, range_: Range | None = None, panel: str | None = None) -> dict[str, object]:
-    """Metadata of a setting: its help text, its range, and the panel of the help to show it in."""
-    return {"help": text, "range": range_, "panel": panel}
-
-
 def _setting(panel: str | None, default: T, text: str, range_: Range | None = None) -> T:
-    return field(default=default, metadata=_about(text, range_, panel))
+    """A field with the help text of its setting, its range, and the panel of the help it is in."""
+    return field(default=default, metadata={"help": text, "range": range_, "panel": panel})
 
 
 _run = partial(_setting, None)
@@ -137,9 +133,9 @@ class FinetuneConfig:
     """
 
     model: str
-    output: str | Path = field(metadata=_about("Folder of the result; appears when complete."))
+    output: str | Path = field(metadata={"help": "Folder of the result; appears when complete."})
     train_data: Sequence[str | Path] = field(
-        metadata=_about("Training data, JSON lines; may be repeated.")
+        metadata={"help": "Training data, JSON lines; may be repeated."}
     )
     eval_data: Sequence[str | Path] = _run((), "Data to evaluate on; may be repeated.")
     modes: tuple[Mode, ...] = _learned(

@@ -32,14 +32,8 @@ from jinja2 import TemplateError
 from blockattn_rag.errors import DataError, SegmentationError
 from blockattn_rag.files.jsonl import numbered_lines, parse_line
 from blockattn_rag.files.records import Record, list_of, listed, of_kind, text_of
+from blockattn_rag.prompts import formats
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
-from blockattn_rag.prompts.formats import (
-    Passage,
-    PromptFormat,
-    answer_end,
-    follow_up,
-    prompt_format,
-)
 from blockattn_rag.prompts.segmentation import conversation
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.training.config import OnError
@@ -99,16 +93,16 @@ class SampleEncoder:
         self,
         tokenizer: Any,
         *,
-        prompt: str | PromptFormat = "chat",
+        prompt: str | formats.PromptFormat = "chat",
         blocks_per_turn: int = 1,
         max_tokens: int | None = None,
     ) -> None:
         self.hf_tokenizer = tokenizer
         self.tokenizer = BlockTokenizer(tokenizer)
-        self.format = prompt_format(prompt)
+        self.format = formats.prompt_format(prompt)
         self.blocks_per_turn = blocks_per_turn
         self.max_tokens = max_tokens
-        self._end_text = answer_end(tokenizer)
+        self._end_text = formats.answer_end(tokenizer)
         self._end = self.tokenizer.final_ids(self._end_text, first=False)
 
     def encode_record(self, record: object) -> EncodedSample:
@@ -183,13 +177,13 @@ class SampleEncoder:
         passages = []
         for passage, where in _objects(fields, "passages", may_be_empty=True):
             title = of_kind(passage.get("title", ""), str, f"{where}title")
-            passages.append(Passage(title, text_of(passage, "text", where)))
+            passages.append(formats.Passage(title, text_of(passage, "text", where)))
         (question, answer), *later = _turns(fields, "question", "answer")
         prompt = self.format.prompt(question, passages, self.hf_tokenizer)
         return Sample(prompt, answer, tuple((self._follow_up(q), a) for q, a in later))
 
     def _follow_up(self, question: str) -> tuple[Span, ...]:
-        first, *rest = follow_up(question, self.hf_tokenizer)
+        first, *rest = formats.follow_up(question, self.hf_tokenizer)
         # The end of the previous answer is among that answer's learned tokens already.
         return (Span(first.text.removeprefix(self._end_text), first.origin), *rest)
 

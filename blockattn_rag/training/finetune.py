@@ -26,6 +26,7 @@ from transformers import PrinterCallback, TrainingArguments
 from blockattn_rag.errors import DataError
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.model.loading import BUNDLED, SIDECAR, load_tokenizer
+from blockattn_rag.training import work
 from blockattn_rag.training.batches import Collator, ModeDataset
 from blockattn_rag.training.config import FinetuneConfig
 from blockattn_rag.training.data import DataReport, SampleEncoder, read_samples
@@ -33,14 +34,6 @@ from blockattn_rag.training.masks import ModelMasks
 from blockattn_rag.training.model import load_model, token_limit
 from blockattn_rag.training.report import FinetuneReport, write_card, write_plot
 from blockattn_rag.training.trainer import BlockTrainer, Watch
-from blockattn_rag.training.work import (
-    CHECKPOINTS,
-    LOG,
-    check_folders,
-    last_checkpoint,
-    replace_output,
-    work_folder,
-)
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -64,9 +57,9 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
         ValueError: settings that do not fit together, or with the interrupted run.
     """
     arguments = _arguments(config)
-    settings, process = check_folders(config), PartialState()
+    settings, process = work.check_folders(config), PartialState()
     process.wait_for_everyone()  # every process has checked before one writes
-    with work_folder(config, settings) if process.is_main_process else nullcontext():
+    with work.work_folder(config, settings) if process.is_main_process else nullcontext():
         return _run(config, arguments)
 
 
@@ -85,7 +78,7 @@ def _run(config: FinetuneConfig, arguments: TrainingArguments) -> FinetuneReport
     if "block" in config.modes:
         _check_context(train_report)
     trainer = _trainer(config, arguments, model, tokenizer, train, held)
-    checkpoint = last_checkpoint(config.work / CHECKPOINTS) if config.resume else None
+    checkpoint = work.last_checkpoint(config.work / work.CHECKPOINTS) if config.resume else None
     started = time.monotonic()
     trainer.train_from(checkpoint)
     ended = trainer.state.global_step
@@ -145,7 +138,7 @@ def _check_context(report: DataReport) -> None:
 def _arguments(config: FinetuneConfig) -> TrainingArguments:
     """The trainer's settings; ``batch_size`` is reached by accumulation."""
     arguments = TrainingArguments(
-        output_dir=str(config.work / CHECKPOINTS),
+        output_dir=str(config.work / work.CHECKPOINTS),
         per_device_train_batch_size=config.per_device_batch_size,
         per_device_eval_batch_size=config.per_device_batch_size,
         num_train_epochs=config.epochs,
@@ -229,7 +222,7 @@ def _publish(
         # An adapter names its base by path, and the bundled model's path differs by machine.
         base = {"base_model": BUNDLED} if config.model == BUNDLED else {}
         write_json(staging / SIDECAR, {**config.marker, **base})
-    write_json(staging / LOG, report.history)
+    write_json(staging / work.LOG, report.history)
     write_plot(report.history, staging / "training_curves.png")
     write_card(config, report, staging / "README.md")
-    replace_output(config, staging)
+    work.replace_output(config, staging)

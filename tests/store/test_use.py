@@ -212,7 +212,7 @@ def test_a_touch_that_comes_too_late_says_that_the_entry_is_gone(
         assert store.discard(KEY, used_ns(store))
         mark_used(descriptor, at_most_every_s)
 
-    monkeypatch.setattr("blockattn_rag.store.directory.mark_used", delete_first)
+    monkeypatch.setattr("blockattn_rag.store.files.mark_used", delete_first)
     assert not store.touch(KEY)
 
 
