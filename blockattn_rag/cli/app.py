@@ -68,12 +68,8 @@ app = typer.Typer(
     help="Block-Attention for RAG: encode passages once, reuse them in every answer.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo")(demo.demo)
-app.command("ingest")(ingest.ingest)
-app.command("remove")(remove.remove)
-app.command("ask")(ask.ask)
-app.command("check")(check.check)
-app.command("train")(train.train)
+for command in (demo.demo, ingest.ingest, remove.remove, ask.ask, check.check, train.train):
+    app.command()(command)
 app.command("eval")(evaluate.evaluate)
 app.command("plan")(plan.plan)
 app.add_typer(store.app, name="store")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from blockattn_rag import store as kv_store
+from blockattn_rag.adapters.handles import live_handles
 from blockattn_rag.cli.figures import count, size
 from blockattn_rag.cli.output import JsonOption, emit, note, progress, table, working
+from blockattn_rag.errors import StoreError
 from blockattn_rag.rag.database import MANIFEST, chroma_client, require_manifest
-
-if TYPE_CHECKING:
-    from blockattn_rag.store import DirectoryStore
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -28,8 +28,6 @@ StoreArgument = Annotated[
 def stats(store: StoreArgument, as_json: JsonOption = False) -> None:
     """How many entries there are, for which models, and how large."""
     with working(as_json):
-        from blockattn_rag.errors import StoreError
-
         opened = _open(store)
         models: dict[str, dict[str, int]] = {}
         unreadable: dict[str, str] = {}
@@ -71,9 +69,7 @@ def verify(
     deleted, and makes the exit status 1 too.
     """
     with working(as_json), progress("verifying") as tick:
-        from blockattn_rag.store import verify as verify_store
-
-        report = verify_store(_open(store), tick, delete_damaged=delete)
+        report = kv_store.verify(_open(store), tick, delete_damaged=delete)
     data = {
         "store": str(store),
         "ok": report.ok,
@@ -129,9 +125,6 @@ def gc(
     """
     grace_s = _seconds(grace)
     with working(as_json):
-        from blockattn_rag.adapters.handles import live_handles
-        from blockattn_rag.store import gc as collect
-
         opened = _open(store)
         folders = [*([store] if (store / MANIFEST).is_file() else []), *(db or [])]
         clients = [chroma_client(_chroma_of(folder)) for folder in folders]
@@ -155,7 +148,7 @@ def gc(
                 "database(s), so that every entry would be deleted; name the Chroma databases "
                 "that use this store (--db, --chroma-path, --host), or pass --force"
             )
-        report = collect(opened, live, grace_s=grace_s, dry_run=dry_run)
+        report = kv_store.gc(opened, live, grace_s=grace_s, dry_run=dry_run)
     for error in report.errors:
         note(f"note: {error}")
     data = {
@@ -193,9 +186,7 @@ def shrink(
     """
     most = _bytes(max_bytes)
     with working(as_json):
-        from blockattn_rag.store import shrink as shrink_store
-
-        report = shrink_store(_open(store), most, dry_run=dry_run)
+        report = kv_store.shrink(_open(store), most, dry_run=dry_run)
     verb = "would delete" if dry_run else "deleted"
     summary = (
         f"{verb} {count(len(report.deleted), 'entry')} ({size(report.freed_bytes)}); "
@@ -204,14 +195,12 @@ def shrink(
     emit(as_json, {**asdict(report), "store": str(store), "max_bytes": most}, summary)
 
 
-def _open(path: Path) -> DirectoryStore:
+def _open(path: Path) -> kv_store.DirectoryStore:
     """The store in a folder that exists, or in a database folder."""
     folder = path / "kv" if (path / MANIFEST).is_file() else path
     if not folder.is_dir():
         raise FileNotFoundError(f"no such KV store: {folder}")
-    from blockattn_rag.store import DirectoryStore
-
-    return DirectoryStore(folder, create=False)
+    return kv_store.DirectoryStore(folder, create=False)
 
 
 def _chroma_of(folder: Path) -> Path:

@@ -8,13 +8,10 @@ from blockattn_rag.adapters.hashed_embedding import hashed_vectors
 
 
 class HashingEmbeddings(Embeddings):
-    """Counts of hashed words and word pieces, as unit vectors. Deterministic, offline, instant.
+    """Counts of hashed words and word pieces, as unit vectors of ``dimensions`` numbers.
 
-    Finds passages that share words with the question, and nothing more; for real use take an
-    embedding model.
-
-    Args:
-        dimensions: length of the vectors.
+    Deterministic, offline, instant. Finds passages that share words with the question, and nothing
+    more; for real use take an embedding model.
     """
 
     def __init__(self, dimensions: int = 2048) -> None:

@@ -86,12 +86,8 @@ class BlockKVTransform(EngineComponent, TransformComponent):
             block_template = block_template or llm.block_template
         else:
             source = EngineSource(engine, model, tokenizer, kv_store, device_map, model_kwargs)
-        fields = {
-            **source.fields(),
-            "block_template": block_template or BLANK_LINE,
-            "show_progress": show_progress,
-            "hide_file_paths": hide_file_paths,
-        }
+        fields = {**source.fields(), "block_template": block_template or BLANK_LINE}
+        fields |= {"show_progress": show_progress, "hide_file_paths": hide_file_paths}
         super().__init__(**fields)
         self._source = source
 

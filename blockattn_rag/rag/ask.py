@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+import blockattn_rag.llama_index as adapter
 from blockattn_rag.engine.results import Mode, ReuseStats
+from blockattn_rag.rag.database import Database
 from blockattn_rag.rag.documents import SOURCE_KEY
 
 if TYPE_CHECKING:
     from llama_index.core.schema import NodeWithScore
-
-    from blockattn_rag.rag.database import Database
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +82,19 @@ class Assistant:
         self, question: str, *, mode: Mode = "block", on_text: Callable[[str], None] | None = None
     ) -> Answer:
         """Answer a question; ``on_text`` gets the answer piece by piece."""
-        from blockattn_rag.llama_index import (
-            BlockAttentionLLM,
-            block_query_engine,
-            encode_prompt_head,
-        )
-
-        llm = BlockAttentionLLM(
+        llm = adapter.BlockAttentionLLM(
             engine=self._database.engine,
             block_template=self._database.template,
             mode=mode,
             max_new_tokens=self._max_new_tokens,
         )
         if mode == "block" and not self._has_head:
-            encode_prompt_head(llm)  # `store gc` may have deleted it: no passage refers to it
+            # `store gc` may have deleted the head: no passage refers to it.
+            adapter.encode_prompt_head(llm)
             self._has_head = True
-        engine = block_query_engine(self._index, llm, streaming=True, similarity_top_k=self._top_k)
+        engine = adapter.block_query_engine(
+            self._index, llm, streaming=True, similarity_top_k=self._top_k
+        )
         with _finished_calls() as calls:
             response: Any = engine.query(question)
             pieces = []

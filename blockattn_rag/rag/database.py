@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import blockattn_rag.llama_index as adapter
 from blockattn_rag.errors import DatabaseError
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.prompts.blocks import BlockTemplate
@@ -124,9 +125,8 @@ class Database:
                 "%s was encoded by %s in another state (weights, dtype, tokenizer, model, or "
                 "version of this package): passages are computed when first used. "
                 "`blockattn-rag ingest` encodes them all",
-                path,
-                manifest.model,
-            )
+                path, manifest.model,
+            )  # fmt: skip
         return cls(path, manifest, engine)
 
     @property
@@ -182,9 +182,7 @@ def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
 def embedding_model(name: str) -> BaseEmbedding:
     """``hashing`` (offline, no weights) or the name of a HuggingFace embedding."""
     if name == HASHING:
-        from blockattn_rag.llama_index import HashingEmbedding
-
-        return HashingEmbedding()
+        return adapter.HashingEmbedding()
     try:
         from llama_index.embeddings.huggingface import (  # type: ignore[import-not-found,unused-ignore]
             HuggingFaceEmbedding,

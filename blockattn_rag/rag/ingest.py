@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import blockattn_rag.llama_index as adapter
+from blockattn_rag.prompts.blocks import handle_of
+from blockattn_rag.rag.database import Database
 from blockattn_rag.rag.documents import SOURCE_KEY
 from blockattn_rag.rag.sources import delete_passages, ids_of
 
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection
     from llama_index.core.base.embeddings.base import BaseEmbedding
     from llama_index.core.schema import BaseNode, Document
-
-    from blockattn_rag.rag.database import Database
 
 _ADD_BATCH = 512
 """Passages embedded at once: bounds what an interruption loses."""
@@ -56,11 +56,9 @@ def ingest_documents(database: Database, documents: Sequence[Document]) -> Inges
     from llama_index.core.node_parser import SentenceSplitter
 
     from blockattn_rag.engine.ingest import EncodeStats
-    from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform, encode_prompt_head
 
     # Loaded before the clock starts: imports are no work of the ingestion.
     collection, embedding = database.collection, database.embedding
-    started = time.perf_counter()
     tokenizer, size = database.engine.model.tokenizer, database.manifest.chunk_size
     splitter = SentenceSplitter(
         chunk_size=size,
@@ -68,15 +66,15 @@ def ingest_documents(database: Database, documents: Sequence[Document]) -> Inges
         tokenizer=lambda text: tokenizer.final_ids(text, first=False),
         include_prev_next_rel=False,
     )
-    encoder = BlockKVTransform(
-        engine=database.engine, block_template=database.template, show_progress=True
-    )
+    llm = adapter.BlockAttentionLLM(engine=database.engine, block_template=database.template)
+    encoder = adapter.BlockKVTransform(llm=llm, show_progress=True)
+    started = time.perf_counter()
     split = IngestionPipeline(transformations=[splitter], disable_cache=True)
     passages = with_stable_ids(split.run(documents=list(documents)))
     encode = IngestionPipeline(transformations=[encoder], disable_cache=True)
     passages = list(encode.run(nodes=passages))
     stats = encoder.stats or EncodeStats()
-    encode_prompt_head(BlockAttentionLLM(engine=database.engine, block_template=database.template))
+    adapter.encode_prompt_head(llm)
     added, removed = _synchronise(database.client, collection, embedding, passages)
     return IngestReport(
         documents=len(documents),
@@ -98,16 +96,11 @@ def with_stable_ids(nodes: Sequence[BaseNode]) -> list[BaseNode]:
 
     Chroma ignores a passage whose id it has, so the id must change with the text.
     """
-    from blockattn_rag.llama_index import canonical_text
-
     seen: Counter[str] = Counter()
     for node in nodes:
         source = str(node.metadata[SOURCE_KEY])
-        text = canonical_text(node)
-        name = hashlib.sha256(
-            f"{len(source)}:{source}{text}".encode("utf-8", "surrogatepass")
-        ).hexdigest()
-        node.node_id = f"{name[:32]}-{seen[name]}"
+        name = handle_of(f"{len(source)}:{source}{adapter.canonical_text(node)}")
+        node.node_id = f"{name}-{seen[name]}"
         seen[name] += 1
     return list(nodes)
 
@@ -121,14 +114,12 @@ def _synchronise(
     """Make Chroma hold exactly these passages of their sources; (added, removed)."""
     from llama_index.vector_stores.chroma import ChromaVectorStore
 
-    from blockattn_rag.llama_index import add_nodes
-
     sources = sorted({str(node.metadata[SOURCE_KEY]) for node in passages})
     existing = set(ids_of(collection, sources))
     new = [node for node in passages if node.node_id not in existing]
     vectors = ChromaVectorStore(chroma_collection=collection)
     for start in range(0, len(new), _ADD_BATCH):
-        add_nodes(vectors, embedding(new[start : start + _ADD_BATCH]), client)
+        adapter.add_nodes(vectors, embedding(new[start : start + _ADD_BATCH]), client)
     stale = sorted(existing - {node.node_id for node in passages})
     delete_passages(collection, stale)
     return len(new), len(stale)
