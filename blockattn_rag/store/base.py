@@ -48,7 +48,6 @@ class KVStore(Protocol):
         Raises:
             StoreError: there is an entry and it cannot be used; the message says why.
         """
-        ...
 
     def put(self, key: str, kv: BlockKV) -> None:
         """Store an entry, whole or not at all; an older one under this key is replaced.
@@ -57,13 +56,11 @@ class KVStore(Protocol):
             ValueError: ``key`` is not the ``store_key`` of ``kv``, or ``kv`` is no block's KV.
             StoreError: it cannot be written; the message says where and why.
         """
-        ...
 
     def __contains__(self, key: object) -> bool: ...
 
     def delete(self, key: str) -> bool:
         """Remove an entry; True if there was one."""
-        ...
 
     def keys(self) -> Iterator[str]: ...
 
@@ -78,7 +75,6 @@ class TouchableStore(KVStore, Protocol):
         """Mark an entry as used now. True if there is one that looks sound, without reading all
         of it; one that does not look sound counts as absent, so that it is computed anew.
         """
-        ...
 
 
 @runtime_checkable
@@ -87,7 +83,6 @@ class ResidentStore(KVStore, Protocol):
 
     def keep(self, key: str, kv: BlockKV) -> None:
         """Hold an entry in memory and nowhere else, if it is not there yet."""
-        ...
 
 
 def touch(store: KVStore, key: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,14 +45,16 @@ def is_finite(kv: BlockKV) -> bool:
     return all(all_finite(states) for states in (*kv.keys, *kv.values))
 
 
-class _Shaped(Protocol):
-    """A tensor, or what a header says of one."""
+class TensorSpec(NamedTuple):
+    """What an entry's header says of a tensor. ``start`` and ``stop``: bytes after the header."""
 
-    @property
-    def dtype(self) -> torch.dtype: ...
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+
+_Shaped = Tensor | TensorSpec
 
 
 def check_states(ids: _Shaped, keys: Sequence[_Shaped], values: Sequence[_Shaped]) -> None:

@@ -43,15 +43,6 @@ class FormatError(ValueError):
     """The bytes are not a whole, undamaged entry of this format version; says why."""
 
 
-class TensorSpec(NamedTuple):
-    """Where one tensor lies. ``start`` and ``stop`` count bytes from the end of the header."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
 class Header(NamedTuple):
     """What an entry says about itself; that of a block's KV, whole and without gaps.
 
@@ -61,7 +52,7 @@ class Header(NamedTuple):
     fingerprint: str
     digest: str
     handle: str
-    tensors: dict[str, TensorSpec]
+    tensors: dict[str, checks.TensorSpec]
     data_start: int
 
     @property
@@ -217,12 +208,12 @@ def _parse_header(head: bytes, size: int) -> Header:
     return header
 
 
-def _spec(field: dict[str, Any]) -> TensorSpec:
+def _spec(field: dict[str, Any]) -> checks.TensorSpec:
     dtype, shape = checks.DTYPES[field["dtype"]], tuple(_whole(n) for n in field["shape"])
     start, stop = (_whole(n) for n in field["data_offsets"])
     if stop - start != math.prod(shape) * dtype.itemsize or start == stop:
         raise ValueError(f"{dtype} {list(shape)} does not take bytes {start} to {stop}")
-    return TensorSpec(dtype, shape, start, stop)
+    return checks.TensorSpec(dtype, shape, start, stop)
 
 
 def _whole(number: object) -> int:
@@ -231,7 +222,7 @@ def _whole(number: object) -> int:
     return number
 
 
-def _check_tensors(tensors: dict[str, TensorSpec]) -> None:
+def _check_tensors(tensors: dict[str, checks.TensorSpec]) -> None:
     """The tensors of one block's KV and no others, one after the other without gaps."""
     end = 0
     for name, spec in sorted(tensors.items(), key=lambda item: item[1].start):
@@ -245,7 +236,7 @@ def _check_tensors(tensors: dict[str, TensorSpec]) -> None:
     checks.check_states(tensors["token_ids"], layers["keys"], layers["values"])
 
 
-def _layer_specs(tensors: dict[str, TensorSpec], name: str) -> Sequence[TensorSpec]:
+def _layer_specs(tensors: dict[str, checks.TensorSpec], name: str) -> Sequence[checks.TensorSpec]:
     """What the header says of each layer. Layers that are stacked all get the first one's place."""
     if name not in tensors:
         return _unstacked(tensors, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +14,14 @@ from torch.utils.data import Dataset, Sampler
 
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.context import Positions
-from blockattn_rag.training.data import IGNORED
+from blockattn_rag.training.data import IGNORED, EncodedSample
 from blockattn_rag.training.masks import TokenLayout, row_layout
 
 
-class Item(NamedTuple):
-    """One sample in one mode; lists of Python integers as in ``EncodedSample``."""
+@dataclass(frozen=True, slots=True)
+class Item(EncodedSample):
+    """One sample in one mode. ``context_weight``: in the loss, of tokens not in an answer."""
 
-    input_ids: list[int]
-    labels: list[int]
-    block_lengths: list[int]
     context_weight: float
 
 

@@ -122,10 +122,9 @@ def _data_cells(files: Sequence[str | Path], read: DataReport) -> str:
 def _loss_table(report: FinetuneReport) -> str:
     if not report.eval_losses:
         return "No evaluation data were given."
-    rows = ["| mode | before | after |", "|---|---:|---:|"]
-    for mode, (before, after) in report.eval_losses.items():
-        rows.append(f"| {mode} | {before:.4f} | {after:.4f} |")
-    return "\n".join(rows)
+    losses = report.eval_losses.items()
+    rows = (f"| {mode} | {before:.4f} | {after:.4f} |" for mode, (before, after) in losses)
+    return "\n".join(("| mode | before | after |", "|---|---:|---:|", *rows))
 
 
 def write_plot(history: list[dict[str, float]], path: Path) -> None:

@@ -124,9 +124,8 @@ class BlockTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int] | None:
         if self._lengths is None:
             return super()._get_train_sampler(train_dataset)
-        arguments = self.args
-        step = arguments.train_batch_size * arguments.gradient_accumulation_steps
-        return LengthGroupedSampler(self._lengths, step * arguments.world_size, arguments.seed)
+        size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        return LengthGroupedSampler(self._lengths, size * self.args.world_size, self.args.seed)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Mean loss of the answers' tokens for each evaluation set, as ``eval_<name>_loss``."""
