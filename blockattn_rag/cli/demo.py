@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -34,13 +34,8 @@ def demo(
     """
     with working(as_json):
         note("Reading the bundled encyclopedia into Chroma, computing keys and values ...")
-        report = run_demo(
-            db,
-            model=model,
-            mode=mode,
-            on_ingested=None if as_json else _show_ingested,
-            on_question=None if as_json else _show_question,
-        )
+        show: dict[str, Any] = {"on_ingested": _show_ingested, "on_question": _show_question}
+        report = run_demo(db, model=model, mode=mode, **({} if as_json else show))
     emit(as_json, report.to_dict(), *_summary(report))
 
 

@@ -91,15 +91,8 @@ def plan(
             transfer_bytes_per_s=transfer * 1e9,
             disk_bytes_per_s=disk_speed * 1e9,
         )
-        found = make_plan(
-            config,
-            kind,
-            machine,
-            passages=passages,
-            passage_tokens=tokens,
-            top_k=top_k,
-            question_tokens=question_tokens,
-        )
+        counts = {"passages": passages, "passage_tokens": tokens, "top_k": top_k}
+        found = make_plan(config, kind, machine, **counts, question_tokens=question_tokens)
     settings = {"model": model, "dtype": str(kind).removeprefix("torch."), "passages": passages}
     emit(as_json, {**settings, **found.to_dict()}, *_shown(settings, found, machine))
 

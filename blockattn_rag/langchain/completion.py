@@ -43,8 +43,7 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        parses = {"parse_special_tokens": self.parse_special_tokens}
-        return {**super()._identifying_params, **parses}
+        return super()._identifying_params | {"parse_special_tokens": self.parse_special_tokens}
 
     def to_prompt(self, prompt: str) -> BlockPrompt:
         """The blocks that a prompt becomes."""

@@ -132,9 +132,8 @@ def _text_of_part(part: str | dict[str, Any], message: BaseMessage) -> str:
 
 def answer_chunk(piece: GenerationChunk, model_name: str | None) -> ChatGenerationChunk:
     """A piece of a stream. The last one carries all figures, so that the pieces sum up."""
-    if piece.generation is None:
+    if (whole := piece.generation) is None:
         return ChatGenerationChunk(message=AIMessageChunk(content=piece.text))
-    whole = piece.generation
     message = AIMessageChunk(
         content=piece.text,
         usage_metadata=usage_of(whole.stats),

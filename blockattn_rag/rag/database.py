@@ -13,7 +13,7 @@ import json
 import logging
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import blockattn_rag.llama_index as adapter
 from blockattn_rag.errors import DatabaseError
@@ -199,6 +199,6 @@ def embedding_model(name: str) -> BaseEmbedding:
 def _load_engine(path: Path, model: str, device: str, dtype: str) -> BlockAttentionEngine:
     from blockattn_rag.engine.engine import BlockAttentionEngine
 
-    options: dict[str, Any] = {"device": device, "dtype": dtype}
+    store = path / "kv"
     with loading(model):
-        return BlockAttentionEngine.from_pretrained(model, store=path / "kv", **options)
+        return BlockAttentionEngine.from_pretrained(model, store=store, device=device, dtype=dtype)

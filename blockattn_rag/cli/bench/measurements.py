@@ -96,12 +96,8 @@ def batch(
 ) -> None:
     """Time to the first tokens of a batch of unrelated requests, by batch size."""
     counts = numbers(batch_sizes, "--batch-sizes")
-    settings: dict[str, Any] = {
-        "repeats": repeats,
-        "length": length,
-        "block_tokens": block_tokens,
-        "question_tokens": question_tokens,
-    }
+    sizes = {"length": length, "block_tokens": block_tokens, "question_tokens": question_tokens}
+    settings: dict[str, Any] = {"repeats": repeats, **sizes}
     with working(bench.as_json), progress("measuring") as tick:
         from blockattn_rag.evaluation.efficiency import measure_batch
 
