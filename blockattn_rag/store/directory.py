@@ -90,15 +90,14 @@ class DirectoryStore:
     ) -> None:
         self.path = Path(path)
         self.fsync = fsync
-        self._objects = self.path / _OBJECTS
+        self._mark, self._objects = self.path / _MARK, self.path / _OBJECTS
         self.max_bytes = max_bytes
         self._bound = None if max_bytes is None else SizeBound(max_bytes)
         try:
             with files.explained("open a store at", self.path):
-                mark = self.path / _MARK
-                if not mark.exists():
+                if not self._mark.exists():
                     self._make(create)
-                _check_mark(mark)
+                _check_mark(self._mark)
         except ValueError as error:  # a path with a NUL, or with half a surrogate pair
             raise StoreError(f"no folder can have the name {str(path)!r}: {error}") from error
 
@@ -168,7 +167,11 @@ class DirectoryStore:
     def delete(self, key: str) -> bool:
         path = self.entry_path(key)
         with files.explained("delete", path):
-            return files.remove(path)
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                return False
+        return True
 
     def discard(self, key: str, used_ns: int) -> bool:
         """Delete an entry unless it was used or replaced since ``used_ns``; True if deleted."""
@@ -245,7 +248,7 @@ class DirectoryStore:
         return kv
 
     def _write(self, path: Path, buffers: list[memoryview]) -> None:
-        if not (self.path / _MARK).exists():  # the folder was deleted since it was opened
+        if not self._mark.exists():  # the folder was deleted since it was opened
             self._make(create=True)
         if not path.parent.exists():
             files.make_folder(self._objects)
@@ -262,7 +265,7 @@ class DirectoryStore:
         nbytes = sum(buffer.nbytes for buffer in buffers)
         with bound.lock:
             if nbytes > bound.max_bytes:
-                files.remove(path)
+                path.unlink(missing_ok=True)
                 bound.refused += 1
                 if bound.refused == 1:
                     warn_of_refused(self, nbytes)
@@ -276,19 +279,18 @@ class DirectoryStore:
         One that holds nothing but entries is a store whose mark was deleted, for example while
         others wrote to it. Each entry tells its format version itself.
         """
-        mark = self.path / _MARK
         if not create:
             raise StoreError(f"there is no store at {self.path}: it has no {_MARK}")
         files.make_folder(self.path, parents=True)
         foreign = list(self._foreign())
-        if mark.exists():
+        if self._mark.exists():
             return
         if foreign:
             raise StoreError(
                 f"{self.path} is not a store: it has no {_MARK}, and holds {foreign[0]!r}; "
                 "choose an empty or new directory"
             )
-        with replacing(mark, mode=files.FILE_MODE, fsync=self.fsync) as file:
+        with replacing(self._mark, mode=files.FILE_MODE, fsync=self.fsync) as file:
             file.write(json.dumps(_MARKED).encode() + b"\n")
 
     def _foreign(self) -> Iterator[str]:

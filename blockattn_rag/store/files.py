@@ -129,15 +129,6 @@ def mark_used(descriptor: int, at_most_every_s: float = 0.0) -> None:
             raise
 
 
-def remove(path: Path) -> bool:
-    """Delete a file; True if there was one."""
-    try:
-        path.unlink()
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def remove_unused(path: Path, used_ns: int) -> bool | None:
     """Delete a file unless it was used, or replaced, since its modification time was ``used_ns``.
 

@@ -75,9 +75,7 @@ _speed = partial(_setting, "Memory and speed")
 class LoraConfig:
     """Low-rank adapters instead of all weights (needs peft).
 
-    Args:
-        rank, alpha, dropout: of the adapters.
-        target_modules: names of the layers, or ``"all-linear"``.
+    ``target_modules``: names of the layers that get adapters, or ``"all-linear"``.
     """
 
     rank: int = _optimizer(16, "Of the adapters; 16.", _COUNT)

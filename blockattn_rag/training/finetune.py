@@ -77,7 +77,8 @@ def _run(config: FinetuneConfig, arguments: TrainingArguments) -> FinetuneReport
         held, eval_report = _encoded(config.eval_data, "eval", encoder, config)
     if "block" in config.modes:
         _check_context(train_report)
-    trainer = _trainer(config, arguments, model, tokenizer, train, held)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    trainer = _trainer(config, arguments, model, pad or 0, train, held)
     checkpoint = work.last_checkpoint(config.work / work.CHECKPOINTS) if config.resume else None
     started = time.monotonic()
     trainer.train_from(checkpoint)
@@ -167,20 +168,14 @@ def _arguments(config: FinetuneConfig) -> TrainingArguments:
 
 
 def _trainer(
-    config: FinetuneConfig,
-    arguments: TrainingArguments,
-    model: Any,
-    tokenizer: Any,
-    train: Any,
-    held: Any,
+    config: FinetuneConfig, args: TrainingArguments, model: Any, pad: int, train: Any, held: Any
 ) -> BlockTrainer:
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     lengths = [sum(blocks) for blocks in train["block_lengths"] for _ in config.modes]
     trainer = BlockTrainer(
         model=model,
-        args=arguments,
+        args=args,
         train_dataset=ModeDataset(train, config.modes, config.context_loss_weight),
-        data_collator=Collator(pad or 0, config.positions, config.packing),
+        data_collator=Collator(pad, config.positions, config.packing),
         callbacks=[Watch()],
         masks=ModelMasks(model.config, model.config._attn_implementation),
         lengths=lengths if config.group_by_length else None,

@@ -89,8 +89,7 @@ def block_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
     Args:
         window: sliding window of the layer, in tokens, the token itself included.
     """
-    rows, length = layout.sample.shape
-    row, token = (torch.arange(n, device=layout.sample.device) for n in (rows, length))
+    row, token = (torch.arange(n, device=layout.sample.device) for n in layout.sample.shape)
     row = row[:, None, None]
     return mask_function(layout, window=window)(row, row, token[:, None], token)[:, None]
 

@@ -86,9 +86,7 @@ def token_limit(config: FinetuneConfig, model: Any) -> int | None:
     Raises:
         ValueError: ``config.max_tokens`` is more than the model holds.
     """
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if config.max_tokens is None:
-        return limit
-    if limit is not None and config.max_tokens > limit:
-        raise ValueError(f"max_tokens is {config.max_tokens}, but the model holds {limit} tokens")
-    return config.max_tokens
+    wanted, limit = config.max_tokens, getattr(model.config, "max_position_embeddings", None)
+    if wanted is not None and limit is not None and wanted > limit:
+        raise ValueError(f"max_tokens is {wanted}, but the model holds {limit} tokens")
+    return limit if wanted is None else wanted
