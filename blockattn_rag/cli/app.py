@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from blockattn_rag import __version__
 from blockattn_rag.cli import ask, bench, check, demo, evaluate, ingest, plan, remove, store, train
 from blockattn_rag.cli.output import fail, note, plain
+from blockattn_rag.errors import BlockAttnError
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells report it: 128 + SIGINT."""
@@ -48,8 +49,6 @@ class _OneLineErrors(TyperGroup):
 
 
 def _message(error: Exception) -> str:
-    from blockattn_rag.errors import BlockAttnError
-
     expected = (BlockAttnError, OSError, ValueError, TypeError, ImportError)
     text = " ".join(str(error).split())
     if isinstance(error, expected) and text:

@@ -174,8 +174,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         with a ``seed`` goes one by one, so that it gives what single calls give.
         """
         at_once = _at_once(inputs, config)
-        group = self._group(len(inputs), at_once, kwargs)
-        if group is None:
+        if (group := self._group(len(inputs), at_once, kwargs)) is None:
             return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 
         def answer(one: LanguageModelInput, its: RunnableConfig) -> Any:
@@ -201,8 +200,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     ) -> list[AIMessage]:
         """``batch`` for event loops. A batch ends early when all of its calls are cancelled."""
         at_once = _at_once(inputs, config)
-        group = self._group(len(inputs), at_once, kwargs)
-        if group is None:
+        if (group := self._group(len(inputs), at_once, kwargs)) is None:
             return await super().abatch(
                 inputs, config, return_exceptions=return_exceptions, **kwargs
             )

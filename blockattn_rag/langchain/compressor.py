@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 from typing import Any, Self
 
 from langchain_core.callbacks import Callbacks
@@ -21,11 +20,8 @@ from blockattn_rag.langchain.transformer import BlockKVTransformer, DocumentProm
 
 logger = logging.getLogger("blockattn_rag")
 
-
-@cache
-def _warmer() -> ThreadPoolExecutor:
-    """One thread: the model answers one request at a time anyway."""
-    return ThreadPoolExecutor(1, thread_name_prefix="blockattn-warm")
+# One thread, because the model answers one request at a time anyway; its first task starts it.
+_WARMER = ThreadPoolExecutor(1, thread_name_prefix="blockattn-warm")
 
 
 class BlockKVCompressor(BaseDocumentCompressor):
@@ -85,7 +81,7 @@ class BlockKVCompressor(BaseDocumentCompressor):
                 stale, len(documents),
             )  # fmt: skip
         if self.warm and self._transformer is not None:
-            self._warming = _warmer().submit(_warm, self._transformer, stamped)
+            self._warming = _WARMER.submit(_warm, self._transformer, stamped)
         return stamped
 
     def wait_until_warm(self, timeout_s: float | None = None) -> EncodeStats | None:

@@ -57,8 +57,7 @@ class Manifest:
             return None
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
-            found = fields.get("version")
-            if found != VERSION:
+            if (found := fields.get("version")) != VERSION:
                 raise DatabaseError(
                     f"{path} is of version {found}, expected {VERSION}; ingest into a new folder"
                 )
@@ -155,8 +154,7 @@ class Database:
 
 def require_manifest(path: Path) -> Manifest:
     """The manifest of a folder that must be a database."""
-    manifest = Manifest.read(path)
-    if manifest is None:
+    if (manifest := Manifest.read(path)) is None:
         raise DatabaseError(
             f"{path} is no database (no {MANIFEST} there); make one with `blockattn-rag ingest "
             f"PATH --db {path}`"

@@ -35,8 +35,7 @@ def loading(model: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        cause = _hub_error(error)
-        if cause is None:
+        if (cause := _hub_error(error)) is None:
             raise
         why = str(error).partition("\n")[0].rstrip(".")
         names = {kind.__name__ for kind in type(cause).__mro__}

@@ -29,8 +29,7 @@ def all_sources(collection: Collection) -> list[str]:
 def orphaned_sources(collection: Collection, unread: Container[str]) -> list[str]:
     """Files that are gone, or were left out when they were read last (``unread``), though their
     passages are still there."""
-    names = all_sources(collection)
-    return [name for name in names if name in unread or _is_gone(Path(name))]
+    return [name for name in all_sources(collection) if name in unread or _is_gone(Path(name))]
 
 
 def _is_gone(path: Path) -> bool:
