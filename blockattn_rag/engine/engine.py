@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -275,7 +276,8 @@ class BlockAttentionEngine:
             def make_prompt() -> BlockPrompt:
                 return ready
 
-        return PendingRequest(make_prompt, parsed, self.answer_batch, **scheduling)
+        can_share = partial(self.model.batches_exactly, parsed.sampling)
+        return PendingRequest(make_prompt, parsed, self.answer_batch, can_share, **scheduling)
 
     def _checked(self, prompt: Prompt, mode: Mode) -> BlockPrompt:
         made = prompt if isinstance(prompt, BlockPrompt) else BlockPrompt.from_texts(prompt)

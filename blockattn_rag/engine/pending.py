@@ -30,7 +30,7 @@ class Group:
     one (its answer was in a cache, say).
 
     Args:
-        options: requests with other options are no part of the group.
+        options: requests with other options are no part of the group; the model is one of them.
         calls: how many calls there will be in all.
         at_once: how many of them run side by side.
     """
@@ -51,11 +51,20 @@ class Group:
         try:
             yield
         finally:
-            self._current.reset(token)
             with self._lock:
                 self._remaining -= 1
-            if self.on_change is not None:
-                self.on_change()
+            self._tell()
+            self._current.reset(token)
+
+    def dissolve(self) -> None:
+        """Wait for no more calls, because some will never begin."""
+        with self._lock:
+            self._remaining = 0
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
     @classmethod
     def of_this_call(cls, options: object) -> Group | None:
@@ -72,6 +81,7 @@ class Pending(Generic[T]):
     """A piece of work that waits for the model, and the future of its result."""
 
     group: Group | None = None
+    loop: asyncio.AbstractEventLoop | None = None  # of the caller, if it is a task
     max_batch = 1
 
     def __init__(self) -> None:
@@ -84,7 +94,7 @@ class Pending(Generic[T]):
     @property
     def left(self) -> bool:
         """Whether the caller no longer waits for the result."""
-        return self._left.is_set()
+        return self._left.is_set() or (self.loop is not None and self.loop.is_closed())
 
     def leave(self) -> None:
         """Wait no longer: work that has not begun is dropped, an answer ends at its next token."""
@@ -107,6 +117,7 @@ class Pending(Generic[T]):
 
     async def wait(self) -> T:
         """``result`` for a task of an event loop; a task that is cancelled leaves the work."""
+        self.loop = asyncio.get_running_loop()
         try:
             return await asyncio.wrap_future(self.answer)
         finally:
@@ -160,6 +171,8 @@ class PendingRequest(Pending[Generation]):
             caller may be an event loop.
         options: how to answer.
         answer_batch: answers requests with equal options; the engine's.
+        can_share: whether these options give in a batch what they give alone; asked when another
+            such request waits.
         max_batch: size of the largest batch that the request may be part of.
         group: the requests to answer this one together with.
     """
@@ -169,6 +182,7 @@ class PendingRequest(Pending[Generation]):
         make_prompt: Callable[[], BlockPrompt],
         options: GenerateOptions,
         answer_batch: Callable[[Sequence[PendingRequest]], None],
+        can_share: Callable[[], bool],
         *,
         max_batch: int = MAX_BATCH,
         group: Group | None = None,
@@ -180,6 +194,7 @@ class PendingRequest(Pending[Generation]):
         self.on_text: Callable[[str], object] | None = None
         self._make_prompt = make_prompt
         self._answer_batch = answer_batch
+        self._can_share = can_share
 
     def prompt(self) -> BlockPrompt:
         """The prompt, made with the caller's context variables."""
@@ -196,6 +211,7 @@ class PendingRequest(Pending[Generation]):
             and self._answer_batch == first._answer_batch
             and self.max_batch == first.max_batch
             and self.options == first.options
+            and self._can_share()
         )
 
     def serve(self, batch: Sequence[Pending[Any]]) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from blockattn_rag.engine.detokenizer import Detokenizer
@@ -38,7 +41,7 @@ class _Answer:
         self.prepared = prepared
         self.clock = Clock(request.started)
         self._detokenizer = Detokenizer(model.tokenizer.tokenizer, stop)
-        self._end_ids = model.end_token_ids
+        self._end_ids = model.end_ids(request.options.sampling)
         self._ids: list[int] = []
 
     @property
@@ -52,12 +55,13 @@ class _Answer:
         self._ids.append(token)
         self.request.emit(self._detokenizer.push(token))
 
-    def push_batched(self, token: int, end_ids: set[int]) -> None:
-        """The same in a batch, which goes on with padding when this answer has ended."""
+    def push_batched(self, token: int | None) -> None:
+        """The same in a batch, which goes on with padding or None when this answer has ended."""
         if self.request.left or self.request.answer.done():
             return
-        self.push(token)
-        if self.stopped or token in end_ids:
+        if token is not None:
+            self.push(token)
+        if token is None or self.stopped or token in self._end_ids:
             self.complete(self._ids)
 
     def complete(self, ids: Sequence[int]) -> None:
@@ -68,10 +72,6 @@ class _Answer:
             self.push(token)
         self.request.emit(self._detokenizer.finish())
         self.request.answer.set_result(self._generation(list(ids)))
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the caller of an error."""
-        self.request.fail(error)
 
     @property
     def can_start_anew(self) -> bool:
@@ -84,6 +84,10 @@ class _Answer:
         stopped = self.stopped or ended or len(ids) < self.prepared.limit
         stats = self.clock.complete(self.prepared.stats, len(ids))
         return Generation(self._detokenizer.text, ids, "stop" if stopped else "length", stats)
+
+
+def _limit(answer: _Answer) -> int:
+    return answer.prepared.limit
 
 
 class Runner:
@@ -104,21 +108,21 @@ class Runner:
         Requests with equal options share each forward of the model where that gives the answers
         that each gets alone.
         """
-        options = requests[0].options
         answers = [answer for one in requests if (answer := self._begin(one)) is not None]
-        shares = self._model.batches_exactly(options.sampling)
-        # A batch generates as many tokens for each of its rows.
-        shares = shares and len({answer.prepared.limit for answer in answers}) == 1
-        for run in self._runs(answers) if shares else [[answer] for answer in answers]:
-            if len(run) == 1:
-                self._answer_alone(run[0])
-            else:
-                self._answer_together(run)
+        answers.sort(key=_limit)  # because a batch generates as many tokens for each of its rows
+        for _, alike in groupby(answers, key=_limit):
+            for run in self._runs(list(alike)):
+                if len(run) == 1:
+                    self._answer_alone(run[0])
+                else:
+                    self._answer_together(run)
 
     # -- preparing ---------------------------------------------------------------------------
 
     def _begin(self, request: PendingRequest) -> _Answer | None:
         try:
+            if request.left:  # while others were prepared
+                raise CancelledError
             prepared = self.prepare(request.prompt(), request.options)
         except BaseException as error:  # noqa: BLE001 -- raised again by the caller
             request.fail(error)
@@ -158,59 +162,62 @@ class Runner:
     # -- answering ---------------------------------------------------------------------------
 
     def _answer_alone(self, answer: _Answer) -> None:
+        try:
+            answer.complete(self._ids_alone(answer))
+        except BaseException as error:  # noqa: BLE001 -- raised again by the caller
+            traceback.clear_frames(error.__traceback__)  # which hold the cache
+            answer.request.fail(error)
+
+    def _ids_alone(self, answer: _Answer) -> list[int]:
         request, prepared = answer.request, answer.prepared
         sampling = request.options.sampling
-        try:
-            with self._model.running(sampling):
-                ids: list[int] = []
-                if not request.left:  # while others had the model
-                    cache = self._cache([answer])
-                    ids = self._model.generate(
-                        prepared.context_ids,
-                        prepared.final_ids,
-                        sampling,
-                        cache=cache,
-                        on_token=answer.push,
-                        is_cancelled=lambda: answer.stopped or request.left,
-                    )
-            answer.complete(ids)
-        except BaseException as error:  # noqa: BLE001 -- raised again by the caller
-            answer.fail(error)
+        with self._model.running(sampling):
+            if request.left:  # while others had the model
+                raise CancelledError
+            return self._model.generate(
+                prepared.context_ids,
+                prepared.final_ids,
+                sampling,
+                cache=self._cache([answer]),
+                on_token=answer.push,
+                is_cancelled=lambda: answer.stopped or request.left,
+            )
 
     def _answer_together(self, answers: Sequence[_Answer]) -> None:
         """Answer several requests in one forward for each token. A batch fails as a whole; then
         each request gets its own answer or its own error."""
         try:
             self._run_batch(answers)
+            return
         except BaseException as error:  # noqa: BLE001 -- raised again by the callers
-            for answer in answers:
-                if answer.can_start_anew:
-                    self._answer_alone(_Answer(answer.request, answer.prepared, self._model))
-                else:
-                    answer.fail(error)
+            failure = error
+            traceback.clear_frames(error.__traceback__)  # which hold the cache
+        for answer in answers:
+            if answer.can_start_anew:
+                self._answer_alone(_Answer(answer.request, answer.prepared, self._model))
+            else:
+                answer.request.fail(failure)
 
     def _run_batch(self, answers: Sequence[_Answer]) -> None:
         sampling = answers[0].request.options.sampling
-        end_ids = self._model.end_ids(sampling)
 
         def nobody_waits() -> bool:
             return all(one.request.left or one.request.answer.done() for one in answers)
 
-        def on_tokens(tokens: Sequence[int]) -> None:
+        def on_tokens(tokens: Sequence[int | None]) -> None:
             for answer, token in zip(answers, tokens, strict=True):
-                answer.push_batched(token, end_ids)
+                answer.push_batched(token)
 
         with self._model.running(sampling):
-            rows: Sequence[list[int]] = [[] for _ in answers]
-            if not nobody_waits():  # while others had the model
-                cache = self._cache(answers)
-                rows = self._model.generate_batch(
-                    [(one.prepared.context_ids, one.prepared.final_ids) for one in answers],
-                    sampling,
-                    cache=cache,
-                    on_tokens=on_tokens,
-                    is_cancelled=nobody_waits,
-                )
+            if nobody_waits():  # since others had the model
+                raise CancelledError
+            rows = self._model.generate_batch(
+                [(one.prepared.context_ids, one.prepared.final_ids) for one in answers],
+                sampling,
+                cache=self._cache(answers),
+                on_tokens=on_tokens,
+                is_cancelled=nobody_waits,
+            )
         for answer, ids in zip(answers, rows, strict=True):
             answer.complete(ids)
 

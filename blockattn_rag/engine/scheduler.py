@@ -8,6 +8,7 @@ answered in one batch; none of them waits for others to come, unless they were a
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 from collections import Counter
@@ -98,12 +99,14 @@ class Scheduler:
 
     async def astream(self, request: PendingRequest) -> AsyncGenerator[GenerationChunk, None]:
         """``stream`` for a task of an event loop."""
-        loop = asyncio.get_running_loop()
+        loop = request.loop = asyncio.get_running_loop()
         texts: asyncio.Queue[str | None] = asyncio.Queue()
 
         def put(text: str | None) -> None:
-            if not loop.is_closed():  # as it is after `asyncio.run`, when nobody reads any more
+            try:
                 loop.call_soon_threadsafe(texts.put_nowait, text)
+            except RuntimeError:  # the loop is closed: nobody reads any more
+                request.leave()
 
         request.on_text = put
         request.answer.add_done_callback(lambda _: put(None))
@@ -120,8 +123,7 @@ class Scheduler:
     def _start(self) -> None:
         if self._has_ended:
             raise RuntimeError("the interpreter is ending: no answer can be computed any more")
-        # After a fork the thread is there in name only.
-        if self._thread is None or not self._thread.is_alive():
+        if self._thread is None:
             self._thread = start_thread(self._work, "blockattn-model", self._end)
 
     def _work(self) -> None:
@@ -148,11 +150,12 @@ class Scheduler:
         """The first work that is ready, and all that can share a batch with it."""
         self._waiting = [one for one in self._waiting if not one.left]
         waiting = Counter(one.group for one in self._waiting)
-        ready = [
-            one
-            for one in self._waiting
-            if one.group is None or one.group.is_complete(waiting[one.group])
-        ]
+        for one in self._waiting:
+            if one.group is not None and one.group.is_complete(waiting[one.group]):
+                one.group = (
+                    None  # it waits for nobody any more, be it answered in this batch or not
+                )
+        ready = [one for one in self._waiting if one.group is None]
         if not ready:
             return []
         first, *others = ready
@@ -191,3 +194,13 @@ def scheduler_of(lock: ModelLock) -> Scheduler:
         if lock not in _schedulers:
             _schedulers[lock] = Scheduler()
         return _schedulers[lock]
+
+
+def _reset_in_child() -> None:
+    """A forked process has none of its parent's threads, and answers none of its callers."""
+    for scheduler in list(_schedulers.values()):
+        scheduler.__init__()  # type: ignore[misc]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_in_child)

@@ -131,7 +131,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         **kwargs: Any,
     ) -> ChatResult:
         options = self.engine_options(stop, kwargs)
-        group = Group.of_this_call(options)
+        group = Group.of_this_call((self.source, options))
         pending = self.engine.submit(self._noted(messages), group=group, **options)
         return self._result(pending.result())
 
@@ -143,7 +143,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         **kwargs: Any,
     ) -> ChatResult:
         options = self.engine_options(stop, kwargs)
-        group = Group.of_this_call(options)
+        group = Group.of_this_call((self.source, options))
         make_prompt = partial(self._noted, messages)
         return self._result(await self.source.agenerate(make_prompt, options, group))
 
@@ -188,7 +188,11 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
 
         configs = get_config_list(config, len(inputs))
         with get_executor_for_config({"max_concurrency": at_once}) as executor:
-            return list(executor.map(answer, inputs, configs))
+            try:
+                return list(executor.map(answer, inputs, configs))
+            except BaseException:
+                group.dissolve()  # because the executor waits for the calls under way alone
+                raise
 
     async def abatch(
         self,
@@ -224,7 +228,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         options = self.engine_options(call.get("stop"), own)
         if at_once < 2 or options["seed"] is not None:
             return None
-        return Group(options, calls, at_once)
+        return Group((self.source, options), calls, at_once)
 
 
 def _at_once(inputs: list[LanguageModelInput], config: Configs) -> int:

@@ -76,10 +76,13 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
         **kwargs: Any,
     ) -> LLMResult:
         options = self.engine_options(stop, kwargs)
-        answers = await asyncio.gather(
-            *(self.source.agenerate(partial(self._noted, prompt), options) for prompt in prompts)
-        )
-        return self._result(answers)
+        calls = (self.source.agenerate(partial(self._noted, one), options) for one in prompts)
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            return self._result(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:  # those beside one that failed
+                task.cancel()
 
     def _chunk(self, piece: GenerationChunk) -> LangChainChunk:
         info = metadata_of(piece.generation, self.model_name) if piece.generation else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -252,8 +252,8 @@ class BlockModel:
     def running(self, sampling: Sampling) -> Iterator[None]:
         """Keep other threads out of the model, to generate with these options."""
         draws = decoding.draws_tokens(sampling)
-        turn = turn_to_draw(alone=sampling.seed is not None) if draws else nullcontext()
-        with turn, self.lock:
+        alone = sampling.seed is not None
+        with turn_to_draw(self.lock, alone=alone) if draws else self.lock:
             yield
 
     def generate(
@@ -291,7 +291,7 @@ class BlockModel:
         sampling: Sampling,
         *,
         cache: DynamicCache | None = None,
-        on_tokens: Callable[[list[int]], object] | None = None,
+        on_tokens: Callable[[list[int | None]], object] | None = None,
         is_cancelled: Callable[[], bool] | None = None,
     ) -> list[list[int]]:
         """Generate for several (context ids, final ids) in one batch; see ``generate``.
@@ -300,7 +300,7 @@ class BlockModel:
             prompts: of unequal lengths, padded on the left of each part.
             cache: KV of the contexts, one a row, or None to compute all.
             on_tokens: called after each step with the newest token of every row (padding in rows
-                that have ended). With beams, a row is a beam.
+                that have ended, or None after a stop string). With beams, a row is a beam.
             is_cancelled: asked after each step; True ends the batch.
         """
         longest = max(len(context) + len(final) for context, final in prompts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -66,15 +67,17 @@ class _AfterEachStep(StoppingCriteria):
 class _RowLengths(StoppingCriteria):
     """Another criterion, and after how many tokens each row met it; padding follows in that row."""
 
-    def __init__(self, criterion: StoppingCriteria, prompt_width: int) -> None:
+    def __init__(
+        self, criterion: StoppingCriteria, prompt_width: int, lengths: dict[int, int]
+    ) -> None:
         self._criterion = criterion
         self._prompt_width = prompt_width
-        self.lengths: dict[int, int] = {}
+        self._lengths = lengths
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         met: Any = self._criterion(input_ids, scores, **kwargs)
         for row in met.nonzero().flatten().tolist():
-            self.lengths.setdefault(row, input_ids.shape[1] - self._prompt_width)
+            self._lengths.setdefault(row, input_ids.shape[1] - self._prompt_width)
         return met
 
 
@@ -107,7 +110,7 @@ def generate_batch(
     sampling: Sampling,
     max_new_tokens: int,
     cache: DynamicCache | None,
-    on_tokens: Callable[[list[int]], object] | None,
+    on_tokens: Callable[[list[int | None]], object] | None,
     is_cancelled: Callable[[], bool] | None,
 ) -> list[list[int]]:
     """New tokens for several (context ids, final ids), padded on the left of each part.
@@ -124,12 +127,20 @@ def generate_batch(
     final_ids, final_mask = _left_padded([f for _, f in prompts], pad)
     input_ids = torch.cat([context_ids, final_ids], dim=1).to(hf_model.device)
     mask = torch.cat([context_mask, final_mask], dim=1).to(hf_model.device)
-    arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens, is_cancelled, on_tokens)
-    lengths: dict[int, int] = {}
+    lengths: dict[int, int] = {}  # of rows that a stop string has ended
+    steps = count(1)
+
+    def hand_over(tokens: list[int]) -> None:
+        step = next(steps)
+        ended = {row for row, length in lengths.items() if length < step}
+        if on_tokens is not None:
+            on_tokens([None if row in ended else token for row, token in enumerate(tokens)])
+
+    arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens, is_cancelled, hand_over)
     if stop := arguments.pop("stop_strings", None):
-        criterion = _RowLengths(StopStringCriteria(tokenizer, stop), input_ids.shape[1])
+        criterion = _RowLengths(StopStringCriteria(tokenizer, stop), input_ids.shape[1], lengths)
+        # First, so that it knows of the step's tokens before they are handed over.
         arguments["stopping_criteria"] = [criterion, *arguments.get("stopping_criteria", [])]
-        lengths = criterion.lengths
     output = _run(hf_model, sampling, input_ids, mask, cache, arguments)
     ends = end_token_ids(hf_model, tokenizer, arguments)
     rows = output[:, input_ids.shape[1] :].tolist()
@@ -239,15 +250,19 @@ def batches_exactly(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
     """
     given = {*hf_model.generation_config.to_diff_dict(), *sampling.extra}
     seeded = sampling.seed is not None and bool(sampling.temperature or sampling.extra)
-    return given <= _BATCH_SAFE and not seeded
+    ends = sampling.extra.get("eos_token_id", ())
+    plain = isinstance(ends, (int, list, tuple))  # neither None nor a tensor of another length
+    return given <= _BATCH_SAFE and plain and not seeded
 
 
 def end_token_ids(
     hf_model: PreTrainedModel, tokenizer: Any, arguments: Mapping[str, Any] | None = None
 ) -> set[int]:
     """Tokens that end an answer, given these arguments of ``generate``."""
-    ends = (arguments or {}).get("eos_token_id", hf_model.generation_config.eos_token_id)
-    ends = tokenizer.eos_token_id if ends is None else ends
+    own = hf_model.generation_config.eos_token_id
+    own = tokenizer.eos_token_id if own is None else own
+    ends = (arguments or {}).get("eos_token_id", own)  # None, if given: an answer never ends
+    ends = ends.flatten().tolist() if isinstance(ends, Tensor) else ends
     return set() if ends is None else set(ends) if isinstance(ends, (list, tuple)) else {ends}
 
 

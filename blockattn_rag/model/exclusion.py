@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,13 @@ class ModelLock:
     def __exit__(self, *_: object) -> None:
         _this_thread.models -= 1
         self._lock.release()
+
+    def try_enter(self) -> bool:
+        """Take the lock if it is free; whether it was."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        _this_thread.models += 1
+        return True
 
 
 class _ThisThread(threading.local):
@@ -81,14 +89,22 @@ def drawing(seed: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def turn_to_draw(*, alone: bool) -> Iterator[None]:
-    """Surrounds a run that will draw, from before it has its model.
+def turn_to_draw(lock: ModelLock, *, alone: bool) -> Iterator[None]:
+    """Surrounds a run that draws: it has the model, and a turn to draw.
 
-    Who waits to draw must hold no model: another thread that is drawing may wait for that very one,
-    because its logits processor asks it.
+    A thread that waits for one of the two holds not the other, because the thread that has the
+    other may be waiting for the one.
     """
-    with _draws.entered(alone=alone):
-        yield
+    while True:
+        with _draws.entered(alone=alone):
+            if lock.try_enter():
+                try:
+                    yield
+                finally:
+                    lock.__exit__()
+                return
+        with lock:  # until the model is free
+            pass
 
 
 class _Draws:
@@ -131,3 +147,14 @@ class _Draws:
 
 
 _draws = _Draws()
+
+
+def _reset_in_child() -> None:
+    """A forked process has none of the threads that held something when it was forked."""
+    for lock in list(_locks.values()):
+        lock.__init__()  # type: ignore[misc]
+    _draws.__init__()  # type: ignore[misc]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_in_child)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -170,3 +172,18 @@ def test_two_engines_over_one_model_with_seeds_answer_as_alone(
         thread.join(LONGEST_S)
     assert found == alone
     assert len({tuple(ids) for ids in alone[0]}) > 1  # the seeds matter
+
+
+def test_whoever_holds_a_model_may_draw_while_a_seeded_request_waits_for_it(
+    engines: list[BlockAttentionEngine],
+) -> None:
+    options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 4}
+    expected = engines[1].generate(PASSAGES[:2], seed=2, **options).token_ids
+    with ThreadPoolExecutor(1) as pool, engines[0].model.lock:
+        waiting = pool.submit(engines[1].generate, PASSAGES[:2], seed=2, **options)
+        time.sleep(0.2)  # by then it waits; if not, the test passes without proving anything
+        assert engines[0].generate(PASSAGES[:2], seed=1, **options).token_ids
+        engines[0].model.lock.__exit__()
+        found = waiting.result(LONGEST_S).token_ids
+        engines[0].model.lock.__enter__()
+    assert found == expected

@@ -389,6 +389,21 @@ def test_an_answer_counts_the_time_since_its_call_came(
     assert second.result(LONGEST_S).stats.ttft_s > 0.05
 
 
+@pytest.mark.parametrize(
+    "options", [{"stop": ["<|user|>"], "pad_token_id": 65}, {"eos_token_id": None}]
+)
+def test_rows_that_end_in_their_own_way_are_as_alone(
+    engine: BlockAttentionEngine, options: dict[str, Any]
+) -> None:
+    prompts = [[f"prompt {n} {'x' * n}"] for n in range(12)]
+    alone = [engine.generate(prompt, max_new_tokens=60, **options) for prompt in prompts]
+    batch = engine.generate_batch(prompts, max_new_tokens=60, **options)
+    found, expected = (
+        [(a.text, a.token_ids, a.finish_reason) for a in answers] for answers in (batch, alone)
+    )
+    assert found == expected
+
+
 # -- streams ---------------------------------------------------------------------------------------
 
 

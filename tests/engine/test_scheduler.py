@@ -34,6 +34,7 @@ class Model:
         self.gate.set()
         self.started = threading.Event()
         self.left: list[list[bool]] = []
+        self.shares = True
 
     def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
         texts = [request.prompt().final for request in requests]
@@ -47,6 +48,9 @@ class Model:
             for letter in text:
                 request.emit(letter)
             request.answer.set_result(Generation(text, [], "stop", ReuseStats("block")))
+
+    def can_share(self) -> bool:
+        return self.shares
 
     def wait_until_started(self) -> None:
         assert self.started.wait(LONGEST_S)
@@ -70,8 +74,9 @@ def pending(
 ) -> PendingRequest:  # fmt: skip
     make_prompt = text if callable(text) else lambda: BlockPrompt((), text)
     parsed = GenerateOptions.parse(options, GenerateOptions())
-    answer_batch = model.answer_batch
-    return PendingRequest(make_prompt, parsed, answer_batch, group=group, max_batch=max_batch)
+    return PendingRequest(
+        make_prompt, parsed, model.answer_batch, model.can_share, group=group, max_batch=max_batch
+    )
 
 
 async def ask(scheduler: Scheduler, model: Model, text: Any, **options: Any) -> str:
@@ -135,6 +140,16 @@ def test_requests_with_other_options_or_of_another_engine_keep_apart(
     assert [one.result(LONGEST_S).text for one in requests] == ["a", "b", "c", "d"]
     assert model.batches == [["a", "d"], ["b"]]
     assert other.batches == [["c"]]
+
+
+def test_requests_that_cannot_share_are_answered_in_the_order_they_came(
+    scheduler: Scheduler, model: Model
+) -> None:
+    model.shares = False
+    requests = [pending(model, "a"), pending(model, "b", top_k=1), pending(model, "c")]
+    scheduler.submit(*requests)
+    assert [one.result(LONGEST_S).text for one in requests] == ["a", "b", "c"]
+    assert model.batches == [["a"], ["b"], ["c"]]
 
 
 class Incomparable:
@@ -205,6 +220,16 @@ def test_a_group_waits_for_all_its_calls_under_way(scheduler: Scheduler, model: 
     for thread in (first, second):
         thread.join(LONGEST_S)
     assert sorted(model.batches[1]) == ["a", "b"]
+
+
+def test_a_group_that_is_dissolved_waits_for_no_more_calls(
+    scheduler: Scheduler, model: Model
+) -> None:
+    group = Group(None, calls=3, at_once=3)
+    first = pending(model, "a", group=group)
+    scheduler.submit(first)
+    group.dissolve()
+    assert first.result(LONGEST_S).text == "a"
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -325,6 +350,29 @@ async def test_an_asynchronous_stream_does_the_same(scheduler: Scheduler, model:
     with pytest.raises(ValueError, match="a bad prompt"):
         async for _ in scheduler.astream(pending(model, "bad")):
             pass
+
+
+def test_a_caller_whose_event_loop_is_closed_has_left(scheduler: Scheduler, model: Model) -> None:
+    request = pending(model, "abc")
+    stream = scheduler.astream(request)
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    assert request.left
+    model.gate.clear()
+    waiting = pending(model, "def")
+    loop = asyncio.new_event_loop()
+    stream = scheduler.astream(waiting)
+    task = loop.create_task(anext(stream))
+    loop.run_until_complete(asyncio.sleep(0))
+    model.wait_until_started()
+    task.cancel()
+    loop.run_until_complete(asyncio.wait([task]))
+    loop.close()
+    model.gate.set()
+    last = pending(model, "last")
+    scheduler.submit(last)
+    assert last.result(LONGEST_S).text == "last"
 
 
 # -- threads ---------------------------------------------------------------------------------------

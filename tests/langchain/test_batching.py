@@ -131,3 +131,29 @@ def test_a_seed_gives_in_a_batch_what_it_gives_alone(chat: ChatBlockAttention) -
 def test_an_empty_batch_and_a_batch_of_one(chat: ChatBlockAttention, one_by_one: list[Any]) -> None:
     assert chat.batch([]) == []
     assert contents(chat.batch(inputs(1))) == one_by_one[:1]
+
+
+def test_a_batch_that_fails_at_its_first_input_ends_though_others_wait_for_company(
+    chat: ChatBlockAttention, one_by_one: list[Any]
+) -> None:
+    """The executor begins no more calls then, and those under way would wait for them."""
+    too_long: list[Any] = [[("human", "x" * 9000)]] * 2
+    many: list[Any] = [[("human", f"Question {n}?")] for n in range(18)]
+    with pytest.raises(ContextOverflowError):
+        chat.batch([*too_long, *many], max_tokens=1)
+    assert contents(chat.batch(inputs())) == one_by_one
+
+
+def test_a_call_may_ask_another_model_with_the_same_options(
+    chat: ChatBlockAttention, one_by_one: list[Any]
+) -> None:
+    guard = ChatBlockAttention(engine=CountingEngine(), max_tokens=4)
+
+    class Asks(BaseCallbackHandler):
+        raise_error = True
+
+        def on_chat_model_start(self, serialized: Any, messages: Any, **kwargs: Any) -> None:
+            if "Question 1" in str(messages):
+                guard.invoke("May it?")
+
+    assert contents(chat.batch(inputs(3), {"callbacks": [Asks()]})) == one_by_one[:3]
