@@ -11,7 +11,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.scheduler import scheduler_of
 from blockattn_rag.evaluation.efficiency.shapes import random_prompt
 from blockattn_rag.evaluation.efficiency.timing import OnProgress, check_sizes
 from blockattn_rag.evaluation.efficiency.ttft import PATHS
@@ -33,7 +32,7 @@ def measure_memory(
 
     What relay takes depends on ``block_tokens``: relay joins small blocks in tensors of its own,
     from the second token on (on an accelerator from the first); these tensors live until the answer
-    ends (``DECODE_TOKENS`` and ``ACCELERATOR_TOKENS`` of ``relay_plan``).
+    ends (``join_decode_tokens`` of ``attention.tuning``).
 
     Args:
         engine, lengths, block_tokens, question_tokens, on_progress: as for :func:`measure_ttft`.
@@ -46,8 +45,6 @@ def measure_memory(
     check_sizes(block_tokens=block_tokens, **{"the shortest length": min(lengths, default=0)})
     paths = ["full", "copy"] + ["relay"] * engine.model.supports_relay
     vocabulary = engine.model.config.vocab_size
-    # The profiler sees the allocations of its own thread alone, so it runs in the model's thread.
-    in_model_thread = scheduler_of(engine.model.lock).run
     rows = []
     done = 0
     for length in lengths:
@@ -56,8 +53,9 @@ def measure_memory(
         row: dict[str, Any] = {"length": length}
         for path in paths:
             work = partial(engine.generate, prompt, max_new_tokens=new_tokens, **PATHS[path])
-            peak = in_model_thread(partial(peak_bytes, work, engine.model.device))
-            row[f"{path}_peak_bytes"] = peak
+            # The profiler sees its own thread alone, and who holds a model runs it there.
+            with engine.model.lock:
+                row[f"{path}_peak_bytes"] = peak_bytes(work, engine.model.device)
             done += 1
             if on_progress:
                 on_progress(done, len(lengths) * len(paths))
