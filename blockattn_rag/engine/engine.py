@@ -192,8 +192,7 @@ class BlockAttentionEngine:
             "seed": seed,
         }
         pending = self._pending(prompt, options | generate_kwargs)
-        self._scheduler.submit(pending)
-        return pending.result()
+        return self._scheduler.submit_and_wait(pending)[0]
 
     def submit(
         self, prompt: LatePrompt, *, group: Group | None = None, **options: Any
@@ -247,12 +246,7 @@ class BlockAttentionEngine:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, found {batch_size}")
         waiting = [self._pending(prompt, options, max_batch=batch_size) for prompt in prompts]
-        self._scheduler.submit(*waiting)
-        try:
-            return [pending.result() for pending in waiting]
-        finally:
-            for pending in waiting:  # those behind one that failed, or an interrupt
-                pending.leave()
+        return self._scheduler.submit_and_wait(*waiting)
 
     def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
         """Answer requests with equal options. For the scheduler, which runs this on the model's
@@ -265,22 +259,15 @@ class BlockAttentionEngine:
         self, prompt: LatePrompt, options: Mapping[str, Any], **scheduling: Any
     ) -> PendingRequest:
         parsed = GenerateOptions.parse(options, self.defaults)
-        if callable(prompt):
-            late = prompt  # because the type checker forgets the check within functions
-
-            def make_prompt() -> BlockPrompt:
-                return self._checked(late(), parsed.mode)
-        else:
-            ready = self._checked(prompt, parsed.mode)
-
-            def make_prompt() -> BlockPrompt:
-                return ready
-
+        if not callable(prompt):  # a bad one is refused now, not when its turn comes
+            prompt = self._checked(prompt, parsed.mode)
+        make_prompt = partial(self._checked, prompt, parsed.mode)
         can_share = partial(self.model.batches_exactly, parsed.sampling)
         return PendingRequest(make_prompt, parsed, self.answer_batch, can_share, **scheduling)
 
-    def _checked(self, prompt: Prompt, mode: Mode) -> BlockPrompt:
-        made = prompt if isinstance(prompt, BlockPrompt) else BlockPrompt.from_texts(prompt)
+    def _checked(self, prompt: LatePrompt, mode: Mode) -> BlockPrompt:
+        given = prompt() if callable(prompt) else prompt
+        made = given if isinstance(given, BlockPrompt) else BlockPrompt.from_texts(given)
         if mode == "block" and made.context:
             self._warn_if_untuned()
         return made

@@ -124,6 +124,8 @@ class Runner:
             if request.left:  # while others were prepared
                 raise CancelledError
             prepared = self.prepare(request.prompt(), request.options)
+        except KeyboardInterrupt:  # which is no request's own error: it ends the whole batch
+            raise
         except BaseException as error:  # noqa: BLE001 -- raised again by the caller
             request.fail(error)
             return None
@@ -164,6 +166,8 @@ class Runner:
     def _answer_alone(self, answer: _Answer) -> None:
         try:
             answer.complete(self._ids_alone(answer))
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:  # noqa: BLE001 -- raised again by the caller
             traceback.clear_frames(error.__traceback__)  # which hold the cache
             answer.request.fail(error)
@@ -189,6 +193,8 @@ class Runner:
         try:
             self._run_batch(answers)
             return
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:  # noqa: BLE001 -- raised again by the callers
             failure = error
             traceback.clear_frames(error.__traceback__)  # which hold the cache

@@ -1,8 +1,9 @@
-"""The one thread that runs a model, and the queue before it.
+"""The queue before a model, and the one thread that works through it.
 
 Single answers, streams, batches, calls of event loops and the encoding of passages all come here,
 from every engine over the model. Requests with equal options that wait at the same time are
 answered in one batch; none of them waits for others to come, unless they were asked as a group.
+The main thread need not queue for an idle model (``Scheduler.submit_and_wait``).
 """
 
 from __future__ import annotations
@@ -78,11 +79,39 @@ class Scheduler:
             turn = self._turns.pop(loop, [])
         self.submit(*turn)
 
+    def submit_and_wait(self, *work: Pending[T]) -> list[T]:
+        """Submit work and wait for its results, in order; after an error the rest is dropped.
+
+        The main thread does the work itself if the model is idle. OpenMP keeps threads for each
+        thread that computes, and where all of them together outnumber the cores they stop
+        spinning between operations: every forward of a small model then takes a quarter longer.
+        A script loads its model and asks it in one thread.
+        """
+        try:
+            if holds_a_model() or (self._is_idle() and _in_main_thread()):
+                return self._do_here(work)
+            self.submit(*work)
+            return [one.result() for one in work]
+        finally:
+            for one in work:  # those behind one that failed, or an interrupt
+                one.leave()
+
+    def _is_idle(self) -> bool:
+        with self._changed:
+            return not (self._waiting or self._running)
+
+    def _do_here(self, work: Sequence[Pending[T]]) -> list[T]:
+        results = []
+        with counts_as_holder():
+            for one in work:
+                if not one.answer.done():
+                    self._run(_first_batch([each for each in work if not each.answer.done()]))
+                results.append(one.result())
+        return results
+
     def run(self, work: Callable[[], T]) -> T:
         """Run a function as a piece of work, and wait for what it returns."""
-        job = Job(work)
-        self.submit(job)
-        return job.result()
+        return self.submit_and_wait(Job(work))[0]
 
     def stream(self, request: PendingRequest) -> Generator[GenerationChunk, None, None]:
         """Submit a request and yield its answer as it comes; the last chunk carries the whole."""
@@ -152,14 +181,9 @@ class Scheduler:
         waiting = Counter(one.group for one in self._waiting)
         for one in self._waiting:
             if one.group is not None and one.group.is_complete(waiting[one.group]):
-                one.group = (
-                    None  # it waits for nobody any more, be it answered in this batch or not
-                )
-        ready = [one for one in self._waiting if one.group is None]
-        if not ready:
-            return []
-        first, *others = ready
-        return [first, *(one for one in others if one.joins(first))][: first.max_batch]
+                # It waits for nobody any more, be it answered in this batch or not.
+                one.group = None
+        return _first_batch([one for one in self._waiting if one.group is None])
 
     @staticmethod
     def _run(batch: Sequence[Pending[Any]]) -> None:
@@ -182,6 +206,16 @@ class Scheduler:
             for one in (*self._running, *self._waiting):
                 one.leave()
             self._changed.notify()
+
+
+def _first_batch(ready: Sequence[Pending[T]]) -> list[Pending[T]]:
+    """The first work, and all that can share a batch with it."""
+    sharing = [one for place, one in enumerate(ready) if not place or one.joins(ready[0])]
+    return sharing[: ready[0].max_batch] if ready else []
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 _schedulers: WeakKeyDictionary[ModelLock, Scheduler] = WeakKeyDictionary()
