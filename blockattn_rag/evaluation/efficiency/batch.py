@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.evaluation.efficiency.decode import check_full_length
+from blockattn_rag.evaluation.efficiency.latency import PATHS, check_full_length, paths_of
 from blockattn_rag.evaluation.efficiency.shapes import random_prompt
-from blockattn_rag.evaluation.efficiency.timing import OnProgress, Turns, check_sizes, fields
-from blockattn_rag.evaluation.efficiency.ttft import PATHS
+from blockattn_rag.evaluation.efficiency.timing import OnProgress, Turns, check_sizes
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -62,17 +61,15 @@ def measure_batch(
         engines["_from_host"] = BlockAttentionEngine(engine.model, _HostStore(sys.maxsize))
     for one in engines.values():
         _encode(one, prompts)
-    reusing = ["copy"] + ["relay"] * engine.model.supports_relay
     rows = []
     for batch in batch_sizes:
         ways = {
             path + place: partial(_first_tokens, one, prompts[:batch], path)
             for place, one in engines.items()
-            for path in reusing
+            for path in paths_of(engine)[1:]
         }
         full = {"full": partial(_first_tokens, engine, prompts[:batch], "full")}
-        spreads = turns.measure(full | ways)
-        row: dict[str, Any] = {"batch": batch, "length": length, **fields(spreads)}
+        row = {"batch": batch, "length": length, **turns.measure(full | ways)}
         row |= {f"full_over_{way}": row["full_s"] / row[f"{way}_s"] for way in ways}
         rows.append(row)
     return rows
@@ -127,10 +124,9 @@ def measure_shared(
                 way: partial(_tokens_per_s, engine, prompts[:batch], path, new_tokens, decode[way])
                 for way, path in (("unshared", "copy"), ("shared", "relay"))
             }
-            spreads = turns.measure(ways)
             row: dict[str, Any] = {"system_tokens": system, "batch": batch}
-            row |= fields(spreads, "tokens_per_s")
-            row["gain"] = spreads["shared"].median / spreads["unshared"].median
+            row |= turns.measure(ways, "tokens_per_s")
+            row["gain"] = row["shared_tokens_per_s"] / row["unshared_tokens_per_s"]
             # The first run of each warmed up.
             steps = {name: statistics.median(times[1:]) for name, times in decode.items()}
             row["decode_gain"] = steps["unshared"] / steps["shared"]

@@ -11,9 +11,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.evaluation.efficiency.latency import PATHS, paths_of
 from blockattn_rag.evaluation.efficiency.shapes import random_prompt
 from blockattn_rag.evaluation.efficiency.timing import OnProgress, check_sizes
-from blockattn_rag.evaluation.efficiency.ttft import PATHS
 
 
 def measure_memory(
@@ -43,7 +43,7 @@ def measure_memory(
         ``stored_bytes`` of the context's blocks; ``relay_over_copy``.
     """
     check_sizes(block_tokens=block_tokens, **{"the shortest length": min(lengths, default=0)})
-    paths = ["full", "copy"] + ["relay"] * engine.model.supports_relay
+    paths = paths_of(engine)
     vocabulary = engine.model.config.vocab_size
     rows = []
     done = 0

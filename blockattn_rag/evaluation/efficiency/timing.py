@@ -6,20 +6,12 @@ import platform
 import statistics
 from collections.abc import Callable, Mapping
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 OnProgress = Callable[[int, int], None]
 """Called with runs done and all runs."""
-
-
-class Spread(NamedTuple):
-    """Several repeats of one measurement."""
-
-    median: float
-    low: float
-    high: float
 
 
 class Turns:
@@ -38,8 +30,9 @@ class Turns:
         self._on_progress = on_progress
         self._done = 0
 
-    def measure(self, ways: Mapping[str, Callable[[], float]]) -> dict[str, Spread]:
-        """What each way returned, by its name; the first value, of the warm-up, left out."""
+    def measure(self, ways: Mapping[str, Callable[[], float]], unit: str = "s") -> dict[str, Any]:
+        """Median, lowest and highest of what each way returned, the warm-up left out: fields
+        ``<way>_<unit>``, ``<way>_min_<unit>`` and ``<way>_max_<unit>`` of a row."""
         found: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(self._repeats + 1):
             for name, way in ways.items():
@@ -47,17 +40,11 @@ class Turns:
                 self._done += 1
                 if self._on_progress:
                     self._on_progress(self._done, self._total * len(ways) * (self._repeats + 1))
-        counted = {name: values[1:] for name, values in found.items()}
-        return {name: Spread(statistics.median(v), min(v), max(v)) for name, v in counted.items()}
-
-
-def fields(spreads: Mapping[str, Spread], unit: str = "s") -> dict[str, float]:
-    """A row's fields: ``<way>_s``, ``<way>_min_s``, ``<way>_max_s``."""
-    row: dict[str, float] = {}
-    for name, spread in spreads.items():
-        for end, value in zip(("", "_min", "_max"), spread, strict=True):
-            row[f"{name}{end}_{unit}"] = value
-    return row
+        row = {}
+        for name, (_, *counted) in found.items():
+            for end, of in (("", statistics.median), ("_min", min), ("_max", max)):
+                row[f"{name}{end}_{unit}"] = of(counted)
+        return row
 
 
 def check_sizes(**sizes: int) -> None:
