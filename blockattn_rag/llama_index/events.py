@@ -26,10 +26,6 @@ class BlockReuseEvent(BaseEvent):
     def class_name(cls) -> str:
         return "BlockReuseEvent"
 
-    @classmethod
-    def of(cls, generation: Generation) -> BlockReuseEvent:
-        return cls(stats=generation.stats)
-
     def __getattr__(self, name: str) -> Any:
         if name in _FIGURES:
             return getattr(self.stats, name)

@@ -174,6 +174,11 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
     def _get_messages(self, prompt: BasePromptTemplate, **prompt_args: Any) -> list[ChatMessage]:
         return super()._get_messages(prompt, **_with_whole_passages(prompt_args))
 
+    def filled(self, prompt: BasePromptTemplate, **variables: str) -> BlockPrompt:
+        """The blocks that a prompt template becomes with these variables, as in ``predict``."""
+        fill = self._get_messages if self._takes_chat() else self._get_prompt
+        return self.to_prompt(fill(prompt, **variables))
+
     def to_prompt(self, prompt: PromptLike, formatted: bool = True) -> BlockPrompt:
         """The blocks that a prompt string, or chat messages, become.
 
@@ -224,16 +229,8 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
 
     def _options(self, call: dict[str, Any]) -> dict[str, Any]:
         """Options of one call for the engine: what the call says, else the fields."""
-        options = {
-            "mode": self.mode,
-            "on_miss": self.on_miss,
-            "positions": self.positions,
-            "max_new_tokens": self.max_new_tokens,
-            **self.generate_kwargs,
-            **call,
-        }
-        stop = options.pop("stop", None) or ()
-        return {**options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
+        own = ("mode", "on_miss", "positions", "max_new_tokens")
+        return {**{name: getattr(self, name) for name in own}, **self.generate_kwargs, **call}
 
     def _prompt_maker(self, prompt: PromptLike, formatted: bool = True) -> MakePrompt:
         """A function that makes the prompt when it is about to be answered; it may log a hint."""
@@ -244,7 +241,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         return self._finished(self.engine.generate(blocks, **self._options(call)))
 
     def _finished(self, generation: Generation, delta: str | None = None) -> CompletionResponse:
-        dispatcher.event(BlockReuseEvent.of(generation))
+        dispatcher.event(BlockReuseEvent(stats=generation.stats))
         raw = {"usage": usage_of(generation), "finish_reason": generation.finish_reason}
         return CompletionResponse(text=generation.text, delta=delta, raw=raw)
 

@@ -10,7 +10,6 @@ from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
 from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
 from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate, SelectorPromptTemplate
-from llama_index.core.prompts.prompt_utils import get_empty_prompt_messages, get_empty_prompt_txt
 
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.llama_index.splitter import BlockTextSplitter
@@ -128,8 +127,6 @@ def _empty_prompt_tokens(prompt: BasePromptTemplate, llm: BlockAttentionLLM) -> 
     """Tokens of the prompt without its passages, system prompt and chat template included."""
     if isinstance(prompt, SelectorPromptTemplate):
         prompt = prompt.select(llm=llm)
-    if llm.metadata.is_chat_model:
-        empty = llm.to_prompt(llm._extend_messages(get_empty_prompt_messages(prompt)))
-    else:
-        empty = llm.to_prompt(llm._extend_prompt(get_empty_prompt_txt(prompt)))
+    missing = set(prompt.template_vars) - prompt.kwargs.keys()
+    empty = llm.filled(prompt, **dict.fromkeys(missing, ""))
     return len(llm.source.tokenizer.prompt_ids(empty).flat)

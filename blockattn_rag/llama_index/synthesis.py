@@ -52,12 +52,7 @@ def encode_prompt_head(
         prompt: with ``context_str`` and ``query_str``; default: LlamaIndex's own for questions.
     """
     query = "\u241equery\u241e"
-    variables = {"context_str": wrap("passage"), "query_str": query}
-    if llm.metadata.is_chat_model:
-        asked = llm.to_prompt(llm._extend_messages(prompt.format_messages(llm=llm, **variables)))
-    else:
-        asked = llm.to_prompt(llm._extend_prompt(prompt.format(llm=llm, **variables)))
-    head = asked.context[:1]
+    head = llm.filled(prompt, context_str=wrap("passage"), query_str=query).context[:1]
     if head and not head[0].is_passage and query not in head[0].text:
         llm.engine.precompute(head, as_prompt=True)
 

@@ -29,14 +29,25 @@ def recorded(generate: Any, answers: list[Generation]) -> Any:
     return and_keep
 
 
-@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"is_chat_model": True},
+        {"is_chat_model": False},
+        {"is_chat_model": False, "completion_to_prompt": "User: {}\nAssistant: ".format},
+    ],
+    ids=["chat", "completion", "own-format"],
+)
 def test_a_head_that_was_stored_is_reused_by_the_first_question_of_a_process(
-    block_model: BlockModel, tmp_path: Path, chat: bool, monkeypatch: pytest.MonkeyPatch
+    block_model: BlockModel,
+    tmp_path: Path,
+    fields: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fresh() -> BlockAttentionLLM:
         engine = BlockAttentionEngine(block_model, tmp_path / "kv")
         return BlockAttentionLLM(
-            engine=engine, max_new_tokens=2, is_chat_model=chat, system_prompt="Be brief."
+            engine=engine, max_new_tokens=2, system_prompt="Be brief.", **fields
         )
 
     nodes = encoded(fresh(), passages())
