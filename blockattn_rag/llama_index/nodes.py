@@ -81,10 +81,8 @@ def as_plain_node(node: BaseNode) -> BaseNode:
 
 def canonical_text(node: BaseNode) -> str:
     """The text that a node's handle names: its LLM view, stripped. Empty for non-text nodes."""
-    node = as_plain_node(node)
-    if HANDLE_KEY in node.metadata:
-        node = without_handle_in_views(node)
-    return node.get_content(metadata_mode=MetadataMode.LLM).strip()
+    view = without_handle_in_views(as_plain_node(node))
+    return view.get_content(metadata_mode=MetadataMode.LLM).strip()
 
 
 def stamp(node: BaseNode, text: str) -> BaseNode:
@@ -96,9 +94,6 @@ def stamp(node: BaseNode, text: str) -> BaseNode:
 
 def without_handle_in_views(node: BaseNode) -> BaseNode:
     """A copy of ``node``, free to be changed, that keeps the handle out of the text views."""
-    hidden = {
-        name: [*keys, *([] if HANDLE_KEY in keys else [HANDLE_KEY])]
-        for name in ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys")
-        for keys in [getattr(node, name)]
-    }
+    views = ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys")
+    hidden = {name: list(dict.fromkeys([*getattr(node, name), HANDLE_KEY])) for name in views}
     return node.model_copy(update={**hidden, "metadata": dict(node.metadata)})
