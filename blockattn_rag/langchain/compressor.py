@@ -16,7 +16,8 @@ from blockattn_rag.adapters.handles import HANDLE_KEY
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.langchain.documents import BlockDocumentPrompt
 from blockattn_rag.langchain.fields import EngineFields
-from blockattn_rag.langchain.transformer import BlockKVTransformer, DocumentPromptField
+from blockattn_rag.langchain.transformer import DocumentPromptField
+from blockattn_rag.prompts.blocks import Block
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -45,8 +46,7 @@ class BlockKVCompressor(BaseDocumentCompressor):
     llm: EngineFields | None = Field(default=None, exclude=True, repr=False)
     warm: bool = False
 
-    _warming: Future[EncodeStats | None] | None = PrivateAttr(default=None)
-    _transformer: BlockKVTransformer | None = PrivateAttr(default=None)
+    _warming: Future[EncodeStats] | None = PrivateAttr(default=None)
 
     def __init__(self, **arguments: Any) -> None:
         check_known(type(self), arguments, type(self).model_fields)
@@ -56,12 +56,6 @@ class BlockKVCompressor(BaseDocumentCompressor):
     def _check_llm(self) -> Self:
         if self.warm and self.llm is None:
             raise ValueError("warm=True needs llm=, the model that is to encode the documents")
-        if self.llm is not None:
-            self._transformer = BlockKVTransformer(
-                source=self.llm.source,
-                block_template=self.llm.block_template,
-                document_prompt=self.document_prompt,
-            )
         return self
 
     def compress_documents(
@@ -80,8 +74,10 @@ class BlockKVCompressor(BaseDocumentCompressor):
                 "storing them.",
                 stale, len(documents),
             )  # fmt: skip
-        if self.warm and self._transformer is not None:
-            self._warming = _WARMER.submit(_warm, self._transformer, stamped)
+        if self.warm and self.llm is not None:
+            texts = [self.document_prompt.canonical_text(document) for document in stamped]
+            blocks = [Block(text, self.llm.block_template) for text in texts if text]
+            self._warming = _WARMER.submit(_warm, self.llm, blocks)
         return stamped
 
     def wait_until_warm(self, timeout_s: float | None = None) -> EncodeStats | None:
@@ -98,11 +94,10 @@ class BlockKVCompressor(BaseDocumentCompressor):
         return {**state, "__pydantic_private__": {**private, "_warming": None}}
 
 
-def _warm(transformer: BlockKVTransformer, documents: list[Document]) -> EncodeStats | None:
+def _warm(llm: EngineFields, blocks: list[Block]) -> EncodeStats:
     try:
-        transformer.transform_documents(documents)
+        return llm.engine.precompute(blocks)
     except Exception as error:
         # It is logged because nobody may wait for it: the answer computes what is missing anyway.
         logger.warning("warming the KV store failed: %s", error)
         raise
-    return transformer.stats
