@@ -8,7 +8,7 @@ from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
-from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import get_config_list, get_executor_for_config
@@ -17,13 +17,7 @@ from langchain_core.runnables.utils import gather_with_concurrency
 from blockattn_rag.engine.pending import MAX_BATCH, Group
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.langchain.fields import GenerationFields
-from blockattn_rag.langchain.messages import (
-    answer_chunk,
-    as_template_messages,
-    knows_tools,
-    metadata_of,
-    usage_of,
-)
+from blockattn_rag.langchain.messages import as_template_messages, knows_tools, message_figures
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.chat_template import chat_spans, has_chat_template
 from blockattn_rag.prompts.markers import strip_markers
@@ -148,14 +142,17 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return self._result(await self.source.agenerate(make_prompt, options, group))
 
     def _chunk(self, piece: GenerationChunk) -> ChatGenerationChunk:
-        return answer_chunk(piece, self.model_name)
+        """A piece of a stream. The last one carries all figures, so that the pieces sum up."""
+        if (answer := piece.generation) is None:
+            return ChatGenerationChunk(message=AIMessageChunk(content=piece.text))
+        message = AIMessageChunk(
+            content=piece.text, chunk_position="last", **message_figures(answer, self.model_name)
+        )
+        ending = {"finish_reason": answer.finish_reason}
+        return ChatGenerationChunk(message=message, generation_info=ending)
 
     def _result(self, answer: Generation) -> ChatResult:
-        message = AIMessage(
-            content=answer.text,
-            usage_metadata=usage_of(answer.stats),
-            response_metadata=metadata_of(answer, self.model_name),
-        )
+        message = AIMessage(content=answer.text, **message_figures(answer, self.model_name))
         ending = {"finish_reason": answer.finish_reason}
         return ChatResult(generations=[ChatGeneration(message=message, generation_info=ending)])
 

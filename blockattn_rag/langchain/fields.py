@@ -136,7 +136,7 @@ class GenerationFields(EngineFields):
         options.pop("stream", None)  # LangChain's own switch
         if "max_tokens" in options:
             options["max_new_tokens"] = options.pop("max_tokens")
-        return {**options, "stop": tuple(self.stop or () if stop is None else stop)}
+        return {**options, "stop": self.stop if stop is None else stop}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params: LangSmithParams = super()._get_ls_params(  # type: ignore[misc]

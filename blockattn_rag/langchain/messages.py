@@ -11,7 +11,6 @@ from typing import Any
 from langchain_core.documents import Document
 from langchain_core.messages import (
     AIMessage,
-    AIMessageChunk,
     BaseMessage,
     ChatMessage,
     FunctionMessage,
@@ -20,10 +19,9 @@ from langchain_core.messages import (
     ToolMessage,
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.outputs import ChatGenerationChunk
 
 from blockattn_rag.adapters.handles import HANDLE_KEY
-from blockattn_rag.engine.results import Generation, GenerationChunk, ReuseStats
+from blockattn_rag.engine.results import Generation
 from blockattn_rag.langchain.fields import PROVIDER
 from blockattn_rag.prompts.markers import wrap
 
@@ -130,30 +128,21 @@ def _text_of_part(part: str | dict[str, Any], message: BaseMessage) -> str:
     )
 
 
-def answer_chunk(piece: GenerationChunk, model_name: str | None) -> ChatGenerationChunk:
-    """A piece of a stream. The last one carries all figures, so that the pieces sum up."""
-    if (whole := piece.generation) is None:
-        return ChatGenerationChunk(message=AIMessageChunk(content=piece.text))
-    message = AIMessageChunk(
-        content=piece.text,
-        usage_metadata=usage_of(whole.stats),
-        response_metadata=metadata_of(whole, model_name),
-        chunk_position="last",
-    )
-    ending = {"finish_reason": whole.finish_reason}
-    return ChatGenerationChunk(message=message, generation_info=ending)
+def message_figures(answer: Generation, model_name: str | None) -> dict[str, Any]:
+    """Fields of the message with the last token: token counts, and what ``metadata_of`` tells.
 
-
-def usage_of(stats: ReuseStats) -> UsageMetadata:
-    """Token counts. ``cache_read`` came from the store; ``cache_creation`` was computed now."""
+    ``cache_read`` came from the store; ``cache_creation`` was computed now.
+    """
+    stats = answer.stats
     computed = stats.computed_tokens if stats.mode == "block" else 0
     details = InputTokenDetails(cache_read=stats.reused_tokens, cache_creation=computed)
-    return UsageMetadata(
+    usage = UsageMetadata(
         input_tokens=stats.prompt_tokens,
         output_tokens=stats.generated_tokens,
         total_tokens=stats.prompt_tokens + stats.generated_tokens,
         input_token_details=details,
     )
+    return {"usage_metadata": usage, "response_metadata": metadata_of(answer, model_name)}
 
 
 def metadata_of(generation: Generation, model_name: str | None) -> dict[str, Any]:
