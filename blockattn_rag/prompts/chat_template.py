@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+from jinja2 import TemplateError
+
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.prompts.blocks import PASSAGES, Origin, Span, merged, text_of
 from blockattn_rag.prompts.marked_text import content_spans
@@ -62,7 +64,7 @@ def chat_spans(
     Raises:
         ValueError: no message, or a role that is no plain word.
         SegmentationError: the template changes contents beyond recognition.
-        Exception: whatever the template raises for messages that it refuses.
+        jinja2.TemplateError: the template refuses the messages.
     """
     render = partial(
         tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -73,8 +75,7 @@ def chat_spans(
     has_system = turns[0]["role"] == "system" and len(turns) > 1
     try:
         spans, shown = _trace(render, turns)
-    except Exception:
-        # Templates refuse by raising whatever their author chose; only a system role is mended.
+    except TemplateError:  # raised by templates that refuse; only a system role is mended
         if not has_system:
             raise
     else:

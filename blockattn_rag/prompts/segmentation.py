@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateError
+
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Origin, Span
 from blockattn_rag.prompts.chat_template import has_chat_template, origin_of, render_chat
@@ -120,8 +122,6 @@ def _turn_blocks(turn: Turn, limit: int) -> list[Block]:
 
 def _closing(tokenizer: Any, marked: list[dict[str, str]]) -> str:
     """What the template writes after the last of these messages; empty where it refuses them."""
-    from jinja2 import TemplateError
-
     try:
         text = render_chat(tokenizer, marked, add_generation_prompt=False)
     except TemplateError:  # many refuse a lone system message; the next turn then opens earlier
