@@ -149,7 +149,21 @@ class Database:
 
     @property
     def embedding(self) -> BaseEmbedding:
-        return embedding_model(self.manifest.embedding)
+        """``hashing`` (offline, no weights) or an embedding from HuggingFace, by the manifest."""
+        name = self.manifest.embedding
+        if name == HASHING:
+            return adapter.HashingEmbedding()
+        try:
+            from llama_index.embeddings.huggingface import (  # type: ignore[import-not-found,unused-ignore]
+                HuggingFaceEmbedding,
+            )
+        except ImportError as error:
+            raise ImportError(
+                f"embedding {name!r} needs another package: pip install "
+                f"llama-index-embeddings-huggingface; or use --embedding {HASHING}"
+            ) from error
+        embedding: BaseEmbedding = HuggingFaceEmbedding(model_name=name)
+        return embedding
 
 
 def require_manifest(path: Path) -> Manifest:
@@ -175,23 +189,6 @@ def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
 
     path.mkdir(parents=True, exist_ok=True)
     return chromadb.PersistentClient(str(path), settings=Settings(anonymized_telemetry=False))
-
-
-def embedding_model(name: str) -> BaseEmbedding:
-    """``hashing`` (offline, no weights) or the name of a HuggingFace embedding."""
-    if name == HASHING:
-        return adapter.HashingEmbedding()
-    try:
-        from llama_index.embeddings.huggingface import (  # type: ignore[import-not-found,unused-ignore]
-            HuggingFaceEmbedding,
-        )
-    except ImportError as error:
-        raise ImportError(
-            f"embedding {name!r} needs another package: pip install "
-            f"llama-index-embeddings-huggingface; or use --embedding {HASHING}"
-        ) from error
-    embedding: BaseEmbedding = HuggingFaceEmbedding(model_name=name)
-    return embedding
 
 
 def _load_engine(path: Path, model: str, device: str, dtype: str) -> BlockAttentionEngine:

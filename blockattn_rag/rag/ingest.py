@@ -52,7 +52,6 @@ def ingest_documents(database: Database, documents: Sequence[Document]) -> Inges
         database: where to.
         documents: each with its origin in ``metadata["source"]``.
     """
-    from llama_index.core.ingestion import IngestionPipeline
     from llama_index.core.node_parser import SentenceSplitter
 
     from blockattn_rag.engine.ingest import EncodeStats
@@ -69,10 +68,7 @@ def ingest_documents(database: Database, documents: Sequence[Document]) -> Inges
     llm = adapter.BlockAttentionLLM(engine=database.engine, block_template=database.template)
     encoder = adapter.BlockKVTransform(llm=llm, show_progress=True)
     started = time.perf_counter()
-    split = IngestionPipeline(transformations=[splitter], disable_cache=True)
-    passages = with_stable_ids(split.run(documents=list(documents)))
-    encode = IngestionPipeline(transformations=[encoder], disable_cache=True)
-    passages = list(encode.run(nodes=passages))
+    passages = encoder(with_stable_ids(splitter(documents)))
     stats = encoder.stats or EncodeStats()
     adapter.encode_prompt_head(llm)
     added, removed = _synchronise(database.client, collection, embedding, passages)
