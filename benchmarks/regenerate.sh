@@ -28,6 +28,9 @@ bench batch batch --batch-sizes 1,2,4 --length 4096 --repeats 1
 if [ ${#wanted[@]} -eq 0 ] || [[ " ${wanted[*]} " == *" packing "* ]]; then
   python benchmarks/packing.py > benchmarks/results/packing.json
 fi
+if [ ${#wanted[@]} -eq 0 ] || [[ " ${wanted[*]} " == *" main-thread "* ]]; then
+  OMP_NUM_THREADS=$(nproc) python benchmarks/main_thread.py > benchmarks/results/main-thread.json
+fi
 python benchmarks/tables.py
 python benchmarks/draw_gain.py
 python benchmarks/capture_demo.py

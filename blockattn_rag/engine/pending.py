@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -215,4 +215,4 @@ class PendingRequest(Pending[Generation]):
         )
 
     def serve(self, batch: Sequence[Pending[Any]]) -> None:
-        self._answer_batch([one for one in batch if isinstance(one, PendingRequest)])
+        self._answer_batch(cast("Sequence[PendingRequest]", batch))  # nothing else joins it

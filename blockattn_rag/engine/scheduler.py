@@ -82,10 +82,9 @@ class Scheduler:
     def submit_and_wait(self, *work: Pending[T]) -> list[T]:
         """Submit work and wait for its results, in order; after an error the rest is dropped.
 
-        The main thread does the work itself if the model is idle. OpenMP keeps threads for each
-        thread that computes, and where all of them together outnumber the cores they stop
-        spinning between operations: every forward of a small model then takes a quarter longer.
-        A script loads its model and asks it in one thread.
+        The main thread does the work itself if the model is idle, so that a script loads its model
+        and asks it in one thread. OpenMP keeps workers for each thread that has computed; where all
+        of them together outnumber the cores, every forward is slower (benchmarks/main_thread.py).
         """
         try:
             if holds_a_model() or (self._is_idle() and _in_main_thread()):

@@ -337,6 +337,36 @@ def test_a_batch_that_all_have_left_is_not_begun(engine: BlockAttentionEngine, h
     assert held.tokens == NEW + 1
 
 
+@pytest.mark.parametrize(
+    ("place", "batch_tokens"),
+    [
+        ("BlockModel.encode", 4096),
+        ("BlockModel.generate", 1),  # rows of so many tokens are answered alone
+        ("BlockModel.generate_batch", 4096),
+    ],
+)
+def test_an_interrupt_ends_a_whole_batch_at_once(
+    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch, place: str, batch_tokens: int
+) -> None:
+    interrupted = []
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        interrupted.append(place)
+        raise KeyboardInterrupt
+
+    prompts = [[f"passage {number}", "question"] for number in range(3)]
+    with monkeypatch.context() as patch:
+        patch.setattr(f"blockattn_rag.model.block_model.{place}", interrupt)
+        patch.setattr(BlockModel, "batch_tokens", batch_tokens)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate_batch(prompts, max_new_tokens=2)
+    assert interrupted == [place]
+    answers = engine.generate_batch(prompts, max_new_tokens=2)
+    assert [answer.token_ids for answer in answers] == [
+        oracle(engine.model, prompt, 2) for prompt in prompts
+    ]
+
+
 def test_answers_that_share_no_forward_come_one_by_one_and_end_one_by_one(
     engine: BlockAttentionEngine, held: Held
 ) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from blockattn_rag.engine import scheduler as scheduling
 from blockattn_rag.engine.options import GenerateOptions
-from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingRequest
+from blockattn_rag.engine.pending import MAX_BATCH, Group, Job, PendingRequest
 from blockattn_rag.engine.results import Generation, ReuseStats
 from blockattn_rag.engine.scheduler import Scheduler, scheduler_of
 from blockattn_rag.model.exclusion import ModelLock, holds_a_model
@@ -85,6 +85,15 @@ async def ask(scheduler: Scheduler, model: Model, text: Any, **options: Any) -> 
     return (await request.wait()).text
 
 
+def keep_busy(scheduler: Scheduler, model: Model) -> PendingRequest:
+    """A request that the model answers until ``model.gate`` is set."""
+    model.gate.clear()
+    first = pending(model, "first")
+    scheduler.submit(first)
+    model.wait_until_started()
+    return first
+
+
 async def started(model: Model) -> None:
     await asyncio.to_thread(model.wait_until_started)
 
@@ -109,10 +118,7 @@ async def test_a_call_alone_waits_for_nobody(scheduler: Scheduler, model: Model)
 def test_requests_that_come_while_the_model_works_are_the_next_batch(
     scheduler: Scheduler, model: Model
 ) -> None:
-    model.gate.clear()
-    first = pending(model, "first")
-    scheduler.submit(first)
-    model.wait_until_started()
+    first = keep_busy(scheduler, model)
     others = [pending(model, text) for text in "abc"]
     for one in others:
         scheduler.submit(one)
@@ -172,10 +178,7 @@ def test_options_that_cannot_be_compared_keep_apart(
 def test_a_job_comes_between_answers_and_gives_its_result(
     scheduler: Scheduler, model: Model
 ) -> None:
-    model.gate.clear()
-    first = pending(model, "first")
-    scheduler.submit(first)
-    model.wait_until_started()
+    keep_busy(scheduler, model)
     jobs: list[Any] = []
     asking = threading.Thread(
         target=lambda: jobs.append(scheduler.run(lambda: list(map(len, model.batches))))
@@ -397,7 +400,9 @@ def test_work_is_done_with_as_many_threads_of_pytorch_as_the_caller_has(
     try:
         for number in (2, 1):
             torch.set_num_threads(number)
-            assert scheduler.run(torch.get_num_threads) == number
+            job = Job(torch.get_num_threads)
+            scheduler.submit(job)
+            assert job.result(LONGEST_S) == number
     finally:
         torch.set_num_threads(mine)
 
@@ -425,7 +430,9 @@ def test_what_runs_a_model_asks_at_once_and_in_its_own_thread(
         scheduler.submit(inner)  # in the queue it would wait for this very job
         return inner.result(LONGEST_S).text, threading.get_ident()
 
-    text, thread = scheduler.run(ask_inside)
+    job = Job(ask_inside)
+    scheduler.submit(job)
+    text, thread = job.result(LONGEST_S)
     assert text == "inner"
     assert thread != threading.get_ident()
     lock = ModelLock()
@@ -435,14 +442,80 @@ def test_what_runs_a_model_asks_at_once_and_in_its_own_thread(
     assert not holds_a_model()
 
 
+def test_the_main_thread_runs_an_idle_model_itself_and_others_leave_that_to_one_thread(
+    scheduler: Scheduler,
+) -> None:
+    found: list[threading.Thread] = []
+
+    def ask_here() -> None:
+        found.append(scheduler.run(threading.current_thread))
+
+    ask_here()
+    for _ in range(2):
+        thread = threading.Thread(target=ask_here)
+        thread.start()
+        thread.join(LONGEST_S)
+    ask_here()  # the other thread has not ended yet, but nothing waits for it
+    here, other, *again = found
+    assert here is threading.main_thread()
+    assert other.name == "blockattn-model"
+    assert again == [other, here]
+
+
+def test_the_main_thread_waits_its_turn_where_others_wait(
+    scheduler: Scheduler, model: Model
+) -> None:
+    first, second = keep_busy(scheduler, model), pending(model, "second", top_k=1)
+    scheduler.submit(second)
+    soon = threading.Timer(0.05, model.gate.set)
+    soon.start()
+    [last] = scheduler.submit_and_wait(pending(model, "last", top_k=2))
+    assert last.text == "last"
+    assert model.batches == [["first"], ["second"], ["last"]]
+    assert [one.result(LONGEST_S).text for one in (first, second)] == ["first", "second"]
+
+
+def test_batches_in_the_main_thread_are_those_of_the_queue(
+    scheduler: Scheduler, model: Model
+) -> None:
+    requests = [
+        pending(model, str(n), max_batch=4, top_k=2 if n == 1 else 3) for n in range(7)
+    ]
+    answers = scheduler.submit_and_wait(*requests)
+    assert [answer.text for answer in answers] == [str(n) for n in range(7)]
+    assert model.batches == [["0", "2", "3", "4"], ["1"], ["5", "6"]]
+
+
+@pytest.mark.parametrize("in_main_thread", [True, False])
+def test_what_comes_after_an_error_is_dropped(
+    scheduler: Scheduler, model: Model, in_main_thread: bool
+) -> None:
+    requests = [pending(model, text, max_batch=1) for text in ("good", "bad", "late")]
+
+    def ask_all() -> None:
+        with pytest.raises(ValueError, match="a bad prompt"):
+            scheduler.submit_and_wait(*requests)
+
+    if in_main_thread:
+        ask_all()
+        assert model.batches == [["good"], ["bad"]]
+    else:
+        asyncio.run(asyncio.to_thread(ask_all))
+    assert all(one.left for one in requests)
+
+
 def test_an_idle_thread_ends_and_the_next_work_starts_another(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduling, "_IDLE_S", 0.01)
-    first = scheduler.run(threading.current_thread)
-    first.join(LONGEST_S)
-    assert not first.is_alive()
-    assert scheduler.run(threading.current_thread) is not first
+    jobs = [Job(threading.current_thread) for _ in range(2)]
+    threads = []
+    for job in jobs:
+        scheduler.submit(job)
+        threads.append(job.result(LONGEST_S))
+        threads[-1].join(LONGEST_S)
+        assert not threads[-1].is_alive()
+    assert threads[0] is not threads[1]
 
 
 def test_all_who_share_a_lock_share_a_scheduler() -> None:

@@ -1,0 +1,52 @@
+"""Time of a forward while one thread, and while two threads, keep OpenMP workers.
+
+    OMP_NUM_THREADS=2 python benchmarks/main_thread.py
+
+Why ``Scheduler.submit_and_wait`` lets the main thread run an idle model: with GNU's OpenMP, threads
+that together outnumber the cores do not spin between operations, which makes every forward slower.
+Give OMP_NUM_THREADS as many threads as there are cores.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import torch
+from packing import median_s  # the script beside this one
+
+from blockattn_rag.evaluation.efficiency import machine
+from blockattn_rag.evaluation.efficiency.shapes import random_llama
+
+TOKENS = 50
+
+
+def main() -> None:
+    model = random_llama("135m", max_tokens=TOKENS)
+    ids = torch.randint(0, model.config.vocab_size, (1, TOKENS))
+
+    @torch.inference_mode()
+    def forward() -> None:
+        model(ids, use_cache=False, logits_to_keep=1)
+
+    times = {"one_thread_s": median_s(forward)}
+    other_has_computed, may_end = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        forward()
+        other_has_computed.set()
+        may_end.wait()
+
+    other = threading.Thread(target=compute)
+    other.start()
+    other_has_computed.wait()
+    times["beside_an_idle_thread_s"] = median_s(forward)
+    may_end.set()
+    other.join()
+    times["after_its_end_s"] = median_s(forward)
+    ratio = times["beside_an_idle_thread_s"] / times["one_thread_s"]
+    print(json.dumps({"tokens": TOKENS, **times, "ratio": ratio, "machine": machine()}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
