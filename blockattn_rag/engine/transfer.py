@@ -17,6 +17,7 @@ import torch
 from blockattn_rag.attention.cuda import CopyStream, pinned
 from blockattn_rag.engine.threads import start_thread
 from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.store.format import ALIGNMENT
 
 
 def to_device(blocks: Sequence[BlockKV], device: torch.device) -> list[BlockKV]:
@@ -62,7 +63,6 @@ class _LayerwiseCopy:
 
     @property
     def failed(self) -> bool:
-        """Whether some layers will never be copied."""
         return self._error is not None
 
     def run(self) -> None:
@@ -89,15 +89,12 @@ class _LayerwiseCopy:
             self._stream.mark()
 
     def _empty_copy(self, kv: BlockKV) -> BlockKV:
-        """One tensor for all layers, so that a block can be freed by itself; layers of different
-        number types are a tensor each."""
+        """One piece of memory for all layers, so that a block can be freed by itself."""
         states = [t for layer in zip(kv.keys, kv.values, strict=True) for t in layer]
-        if len({t.dtype for t in states}) == 1:
-            count = sum(t.numel() for t in states)
-            flat = torch.empty(count, dtype=states[0].dtype, device=self._device)
-            parts = torch.split(flat, [t.numel() for t in states])
-            copies = [part.view(t.shape) for part, t in zip(parts, states, strict=True)]
-        else:
-            copies = [torch.empty_like(t, device=self._device) for t in states]
+        # Each begins at a multiple of the alignment, whatever the number type before it.
+        sizes = [-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in states]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        parts = zip(states, torch.split(flat, sizes), strict=True)
+        copies = [part[: t.nbytes].view(t.dtype).view(t.shape) for t, part in parts]
         keys, values, ids = tuple(copies[::2]), tuple(copies[1::2]), kv.token_ids.clone()
         return replace(kv, keys=keys, values=values, token_ids=ids, pending_copy=self)

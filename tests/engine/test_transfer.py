@@ -184,12 +184,14 @@ def test_on_the_cpu_blocks_are_there_at_once(blocks: list[BlockKV]) -> None:
 
 
 def test_copies_keep_each_layers_number_type_and_share_no_token_ids(blocks: list[BlockKV]) -> None:
-    mixed = replace(blocks[0], values=tuple(t.half() for t in blocks[0].values))
+    mixed = replace(blocks[1], keys=tuple(t.half() for t in blocks[1].keys))
     (copy,) = copy_async([mixed], CPU)
     for layer in range(mixed.num_layers):
         for found, expected in zip(copy.states(layer), mixed.states(layer), strict=True):
             assert found.dtype == expected.dtype
             assert torch.equal(found, expected)
+    # All in the piece of memory that CUDA is told to keep until the copies end.
+    assert len({t.untyped_storage().data_ptr() for t in (*copy.keys, *copy.values)}) == 1
     assert copy.token_ids.data_ptr() != mixed.token_ids.data_ptr()
 
 
