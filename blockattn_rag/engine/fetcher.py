@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -67,7 +66,7 @@ class BlockFetcher:
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether there is an entry for the block; whether it is sound is seen when it is read."""
-        return self.wanted([block], [first])[0].key in self.store
+        return self.wanted([block], as_prompt=first)[0].key in self.store
 
     def fetch(
         self,
@@ -86,7 +85,7 @@ class BlockFetcher:
             check_room: called with the tokens of all blocks before anything is computed; raises if
                 there are too many. Default: a context may have any length.
         """
-        wanted = self.wanted(context, [index == 0 for index in range(len(context))])
+        wanted = self.wanted(context, as_prompt=True)
         distinct = {one.digest: one for one in wanted}
         found = self._look_up(distinct.values())
         absent = [one for one in distinct.values() if found[one.digest] is None]
@@ -111,12 +110,13 @@ class BlockFetcher:
         missed_tokens = sum(len(ids) for _, ids in missing)
         return Fetched(blocks, len(blocks) - len(missing), len(missing), missed_tokens)
 
-    def wanted(self, blocks: Sequence[Block], firsts: Sequence[bool]) -> list[Wanted]:
-        """What to look up for blocks; ``firsts``: which of them open a prompt."""
+    def wanted(self, blocks: Sequence[Block], *, as_prompt: bool) -> list[Wanted]:
+        """What to look up for blocks; ``as_prompt``: the first of them opens a prompt."""
         # Read once, because the model checks at each reading whether its weights have changed.
         fingerprint, has_bos = self._model.fingerprint, bool(self._model.tokenizer.prefix_ids)
         wanted = []
-        for block, first in zip(blocks, firsts, strict=True):
+        for index, block in enumerate(blocks):
+            first = as_prompt and index == 0
             # Without BOS, a block is the same at the start of a prompt as later.
             digest = block.digest(first=first and has_bos)
             wanted.append(Wanted(store_key(fingerprint, digest), digest, block, first))
@@ -139,7 +139,7 @@ class BlockFetcher:
         device = self._model.device
         elsewhere = [kv for kv in found.values() if kv is not None and kv.device != device]
         for kv in to_device(elsewhere, device):
-            keep(self._cache, key_of(kv), kv)
+            keep(self._cache, kv.key, kv)
             found[kv.digest] = kv
         return found
 
@@ -153,12 +153,12 @@ class BlockFetcher:
             self._to_store.add(one.key)
             return None
         if kv is not None and one.key in self._to_store:
-            self._write(self._cache.put, kv)
+            self._store(kv)
         return kv
 
     def _check(self, kv: BlockKV, one: Wanted) -> None:
         """Refuse, by a StoreError, KV that is not what was asked for."""
-        if key_of(kv) != one.key or kv.digest != one.digest:
+        if kv.key != one.key or kv.digest != one.digest:
             raise StoreError(
                 f"The store holds under {one.key} another block or another model's KV (digest "
                 f"{kv.digest[:12]}, fingerprint {kv.fingerprint[:12]})"
@@ -172,27 +172,21 @@ class BlockFetcher:
 
     def _keep(self, kv: BlockKV, origin: Origin) -> None:
         """Keep what an answer needed: in the store where its origin allows it, else in memory."""
-        key = key_of(kv)
+        # By the model that computed it: an adapter may have been switched since the look-up.
+        key = kv.key
         if origin in _STORABLE or key in self._to_store:
-            self._write(self._cache.put, kv)
+            self._store(kv)
             return
-        self._write(partial(keep, self._cache), kv)
+        keep(self._cache, key, kv)
         if origin == "system":
             if len(self._to_store) >= _MOST_TO_STORE:
                 self._to_store.clear()
             self._to_store.add(key)
 
-    def _write(self, write: Callable[[str, BlockKV], None], kv: BlockKV) -> None:
-        """Put or keep a block. That it cannot be stored is no reason not to answer."""
-        key = key_of(kv)
-        self._to_store.discard(key)
+    def _store(self, kv: BlockKV) -> None:
+        """Store a block. That it cannot be stored is no reason not to answer."""
+        self._to_store.discard(kv.key)
         try:
-            write(key, kv)
+            self._cache.put(kv.key, kv)
         except StoreError as error:
             logger.warning("%s. The answer is not affected; the block is computed again.", error)
-
-
-def key_of(kv: BlockKV) -> str:
-    """A block's key, by the model that computed it: an adapter may have been switched since the
-    block was looked up."""
-    return store_key(kv.fingerprint, kv.digest)

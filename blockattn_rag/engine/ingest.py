@@ -10,7 +10,7 @@ from functools import partial
 
 from tqdm.auto import tqdm
 
-from blockattn_rag.engine.fetcher import BlockFetcher, key_of
+from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.store.base import touch
@@ -67,8 +67,8 @@ def precompute(
         StoreError: a block cannot be stored.
     """
     started = time.perf_counter()
-    firsts = [as_prompt and index == 0 for index in range(len(blocks))]
-    wanted = list({one.digest: one for one in fetcher.wanted(blocks, firsts)}.values())
+    found = fetcher.wanted(blocks, as_prompt=as_prompt)
+    wanted = list({one.digest: one for one in found}.values())
     absent = [one for one in wanted if not touch(fetcher.store, one.key)]
     stats = EncodeStats(reused=len(wanted) - len(absent))
     progress = {"total": len(wanted), "initial": stats.reused, "desc": "Encoding blocks"}
@@ -79,7 +79,7 @@ def precompute(
             batches = fetcher.encode(window, batch_tokens)
             while batch := run(partial(next, batches, None)):
                 for kv in batch:
-                    fetcher.store.put(key_of(kv), kv)
+                    fetcher.store.put(kv.key, kv)
                     stats = stats.plus(kv)
                     if bar is not None:
                         bar.update()

@@ -52,6 +52,11 @@ class BlockKV:
         return self.keys[layer], self.values[layer]
 
     @property
+    def key(self) -> str:
+        """Where a store holds this block."""
+        return store_key(self.fingerprint, self.digest)
+
+    @property
     def device(self) -> torch.device:
         return self.keys[0].device
 

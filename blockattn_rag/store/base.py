@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from blockattn_rag.kv.block_kv import BlockKV, store_key
+from blockattn_rag.kv.block_kv import BlockKV
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -121,9 +121,8 @@ def is_key(key: object) -> bool:
 
 def check_key_of(key: str, kv: BlockKV) -> None:
     """Refuse to store an entry where it could never be found, or would be taken for another."""
-    expected = store_key(kv.fingerprint, kv.digest)
-    if key != expected:
+    if key != kv.key:
         raise ValueError(
-            f"found the key {key!r}, expected {expected!r}: put a block under "
+            f"found the key {key!r}, expected {kv.key!r}: put a block under "
             "store_key(kv.fingerprint, kv.digest)"
         )
