@@ -35,13 +35,12 @@ class Detokenizer:
         if self.stopped:
             return ""
         self._ids.append(token)
-        seen = self._decode(self._ids[self._start : self._read])
-        now = self._decode(self._ids[self._start :])
-        if now.endswith("\ufffd"):  # a character that is not whole yet
+        new = self._unread()
+        if new.endswith("\ufffd"):  # a character that is not whole yet
             return ""
-        if len(now) > len(seen):  # else a control token, which cannot be the start of a window
+        if new:  # else a control token, which cannot be the start of a window
             self._start, self._read = self._read, len(self._ids)
-        return self._emit(now[len(seen) :], final=False)
+        return self._emit(new, final=False)
 
     @property
     def num_tokens(self) -> int:
@@ -50,9 +49,12 @@ class Detokenizer:
 
     def finish(self) -> str:
         """The rest of the text, when no more tokens come."""
+        return self._emit(self._unread(), final=True)
+
+    def _unread(self) -> str:
+        """The text of the tokens that came since text was given out."""
         seen = self._decode(self._ids[self._start : self._read])
-        rest = self._decode(self._ids[self._start :])[len(seen) :]
-        return self._emit(rest, final=True)
+        return self._decode(self._ids[self._start :])[len(seen) :]
 
     def _decode(self, ids: list[int]) -> str:
         # Cleaning up spaces would change what was already given out.
@@ -76,8 +78,6 @@ class Detokenizer:
 
     def _possible_stop(self, text: str) -> int:
         """Length of the longest end of ``text`` that a stop string may begin with."""
-        longest = max((len(s) for s in self._stop), default=0)
-        for size in range(min(longest - 1, len(text)), 0, -1):
-            if any(s.startswith(text[-size:]) for s in self._stop):
-                return size
-        return 0
+        most = len(text) + 1
+        sizes = (n for s in self._stop for n in range(1, min(len(s), most)) if text.endswith(s[:n]))
+        return max(sizes, default=0)
