@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
@@ -20,7 +19,6 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from blockattn_rag.model.exclusion import drawing
 from blockattn_rag.model.relay_attention import plan_scope
 from blockattn_rag.model.sampling import Sampling
 
@@ -164,8 +162,10 @@ def _run(
 ) -> Tensor:
     if cache is not None and (beams := _beams(hf_model, arguments)) > 1:
         cache.batch_repeat_interleave(beams)
-    draws = drawing(sampling.seed) if draws_tokens(sampling) else nullcontext()
-    with torch.inference_mode(), draws, plan_scope():
+    seed = sampling.seed  # of a seeded run, which leaves random state as it was
+    with torch.inference_mode(), torch.random.fork_rng(enabled=seed is not None), plan_scope():
+        if seed is not None:
+            torch.manual_seed(seed)
         run: Any = hf_model.generate
         output = run(input_ids, attention_mask=attention_mask, past_key_values=cache, **arguments)
     return output if isinstance(output, torch.Tensor) else output.sequences

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -72,25 +71,12 @@ def lock_of(hf_model: nn.Module) -> ModelLock:
 
 
 @contextmanager
-def drawing(seed: int | None) -> Iterator[None]:
-    """Draw from this seed, and leave random state as it was; None draws from where it stands.
-
-    PyTorch's random state is one for all threads. So a seeded run is the only one that draws: it
-    neither loses draws to a model in another thread nor gives that its seed. Runs without a seed
-    draw beside each other. Draws outside this package are not kept out.
-    """
-    with _draws.entered(alone=seed is not None):
-        if seed is None:
-            yield
-            return
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            yield
-
-
-@contextmanager
 def turn_to_draw(lock: ModelLock, *, alone: bool) -> Iterator[None]:
     """Surrounds a run that draws: it has the model, and a turn to draw.
+
+    PyTorch's random state is one for all threads. So a seeded run is the only one that draws
+    (``alone``): it neither loses draws to a model in another thread nor gives that its seed. Runs
+    without a seed draw beside each other. Draws outside this package are not kept out.
 
     A thread that waits for one of the two holds not the other, because the thread that has the
     other may be waiting for the one.
