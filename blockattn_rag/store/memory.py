@@ -64,11 +64,7 @@ class MemoryStore:
 
     def touch(self, key: str) -> bool:
         """Mark an entry as used now; True if there is one."""
-        with self._lock:
-            if key not in self._entries:
-                return False
-            self._entries.move_to_end(key)
-            return True
+        return self.get(key) is not None
 
     def __contains__(self, key: object) -> bool:
         with self._lock:
