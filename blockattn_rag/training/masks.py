@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.context import Positions
@@ -89,9 +89,9 @@ def block_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
     Args:
         window: sliding window of the layer, in tokens, the token itself included.
     """
-    row, token = (torch.arange(n, device=layout.sample.device) for n in layout.sample.shape)
-    row = row[:, None, None]
-    return mask_function(layout, window=window)(row, row, token[:, None], token)[:, None]
+    batch, length = layout.sample.shape
+    allowed, device = mask_function(layout, window=window), layout.sample.device
+    return create_mask(allowed, batch, None, length, length, device)
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -103,8 +103,8 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def flex_block_mask(layout: TokenLayout, *, window: int | None = None) -> BlockMask:
     """The mask for FlexAttention: evaluated in the kernel, kept per tile of 128 x 128 tokens."""
     batch, length = layout.sample.shape
-    allowed, device = mask_function(layout, window=window), str(layout.sample.device)
-    return create_block_mask(allowed, batch, None, length, length, device=device)
+    allowed, device = mask_function(layout, window=window), layout.sample.device
+    return create_block_mask(allowed, batch, None, length, length, device)
 
 
 def mask_function(layout: TokenLayout, *, window: int | None = None) -> Callable[..., Tensor]:
@@ -156,8 +156,7 @@ class ModelMasks:
 
 def _windows(config: Any) -> dict[str, int | None]:
     """Sliding window by layer type; None for layers that see everything."""
-    if hasattr(config, "get_text_config"):  # of a model that also takes images
-        config = config.get_text_config(decoder=True)
+    config = config.get_text_config(decoder=True)  # of a model that also takes images
     window = getattr(config, "sliding_window", None)
     default = "sliding_attention" if window else "full_attention"
     kinds = sorted(set(getattr(config, "layer_types", None) or [default]))

@@ -3,7 +3,6 @@ end to runs that diverge."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Mapping
@@ -70,12 +69,9 @@ class BlockTrainer(Trainer):
 
     def __init__(self, *, masks: ModelMasks, lengths: list[int] | None, **settings: Any) -> None:
         super().__init__(**settings)
-        model = settings["model"]
         self.masks = masks
-        self.mask_dtype: torch.dtype = model.dtype
+        self.mask_dtype: torch.dtype = settings["model"].dtype
         self._lengths = lengths
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self._can_choose_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         # compute_loss divides by the weight of the whole accumulated batch; no other scaling then.
         self.model_accepts_loss_kwargs = True
 
@@ -114,7 +110,7 @@ class BlockTrainer(Trainer):
 
     def _loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         mask = self.masks(layout_of(batch), self.mask_dtype)
-        return weighted_loss(model, batch, mask, choose_logits=self._can_choose_logits)
+        return weighted_loss(model, batch, mask)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Weight of all tokens of one optimizer step, over all processes."""
@@ -152,30 +148,25 @@ class BlockTrainer(Trainer):
         return float(loss / weight)
 
 
-def weighted_loss(
-    model: Any, batch: Mapping[str, Tensor], mask: Any, *, choose_logits: bool
-) -> Tensor:
+def weighted_loss(model: Any, batch: Mapping[str, Tensor], mask: Any) -> Tensor:
     """Sum over a batch of weight x cross-entropy of the token to come.
+
+    Logits are made before those tokens alone that some row learns: with long contexts and large
+    vocabularies, all of them would be the largest tensor of the step.
 
     Args:
         batch: of a ``Collator``.
         mask: what the model takes as ``attention_mask``.
-        choose_logits: whether the model can make logits for chosen tokens alone. Only those before
-            a token that some row learns are then made: with long contexts and large vocabularies,
-            all of them would be the largest tensor of the step.
     """
     targets, weights = batch["labels"][:, 1:], batch["weights"][:, 1:]
     columns = weights.any(dim=0).nonzero().flatten()
-    chosen = {"logits_to_keep": columns} if choose_logits else {}
     logits = model(
         input_ids=batch["input_ids"],
         attention_mask=mask,
         position_ids=batch["position_ids"],
         use_cache=False,
-        **chosen,
+        logits_to_keep=columns,
     ).logits
-    if not choose_logits:
-        logits = logits[:, columns]
     losses = F.cross_entropy(
         logits.flatten(0, 1).float(), targets[:, columns].flatten(), reduction="none"
     )

@@ -82,17 +82,12 @@ class TestCollator:
             for a, b in zip(padded, other, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
-    def test_choosing_logits_changes_no_loss(self) -> None:
-        batch = Collator(0)(items(3))
-        chosen, all_made = (loss_and_gradients(batch, choose_logits=c)[0] for c in (True, False))
-        torch.testing.assert_close(chosen, all_made)
 
-
-def loss_and_gradients(batch: Any, *, choose_logits: bool = True) -> list[torch.Tensor]:
+def loss_and_gradients(batch: Any) -> list[torch.Tensor]:
     model: Any = tiny_model("llama", num_hidden_layers=2)
     model.set_attn_implementation("sdpa")
     mask = ModelMasks(model.config, "sdpa")(layout_of(batch), torch.float32)
-    loss = weighted_loss(model, batch, mask, choose_logits=choose_logits)
+    loss = weighted_loss(model, batch, mask)
     loss.backward()  # type: ignore[no-untyped-call]
     return [loss.detach(), *(p.grad for p in model.parameters())]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,9 +192,10 @@ class TestModelMasks:
 
     def test_an_implementation_that_takes_no_mask_is_refused(self) -> None:
         with pytest.raises(UnsupportedModelError, match="flash_attention_2"):
-            ModelMasks(SimpleNamespace(), "flash_attention_2")
+            ModelMasks(tiny_model("llama").config, "flash_attention_2")
 
     def test_layers_that_attend_otherwise_are_refused(self) -> None:
-        config = SimpleNamespace(layer_types=["full_attention", "chunked_attention"])
+        config = tiny_model("llama").config
+        config.layer_types = ["full_attention", "chunked_attention"]
         with pytest.raises(UnsupportedModelError, match="chunked_attention"):
             ModelMasks(config, "sdpa")
