@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import Field, fields
-from enum import StrEnum
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
 
@@ -22,15 +21,13 @@ from blockattn_rag.training.config import FinetuneConfig, LoraConfig, OnError, R
 if TYPE_CHECKING:
     from blockattn_rag.training.report import FinetuneReport
 
-_OnError = StrEnum("_OnError", get_args(OnError))  # type: ignore[misc] # no literal
-
-# Type and default of each option whose setting has a type that no command line can spell.
+# Type and default of each option that the command line spells in another way than its setting.
 _SPELT: dict[str, tuple[Any, Any]] = {
     "output": (Path, Parameter.empty),
     "train_data": (list[Path], Parameter.empty),
     "eval_data": (list[Path] | None, None),
     "modes": (str, "block,full"),
-    "on_error": (_OnError, _OnError["raise"]),
+    "on_error": (OnError, "raise"),
     "lora": (bool, False),
     "lora_target_modules": (list[str] | None, None),
 }
@@ -97,7 +94,6 @@ def _config(options: dict[str, Any]) -> FinetuneConfig:
     spelt = {
         "eval_data": options["eval_data"] or (),
         "modes": tuple(mode.strip() for mode in options["modes"].split(",")),
-        "on_error": options["on_error"].value,
         "lora": _adapters(options),
     }
     return FinetuneConfig(**{**options, **spelt})
