@@ -53,6 +53,10 @@ class TensorSpec(NamedTuple):
     start: int
     stop: int
 
+    def unbind(self) -> tuple[TensorSpec, ...]:
+        """As ``Tensor.unbind``: the parts along the first dimension. All get the whole's place."""
+        return (self._replace(shape=self.shape[1:]),) * self.shape[0]
+
 
 _Shaped = Tensor | TensorSpec
 

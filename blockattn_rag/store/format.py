@@ -36,7 +36,7 @@ _BLANK = b"0" * _CHECKSUM_DIGITS
 
 _MOST_HEADER_BYTES = 1 << 20
 
-Layer = TypeVar("Layer")
+Layer = TypeVar("Layer", Tensor, checks.TensorSpec)
 
 
 class FormatError(ValueError):
@@ -229,28 +229,21 @@ def _check_tensors(tensors: dict[str, checks.TensorSpec]) -> None:
         if spec.start != end:
             raise ValueError(f"{name} starts at byte {spec.start}, expected {end}")
         end = spec.stop
-    layers = {name: _layer_specs(tensors, name) for name in ("keys", "values")}
-    known = 1 + sum(1 if name in tensors else len(layers[name]) for name in layers)
+        if name in ("keys", "values") and not (
+            len(spec.shape) == 4 and spec.shape[0] <= checks.MOST_LAYERS
+        ):
+            raise ValueError(f"{name} must be [layers, heads, tokens, size], is {list(spec.shape)}")
+    keys, values = _layers(tensors, "keys"), _layers(tensors, "values")
+    known = 1 + sum(1 if n in tensors else len(s) for n, s in (("keys", keys), ("values", values)))
     if len(tensors) != known:
         raise ValueError(f"found the tensors {sorted(tensors)}"[:200])
-    checks.check_states(tensors["token_ids"], layers["keys"], layers["values"])
+    checks.check_states(tensors["token_ids"], keys, values)
 
 
-def _layer_specs(tensors: dict[str, checks.TensorSpec], name: str) -> Sequence[checks.TensorSpec]:
-    """What the header says of each layer. Layers that are stacked all get the first one's place."""
-    if name not in tensors:
-        return _unstacked(tensors, name)
-    stacked = tensors[name]
-    if len(stacked.shape) != 4 or stacked.shape[0] > checks.MOST_LAYERS:
-        raise ValueError(f"{name} must be [layers, heads, tokens, size], is {list(stacked.shape)}")
-    return [stacked._replace(shape=stacked.shape[1:])] * stacked.shape[0]
-
-
-def _layers(tensors: dict[str, Tensor], name: str) -> tuple[Tensor, ...]:
-    return tensors[name].unbind(0) if name in tensors else _unstacked(tensors, name)
-
-
-def _unstacked(tensors: Mapping[str, Layer], name: str) -> tuple[Layer, ...]:
+def _layers(tensors: Mapping[str, Layer], name: str) -> tuple[Layer, ...]:
+    """The keys or values of each layer, from one stacked tensor or from one each."""
+    if name in tensors:
+        return tensors[name].unbind()
     count = sum(key.startswith(f"{name}.") for key in tensors)
     return tuple(tensors[f"{name}.{i}"] for i in range(count))
 
