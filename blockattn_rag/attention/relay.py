@@ -46,6 +46,8 @@ class RelayPlan:
         *,
         tuning: Tuning | None = None,
     ) -> None:
+        self.num_layers = len(layouts)
+        self.num_tokens = max(context.num_tokens for context in contexts)
         self.tuning = tuning or tuning_of(device)
         self._table = partial(SegmentTable, contexts, layouts, device)
         self.strategy: Strategy  # of the last forward

@@ -238,15 +238,14 @@ class BlockModel:
         Shorter contexts are padded on the left (copy path only; relay has nothing to pad). None if
         no context holds a token.
         """
-        width = max(context.num_tokens for context in contexts)
-        if not width:
+        if not any(context.num_tokens for context in contexts):
             return None
         layouts = self.profile.layouts
         if assembly == "relay":
             # Enabled again, because other users of the model may have set another attention.
             enable_relay(self.hf_model)
-            return RelayCache(len(layouts), width, RelayPlan(contexts, layouts, self.device))
-        return copied_cache(self.hf_model.config, contexts, layouts, width)
+            return RelayCache(RelayPlan(contexts, layouts, self.device))
+        return copied_cache(self.hf_model.config, contexts, layouts)
 
     @contextmanager
     def running(self, sampling: Sampling) -> Iterator[None]:

@@ -16,19 +16,19 @@ from blockattn_rag.kv.rope import RotaryLayout
 
 
 def copied_cache(
-    config: Any, contexts: Sequence[Context], layouts: Sequence[RotaryLayout], width: int
+    config: Any, contexts: Sequence[Context], layouts: Sequence[RotaryLayout]
 ) -> DynamicCache:
     """The contexts' keys and values, re-encoded and joined, in a new cache (the copy path).
 
-    One row a context, padded with zeros on the left to ``width`` tokens.
+    One row a context, padded with zeros on the left.
     """
     cache = DynamicCache(config=config)
+    width = max(context.num_tokens for context in contexts)
     with torch.inference_mode():
         rows = [assemble(context, layouts) if context.blocks else None for context in contexts]
         for index in range(len(layouts)):
             states = [next(row) if row else None for row in rows]
-            keys = _padded_rows([state and state[0] for state in states], width)
-            values = _padded_rows([state and state[1] for state in states], width)
+            keys, values = (_padded_rows([s and s[part] for s in states], width) for part in (0, 1))
             layer = cache.layers[index]
             if type(layer) is DynamicLayer:
                 # What `update` does, less a copy of everything.
@@ -75,9 +75,9 @@ class _TailLayer(DynamicLayer):
 
 
 class RelayCache(DynamicCache):
-    """A cache for ``generate`` whose first ``prefix_tokens`` tokens are the plan's blocks."""
+    """A cache for ``generate`` whose first tokens are the plan's blocks."""
 
-    def __init__(self, num_layers: int, prefix_tokens: int, plan: RelayPlan) -> None:
+    def __init__(self, plan: RelayPlan) -> None:
         super().__init__()
-        self.layers = [_TailLayer(prefix_tokens) for _ in range(num_layers)]
+        self.layers = [_TailLayer(plan.num_tokens) for _ in range(plan.num_layers)]
         self.plan = plan

@@ -79,7 +79,10 @@ class _Piece(NamedTuple):
 class _Cutter:
     """Takes the place of a relay plan, and cuts the record at every attention."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    num_tokens = 0
+
+    def __init__(self, recorder: Recorder, num_layers: int) -> None:
+        self.num_layers = num_layers
         self._recorder = recorder
         self.pieces: list[_Piece] = []
         recorder.begin()
@@ -96,9 +99,6 @@ class _Cutter:
 
 class _NoCache(RelayCache):
     """Keeps nothing: attention is not part of the record."""
-
-    def __init__(self, num_layers: int, cutter: Any) -> None:
-        super().__init__(num_layers, 0, cutter)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -125,8 +125,8 @@ class _Recorded:
         self._ids = torch.zeros(1, bucket, dtype=torch.long, device=device)
         self._positions = torch.zeros(1, bucket, dtype=torch.long, device=device)
         self._last = torch.zeros(1, dtype=torch.long, device=device)
-        cutter = _Cutter(recorder)
-        cache = _NoCache(num_layers, cutter)
+        cutter: Any = _Cutter(recorder, num_layers)
+        cache = _NoCache(cutter)
         with plan_scope(cache.plan):
             out = forward(
                 input_ids=self._ids,

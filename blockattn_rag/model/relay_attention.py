@@ -168,15 +168,14 @@ def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool
     rows = torch.randint(vocabulary_size(hf_model), (3, 7), generator=generator)
     requests = [EncodeRequest(row.tolist(), str(index), "") for index, row in enumerate(rows[:2])]
     context = place(encode_batch(hf_model, requests, ""))
-    layouts, width = profile.layouts, context.num_tokens
     # Small as they are, the blocks must be read one by one here.
     tuning = replace(tuning_of(hf_model.device), join_prefill_tokens=0, join_decode_tokens=0)
     for tokens in (7, 1):  # as in a prompt, and as in an answer
         final = rows[2:, :tokens]
-        copied = copied_cache(hf_model.config, [context], layouts, width)
+        copied = copied_cache(hf_model.config, [context], profile.layouts)
         expected = next_logits(hf_model, final, copied)
-        plan = RelayPlan([context], layouts, hf_model.device, tuning=tuning)
-        found = next_logits(hf_model, final, RelayCache(len(layouts), width, plan))
+        plan = RelayPlan([context], profile.layouts, hf_model.device, tuning=tuning)
+        found = next_logits(hf_model, final, RelayCache(plan))
         if relative_error(found.float(), expected.float()) > LOGITS[hf_model.dtype]:
             return False
     return True
