@@ -104,10 +104,9 @@ def _by_merged_parts(
         if index == len(kernels):
             kernels.append(kernel_for(rows, key[None], value[None]))
         part = kernels[index](rows, key[None], value[None], scale, None)
-        parts.append(Partial(*(_rows_to_groups(tensor, pairs) for tensor in part)))
+        parts.append(_rows_to_groups(part, pairs))
         start += pairs
-    by_request = table.by_request(parts)
-    parts = [Partial(*(_rows_to_groups(t, beams) for t in part)) for part in by_request]
+    parts = [_rows_to_groups(part, beams) for part in table.by_request(parts)]
     return merge([*parts, tail]).output if parts else tail.output
 
 
@@ -148,8 +147,9 @@ def _groups_to_rows(query: Tensor, group: int) -> Tensor:
     return torch.unflatten(query, 0, (-1, group)).transpose(1, 2).flatten(2, 3)
 
 
-def _rows_to_groups(part: Tensor, group: int) -> Tensor:
+def _rows_to_groups(part: Partial, group: int) -> Partial:
     """``[n, K, group * Q, ...]`` back to ``[n * group, K, Q, ...]``."""
     if group == 1:
         return part
-    return torch.unflatten(part, 2, (group, -1)).transpose(1, 2).flatten(0, 1)
+    apart = (torch.unflatten(states, 2, (group, -1)) for states in part)
+    return Partial(*(states.transpose(1, 2).flatten(0, 1) for states in apart))
