@@ -171,17 +171,13 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         with a ``seed`` goes one by one, so that it gives what single calls give.
         """
         at_once = _at_once(inputs, config)
+        batch = super().batch
         if (group := self._group(len(inputs), at_once, kwargs)) is None:
-            return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
+            return batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 
-        def answer(one: LanguageModelInput, its: RunnableConfig) -> Any:
+        def answer(one: LanguageModelInput, its: RunnableConfig) -> AIMessage:
             with group.call():
-                try:
-                    return self.invoke(one, its, **kwargs)
-                except Exception as error:
-                    if return_exceptions:
-                        return error
-                    raise
+                return batch([one], its, return_exceptions=return_exceptions, **kwargs)[0]
 
         configs = get_config_list(config, len(inputs))
         with get_executor_for_config({"max_concurrency": at_once}) as executor:
@@ -201,19 +197,14 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     ) -> list[AIMessage]:
         """``batch`` for event loops. A batch ends early when all of its calls are cancelled."""
         at_once = _at_once(inputs, config)
+        abatch = super().abatch
         if (group := self._group(len(inputs), at_once, kwargs)) is None:
-            return await super().abatch(
-                inputs, config, return_exceptions=return_exceptions, **kwargs
-            )
+            return await abatch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 
-        async def answer(one: LanguageModelInput, its: RunnableConfig) -> Any:
+        async def answer(one: LanguageModelInput, its: RunnableConfig) -> AIMessage:
             with group.call():
-                try:
-                    return await self.ainvoke(one, its, **kwargs)
-                except Exception as error:
-                    if return_exceptions:
-                        return error
-                    raise
+                only = await abatch([one], its, return_exceptions=return_exceptions, **kwargs)
+                return only[0]
 
         configs = get_config_list(config, len(inputs))
         answers = (answer(one, its) for one, its in zip(inputs, configs, strict=True))
