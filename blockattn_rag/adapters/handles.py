@@ -42,27 +42,25 @@ def live_handles(collections: Iterable[Any]) -> set[str]:
     """
     handles: set[str] = set()
     for collection in collections:
-        for page in pages_of(collection, "metadatas", "documents"):
-            for metadata, text in zip(page["metadatas"], page["documents"], strict=True):
-                handle = metadata.get(HANDLE_KEY) if metadata else None
-                # Other programs write metadata too: a value that is no string names no entry.
-                if isinstance(handle, str) and handle and _agrees(metadata, text):
-                    handles.add(handle)
+        for metadata, text in records_of(collection, "metadatas", "documents"):
+            handle = metadata.get(HANDLE_KEY) if metadata else None
+            # Other programs write metadata too: a value that is no string names no entry.
+            if isinstance(handle, str) and handle and _agrees(metadata, text):
+                handles.add(handle)
     return handles
 
 
-def pages_of(collection: Any, *include: str) -> Iterator[Any]:
-    """All records of a Chroma collection, with these fields, in pages that Chroma takes."""
+def records_of(collection: Any, *fields: str) -> Iterator[tuple[Any, ...]]:
+    """These fields of all records of a Chroma collection, which are read page by page."""
     for offset in range(0, collection.count(), _PAGE):
-        yield collection.get(limit=_PAGE, offset=offset, include=list(include))
+        page = collection.get(limit=_PAGE, offset=offset, include=list(fields))
+        yield from zip(*(page[name] for name in fields), strict=True)
 
 
 def _agrees(metadata: Mapping[str, Any], text: str | None) -> bool:
-    source = metadata.get(DIGEST_KEY)
-    if source is None:
+    if (source := metadata.get(DIGEST_KEY)) is None:
         return True
-    found = {TEXT_VARIABLE: text or "", **metadata}
+    inputs = {TEXT_VARIABLE: text or "", **metadata}
     names = str(source).partition(":")[0].split(",")
-    return all(name in found for name in names) and source == source_of(
-        {name: found[name] for name in names}
-    )
+    # A missing input shows in the digest, which has the names of all.
+    return source_of({name: inputs[name] for name in names if name in inputs}) == str(source)

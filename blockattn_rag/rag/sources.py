@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockattn_rag.adapters.handles import pages_of
+from blockattn_rag.adapters.handles import records_of
 from blockattn_rag.rag.documents import SOURCE_KEY
 
 if TYPE_CHECKING:
@@ -18,12 +18,8 @@ _SOURCES_PER_CALL = 100
 
 def all_sources(collection: Collection) -> list[str]:
     """Every source that passages of the collection name, sorted."""
-    found: set[str] = set()
-    for page in pages_of(collection, "metadatas"):
-        found.update(
-            str(data[SOURCE_KEY]) for data in page["metadatas"] if data and SOURCE_KEY in data
-        )
-    return sorted(found)
+    noted = (metadata or {} for (metadata,) in records_of(collection, "metadatas"))
+    return sorted({str(metadata[SOURCE_KEY]) for metadata in noted if SOURCE_KEY in metadata})
 
 
 def orphaned_sources(collection: Collection, unread: Container[str]) -> list[str]:
