@@ -126,7 +126,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         **llm_fields: Any,
     ) -> None:
         known = [*type(self).model_fields, "model", "tokenizer", "engine"]
-        check_known(type(self), llm_fields.keys() - CustomLLM.model_fields.keys(), known)
+        check_known(type(self), llm_fields, known)
         model = model if model is not None else model_name
         tokenizer = tokenizer if tokenizer is not None else tokenizer_name
         source = EngineSource(engine, model, tokenizer, kv_store, device_map, model_kwargs)

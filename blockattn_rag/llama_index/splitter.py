@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from llama_index.core.bridge.pydantic import PrivateAttr
@@ -50,11 +50,11 @@ class BlockTextSplitter(TokenTextSplitter):
         return "BlockTextSplitter"
 
     def _split_text(self, text: str, chunk_size: int) -> list[str]:
-        if not parse(text).passages:
+        if not (passages := parse(text).passages):
             return super()._split_text(remove_orphans(text), chunk_size)
         chunks: list[str] = []
         current, size = "", 0
-        for piece in self._pieces(text, chunk_size):
+        for piece in self._pieces(text, passages, chunk_size):
             if current.strip() and size + piece.tokens > chunk_size:
                 chunks.append(current.strip())
                 current, size = "", 0
@@ -62,9 +62,11 @@ class BlockTextSplitter(TokenTextSplitter):
             size += piece.tokens
         return [*chunks, current.strip()] if current.strip() else chunks
 
-    def _pieces(self, text: str, chunk_size: int) -> Iterator[_Piece]:
+    def _pieces(
+        self, text: str, passages: Sequence[MarkedSpan], chunk_size: int
+    ) -> Iterator[_Piece]:
         position = 0
-        for span in parse(text).passages:
+        for span in passages:
             # The last paragraph before a block belongs to it; what precedes may be cut.
             head, blank_line, label = text[position : span.start].rpartition("\n\n")
             yield from self._plain(head + blank_line, chunk_size)
