@@ -225,12 +225,14 @@ def split_json(state: Any, *, depth: int | None = 2, name: str = "state") -> lis
 
 def _check_keys(value: Any) -> None:
     """Other keys than strings would be written as strings, and may then be lost to equal ones."""
-    for key in value if isinstance(value, dict) else ():
-        if not isinstance(key, str):
-            raise TypeError(f"the key {key!r} is no string")
-    children = value.values() if isinstance(value, dict) else value
-    for child in children if isinstance(value, (dict, list)) else ():
-        _check_keys(child)
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is no string")
+        value = list(value.values())
+    if isinstance(value, list):
+        for child in value:
+            _check_keys(child)
 
 
 def _lines(value: Any, path: str, depth: int) -> Iterator[str]:
