@@ -14,8 +14,6 @@ from typing import Any
 
 from blockattn_rag.prompts.formats import Passage
 
-__all__ = ["Question", "bundled_corpus", "bundled_questions", "bundled_samples", "is_correct"]
-
 _DATA = Path(__file__).parent / "data"
 
 

@@ -54,8 +54,6 @@ def ingest_documents(database: Database, documents: Sequence[Document]) -> Inges
     """
     from llama_index.core.node_parser import SentenceSplitter
 
-    from blockattn_rag.engine.ingest import EncodeStats
-
     # Loaded before the clock starts: imports are no work of the ingestion.
     collection, embedding = database.collection, database.embedding
     tokenizer, size = database.engine.model.tokenizer, database.manifest.chunk_size
@@ -69,7 +67,8 @@ def ingest_documents(database: Database, documents: Sequence[Document]) -> Inges
     encoder = adapter.BlockKVTransform(llm=llm, show_progress=True)
     started = time.perf_counter()
     passages = encoder(with_stable_ids(splitter(documents)))
-    stats = encoder.stats or EncodeStats()
+    stats = encoder.stats
+    assert stats is not None  # because it was called
     adapter.encode_prompt_head(llm)
     added, removed = _synchronise(database.client, collection, embedding, passages)
     return IngestReport(
