@@ -14,6 +14,11 @@ from blockattn_rag.prompts.markers import wrap
 LONG = "Context: " + "a passage that nobody marked. " * 20
 
 
+def show(hints: ReuseHints, *prompts: str) -> None:
+    for prompt in prompts:
+        hints.look_at(segment(prompt))
+
+
 @pytest.fixture
 def hints(caplog: pytest.LogCaptureFixture) -> ReuseHints:
     caplog.set_level(logging.WARNING, "blockattn_rag")
@@ -23,8 +28,7 @@ def hints(caplog: pytest.LogCaptureFixture) -> ReuseHints:
 def test_passages_that_are_never_marked(
     hints: ReuseHints, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for _ in range(9):
-        hints.look_at(segment(LONG))
+    show(hints, *[LONG] * 9)
     (record,) = caplog.records
     assert "BlockKVPostprocessor() last" in record.getMessage()
     assert "format_blocks" in record.getMessage()
@@ -33,19 +37,14 @@ def test_passages_that_are_never_marked(
 def test_short_prompts_and_prompts_after_marked_ones_are_nobodys_mistake(
     hints: ReuseHints, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for _ in range(9):
-        hints.look_at(segment("What is meant?"))
-    hints.look_at(segment(wrap("passage") + "Q"))
-    for _ in range(9):
-        hints.look_at(segment(LONG))
+    show(hints, *["What is meant?"] * 9, wrap("passage") + "Q", *[LONG] * 9)
     assert not caplog.records
 
 
 def test_a_question_that_stands_before_the_passages(
     hints: ReuseHints, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for number in range(9):
-        hints.look_at(segment(f"Question {number}? {wrap('passage')}Answer:"))
+    show(hints, *(f"Question {n}? {wrap('passage')}Answer:" for n in range(9)))
     (record,) = caplog.records
     assert "before the passages" in record.getMessage()
 
@@ -53,8 +52,7 @@ def test_a_question_that_stands_before_the_passages(
 def test_different_templates_in_turn_are_no_questions(
     hints: ReuseHints, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for number in range(12):
-        hints.look_at(segment(f"Template {number % 4}: {wrap('passage')}Question {number}?"))
+    show(hints, *(f"Template {n % 4}: {wrap('passage')}Question {n}?" for n in range(12)))
     assert not caplog.records
 
 
