@@ -75,11 +75,11 @@ def ingest(
         )
     data = {
         **asdict(report),
-        "db": str(db),
+        "db": db,
         **{name: getattr(database.manifest, name) for name in _TOLD},
         "orphaned": orphaned,
-        "links": [str(link) for link in loaded.links],
-        "skipped": [{"file": str(file), "reason": reason} for file, reason in loaded.skipped],
+        "links": loaded.links,
+        "skipped": [{"file": file, "reason": reason} for file, reason in loaded.skipped],
     }
     emit(
         as_json,

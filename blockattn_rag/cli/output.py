@@ -67,10 +67,10 @@ def working(as_json: bool) -> contextlib.AbstractContextManager[object]:
 
 
 def emit(as_json: bool, data: dict[str, Any], *shown: RenderableType) -> None:
-    """The result: ``data`` as one JSON object, or what is shown to people."""
+    """The result: ``data`` as one JSON object, paths as strings, or what is shown to people."""
     if as_json:
         # ASCII: a terminal's encoding must not be able to break the output.
-        typer.echo(json.dumps(data, ensure_ascii=True, allow_nan=False))
+        typer.echo(json.dumps(data, ensure_ascii=True, allow_nan=False, default=os.fspath))
         return
     for renderable in shown:
         # Square brackets in passages, names and answers are text, not markup.

@@ -71,23 +71,20 @@ def plan(
         ):  # fmt: skip
             if value == 0:
                 raise typer.BadParameter("must be above 0", param_hint=option)
-        config, kind = _config(model, dtype, on_gpu=gpu_memory is not None)
-        if tflops is None and gpu_memory is not None and not torch.cuda.is_available():
+        on_gpu = gpu_memory is not None
+        config, kind = _config(model, dtype, on_gpu=on_gpu)
+        if tflops is None and on_gpu and not torch.cuda.is_available():
             raise ValueError(
                 "--gpu-memory was given, but no GPU is here to measure: add --tflops with what "
                 "it reaches in practice (some 600 for an H100 in bfloat16, 100 for an RTX 4090)"
             )
-        device = "cuda" if gpu_memory is not None else "cpu"
-        if bandwidth is None:
-            bandwidth = 10.0 if gpu_memory is None else 2000.0
+        device, usual = ("cuda", 2000.0) if on_gpu else ("cpu", 10.0)
         machine = Machine(
             memory_bytes=_memory_here() if memory is None else int(memory * GIB),
             disk_bytes=shutil.disk_usage(Path.cwd()).free if disk is None else int(disk * GIB),
             gpu_bytes=None if gpu_memory is None else int(gpu_memory * GIB),
-            operations_per_s=measured_operations_per_s(kind, device)
-            if tflops is None
-            else tflops * 1e12,
-            device_bytes_per_s=1e9 * bandwidth,
+            operations_per_s=1e12 * tflops if tflops else measured_operations_per_s(kind, device),
+            device_bytes_per_s=1e9 * (bandwidth or usual),
             transfer_bytes_per_s=transfer * 1e9,
             disk_bytes_per_s=disk_speed * 1e9,
         )
@@ -101,7 +98,7 @@ def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
     """The config of a model or shape, and the type of its keys and values as it will be loaded."""
     import torch
 
-    from blockattn_rag.evaluation.efficiency.shapes import SHAPES, shape_config
+    from blockattn_rag.evaluation.efficiency.shapes import SHAPES, floating_type, shape_config
     from blockattn_rag.model.loading import load_config
 
     try:
@@ -109,11 +106,9 @@ def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
             config = shape_config(model) if model in SHAPES else load_config(model)
     except OSError as error:
         raise ValueError(f"{model!r} is no shape ({', '.join(SHAPES)}): {error}") from error
-    own = config.dtype or torch.bfloat16
-    kind = getattr(torch, dtype, None) if dtype else own if on_gpu else torch.float32
-    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise ValueError(f"dtype must name a floating type such as bfloat16, found {dtype!r}")
-    return config, kind
+    if dtype:
+        return config, floating_type(dtype)
+    return config, (config.dtype or torch.bfloat16) if on_gpu else torch.float32
 
 
 def _memory_here() -> int:

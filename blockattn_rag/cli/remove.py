@@ -40,7 +40,7 @@ def remove(
         force = "" if collection.count() else " --force"
     emit(
         as_json,
-        {"db": str(db), "sources": sources, "removed": len(ids)},
+        {"db": db, "sources": sources, "removed": len(ids)},
         f"{count(len(ids), 'passage')} of {count(len(sources), 'document')} removed",
         f"Free their keys and values: blockattn-rag store gc {db} --grace 0s{force}",
     )

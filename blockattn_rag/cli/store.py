@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +30,7 @@ def stats(store: StoreArgument, as_json: JsonOption = False) -> None:
     """How many entries there are, for which models, and how large."""
     with working(as_json):
         opened = _open(store)
-        models: dict[str, dict[str, int]] = {}
+        models: dict[str, Counter[str]] = {}
         unreadable: dict[str, str] = {}
         for key in opened.keys():  # noqa: SIM118 - a store is no dict
             try:
@@ -39,12 +40,10 @@ def stats(store: StoreArgument, as_json: JsonOption = False) -> None:
                 continue
             if info is None:
                 continue
-            model = models.setdefault(info.fingerprint, {"entries": 0, "tokens": 0, "bytes": 0})
-            model["entries"] += 1
-            model["tokens"] += info.num_tokens
-            model["bytes"] += info.nbytes
+            model = models.setdefault(info.fingerprint, Counter())
+            model.update(entries=1, tokens=info.num_tokens, bytes=info.nbytes)
     total = {name: sum(m[name] for m in models.values()) for name in ("entries", "tokens", "bytes")}
-    data = {"store": str(store), **total, "models": models, "unreadable": unreadable}
+    data = {"store": store, **total, "models": models, "unreadable": unreadable}
     rows = [
         (_shown(fingerprint), m["entries"], m["tokens"], size(m["bytes"]))
         for fingerprint, m in models.items()
@@ -71,14 +70,14 @@ def verify(
     with working(as_json), progress("verifying") as tick:
         report = kv_store.verify(_open(store), tick, delete_damaged=delete)
     data = {
-        "store": str(store),
+        "store": store,
         "ok": report.ok,
         "bytes": report.total_bytes,
         "damaged": report.damaged,
         "unread": report.unread,
         "deleted": report.deleted,
-        "errors": list(report.errors),
-        "leftovers": [str(path) for path in report.leftovers],
+        "errors": report.errors,
+        "leftovers": report.leftovers,
     }
     for error in report.errors:
         note(f"note: {error}")
@@ -153,10 +152,9 @@ def gc(
         note(f"note: {error}")
     data = {
         **asdict(report),
-        "store": str(store),
+        "store": store,
         "collections": names,
         "live_handles": len(live),
-        "leftovers": [str(path) for path in report.leftovers],
     }
     verb = "would delete" if dry_run else "deleted"
     summary = (
@@ -192,7 +190,7 @@ def shrink(
         f"{verb} {count(len(report.deleted), 'entry')} ({size(report.freed_bytes)}); "
         f"the others take {size(report.left_bytes)}"
     )
-    emit(as_json, {**asdict(report), "store": str(store), "max_bytes": most}, summary)
+    emit(as_json, {**asdict(report), "store": store, "max_bytes": most}, summary)
 
 
 def _open(path: Path) -> kv_store.DirectoryStore:

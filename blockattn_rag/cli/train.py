@@ -119,7 +119,7 @@ def _show(report: FinetuneReport, as_json: bool, *, adapters: bool) -> None:
         note(f"left out: {reason}")
     losses = report.eval_losses.items()
     data = {
-        "output": str(report.output),
+        "output": report.output,
         "steps": report.steps,
         "seconds": report.seconds,
         "loss": report.loss,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +64,19 @@ class ModeResult:
         return plain | self.stats.reuse()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # with no slots, which would leave no room for what was computed
 class EvaluationReport:
     """What an evaluation found: its settings, the figures by mode, and every record."""
 
     settings: Mapping[str, Any]
     records: Sequence[EvaluationRecord]
 
-    @property
+    @cached_property
     def results(self) -> list[ModeResult]:
         """One row for each mode, in the order of the run."""
         return self._results(self.records)
 
-    @property
+    @cached_property
     def by_kind(self) -> dict[str, list[ModeResult]]:
         """The rows of each kind of question, where the data tells kinds apart."""
         kinds = sorted({record.kind for record in self.records} - {""})
@@ -160,12 +161,12 @@ def evaluate(
     _check_room(engine, form, shown, modes)
     file = RecordFile(records_path, noted) if records_path is not None else None
     done = dict(file.records) if file else {}
+    tell = on_progress or (lambda *_: None)
     _check_records(done, shown, records_path)
     for mode in modes:
         pending = [sample for sample in shown if (sample.id, mode) not in done]
-        finished = len(shown) - len(pending)
-        if on_progress:
-            on_progress(mode, finished, len(shown))
+        before = len(shown) - len(pending)
+        tell(mode, before, len(shown))
         for start in range(0, len(pending), batch_size):
             batch = pending[start : start + batch_size]
             answers = _answer(engine, form, batch, mode, max_new_tokens=max_new_tokens, stop=stop)
@@ -173,9 +174,7 @@ def evaluate(
             done.update({(record.id, mode): record for record in new})
             if file:
                 file.append(new)
-            finished += len(batch)
-            if on_progress:
-                on_progress(mode, finished, len(shown))
+            tell(mode, before + start + len(batch), len(shown))
     # The kind decides no answer, and may have been another when the sample was answered.
     records = [replace(done[s.id, mode], kind=s.kind) for mode in modes for s in shown]
     return EvaluationReport(noted, records)

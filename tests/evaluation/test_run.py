@@ -79,6 +79,7 @@ def test_modes_are_scored_and_compared_with_full_mode(tmp_path: Path) -> None:
     assert report["closed-book"].exact_match.mean == 0.25
     assert report["block"].stats.reused_tokens == 120
     assert report.cut_off == 0
+    assert report.results is report.results  # bootstrapped once
     assert {k: [r.samples for r in v] for k, v in report.by_kind.items()} == {
         "even": [2, 2, 2, 2],
         "odd": [2, 2, 2, 2],

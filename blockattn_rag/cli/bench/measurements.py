@@ -40,11 +40,12 @@ def ttft(
     """
     counts = numbers(lengths, "--lengths")
     sizes = {"block_tokens": block_tokens, "question_tokens": question_tokens}
+    settings = {"repeats": repeats, **sizes}
     with working(bench.as_json), progress("measuring") as tick:
         from blockattn_rag.evaluation.efficiency import measure_ttft
 
         engine = open_engine(bench, max(counts) + question_tokens, cuda_graphs=cuda_graphs)
-        rows = measure_ttft(engine, counts, **sizes, repeats=repeats, on_progress=tick)
+        rows = measure_ttft(engine, counts, **settings, on_progress=tick)
     reusing = measured(rows, "copy", "relay")
     cells = {
         "context": column(rows, "length"),
@@ -52,7 +53,6 @@ def ttft(
         **{f"full/{path}": column(rows, f"full_over_{path}", ".1f") for path in reusing},
         "FLOPs ratio": column(rows, "flops_ratio", ".0f"),
     }
-    settings = {"repeats": repeats, **sizes}
     show(bench, engine, rows, settings, "Time to first token", cells, x="length")
 
 

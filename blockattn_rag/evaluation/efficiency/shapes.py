@@ -44,6 +44,14 @@ def shape_config(shape: str, **settings: Any) -> Any:
     return LlamaConfig(**SHAPES[shape], **settings)
 
 
+def floating_type(name: str) -> torch.dtype:
+    """The floating type of PyTorch that has this name."""
+    kind = getattr(torch, name, None)
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise ValueError(f"dtype must name a floating type such as bfloat16, found {name!r}")
+    return kind
+
+
 def random_llama(
     shape: str, *, max_tokens: int, device: str = "auto", dtype: str = "float32", seed: int = 0
 ) -> PreTrainedModel:
@@ -58,9 +66,7 @@ def random_llama(
     """
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise ValueError(f"dtype must name a floating type such as float32, found {dtype!r}")
+    kind = floating_type(dtype)
     config = shape_config(shape, max_position_embeddings=max_tokens)
     # No pre-filled answer ends early, and none is padded.
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
