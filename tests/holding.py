@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
-
 from blockattn_rag.model import decoding
 
 LONGEST_S = 60.0
@@ -67,7 +65,7 @@ def holding() -> Iterator[Held]:
     def after_step(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         met = original(self, input_ids, *args, **kwargs)
         held.after_token(self._is_cancelled)
-        return torch.full_like(met, self._is_cancelled())
+        return met | self._is_cancelled()
 
     with mock.patch.object(criterion, "__call__", after_step):
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -48,35 +47,37 @@ class _OnToken(BaseStreamer):
 
 
 class _AfterEachStep(StoppingCriteria):
-    """Hands over the newest token of every row after each step, and asks whether to end the run,
-    because those who waited for its answers may have left."""
+    """Asks after each step whether to end the run: those who waited for its answers may have left.
+
+    In a batch, it also ends rows at stop strings and hands over the newest token of every row.
+    """
 
     def __init__(
-        self, is_cancelled: Callable[[], bool], on_tokens: Callable[[list[int]], object]
+        self,
+        is_cancelled: Callable[[], bool],
+        on_tokens: Callable[[list[int | None]], object] | None = None,
+        stop: StoppingCriteria | None = None,
+        prompt_width: int = 0,
     ) -> None:
         self._is_cancelled = is_cancelled
         self._on_tokens = on_tokens
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        self._on_tokens(input_ids[:, -1].tolist())  # waits for the device
-        return torch.full((input_ids.shape[0],), self._is_cancelled(), device=input_ids.device)
-
-
-class _RowLengths(StoppingCriteria):
-    """Another criterion, and after how many tokens each row met it; padding follows in that row."""
-
-    def __init__(
-        self, criterion: StoppingCriteria, prompt_width: int, lengths: dict[int, int]
-    ) -> None:
-        self._criterion = criterion
+        self._stop = stop
         self._prompt_width = prompt_width
-        self._lengths = lengths
+        self.lengths: dict[int, int] = {}  # of rows that a stop string ended; padding follows
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        met: Any = self._criterion(input_ids, scores, **kwargs)
-        for row in met.nonzero().flatten().tolist():
-            self._lengths.setdefault(row, input_ids.shape[1] - self._prompt_width)
-        return met
+        met: Any = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        step = input_ids.shape[1] - self._prompt_width
+        if self._stop is not None:
+            met = self._stop(input_ids, scores, **kwargs)
+            for row in met.nonzero().flatten().tolist():
+                self.lengths.setdefault(row, step)
+        if self._on_tokens is not None:
+            newest: list[int | None] = input_ids[:, -1].tolist()  # waits for the device
+            for row, length in self.lengths.items():
+                newest[row] = newest[row] if length == step else None
+            self._on_tokens(newest)
+        return met | self._is_cancelled()
 
 
 def generate(
@@ -91,7 +92,9 @@ def generate(
 ) -> list[int]:
     """New tokens after ``ids``. ``cache`` holds the KV of the first ``ids``; None: of none."""
     input_ids = torch.tensor([list(ids)], device=hf_model.device)
-    arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens, is_cancelled)
+    arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
+    if is_cancelled is not None:
+        _add_criterion(arguments, _AfterEachStep(is_cancelled))
     if cache is not None:
         _check_no_draft(hf_model, arguments)
     # Beam search has no tokens to hand out before it ends.
@@ -125,24 +128,16 @@ def generate_batch(
     final_ids, final_mask = _left_padded([f for _, f in prompts], pad)
     input_ids = torch.cat([context_ids, final_ids], dim=1).to(hf_model.device)
     mask = torch.cat([context_mask, final_mask], dim=1).to(hf_model.device)
-    lengths: dict[int, int] = {}  # of rows that a stop string has ended
-    steps = count(1)
-
-    def hand_over(tokens: list[int]) -> None:
-        step = next(steps)
-        ended = {row for row, length in lengths.items() if length < step}
-        if on_tokens is not None:
-            on_tokens([None if row in ended else token for row, token in enumerate(tokens)])
-
-    arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens, is_cancelled, hand_over)
-    if stop := arguments.pop("stop_strings", None):
-        criterion = _RowLengths(StopStringCriteria(tokenizer, stop), input_ids.shape[1], lengths)
-        # First, so that it knows of the step's tokens before they are handed over.
-        arguments["stopping_criteria"] = [criterion, *arguments.get("stopping_criteria", [])]
+    width = input_ids.shape[1]
+    arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
+    strings = arguments.pop("stop_strings", None)
+    stop = StopStringCriteria(tokenizer, strings) if strings else None
+    step = _AfterEachStep(is_cancelled or (lambda: False), on_tokens, stop, width)
+    _add_criterion(arguments, step)
     output = _run(hf_model, sampling, input_ids, mask, cache, arguments)
     ends = end_token_ids(hf_model, tokenizer, arguments)
-    rows = output[:, input_ids.shape[1] :].tolist()
-    return [_until_end(row[: lengths.get(index)], ends) for index, row in enumerate(rows)]
+    rows = enumerate(output[:, width:].tolist())
+    return [_until_end(row[: step.lengths.get(index)], ends) for index, row in rows]
 
 
 def _left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
@@ -183,10 +178,8 @@ def _arguments(
     tokenizer: Any,
     sampling: Sampling,
     max_new_tokens: int,
-    is_cancelled: Callable[[], bool] | None,
-    on_tokens: Callable[[list[int]], object] | None = None,
 ) -> dict[str, Any]:
-    """``Sampling``, and what comes after each step, in the words of transformers' ``generate``."""
+    """``Sampling`` in the words of transformers' ``generate``."""
     samples = bool(sampling.temperature)
     arguments: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -206,11 +199,12 @@ def _arguments(
     arguments |= sampling.extra
     if "stop_strings" in arguments:
         arguments.setdefault("tokenizer", tokenizer)
-    if is_cancelled or on_tokens:
-        step = _AfterEachStep(is_cancelled or (lambda: False), on_tokens or (lambda _: None))
-        criteria = [*arguments.get("stopping_criteria", []), step]
-        arguments["stopping_criteria"] = StoppingCriteriaList(criteria)
     return arguments
+
+
+def _add_criterion(arguments: dict[str, Any], criterion: StoppingCriteria) -> None:
+    criteria = [*arguments.get("stopping_criteria", []), criterion]
+    arguments["stopping_criteria"] = StoppingCriteriaList(criteria)
 
 
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
