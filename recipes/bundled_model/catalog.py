@@ -184,6 +184,13 @@ _COMPANY = (
         ("What does {name} make?", "What is the product of {name}?"),
     ),
 )
+_FISH = Attribute(
+    "fish",
+    FISH,
+    ("The fish of {name} is the {value}.", "{name} is known for its {value}."),
+    ("Its fish is the {value}.", "It is known for its {value}."),
+    ("What is the fish of {name}?", "Which fish is {name} known for?"),
+)
 _RIVER = (
     _number(
         "length",
@@ -229,13 +236,7 @@ _RIVER = (
         ("Its mouth is at {value}.", "It meets the sea at {value}."),
         ("Where is the mouth of {name}?", "Where does {name} meet the sea?"),
     ),
-    Attribute(
-        "fish",
-        FISH,
-        ("The fish of {name} is the {value}.", "{name} is known for its {value}."),
-        ("Its fish is the {value}.", "It is known for its {value}."),
-        ("What is the fish of {name}?", "Which fish is {name} known for?"),
-    ),
+    _FISH,
 )
 _LAKE = (
     _number(
@@ -286,13 +287,7 @@ _LAKE = (
         ("Its discoverer was {value}.", "It was discovered by {value}."),
         ("Who was the discoverer of {name}?", "Who discovered {name}?"),
     ),
-    Attribute(
-        "fish",
-        FISH,
-        ("The fish of {name} is the {value}.", "{name} is known for its {value}."),
-        ("Its fish is the {value}.", "It is known for its {value}."),
-        ("What is the fish of {name}?", "Which fish is {name} known for?"),
-    ),
+    _FISH,
 )
 _PERSON = (
     _number("work", "poems", "wrote more", "wrote more",
