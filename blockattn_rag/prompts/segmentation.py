@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -157,26 +158,22 @@ def merge_smallest(pieces: Sequence[str], max_blocks: int) -> list[str]:
 
     Of equally short pairs the leftmost is joined. Time O(n log n) in the number of pieces.
     """
-    sizes, after = [len(p) for p in pieces], list(range(1, len(pieces) + 1))
-    before = list(range(-1, len(pieces) - 1))
-    alive = [True] * len(pieces)
+    sizes = [*map(len, pieces), math.inf]  # the last stands for the end, which no pair takes
+    before, after = list(range(-1, len(pieces))), list(range(1, len(pieces) + 1))
     heap = [(a + b, i) for i, (a, b) in enumerate(pairwise(sizes))]
     heapq.heapify(heap)
     for _ in range(len(pieces) - max_blocks):
-        while True:  # entries are stale if one of their pair was joined since
-            size, left = heapq.heappop(heap)
-            right = after[left]
-            if alive[left] and right < len(pieces) and sizes[left] + sizes[right] == size:
-                break
-        alive[right], sizes[left] = False, size
-        after[left] = following = after[right]
-        if following < len(pieces):
-            before[following] = left
-            heapq.heappush(heap, (size + sizes[following], left))
-        if before[left] >= 0:
+        size, left = heapq.heappop(heap)
+        while not sizes[left] or sizes[left] + sizes[after[left]] != size:
+            size, left = heapq.heappop(heap)  # that was stale: one of the pair was joined since
+        right = after[left]
+        sizes[left], sizes[right] = size, 0
+        after[left] = after[right]
+        before[after[left]] = left
+        heapq.heappush(heap, (size + sizes[after[left]], left))
+        if left:
             heapq.heappush(heap, (sizes[before[left]] + size, before[left]))
-    starts = [i for i, kept in enumerate(alive) if kept]
-    return ["".join(pieces[i : after[i]]) for i in starts]
+    return ["".join(pieces[i : after[i]]) for i, size in enumerate(sizes[:-1]) if size]
 
 
 def few_shot(examples: Sequence[str], query: str, *, separator: str = "\n\n") -> BlockPrompt:
