@@ -12,10 +12,10 @@ import copy
 import hashlib
 import json
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -32,37 +32,15 @@ class FoundToken(NamedTuple):
     swallows_after: bool
 
 
-class Encoder(Protocol):
-    """What ``BlockTokenizer`` needs of a tokenizer. Safe to use from many threads."""
-
-    prefix_ids: list[int]
-    """What the tokenizer itself puts before a text: usually nothing or BOS."""
-
-    control_tokens: frozenset[str]
-    """The added tokens that must not come out of plain text."""
-
-    def added_tokens(self, text: str) -> Sequence[FoundToken]:
-        """The added tokens in a text, left to right."""
-
-    def plain_ids(self, text: str, *, opens: bool) -> list[int]:
-        """Ids of a text in which no added token is recognised.
-
-        ``opens``: nothing stands before it. Some tokenizers put a blank there.
-        """
-
-    digest: str
-    """sha256 of all that decides ids."""
-
-
-def private_encoder(tokenizer: Any) -> Encoder:
-    """An encoder that gives the ids of ``tokenizer``, as it is now.
+def private_encoder(tokenizer: Any) -> RustEncoder | PythonEncoder:
+    """An encoder that gives the ids of ``tokenizer``, as it is now; for many threads at once.
 
     Raises:
         UnsupportedModelError: the tokenizer cannot be copied.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     try:
-        return _RustEncoder(backend.to_str()) if backend is not None else _PythonEncoder(tokenizer)
+        return RustEncoder(backend.to_str()) if backend is not None else PythonEncoder(tokenizer)
     except Exception as error:  # whatever a foreign tokenizer's serialisation may raise
         raise UnsupportedModelError(
             f"{type(tokenizer).__name__} cannot be copied ({error}), and blocks are encoded by a "
@@ -84,10 +62,15 @@ def _is_control(token: str) -> bool:
     return len(token) > 1 and not token.replace("\u2581", " ").isspace()
 
 
-class _RustEncoder:
+class RustEncoder:
     """Copies of a ``tokenizers.Tokenizer``, which is transformers' usual backend.
 
     They share one vocabulary: copies of it would take much memory, and seconds to make.
+
+    Attributes:
+        prefix_ids: what the tokenizer itself puts before a text: usually nothing or BOS.
+        control_tokens: the added tokens that must not come out of plain text.
+        digest: sha256 of all that decides ids.
     """
 
     def __init__(self, serialised: str) -> None:
@@ -107,6 +90,7 @@ class _RustEncoder:
         self._after_cut = _Plain(self._parsing, self._added, set())
 
     def added_tokens(self, text: str) -> list[FoundToken]:
+        """The added tokens in a text, left to right."""
         encoding = self._parsing.encode(text, add_special_tokens=False)
         found = []
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -115,6 +99,10 @@ class _RustEncoder:
         return found
 
     def plain_ids(self, text: str, *, opens: bool) -> list[int]:
+        """Ids of a text in which no added token is recognised.
+
+        ``opens``: nothing stands before it. Some tokenizers put a blank there.
+        """
         ids: list[int] = []
         pieces = [(text, self._opening if opens else self._inside)]
         while pieces:
@@ -194,8 +182,8 @@ def _with_blanks(state: dict[str, Any], schemes: Collection[str]) -> dict[str, A
     return state
 
 
-class _PythonEncoder:
-    """A copy of a tokenizer that has no Rust backend; one text at a time."""
+class PythonEncoder:
+    """``RustEncoder`` for a tokenizer that has no Rust backend; one text at a time."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
