@@ -59,10 +59,9 @@ def _key_in(path: Path) -> bytes:
         path.unlink()  # cut short by a full disk: no key at all
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    temporary.touch(0o600, exist_ok=False)
     try:
-        with open(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(_KEY_BYTES))
+        temporary.write_bytes(secrets.token_bytes(_KEY_BYTES))
         with suppress(FileExistsError):  # another process was first: its key is the one
             os.link(temporary, path)
     finally:
