@@ -17,7 +17,7 @@ from langchain_core.runnables.utils import gather_with_concurrency
 from blockattn_rag.engine.pending import MAX_BATCH, Group
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.langchain.fields import GenerationFields
-from blockattn_rag.langchain.messages import as_template_messages, knows_tools, message_figures
+from blockattn_rag.langchain.messages import as_template_messages, message_figures
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.chat_template import chat_spans, has_chat_template
 from blockattn_rag.prompts.markers import strip_markers
@@ -102,7 +102,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
                 f"the tokenizer of {self.model_name} has no chat template; set its chat_template, "
                 "or use BlockAttentionLLM for prompts that are strings"
             )
-        turns = as_template_messages(messages, knows_tools=knows_tools(tokenizer))
+        knows_tools = "tool" in str(tokenizer.chat_template)
+        turns = as_template_messages(messages, knows_tools=knows_tools)
         return BlockPrompt.from_spans(chat_spans(tokenizer, turns), self.block_template)
 
     def get_token_ids(self, text: str) -> list[int]:

@@ -64,11 +64,6 @@ def as_template_messages(
     return turns
 
 
-def knows_tools(tokenizer: Any) -> bool:
-    """Whether a chat template mentions tools at all."""
-    return "tool" in str(tokenizer.chat_template)
-
-
 def _role_of(message: BaseMessage) -> str:
     if isinstance(message, ChatMessage):
         return message.role

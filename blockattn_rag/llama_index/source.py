@@ -44,8 +44,7 @@ class EngineComponent(BaseComponent):
                 "cannot be sent to another process; build it from model_name= and kv_store= (a "
                 "directory), or run the ingestion pipeline without num_workers"
             )
-        state: dict[str, Any] = super().__getstate__()
-        return state
+        return super().__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> EngineComponent:
         # Weights and locks are shared, never copied.

@@ -126,8 +126,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> BlockKVTransform:
         fields = {k: v for k, v in data.items() if k not in ("fingerprint", "store")}
-        transform: BlockKVTransform = super().from_dict(fields, **kwargs)
-        return transform
+        return super().from_dict(fields, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.kv_store is None:
