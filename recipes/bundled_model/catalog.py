@@ -26,8 +26,8 @@ class Attribute:
     """One fact that an entity of some kind has.
 
     ``named`` and ``pronoun`` are passage sentences with and without the entity's name;
-    ``questions`` ask for the value; a comparable attribute has a ``superlative`` (``taller``)
-    and the predicate that declares a winner (``is taller``).
+    ``questions`` ask for the value; ``wins`` is the predicate that declares the winner of a
+    comparison (``is taller``), and empty where values do not compare.
     """
 
     noun: str
@@ -36,7 +36,6 @@ class Attribute:
     pronoun: tuple[str, ...]
     questions: tuple[str, ...]
     unit: str = ""
-    which: str = ""
     wins: str = ""
 
     @property
@@ -65,16 +64,15 @@ class Kind:
         return tuple(a for a in self.attributes if a.comparable)
 
 
-def _number(noun: str, unit: str, which: str, wins: str, *rest: tuple[str, ...]) -> Attribute:
+def _number(noun: str, unit: str, wins: str, *rest: tuple[str, ...]) -> Attribute:
     named, pronoun, questions = rest
-    return Attribute(noun, "number", named, pronoun, questions, unit, which, wins)
+    return Attribute(noun, "number", named, pronoun, questions, unit, wins)
 
 
 _TOWER = (
     _number(
         "height",
         "metres",
-        "is taller",
         "is taller",
         (
             "{name} is {value} tall.",
@@ -87,7 +85,6 @@ _TOWER = (
     _number(
         "staircase",
         "steps",
-        "has more steps",
         "has more steps",
         (
             "The staircase of {name} has {value}.",
@@ -132,7 +129,6 @@ _COMPANY = (
         "staff",
         "people",
         "has more people",
-        "has more people",
         (
             "{name} employs {value}.",
             "The staff of {name} counts {value}.",
@@ -144,7 +140,6 @@ _COMPANY = (
     _number(
         "revenue",
         "crowns",
-        "earns more",
         "earns more",
         (
             "{name} earns {value} a day.",
@@ -196,7 +191,6 @@ _RIVER = (
         "length",
         "kilometres",
         "is longer",
-        "is longer",
         (
             "{name} is {value} long.",
             "The length of {name} is {value}.",
@@ -208,7 +202,6 @@ _RIVER = (
     _number(
         "width",
         "paces",
-        "is wider",
         "is wider",
         (
             "{name} is {value} wide.",
@@ -243,7 +236,6 @@ _LAKE = (
         "area",
         "hectares",
         "is larger",
-        "is larger",
         (
             "{name} covers {value}.",
             "The area of {name} is {value}.",
@@ -255,7 +247,6 @@ _LAKE = (
     _number(
         "depth",
         "feet",
-        "is deeper",
         "is deeper",
         (
             "{name} is {value} deep.",
@@ -290,11 +281,11 @@ _LAKE = (
     _FISH,
 )
 _PERSON = (
-    _number("work", "poems", "wrote more", "wrote more",
+    _number("work", "poems", "wrote more",
             ("{name} wrote {value}.", "The work of {name} counts {value}.", "The book of {name} holds {value}."),
             ("The work counts {value}.", "The printed work is {value}."),
             ("How many poems did {name} write?", "How large is the work of {name}?")),
-    _number("fortune", "coins", "was richer", "was richer",
+    _number("fortune", "coins", "was richer",
             ("{name} owned {value}.", "The fortune of {name} was {value}.", "The will of {name} speaks of {value}."),
             ("The fortune was {value}.", "The will speaks of {value}."),
             ("What was the fortune of {name}?", "How rich was {name}?")),

@@ -33,7 +33,7 @@ ORDER_QUESTIONS = (
 )
 #: Share of passages that tell every second sentence with a pronoun.
 PRONOUNS = 0.3
-WHICH_QUESTIONS = ("Which {which}, {a} or {b}?", "Of {a} and {b}, which {which}?")
+WHICH_QUESTIONS = ("Which {wins}, {a} or {b}?", "Of {a} and {b}, which {wins}?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ def _comparison(
     scene: Sequence[Article], rng: random.Random, pair: tuple[int, int], of: Attribute
 ) -> Question:
     a, b = (scene[i] for i in pair)
-    question = rng.choice(WHICH_QUESTIONS).format(which=of.which, a=a.name, b=b.name)
+    question = rng.choice(WHICH_QUESTIONS).format(wins=of.wins, a=a.name, b=b.name)
     answer, verdict = comparison_answer(of, a.name, b.name, a.facts[of.noun], b.facts[of.noun])
     return Question("comparison", question, answer, verdict, pair)
 
