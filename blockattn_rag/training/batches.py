@@ -56,7 +56,7 @@ class Collator:
     """Makes a batch of tensors ``[rows, tokens]``.
 
     Keys: ``input_ids``, ``labels`` (``-100`` for padding), ``weights`` (float32, each token's
-    weight in the loss), and ``sample``, ``block``, ``position_ids`` of a ``TokenLayout``.
+    weight in the loss), and the fields of a ``TokenLayout``.
 
     Args:
         pad_token_id: what fills up rows.
@@ -74,20 +74,18 @@ class Collator:
         rows = pack(items, length) if self.packing else [[item] for item in items]
         blocks = ([item.block_lengths for item in row] for row in rows)
         layouts = (row_layout(lengths, length, self.positions) for lengths in blocks)
-        sample, block, position = map(torch.stack, zip(*layouts, strict=True))
+        layout = TokenLayout(*map(torch.stack, zip(*layouts, strict=True)))
         return {
             "input_ids": _padded(rows, lambda item: item.input_ids, self.pad_token_id),
             "labels": _padded(rows, _targets, IGNORED),
             "weights": _padded(rows, _weights, 0.0),
-            "sample": sample,
-            "block": block,
-            "position_ids": position,
+            **layout._asdict(),
         }
 
 
 def layout_of(batch: dict[str, Tensor]) -> TokenLayout:
     """The layout that the collator put in a batch."""
-    return TokenLayout(batch["sample"], batch["block"], batch["position_ids"])
+    return TokenLayout(*(batch[name] for name in TokenLayout._fields))
 
 
 def pack(items: Sequence[Item], length: int) -> list[list[Item]]:

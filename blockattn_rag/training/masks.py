@@ -41,12 +41,12 @@ class TokenLayout(NamedTuple):
     Args:
         sample: 1, 2, … within its row; 0 for padding.
         block: 1, 2, … within its sample; 0 for the final block (and padding).
-        position: position id; see :func:`sample_positions`.
+        position_ids: see :func:`sample_positions`.
     """
 
     sample: Tensor
     block: Tensor
-    position: Tensor
+    position_ids: Tensor
 
 
 def row_layout(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from blockattn_rag.training.config import FinetuneConfig
@@ -73,7 +73,7 @@ class FinetuneReport:
     loss: float
     train: DataReport
     evaluation: DataReport
-    history: list[dict[str, float]] = field(default_factory=list)
+    history: list[dict[str, float]]
 
     @property
     def eval_losses(self) -> dict[str, tuple[float, float]]:

@@ -480,7 +480,7 @@ def test_training_computes_what_the_engine_computes(mode: Any, positions: Any) -
         mask = ModelMasks(model.config, "eager")(layout, torch.float32)
         ids = torch.tensor([sample.input_ids])
         with torch.no_grad():
-            out = model(input_ids=ids, attention_mask=mask, position_ids=layout.position)
+            out = model(input_ids=ids, attention_mask=mask, position_ids=layout.position_ids)
         answered = next(i for i, label in enumerate(sample.labels) if label != -100)
         expected = int(out.logits[0, answered - 1].argmax())
         found = engine.generate(texts, mode=mode, positions=positions, max_new_tokens=1)

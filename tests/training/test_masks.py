@@ -103,7 +103,7 @@ class TestPositions:
         assert sample_positions([2, 1, 2], "composite").tolist() == [0, 1, 0, 3, 4]
 
     def test_positions_restart_with_each_sample_of_a_row(self) -> None:
-        assert layout([[2], [1, 1]], length=5).position.tolist() == [[0, 1, 0, 1, 0]]
+        assert layout([[2], [1, 1]], length=5).position_ids.tolist() == [[0, 1, 0, 1, 0]]
 
 
 class TestFlexAttention:
@@ -148,7 +148,9 @@ def logits_and_gradient(implementation: str, batch: TokenLayout) -> tuple[Any, A
     model.set_attn_implementation(implementation)
     ids = torch.arange(batch.sample.numel(), device="cuda").remainder(250).view(batch.sample.shape)
     mask = ModelMasks(model.config, implementation)(batch, torch.float32)
-    out = model(input_ids=ids, attention_mask=mask, position_ids=batch.position, use_cache=False)
+    out = model(
+        input_ids=ids, attention_mask=mask, position_ids=batch.position_ids, use_cache=False
+    )
     used = out.logits[batch.sample > 0]
     used.square().mean().backward()
     return used.detach(), model.get_input_embeddings().weight.grad

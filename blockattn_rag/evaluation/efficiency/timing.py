@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import statistics
 from collections.abc import Callable, Mapping
@@ -77,9 +78,8 @@ def machine(device: str | torch.device = "cpu") -> dict[str, Any]:
 
 def processor() -> str:
     """The processor's name, from Linux's own list where there is one."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as listing:
-            names = [line.partition(":")[2].strip() for line in listing if "model name" in line]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as listing:
+        for line in listing:
+            if "model name" in line:
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
