@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
@@ -51,22 +52,16 @@ class DeviceCache:
         self._used_s: dict[str, float] = {}  # when the store last learned of a block's use
 
     def get(self, key: str) -> BlockKV | None:
-        """The block, from memory or else from the store.
-
-        Raises:
-            StoreError: as the store's own ``get``.
-        """
+        """The block, from memory or else from the store."""
         kv = self._kept.get(key)
         if kv is not None and not (kv.pending_copy is not None and kv.pending_copy.failed):
             self._tell_of_use(key)
             return kv
         kv = self._store.get(key)
         if kv is not None:
-            try:
+            with suppress(ValueError):  # not the block of this key: the caller's to judge
                 self.keep(key, kv)
-            except ValueError:  # not the block of this key: the caller's to judge, as without cache
-                return kv
-            self._note_use(key)
+                self._note_use(key)
         return kv
 
     def put(self, key: str, kv: BlockKV) -> None:
@@ -80,11 +75,7 @@ class DeviceCache:
         self._store.put(key, kv)
 
     def keep(self, key: str, kv: BlockKV) -> None:
-        """Keep a block without storing it; a copy that is kept already is replaced.
-
-        Raises:
-            ValueError: as ``put`` of any store.
-        """
+        """Keep a block without storing it; a copy that is kept already is replaced."""
         if kv.nbytes <= self._kept.max_bytes:
             self._kept.put(key, kv)
 
