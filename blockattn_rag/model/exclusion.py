@@ -20,19 +20,17 @@ class ModelLock:
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
-        self._lock.acquire()
-        _this_thread.models += 1
+        self.enter()
 
     def __exit__(self, *_: object) -> None:
         _this_thread.models -= 1
         self._lock.release()
 
-    def try_enter(self) -> bool:
-        """Take the lock if it is free; whether it was."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        _this_thread.models += 1
-        return True
+    def enter(self, *, wait: bool = True) -> bool:
+        """Take the lock, without ``wait`` only if it is free; whether it was taken."""
+        taken = self._lock.acquire(blocking=wait)
+        _this_thread.models += taken
+        return taken
 
 
 class _ThisThread(threading.local):
@@ -83,7 +81,7 @@ def turn_to_draw(lock: ModelLock, *, alone: bool) -> Iterator[None]:
     """
     while True:
         with _draws.entered(alone=alone):
-            if lock.try_enter():
+            if lock.enter(wait=False):
                 try:
                     yield
                 finally:
