@@ -127,7 +127,6 @@ class CudaRecorder:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Surrounds the pieces of one forward."""
         before = torch.cuda.current_stream(self._device)
         # High priority, because transfers take theirs from the pool of streams of normal priority.
         stream: Any = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
@@ -142,13 +141,11 @@ class CudaRecorder:
         before.wait_stream(stream)
 
     def begin(self) -> None:
-        """Start to record."""
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may go on allocating, as transfers of blocks do.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Callable[[], object]:
-        """Stop recording. The result runs what was recorded once more, on the same memory."""
         graph, self._graph = self._graph, None
         graph.capture_end()
         replay: Callable[[], object] = graph.replay

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 
 import torch
@@ -21,7 +22,8 @@ from blockattn_rag.kv.context import Context, PlacedBlock, joined_states
 from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
 
 
-class Segment:
+@dataclass(frozen=True, slots=True)
+class Segment(Context):
     """Blocks that the same requests hold at the same distances from each other.
 
     Args:
@@ -30,15 +32,9 @@ class Segment:
         readers: request and shift of the segment, for each pair.
     """
 
-    def __init__(self, blocks: Sequence[PlacedBlock], readers: Sequence[tuple[int, int]]) -> None:
-        self.blocks = tuple(blocks)
-        self.readers = tuple(readers)
-        self._angles: Angles = {}
-        self._joined: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(block.kv.num_tokens for block in self.blocks)
+    readers: Sequence[tuple[int, int]]
+    _angles: Angles = field(default_factory=dict)
+    _joined: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def states(self, layer: int, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
         """Keys and values ``[K, N, D]``; keys stand where the readers' shifts expect them."""
@@ -62,7 +58,7 @@ def segments_of(contexts: Sequence[Context], tokens: int) -> list[Segment]:
     small: dict[tuple[tuple[int, int], ...], list[PlacedBlock]] = {}
     for kv, pairs in readers.values():
         if kv.num_tokens >= tokens:
-            segments.append(Segment([PlacedBlock(kv, 0, 0)], pairs))
+            segments.append(Segment((PlacedBlock(kv, 0, 0),), pairs))
             continue
         first = pairs[0][1]
         relative = tuple((request, shift - first) for request, shift in pairs)
@@ -70,7 +66,7 @@ def segments_of(contexts: Sequence[Context], tokens: int) -> list[Segment]:
     for relative, blocks in small.items():
         for run in _runs(blocks, tokens):
             at = run[0].shift
-            moved = [PlacedBlock(kv, 0, shift - at) for kv, _, shift in run]
+            moved = tuple(PlacedBlock(kv, 0, shift - at) for kv, _, shift in run)
             segments.append(Segment(moved, [(request, shift + at) for request, shift in relative]))
     return segments
 

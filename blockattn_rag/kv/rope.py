@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -131,8 +131,7 @@ def fit_layout(
     layouts = [NO_ROTATION]
     for frequencies in candidates:
         if 0 < 2 * frequencies.numel() <= at_zero.shape[-1]:
-            pairings: tuple[Pairing, ...] = ("half", "interleaved")
-            layouts += [RotaryLayout(frequencies.float().cpu(), p) for p in pairings]
+            layouts += [RotaryLayout(frequencies.float().cpu(), p) for p in get_args(Pairing)]
     fits = [LayoutFit(layout, _misfit(at_zero, shifted, layout)) for layout in layouts]
     return min(fits, key=lambda fit: fit.error)
 

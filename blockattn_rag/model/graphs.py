@@ -186,16 +186,16 @@ class GraphedForward:
             positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         with self._lock:
             recorded = self._record(next(b for b in BUCKETS if b >= ids.shape[1]), cache)
-            logits = recorded(ids, positions, cache) if recorded is not None else None
-        if logits is None:
-            return self._original(**kwargs)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+            if recorded is not None:
+                logits = recorded(ids, positions, cache)
+                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        return self._original(**kwargs)
 
     def _record(self, bucket: int, cache: RelayCache) -> _Recorded | None:
         """The record of a bucket, made when it is first needed; None if this model has none."""
         if bucket in self._recorded:
             return self._recorded[bucket]
-        size = len(cache.layers), bucket
+        size = cache.plan.num_layers, bucket
         try:
             _Recorded(self._original, *size, _DryRun(), self._device)
             with self._recorder.session():

@@ -248,12 +248,11 @@ def _frequencies(hf_model: PreTrainedModel) -> list[Tensor]:
     """The distinct RoPE frequency tables that the model holds."""
     tables: list[Tensor] = []
     for name, buffer in hf_model.named_buffers():
-        if not name.endswith("inv_freq") or buffer.dim() != 1:
-            continue
-        # A copy: the model's own may be written later, when blocks lie as they were measured.
-        table = buffer.detach().float().cpu().clone()
-        if not any(t.shape == table.shape and torch.equal(t, table) for t in tables):
-            tables.append(table)
+        if name.endswith("inv_freq") and buffer.dim() == 1:
+            # A copy: the model's own may be written later, when blocks lie as they were measured.
+            table = buffer.detach().float().cpu().clone()
+            if not any(torch.equal(known, table) for known in tables):
+                tables.append(table)
     return tables
 
 

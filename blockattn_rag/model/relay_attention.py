@@ -153,10 +153,7 @@ def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool
     """Make a model ready for relay attention, and see whether it gives the copy path's logits.
 
     Windows, soft caps and attention sinks are ruled out beforehand, because a short probe might not
-    show them.
-
-    Raises:
-        ValueError: autocast is on, or the model is in training mode.
+    show them. Raises as ``encode_batch``.
     """
     config = hf_model.config.get_text_config(decoder=True)
     capped = getattr(config, "attn_logit_softcapping", None) is not None

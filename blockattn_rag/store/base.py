@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 from blockattn_rag.kv.block_kv import BlockKV
 
@@ -114,7 +114,7 @@ def warn_of_refused(store: KVStore, nbytes: int) -> None:
     )
 
 
-def is_key(key: object) -> bool:
+def is_key(key: object) -> TypeGuard[str]:
     """Whether ``key`` is spelled as a store key: 64 hex digits, lower case."""
     return isinstance(key, str) and _KEY.fullmatch(key) is not None
 

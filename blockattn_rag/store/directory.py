@@ -158,7 +158,7 @@ class DirectoryStore:
 
     def __contains__(self, key: object) -> bool:
         """Whether there is a file of that name. Its content is checked by ``get``."""
-        if not isinstance(key, str) or not is_key(key):
+        if not is_key(key):
             return False
         path = self.entry_path(key)
         with files.explained("look for", path):
