@@ -309,17 +309,13 @@ class BlockModel:
                 self.hf_model, tokenizer, prompts, sampling, limit, cache, on_tokens, is_cancelled
             )
 
-    @property
-    def can_batch(self) -> bool:
-        """Whether prompts of unequal length can share a batch exactly.
+    def batches_exactly(self, sampling: Sampling) -> bool:
+        """Whether prompts of unequal length that share a batch get the answers they get alone.
 
         Padding between context and final block widens the distance that a sliding window counts.
         """
-        return all(window is None for window in self.profile.windows)
-
-    def batches_exactly(self, sampling: Sampling) -> bool:
-        """Whether ``can_batch`` holds, and for these options as well."""
-        return self.can_batch and decoding.batches_exactly(self.hf_model, sampling)
+        has_windows = any(window is not None for window in self.profile.windows)
+        return not has_windows and decoding.batches_exactly(self.hf_model, sampling)
 
     def room_for(self, prompt_tokens: int, sampling: Sampling) -> int:
         """How many tokens may be generated after a prompt: as asked, or what the window leaves.

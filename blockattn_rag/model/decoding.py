@@ -116,10 +116,8 @@ def generate_batch(
 ) -> list[list[int]]:
     """New tokens for several (context ids, final ids), padded on the left of each part.
 
-    ``cache`` holds the contexts, one a row; None computes them as well. ``on_tokens``
-    and ``is_cancelled`` are as in ``BlockModel.generate_batch``.
-
-    Positions are counted over real tokens only, so padding changes nothing but the batch's shape.
+    The arguments are those of ``BlockModel.generate_batch``. Positions are counted over real tokens
+    only, so padding changes nothing but the batch's shape.
     """
     pad = _pad_token_id(hf_model, tokenizer)
     if cache is None:

@@ -62,8 +62,7 @@ def encode_batch(
 ) -> list[BlockKV]:
     """The blocks' KV from one forward, padded on the right, which a causal mask makes harmless.
 
-    Raises:
-        ValueError: autocast is on, or the model is in training mode.
+    Raises as ``check_ready``.
     """
     check_ready(hf_model)
     rows = [torch.tensor(request.token_ids, dtype=torch.long) for request in batch]

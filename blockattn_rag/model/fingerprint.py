@@ -39,10 +39,8 @@ class Identity:
     """A model's fingerprint (64 hex digits), and what tells that it no longer holds.
 
     Two models share a fingerprint only if they compute the same KV for the same text. Reads all
-    weights, runs a few tokens. Nobody else may run or change the model meanwhile.
-
-    Raises:
-        ValueError: the model is in training mode, or autocast is on.
+    weights, runs a few tokens. Nobody else may run or change the model meanwhile. Raises as
+    ``probe_states``.
     """
 
     def __init__(self, hf_model: PreTrainedModel, tokenizer: BlockTokenizer) -> None:

@@ -64,9 +64,9 @@ def enable_relay(hf_model: PreTrainedModel) -> None:
 
 def _enter(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A forward begins: its plan is that of the cache that it was given, if any."""
-    caches = (value for value in (*args, *kwargs.values()) if isinstance(value, RelayCache))
-    cache = next(caches, None)
-    _plans.set((*_plans.get(), cache.plan if cache is not None else None))
+    given = (*args, *kwargs.values())
+    plans = (value.plan for value in given if isinstance(value, RelayCache))
+    _plans.set((*_plans.get(), next(plans, None)))
 
 
 def _leave(*_: Any) -> None:
@@ -101,7 +101,10 @@ def _attention_function(original: str) -> Any:
     ) -> tuple[Tensor, Tensor | None]:
         plan = _current_plan()
         if plan is None:
-            forward = ALL_ATTENTION_FUNCTIONS.get_interface(original, _eager_of(module))
+            # The plain attention of a model's own source file is what ``eager`` means to it.
+            home = sys.modules[type(module).__module__]
+            eager: Any = getattr(home, "eager_attention_forward", None)
+            forward = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
             return forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
         index: Any = module.layer_idx
@@ -110,11 +113,6 @@ def _attention_function(original: str) -> Any:
         return output.transpose(1, 2).contiguous(), None
 
     return relay_attention
-
-
-def _eager_of(module: torch.nn.Module) -> Any:
-    """The plain attention of a model's own source file: what ``eager`` means to it."""
-    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
 def _mask_function(original: str) -> Any:
@@ -153,7 +151,7 @@ def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool
     """Make a model ready for relay attention, and see whether it gives the copy path's logits.
 
     Windows, soft caps and attention sinks are ruled out beforehand, because a short probe might not
-    show them. Raises as ``encode_batch``.
+    show them. Raises as ``check_ready``.
     """
     config = hf_model.config.get_text_config(decoder=True)
     capped = getattr(config, "attn_logit_softcapping", None) is not None

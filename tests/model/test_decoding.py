@@ -116,7 +116,7 @@ def test_models_with_sliding_windows_batch_one_by_one() -> None:
     model = BlockModel(tiny_model(kind, **config), tiny_tokenizer())
     model.config.block_attention = {"tuned": True}
     engine = BlockAttentionEngine(model)
-    assert not model.can_batch
+    assert not model.batches_exactly(Sampling())
     alone = [engine.generate(p, max_new_tokens=4).token_ids for p in PROMPTS]
     assert [g.token_ids for g in engine.generate_batch(PROMPTS, max_new_tokens=4)] == alone
 
