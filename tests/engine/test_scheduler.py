@@ -478,9 +478,7 @@ def test_the_main_thread_waits_its_turn_where_others_wait(
 def test_batches_in_the_main_thread_are_those_of_the_queue(
     scheduler: Scheduler, model: Model
 ) -> None:
-    requests = [
-        pending(model, str(n), max_batch=4, top_k=2 if n == 1 else 3) for n in range(7)
-    ]
+    requests = [pending(model, str(n), max_batch=4, top_k=2 if n == 1 else 3) for n in range(7)]
     answers = scheduler.submit_and_wait(*requests)
     assert [answer.text for answer in answers] == [str(n) for n in range(7)]
     assert model.batches == [["0", "2", "3", "4"], ["1"], ["5", "6"]]
