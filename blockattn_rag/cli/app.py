@@ -26,8 +26,7 @@ class _OneLineErrors(TyperGroup):
         """No name of a file holds NUL, and what is called deep within would not say which does."""
         if damaged := next((argument for argument in args if "\0" in argument), None):
             raise typer.BadParameter(f"expected no NUL character in an argument, found {damaged!r}")
-        parsed: list[str] = super().parse_args(ctx, args)
-        return parsed
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -97,7 +97,7 @@ class EvaluationReport:
     @property
     def cut_off(self) -> int:
         """How many answers ended at ``max_new_tokens`` or at the end of the context window."""
-        return _cut_off(self.records)
+        return sum(result.cut_off for result in self.results)
 
     def to_dict(self) -> dict[str, Any]:
         """Settings and figures as plain JSON types, without the records."""
@@ -278,10 +278,6 @@ def _record(sample: EvaluationSample, mode: str, answer: Generation) -> Evaluati
     )
 
 
-def _cut_off(records: Sequence[EvaluationRecord]) -> int:
-    return sum(record.finish_reason == "length" for record in records)
-
-
 def _result(
     mode: str, rows: Sequence[EvaluationRecord], full: Mapping[str, EvaluationRecord], timed: bool
 ) -> ModeResult:
@@ -295,7 +291,7 @@ def _result(
         f1=bootstrap_mean([row.f1 for row in rows]),
         difference=bootstrap_mean([r.accuracy - f.accuracy for r, f in pairs]) if pairs else None,
         agreement=statistics.fmean(same) if pairs else None,
-        cut_off=_cut_off(rows),
+        cut_off=sum(row.finish_reason == "length" for row in rows),
         ttft_s=statistics.median(row.stats.ttft_s for row in rows) if timed else None,
         stats=sum((row.stats for row in rows[1:]), rows[0].stats),
     )
