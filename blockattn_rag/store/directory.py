@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -166,12 +167,10 @@ class DirectoryStore:
 
     def delete(self, key: str) -> bool:
         path = self.entry_path(key)
-        with files.explained("delete", path):
-            try:
-                path.unlink()
-            except FileNotFoundError:
-                return False
-        return True
+        with files.explained("delete", path), suppress(FileNotFoundError):
+            path.unlink()
+            return True
+        return False
 
     def discard(self, key: str, used_ns: int) -> bool:
         """Delete an entry unless it was used or replaced since ``used_ns``; True if deleted."""
@@ -282,12 +281,12 @@ class DirectoryStore:
         if not create:
             raise StoreError(f"there is no store at {self.path}: it has no {_MARK}")
         files.make_folder(self.path, parents=True)
-        foreign = list(self._foreign())
+        foreign = next(self._foreign(), None)
         if self._mark.exists():
             return
-        if foreign:
+        if foreign is not None:
             raise StoreError(
-                f"{self.path} is not a store: it has no {_MARK}, and holds {foreign[0]!r}; "
+                f"{self.path} is not a store: it has no {_MARK}, and holds {foreign!r}; "
                 "choose an empty or new directory"
             )
         with replacing(self._mark, mode=files.FILE_MODE, fsync=self.fsync) as file:
@@ -297,8 +296,8 @@ class DirectoryStore:
         """Names that no store has."""
         own = files.names_in(self.path)
         yield from (name for name in own if name != _OBJECTS and not is_temporary(name))
-        shards = (name for name in files.names_in(self._objects) if not _SHARD.fullmatch(name))
-        yield from (f"{_OBJECTS}/{name}" for name in shards)
+        shards = files.names_in(self._objects)
+        yield from (f"{_OBJECTS}/{name}" for name in shards if not _SHARD.fullmatch(name))
 
     def _names(self) -> Iterator[Path]:
         """Everything in the folders where entries lie."""

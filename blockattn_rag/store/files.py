@@ -44,11 +44,9 @@ def names_in(folder: Path) -> list[str]:
     Raises:
         StoreError: it cannot be listed.
     """
-    with explained("list", folder):
-        try:
-            return sorted(os.listdir(folder))
-        except FileNotFoundError:
-            return []
+    with explained("list", folder), contextlib.suppress(FileNotFoundError):
+        return sorted(os.listdir(folder))
+    return []
 
 
 def make_folder(path: Path, *, parents: bool = False) -> None:
