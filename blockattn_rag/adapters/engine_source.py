@@ -53,6 +53,8 @@ class EngineSource:
                 "expected one source of the model, either model_name= (or model= with tokenizer=) "
                 f"or engine=; found {'none' if model_name is None else 'both'}"
             )
+        if engine is None and tokenizer_name is None and not isinstance(model_name, (str, Path)):
+            raise ValueError("a ready model was given without its tokenizer; pass tokenizer=...")
         self._engine = engine
         self._model = str(model_name) if isinstance(model_name, Path) else model_name
         self._tokenizer = tokenizer_name

@@ -96,6 +96,8 @@ def test_the_source_must_be_one(engine: RecordingEngine) -> None:
         BlockAttentionLLM()
     with pytest.raises(ValueError, match="found both"):
         BlockAttentionLLM("bundled", engine=engine)
+    with pytest.raises(ValueError, match="without its tokenizer; pass tokenizer="):
+        BlockAttentionLLM(model=tiny_model())
     with pytest.raises(ValueError, match="either llm="):
         BlockKVTransform("bundled", llm=BlockAttentionLLM(engine=engine))
 
