@@ -66,10 +66,6 @@ class Plan:
     tiers: tuple[Tier, ...]
     machine: Machine
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types."""
-        return asdict(self)
-
 
 def footprint(config: Any, dtype: torch.dtype) -> Footprint:
     """What a model of this config takes; no weights are made or loaded.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,7 +92,7 @@ def plan(
         counts = {"passages": passages, "passage_tokens": tokens, "top_k": top_k}
         found = make_plan(config, kind, machine, **counts, question_tokens=question_tokens)
     settings = {"model": model, "dtype": str(kind).removeprefix("torch."), "passages": passages}
-    emit(as_json, {**settings, **found.to_dict()}, *_shown(settings, found, machine))
+    emit(as_json, {**settings, **asdict(found)}, *_shown(settings, found, machine))
 
 
 def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
