@@ -154,9 +154,7 @@ class Database:
         if name == HASHING:
             return adapter.HashingEmbedding()
         try:
-            from llama_index.embeddings.huggingface import (  # type: ignore[import-not-found,unused-ignore]
-                HuggingFaceEmbedding,
-            )
+            from llama_index.embeddings.huggingface import HuggingFaceEmbedding  # type: ignore[import-not-found,unused-ignore]
         except ImportError as error:
             raise ImportError(
                 f"embedding {name!r} needs another package: pip install "
