@@ -19,9 +19,8 @@ from blockattn_rag.cli.bench.options import (
     measurement,
     numbers,
 )
-from blockattn_rag.cli.bench.report import column, measured, open_engine, show, spreads
+from blockattn_rag.cli.bench.report import column, measured, measuring, show, spreads
 from blockattn_rag.cli.figures import size
-from blockattn_rag.cli.output import progress, working
 
 
 @measurement
@@ -41,10 +40,9 @@ def ttft(
     counts = numbers(lengths, "--lengths")
     sizes = {"block_tokens": block_tokens, "question_tokens": question_tokens}
     settings = {"repeats": repeats, **sizes}
-    with working(bench.as_json), progress("measuring") as tick:
+    with measuring(bench, max(counts) + question_tokens, cuda_graphs=cuda_graphs) as (engine, tick):
         from blockattn_rag.evaluation.efficiency import measure_ttft
 
-        engine = open_engine(bench, max(counts) + question_tokens, cuda_graphs=cuda_graphs)
         rows = measure_ttft(engine, counts, **settings, on_progress=tick)
     reusing = measured(rows, "copy", "relay")
     cells = {
@@ -69,10 +67,9 @@ def decode(
     """Seconds per token after the first: full, copy and relay, by context and block size."""
     counts, blocks = numbers(lengths, "--lengths"), numbers(block_tokens, "--block-tokens")
     settings = {"repeats": repeats, "new_tokens": new_tokens}
-    with working(bench.as_json), progress("measuring") as tick:
+    with measuring(bench, max(counts) + 50 + new_tokens, cuda_graphs=cuda_graphs) as (engine, tick):
         from blockattn_rag.evaluation.efficiency import measure_decode
 
-        engine = open_engine(bench, max(counts) + 50 + new_tokens, cuda_graphs=cuda_graphs)
         rows = measure_decode(engine, counts, block_tokens=blocks, **settings, on_progress=tick)
     cells = {
         "context": column(rows, "length"),
@@ -98,10 +95,9 @@ def batch(
     counts = numbers(batch_sizes, "--batch-sizes")
     sizes = {"length": length, "block_tokens": block_tokens, "question_tokens": question_tokens}
     settings: dict[str, Any] = {"repeats": repeats, **sizes}
-    with working(bench.as_json), progress("measuring") as tick:
+    with measuring(bench, length + question_tokens) as (engine, tick):
         from blockattn_rag.evaluation.efficiency import measure_batch
 
-        engine = open_engine(bench, length + question_tokens)
         rows = measure_batch(engine, counts, **settings, on_progress=tick)
     reusing = measured(rows, "copy", "relay", "copy_from_host", "relay_from_host")
     ratios = {path: column(rows, f"full_over_{path}", ".1f") for path in reusing}
@@ -130,10 +126,9 @@ def shared(
     counts = numbers(batch_sizes, "--batch-sizes")
     systems = numbers(system_tokens, "--system-tokens")
     settings = {"repeats": repeats, "context_tokens": context_tokens, "new_tokens": new_tokens}
-    with working(bench.as_json), progress("measuring") as tick:
+    with measuring(bench, max(systems) + context_tokens + 16 + new_tokens) as (engine, tick):
         from blockattn_rag.evaluation.efficiency import measure_shared
 
-        engine = open_engine(bench, max(systems) + context_tokens + 16 + new_tokens)
         rows = measure_shared(engine, counts, system_tokens=systems, **settings, on_progress=tick)
     cells = {
         "system": column(rows, "system_tokens"),
@@ -159,10 +154,9 @@ def ingest(
     """Tokens per second of encoding blocks, beside a plain batched forward."""
     counts = numbers(block_tokens, "--block-tokens")
     settings = {"repeats": repeats, "total_tokens": total_tokens}
-    with working(bench.as_json), progress("measuring") as tick:
+    with measuring(bench, 2 * max(counts)) as (engine, tick):
         from blockattn_rag.evaluation.efficiency import measure_ingest
 
-        engine = open_engine(bench, 2 * max(counts))
         rows = measure_ingest(engine.model, counts, **settings, on_progress=tick)
     cells = {
         "block": column(rows, "block_tokens"),
@@ -186,10 +180,9 @@ def memory(
     """Peak memory of one more request, beside weights and stored blocks."""
     counts = numbers(lengths, "--lengths")
     settings = {"block_tokens": block_tokens, "question_tokens": question_tokens}
-    with working(bench.as_json), progress("measuring") as tick:
+    with measuring(bench, max(counts) + question_tokens) as (engine, tick):
         from blockattn_rag.evaluation.efficiency import measure_memory
 
-        engine = open_engine(bench, max(counts) + question_tokens)
         rows = measure_memory(engine, counts, **settings, on_progress=tick)
     paths = measured(rows, "full", "copy", "relay", unit="peak_bytes")
     cells = {

@@ -4,46 +4,47 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.cli.bench.options import Bench
 from blockattn_rag.cli.figures import duration
-from blockattn_rag.cli.output import emit, table
+from blockattn_rag.cli.output import emit, progress, table, working
 from blockattn_rag.rag.model_names import loading
 
 if TYPE_CHECKING:
     from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.evaluation.efficiency.timing import OnProgress
 
 Row = Mapping[str, Any]
 
 
-def open_engine(bench: Bench, tokens: int, *, cuda_graphs: bool = False) -> BlockAttentionEngine:
-    """An engine over a random shape or a real model, whose tokens are counted words.
+@contextmanager
+def measuring(
+    bench: Bench, tokens: int, *, cuda_graphs: bool = False
+) -> Iterator[tuple[BlockAttentionEngine, OnProgress]]:
+    """The engine that ``bench`` names, whose tokens are counted words; and, while this is open, a
+    bar of progress. A random shape takes contexts of ``tokens``, the answer included."""
+    with working(bench.as_json), progress("measuring") as tick:
+        from blockattn_rag.engine.engine import BlockAttentionEngine
+        from blockattn_rag.evaluation.efficiency.shapes import counting_tokenizer, random_llama
+        from blockattn_rag.model.loading import load_model
+        from blockattn_rag.store.memory import MemoryStore
 
-    Args:
-        bench: names the shape or model, its dtype and device.
-        tokens: the longest context that a random shape must take, its answer included.
-        cuda_graphs: see ``BlockAttentionEngine``.
-    """
-    from blockattn_rag.engine.engine import BlockAttentionEngine
-    from blockattn_rag.evaluation.efficiency.shapes import counting_tokenizer, random_llama
-    from blockattn_rag.model.loading import load_model
-    from blockattn_rag.store.memory import MemoryStore
-
-    # Random weights: that they are not block-fine-tuned goes without saying.
-    logging.getLogger("blockattn_rag").setLevel(logging.ERROR)
-    where: dict[str, Any] = {"device": bench.device, "dtype": bench.dtype}
-    if bench.model:
-        with loading(bench.model):
-            loaded = load_model(bench.model, **where)
-    else:  # 16 more, because a model may reserve some
-        loaded = random_llama(bench.shape, max_tokens=tokens + 16, **where)
-    tokenizer = counting_tokenizer(loaded.config.vocab_size)
-    store = MemoryStore(1 << 40)
-    return BlockAttentionEngine.from_pretrained(
-        loaded, tokenizer=tokenizer, store=store, cuda_graphs=cuda_graphs
-    )
+        # Random weights: that they are not block-fine-tuned goes without saying.
+        logging.getLogger("blockattn_rag").setLevel(logging.ERROR)
+        where: dict[str, Any] = {"device": bench.device, "dtype": bench.dtype}
+        if bench.model:
+            with loading(bench.model):
+                loaded = load_model(bench.model, **where)
+        else:  # 16 more, because a model may reserve some
+            loaded = random_llama(bench.shape, max_tokens=tokens + 16, **where)
+        tokenizer, store = counting_tokenizer(loaded.config.vocab_size), MemoryStore(1 << 40)
+        engine = BlockAttentionEngine.from_pretrained(
+            loaded, tokenizer=tokenizer, store=store, cuda_graphs=cuda_graphs
+        )
+        yield engine, tick
 
 
 def show(
@@ -61,12 +62,9 @@ def show(
     """Print the figures, and write and draw them where the options say so.
 
     Args:
-        bench: says what was measured and where the figures go.
-        engine: the one that was measured.
         rows: the figures.
         settings: what else was set; part of the JSON object.
-        title: of the table.
-        cells: the table's columns, name to cells.
+        title, cells: of the table; its columns, name to cells.
         x, unit, series: what the plot shows; see ``plot``.
     """
     from blockattn_rag.evaluation.efficiency import machine
