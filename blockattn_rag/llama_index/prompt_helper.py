@@ -97,13 +97,13 @@ class BlockPromptHelper(PromptHelper):
                 f"({1 - size} tokens too many); shorten the question or max_new_tokens, or "
                 "use a larger context_window"
             )
-        own = llm.block_template if isinstance(llm, BlockAttentionLLM) else None
+        asked = llm if isinstance(llm, BlockAttentionLLM) else self
         return BlockTextSplitter(
             chunk_size=size,
             chunk_overlap=int(self.chunk_overlap_ratio * size),
             tokenizer=self._tokenizer_of(llm),
             separator=self.separator,
-            block_template=own or self.block_template,
+            block_template=asked.block_template,
         )
 
     def truncate(

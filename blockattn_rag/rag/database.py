@@ -65,11 +65,6 @@ class Manifest:
         except (ValueError, TypeError, AttributeError) as error:
             raise DatabaseError(f"{path} is damaged ({error}); ingest into a new folder") from error
 
-    def write(self, folder: Path) -> None:
-        """Write whole or not at all."""
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / MANIFEST, asdict(self))
-
 
 @dataclass(frozen=True, slots=True)
 class Database:
@@ -103,7 +98,8 @@ class Database:
             names = (path, old.model, wanted.model)
             logger.warning("%s was made with %s; from now on it is %s's", *names)
         manifest = replace(wanted, fingerprint=engine.model.fingerprint)
-        manifest.write(path)
+        path.mkdir(parents=True, exist_ok=True)
+        write_json(path / MANIFEST, asdict(manifest))
         return cls(path, manifest, engine)
 
     @classmethod
