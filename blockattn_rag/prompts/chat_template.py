@@ -75,7 +75,8 @@ def chat_spans(
     has_system = turns[0]["role"] == "system" and len(turns) > 1
     try:
         spans, shown = _trace(render, turns)
-    except TemplateError:  # raised by templates that refuse; only a system role is mended
+    except (TemplateError, SegmentationError):
+        # The template refuses the messages, or drops passages: only a system role is mended.
         if not has_system:
             raise
     else:
