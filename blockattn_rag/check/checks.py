@@ -24,12 +24,12 @@ _BOUNDARY_TEXT = "Halden Tower is 214 metres tall.\n\nIt was built in 1931."
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """One property: what was measured, and how much it may be."""
+    """One property: what was measured, and how much it may be; None: it was judged before."""
 
     name: str
     passed: bool
     value: float
-    budget: float
+    budget: float | None
     detail: str
 
 
@@ -75,7 +75,7 @@ def _layout_row(model: BlockModel) -> CheckRow:
     windows = sum(window is not None for window in profile.windows)
     detail = f"{len(profile.layouts)} layers, rotation: {kind}, sliding windows: {windows}"
     error = max(profile.key_error, profile.value_error)
-    return CheckRow("rotary layout", True, error, float("nan"), detail)
+    return CheckRow("rotary layout", True, error, None, detail)
 
 
 def _random_blocks(model: BlockModel) -> list[list[int]]:
