@@ -33,7 +33,7 @@ def test_check_shows_a_failed_row_and_exits_with_status_1(
 ) -> None:
     from blockattn_rag.check.checks import CheckReport, CheckRow
 
-    row = CheckRow("assembled = oracle", False, 0.5, float("nan"), "made to fail")
+    row = CheckRow("assembled = oracle", False, 0.5, None, "made to fail")
     monkeypatch.setattr(
         "blockattn_rag.check.checks.check_model", lambda m: CheckReport(m.name, (row,))
     )
