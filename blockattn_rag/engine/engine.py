@@ -243,8 +243,8 @@ class BlockAttentionEngine:
         (beams, penalties) are answered one by one. Prompts of more tokens to compute than
         ``BlockModel.batch_tokens`` go in smaller batches.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, found {batch_size}")
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size must be a whole number from 1 on, found {batch_size!r}")
         waiting = [self._pending(prompt, options, max_batch=batch_size) for prompt in prompts]
         return self._scheduler.submit_and_wait(*waiting)
 

@@ -87,7 +87,8 @@ class Scheduler:
         of them together outnumber the cores, every forward is slower (benchmarks/main_thread.py).
         """
         try:
-            if holds_a_model() or (self._is_idle() and _in_main_thread()):
+            is_main = threading.current_thread() is threading.main_thread()
+            if holds_a_model() or (is_main and self._is_idle()):
                 return self._do_here(work)
             self.submit(*work)
             return [one.result() for one in work]
@@ -165,14 +166,15 @@ class Scheduler:
         """The next batch, when there is one; none if the thread is to end."""
         with self._changed:
             self._running = ()
-            while not (batch := self._next_batch()):
-                is_idle = not self._changed.wait(_IDLE_S) and not self._waiting
-                if is_idle or self._has_ended:
-                    self._thread = None
-                    return []
-            self._waiting = [one for one in self._waiting if one not in batch]
-            self._running = batch
-            return batch
+            while not self._has_ended:
+                if batch := self._next_batch():
+                    self._waiting = [one for one in self._waiting if one not in batch]
+                    self._running = batch
+                    return batch
+                if not self._changed.wait(_IDLE_S) and not self._waiting:
+                    break
+            self._thread = None
+            return []
 
     def _next_batch(self) -> list[Pending[Any]]:
         """The first work that is ready, and all that can share a batch with it."""
@@ -182,7 +184,13 @@ class Scheduler:
             if one.group is not None and one.group.is_complete(waiting[one.group]):
                 # It waits for nobody any more, be it answered in this batch or not.
                 one.group = None
-        return _first_batch([one for one in self._waiting if one.group is None])
+        ready = [one for one in self._waiting if one.group is None]
+        try:
+            return _first_batch(ready)
+        except Exception as error:  # noqa: BLE001 -- raised again by its caller
+            ready[0].fail(error)
+            ready[0].leave()
+            return ready[:1]
 
     @staticmethod
     def _run(batch: Sequence[Pending[Any]]) -> None:
@@ -211,10 +219,6 @@ def _first_batch(ready: Sequence[Pending[T]]) -> list[Pending[T]]:
     """The first work, and all that can share a batch with it."""
     sharing = [one for place, one in enumerate(ready) if not place or one.joins(ready[0])]
     return sharing[: ready[0].max_batch] if ready else []
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 _schedulers: WeakKeyDictionary[ModelLock, Scheduler] = WeakKeyDictionary()

@@ -302,6 +302,14 @@ def test_every_row_of_a_batch_has_its_own_figures(engine: BlockAttentionEngine) 
     assert engine.generate_batch([]) == []
 
 
+@pytest.mark.parametrize("size", [0, -1, 2.5, 4.0, "2", None])
+def test_a_batch_size_that_is_no_number_of_requests_is_refused(
+    engine: BlockAttentionEngine, size: Any
+) -> None:
+    with pytest.raises(ValueError, match=f"a whole number from 1 on, found {size!r}"):
+        engine.generate_batch([[A, Q]], batch_size=size)
+
+
 def asked_together(
     engine: BlockAttentionEngine, prompts: Sequence[list[str]], options: dict[str, Any]
 ) -> list[PendingRequest]:

@@ -281,6 +281,19 @@ async def test_a_thread_that_cannot_be_started_is_an_error_and_the_next_call_tri
 # -- leaving ---------------------------------------------------------------------------------------
 
 
+def test_an_error_of_making_a_batch_reaches_its_first_request_and_the_others_are_answered(
+    scheduler: Scheduler, model: Model
+) -> None:
+    first = keep_busy(scheduler, model)
+    requests = [pending(model, text) for text in ("bad size", "good")]
+    requests[0].max_batch = 4.5  # type: ignore[assignment]  # no slice has such an end
+    scheduler.submit(*requests)
+    model.gate.set()
+    with pytest.raises(TypeError, match="slice"):
+        requests[0].result(LONGEST_S)
+    assert [one.result(LONGEST_S).text for one in (first, requests[1])] == ["first", "good"]
+
+
 def test_a_caller_whose_time_is_up_leaves(scheduler: Scheduler, model: Model) -> None:
     model.gate.clear()
     first, waiting = pending(model, "first"), pending(model, "waiting", top_k=1)
@@ -524,8 +537,10 @@ def test_all_who_share_a_lock_share_a_scheduler() -> None:
 def test_the_interpreter_ends_with_work_queued() -> None:
     script = """
 import threading
+from blockattn_rag.engine import scheduler as scheduling, threads
 from blockattn_rag.engine.scheduler import Scheduler
 from blockattn_rag.engine.pending import Job
+scheduling._IDLE_S = threads._LONGEST_END_S = 1000.0  # an end that takes so long fails the test
 scheduler, works = Scheduler(), threading.Event()
 running = Job(lambda: (works.set(), threading.Event().wait(1), print("worked", flush=True)))
 queued = [Job(lambda: print("too late", flush=True)) for _ in range(3)]
@@ -534,6 +549,6 @@ works.wait(60)
 """
     ended = subprocess.run(
         [sys.executable, "-c", script],
-        capture_output=True, text=True, timeout=4 * LONGEST_S, check=True,
+        capture_output=True, text=True, timeout=LONGEST_S, check=True,
     )  # fmt: skip
     assert (ended.stdout, ended.stderr) == ("worked\n", "")
