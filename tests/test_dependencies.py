@@ -40,6 +40,7 @@ NOT_INSTALLED = {
 ASKED_FOR_BY_MESSAGE = {"llama-index-embeddings-huggingface"}
 # Declared though no file imports them: what they are there for.
 NEEDED_UNIMPORTED = {
+    "gguf": "transformers imports it to read GGUF files",
     "langchain-chroma": "the vector store that the guide of LangChain uses",
     "llama-index-readers-file": "SimpleDirectoryReader imports it to read PDF",
 }

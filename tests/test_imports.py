@@ -26,7 +26,7 @@ FLOORS = {
     "kv": "",
     "attention": "kv",
     "store": "errors files kv lazy",
-    "model": "attention errors kv lazy prompts",
+    "model": "attention errors files kv lazy prompts",
     "engine": "attention errors kv lazy model prompts store",
     "check": "kv model prompts",
     "adapters": "engine errors model prompts store",

@@ -53,7 +53,7 @@ def replacing(path: Path, *, mode: int = 0o666, fsync: bool = True) -> Iterator[
             temporary.unlink()
         raise
     if fsync:
-        sync_folder(path.parent)
+        sync(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -62,9 +62,9 @@ def write_json(path: Path, value: Any) -> None:
         file.write(json.dumps(value, indent=2).encode() + b"\n")
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the folder's own list of names durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file's bytes, or a folder's own list of names, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

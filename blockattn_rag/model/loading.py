@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer: by path, by hub id, as ``"bundled"``, or a LoRA adapter."""
+"""Loading a model and its tokenizer: by path, hub id or name of ours, from GGUF, a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from blockattn_rag.model.gguf import SMOLLM2, SUFFIX, dequantised, smollm2
+
 BUNDLED = "bundled"
 _BUNDLED_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 SIDECAR = "block_attention.json"
@@ -18,13 +20,19 @@ _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 def resolve_name(model: str | Path) -> str:
-    """The path behind ``"bundled"``, or the name as it stands.
+    """The path behind ``"bundled"``, ``"smollm2"`` or a GGUF file, or the name as it stands.
+
+    A GGUF file that is asked for the first time is dequantised (``gguf.dequantised``).
 
     Raises:
-        FileNotFoundError: a folder without a model.
+        FileNotFoundError: a folder without a model, or no such GGUF file.
     """
     if str(model) == BUNDLED:
         return str(_BUNDLED_FOLDER)
+    if str(model) == SMOLLM2:
+        model = smollm2()
+    if str(model).endswith(SUFFIX):
+        return str(dequantised(Path(model).expanduser()))
     folder = Path(model)
     if folder.is_dir() and not any((folder / name).is_file() for name in _MODEL_FILES):
         raise FileNotFoundError(
@@ -52,8 +60,8 @@ def load_model(
     """Load a causal language model for inference.
 
     Args:
-        model: a path, a hub id, ``"bundled"``, or the path of a LoRA adapter (which is merged
-            into its base).
+        model: a path, a hub id, ``"bundled"``, ``"smollm2"``, a GGUF file, or the path of a LoRA
+            adapter (which is merged into its base).
         device: ``"auto"`` takes CUDA, then Apple's MPS, then the CPU; else a torch device.
         dtype: ``"auto"`` is the checkpoint's own on an accelerator; on the CPU, 16-bit types become
             float32, which is faster there and exact.

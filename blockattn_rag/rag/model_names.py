@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+EXPECTED = "a folder, a .gguf file, a hub id, 'bundled' or 'smollm2'"
+
 
 def existing_model(name: str | None) -> str | None:
     """The name as it stands, unless it is plainly a path and nothing is there.
@@ -15,10 +17,8 @@ def existing_model(name: str | None) -> str | None:
     Raises:
         FileNotFoundError: no such folder.
     """
-    if name and name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
-        raise FileNotFoundError(
-            f"no such model folder: {name}; expected a folder, a hub id, or 'bundled'"
-        )
+    if name and name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().exists():
+        raise FileNotFoundError(f"no such model: {name}; expected {EXPECTED}")
     return name
 
 
@@ -41,7 +41,7 @@ def loading(model: str) -> Iterator[None]:
         names = {kind.__name__ for kind in type(cause).__mro__}
         login = "RepositoryNotFoundError" in names  # what a private or gated one looks like too
         raise OSError(
-            f"cannot load {model}: {why}; expected a folder, a hub id, or 'bundled'"
+            f"cannot load {model}: {why}; expected {EXPECTED}"
             + (" (private and gated models need `hf auth login`)" if login else "")
         ) from error
 

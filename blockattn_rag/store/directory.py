@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 
 from blockattn_rag.errors import FingerprintMismatchError, StoreError
-from blockattn_rag.files.atomic import is_temporary, replacing, sync_folder
+from blockattn_rag.files.atomic import is_temporary, replacing, sync
 from blockattn_rag.kv.block_kv import BlockKV, store_key
 from blockattn_rag.store import files
 from blockattn_rag.store.base import StoreStats, check_key_of, is_key, warn_of_refused
@@ -253,8 +253,8 @@ class DirectoryStore:
             files.make_folder(self._objects)
             files.make_folder(path.parent)
             if self.fsync:
-                sync_folder(self._objects)
-                sync_folder(self.path)
+                sync(self._objects)
+                sync(self.path)
         with replacing(path, mode=files.FILE_MODE, fsync=self.fsync) as file:
             file.writelines(buffers)
             file.flush()

