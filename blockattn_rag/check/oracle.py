@@ -7,48 +7,87 @@ stored, moved or merged. Only tests and ``check`` import this module; fast code 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 
-def block_mask(block_lengths: Sequence[int], window: int | None = None) -> Tensor:
+class Layout(NamedTuple):
+    """Where the tokens of a prompt stand, one entry a token.
+
+    ``block``: the block that a token belongs to, or whose sink it belongs to; ``position``: in the
+    prompt, where a sink takes none and stands right before its block.
+    """
+
+    block: Tensor
+    position: Tensor
+    is_sink: Tensor
+
+
+def layout_of(block_lengths: Sequence[int], sink_length: int = 0) -> Layout:
+    """The layout of a prompt with a sink before each block but the first and the final one."""
+    block: list[int] = []
+    position: list[int] = []
+    is_sink: list[bool] = []
+    start, final = 0, len(block_lengths) - 1
+    for number, length in enumerate(block_lengths):
+        sink = sink_length if 0 < number < final else 0
+        block += [number] * (sink + length)
+        position += range(start - sink, start + length)
+        is_sink += [True] * sink + [False] * length
+        start += length
+    return Layout(torch.tensor(block), torch.tensor(position), torch.tensor(is_sink))
+
+
+def block_mask(
+    block_lengths: Sequence[int], window: int | None = None, sink_length: int = 0
+) -> Tensor:
     """Which token may see which: ``[n, n]`` bool, row sees column (Block-Attention, figure 1).
 
-    Two context blocks of two tokens and a final block of two::
+    Two context blocks of two tokens and a final block of two; and the same with a sink ``s``::
 
-            a a b b F F
-        a   1 . . . . .
-        a   1 1 . . . .
-        b   . . 1 . . .
-        b   . . 1 1 . .
-        F   1 1 1 1 1 .
-        F   1 1 1 1 1 1
+            a a b b F F             a a s b b F F
+        a   1 . . . . .         a   1 . . . . . .
+        a   1 1 . . . .         a   1 1 . . . . .
+        b   . . 1 . . .         s   . . 1 . . . .
+        b   . . 1 1 . .         b   . . 1 1 . . .
+        F   1 1 1 1 1 .         b   . . 1 1 1 . .
+        F   1 1 1 1 1 1         F   1 1 . 1 1 1 .
+                                F   1 1 . 1 1 1 1
 
     Args:
         block_lengths: tokens of each block; the last block is the final one.
         window: sliding window: a token sees the last ``window`` tokens, itself included.
+        sink_length: tokens of the sink before each block but the first and the final one.
     """
-    total = sum(block_lengths)
-    mask = torch.zeros(total, total, dtype=torch.bool)
-    reach = total if window is None else window
-    start = 0
-    for number, length in enumerate(block_lengths, start=1):
-        first_seen = start if number < len(block_lengths) else 0
-        for row in range(start, start + length):
-            mask[row, max(first_seen, row - reach + 1) : row + 1] = True
-        start += length
-    return mask
+    block, position, is_sink = layout_of(block_lengths, sink_length)
+    seen = (block[:, None] == block) | ((block == len(block_lengths) - 1)[:, None] & ~is_sink)
+    seen = seen.tril()
+    return seen if window is None else seen & (position[:, None] - position < window)
 
 
-def oracle_logits(hf_model: PreTrainedModel, block_ids: Sequence[Sequence[int]]) -> Tensor:
-    """Logits ``[final tokens, vocab]`` of the final block (the last of ``block_ids``), float32."""
-    ids = torch.tensor([[token for block in block_ids for token in block]], device=hf_model.device)
+def oracle_logits(
+    hf_model: PreTrainedModel, block_ids: Sequence[Sequence[int]], sink_ids: Sequence[int] = ()
+) -> Tensor:
+    """Logits ``[final tokens, vocab]`` of the final block (the last of ``block_ids``), float32.
+
+    ``sink_ids``: tokens that each block but the first and the final one sees right before itself,
+    and nothing else sees.
+    """
     lengths = [len(block) for block in block_ids]
+    layout = layout_of(lengths, len(sink_ids))
+    first, *middle, final = block_ids if len(block_ids) > 1 else ((), *block_ids)
+    ids = [*first, *(token for block in middle for token in (*sink_ids, *block)), *final]
+    positions = {"position_ids": layout.position[None].to(hf_model.device)}
     with torch.inference_mode():
-        out = hf_model(input_ids=ids, attention_mask=_masks(hf_model, lengths), use_cache=False)
+        out = hf_model(
+            input_ids=torch.tensor([ids], device=hf_model.device),
+            attention_mask=_masks(hf_model, lengths, len(sink_ids)),
+            use_cache=False,
+            **(positions if layout.is_sink.any() else {}),
+        )
     return out.logits[0, -lengths[-1] :].float()
 
 
@@ -57,22 +96,23 @@ def oracle_generate(
     block_ids: Sequence[Sequence[int]],
     max_new_tokens: int,
     end_ids: Sequence[int] = (),
+    sink_ids: Sequence[int] = (),
 ) -> list[int]:
     """Greedy tokens, one dense forward each; the new tokens belong to the final block."""
     blocks = [list(block) for block in block_ids]
     new: list[int] = []
     while len(new) < max_new_tokens and not (new and new[-1] in end_ids):
-        token = int(oracle_logits(hf_model, blocks)[-1].argmax())
+        token = int(oracle_logits(hf_model, blocks, sink_ids)[-1].argmax())
         new.append(token)
         blocks[-1].append(token)
     return new
 
 
-def _masks(hf_model: PreTrainedModel, lengths: Sequence[int]) -> Any:
+def _masks(hf_model: PreTrainedModel, lengths: Sequence[int], sink_length: int) -> Any:
     """The mask as the model takes it: one for all layers, or one per kind of layer."""
     layers = DynamicCache(config=hf_model.config).layers
     windows = {getattr(layer, "sliding_window", None) for layer in layers}
-    masks = {window: _additive(block_mask(lengths, window), hf_model) for window in windows}
+    masks = {w: _additive(block_mask(lengths, w, sink_length), hf_model) for w in windows}
     if len(windows) == 1:
         return masks.popitem()[1]
     (window,) = windows - {None}

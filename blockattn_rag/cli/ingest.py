@@ -10,13 +10,23 @@ import typer
 
 from blockattn_rag.cli.figures import count, duration, size
 from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, note, working
+from blockattn_rag.prompts.sinks import FIRST_BLOCK, check_sink
 from blockattn_rag.rag.database import HASHING, Database, Manifest
 from blockattn_rag.rag.documents import load_documents
 from blockattn_rag.rag.ingest import ingest_documents
 from blockattn_rag.rag.model_names import existing_model
 from blockattn_rag.rag.sources import orphaned_sources
 
-_TOLD = ("model", "fingerprint", "embedding", "collection")
+_TOLD = ("model", "fingerprint", "embedding", "collection", "sink")
+
+
+def _known_sink(sink: str | None) -> str | None:
+    if sink == FIRST_BLOCK:
+        raise typer.BadParameter("passages that are ingested have no first block; use head:N")
+    try:
+        return sink and check_sink(sink)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def ingest(
@@ -42,6 +52,14 @@ def ingest(
             f"Default: the database's, or {HASHING}."
         ),
     ] = None,
+    sink: Annotated[
+        str | None,
+        typer.Option(
+            help="What passages are encoded after: none, bos, or head:N, such as head:4, which "
+            "suits models that are not block-fine-tuned. Default: the database's, or none.",
+            callback=_known_sink,
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     as_json: JsonOption = False,
@@ -52,7 +70,12 @@ def ingest(
     """
     with working(as_json):
         wanted = _manifest(
-            db, model=model, chunk_size=chunk_size, collection=collection, embedding=embedding
+            db,
+            model=model,
+            chunk_size=chunk_size,
+            collection=collection,
+            embedding=embedding,
+            sink=sink,
         )
         loaded = load_documents(paths, exclude=db)
         for file, reason in loaded.skipped:

@@ -19,6 +19,7 @@ from blockattn_rag.engine.scheduler import scheduler_of
 from blockattn_rag.kv.context import Assembly, Positions
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
+from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 from blockattn_rag.store import DEFAULT_RESIDENT_BYTES, KVStore, open_store
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ class BlockAttentionEngine:
         positions: ``"reordered"`` re-encodes positions; ``"composite"`` is the papers' ablation.
         assembly: ``"relay"`` attends to blocks where they lie, ``"copy"`` joins them in new
             tensors; ``"auto"`` takes relay where the model allows it.
+        sink: what context blocks are encoded after: ``"none"``, ``"bos"``, ``"head:4"`` (for models
+            that are not block-fine-tuned) or ``"first-block"``; see ``prompts.sinks``. Blocks that
+            were encoded after another sink are other blocks.
         resident_bytes: blocks that were read from the store stay ready on the model's device, up
             to this many bytes; 0 reads and checks them anew for every answer.
     """
@@ -61,11 +65,14 @@ class BlockAttentionEngine:
         on_miss: OnMiss = "compute",
         positions: Positions = "reordered",
         assembly: Assembly = "auto",
+        sink: str = NO_SINK,
         resident_bytes: int = DEFAULT_RESIDENT_BYTES,
     ) -> None:
         self._model = model
         self.store = open_store(store)
-        self.defaults = GenerateOptions(on_miss=on_miss, positions=positions, assembly=assembly)
+        self.defaults = GenerateOptions(
+            on_miss=on_miss, positions=positions, assembly=assembly, sink=sink
+        )
         self._fetcher = BlockFetcher(model, self.store, resident_bytes)
         self._runner = Runner(model, self._fetcher)
         self._scheduler = scheduler_of(model.lock)
@@ -82,6 +89,7 @@ class BlockAttentionEngine:
         on_miss: OnMiss = "compute",
         positions: Positions = "reordered",
         assembly: Assembly = "auto",
+        sink: str = NO_SINK,
         resident_bytes: int = DEFAULT_RESIDENT_BYTES,
         **model_kwargs: Any,
     ) -> BlockAttentionEngine:
@@ -95,6 +103,7 @@ class BlockAttentionEngine:
             on_miss=on_miss,
             positions=positions,
             assembly=assembly,
+            sink=sink,
             resident_bytes=resident_bytes,
         )
 
@@ -129,6 +138,7 @@ class BlockAttentionEngine:
         show_progress: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
         batch_tokens: int | None = None,
+        sink: str | None = None,
     ) -> EncodeStats:
         """``encode`` with figures of what was done; see ``ingest.precompute``."""
         return precompute(
@@ -139,11 +149,12 @@ class BlockAttentionEngine:
             show_progress=show_progress,
             on_progress=on_progress,
             batch_tokens=batch_tokens,
+            sink=self.defaults.sink if sink is None else check_sink(sink),
         )
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether a block's KV is stored. ``first``: as the first block of a prompt."""
-        return self._fetcher.contains(block, first=first)
+        return self._fetcher.contains(block, first=first, sink=self.defaults.sink)
 
     # -- answering ---------------------------------------------------------------------------
 
@@ -155,6 +166,7 @@ class BlockAttentionEngine:
         positions: Positions | None = None,
         on_miss: OnMiss | None = None,
         assembly: Assembly | None = None,
+        sink: str | None = None,
         max_new_tokens: int = 256,
         temperature: float | None = None,
         top_p: float | None = None,
@@ -168,7 +180,7 @@ class BlockAttentionEngine:
         Args:
             prompt: a ``BlockPrompt``, or a list whose last item is the final block.
             mode: ``"block"`` reuses blocks; ``"full"`` is ordinary attention over the same tokens.
-            positions, on_miss, assembly: override the engine's own.
+            positions, on_miss, assembly, sink: override the engine's own.
             max_new_tokens: at most this many, less if the context window ends before.
             temperature: 0 or None is greedy; ``top_p`` and ``top_k`` apply above 0.
             stop: strings that end the answer; they are not part of it.
@@ -184,6 +196,7 @@ class BlockAttentionEngine:
             "positions": positions,
             "on_miss": on_miss,
             "assembly": assembly,
+            "sink": sink,
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
             "top_p": top_p,
@@ -248,6 +261,28 @@ class BlockAttentionEngine:
         waiting = [self._pending(prompt, options, max_batch=batch_size) for prompt in prompts]
         return self._scheduler.submit_and_wait(*waiting)
 
+    def answer_logits(
+        self, prompt: Prompt, answer_ids: Sequence[int], **options: Any
+    ) -> torch.Tensor:
+        """What the model predicts at each token of a given answer (teacher forcing).
+
+        Args:
+            prompt: as for ``generate``.
+            answer_ids: token ids of an answer, at least one.
+            options: ``mode``, ``positions``, ``on_miss``, ``assembly``, ``sink`` of ``generate``.
+
+        Returns:
+            Logits ``[answer tokens, vocab]``, the first row before the answer's first token; in the
+            model's dtype, on its device.
+
+        Raises as ``generate``.
+        """
+        if not answer_ids:
+            raise ValueError("the answer has no token to predict")
+        parsed = GenerateOptions.parse(options | {"max_new_tokens": len(answer_ids)}, self.defaults)
+        made = self._checked(prompt, parsed.mode)
+        return self._scheduler.run(partial(self._runner.answer_logits, made, answer_ids, parsed))
+
     def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
         """Answer requests with equal options. For the scheduler, which runs this on the model's
         thread."""
@@ -279,7 +314,7 @@ class BlockAttentionEngine:
         logger.warning(
             "%s is not known to be block-fine-tuned: in block mode its answers will be less "
             "accurate than in full mode (the papers measured 48 against 68 points without "
-            "fine-tuning). Fine-tune it with `blockattn-rag train`, measure it with "
-            "`blockattn-rag eval`, or use mode='full'.",
+            "fine-tuning). Encode passages after a sink (sink='head:4'), fine-tune it with "
+            "`blockattn-rag train`, measure both with `blockattn-rag eval`, or use mode='full'.",
             self.model.name,
         )

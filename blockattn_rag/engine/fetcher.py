@@ -13,6 +13,7 @@ from blockattn_rag.errors import MissError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV, store_key
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.prompts.blocks import Block, Origin
+from blockattn_rag.prompts.sinks import FIRST_BLOCK, NO_SINK, digest_after, sink_ids
 from blockattn_rag.store.base import KVStore, keep
 from blockattn_rag.store.device_cache import with_device_cache
 
@@ -32,12 +33,13 @@ class Fetched(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A block to look up. ``first``: it opens a prompt."""
+    """A block to look up. ``first``: it opens a prompt; ``sink_ids``: it is encoded after these."""
 
     key: str
     digest: str
     block: Block
     first: bool
+    sink_ids: Sequence[int]
 
 
 # What a miss may write to a store; a block of any other origin is private to its prompt.
@@ -60,19 +62,22 @@ class BlockFetcher:
         self._model = model
         self._cache = with_device_cache(store, resident_bytes)
         self._checked: WeakSet[BlockKV] = WeakSet()  # blocks never change: once is enough
+        self._sinks: dict[str, Sequence[int]] = {}
         # Keys of blocks that are stored when they are computed or come again, whatever their
         # origin: system messages that were used once, and what was stored and is damaged.
         self._to_store: set[str] = set()
 
-    def contains(self, block: Block, *, first: bool = False) -> bool:
+    def contains(self, block: Block, *, first: bool = False, sink: str = NO_SINK) -> bool:
         """Whether there is an entry for the block; whether it is sound is seen when it is read."""
-        return self.wanted([block], as_prompt=first)[0].key in self.store
+        return self.wanted([block], as_prompt=first, sink=sink)[0].key in self.store
 
     def fetch(
         self,
         context: Sequence[Block],
         on_miss: OnMiss,
         check_room: Callable[[int], object] | None = None,
+        *,
+        sink: str = NO_SINK,
     ) -> Fetched:
         """KV of a prompt's context blocks; absent ones are computed together.
 
@@ -84,8 +89,9 @@ class BlockFetcher:
             on_miss: whether passages may be computed.
             check_room: called with the tokens of all blocks before anything is computed; raises if
                 there are too many. Default: a context may have any length.
+            sink: what blocks are encoded after; see ``prompts.sinks``.
         """
-        wanted = self.wanted(context, as_prompt=True)
+        wanted = self.wanted(context, as_prompt=True, sink=sink)
         distinct = {one.digest: one for one in wanted}
         found = self._look_up(distinct.values())
         absent = [one for one in distinct.values() if found[one.digest] is None]
@@ -110,17 +116,28 @@ class BlockFetcher:
         missed_tokens = sum(len(ids) for _, ids in missing)
         return Fetched(blocks, len(blocks) - len(missing), len(missing), missed_tokens)
 
-    def wanted(self, blocks: Sequence[Block], *, as_prompt: bool) -> list[Wanted]:
+    def wanted(
+        self, blocks: Sequence[Block], *, as_prompt: bool, sink: str = NO_SINK
+    ) -> list[Wanted]:
         """What to look up for blocks; ``as_prompt``: the first of them opens a prompt."""
         # Read once, because the model checks at each reading whether its weights have changed.
         fingerprint, has_bos = self._model.fingerprint, bool(self._model.tokenizer.prefix_ids)
+        sink_ids = self._sink_ids(sink, blocks if as_prompt else ())
         wanted = []
         for index, block in enumerate(blocks):
             first = as_prompt and index == 0
+            before = () if first else sink_ids
             # Without BOS, a block is the same at the start of a prompt as later.
-            digest = block.digest(first=first and has_bos)
-            wanted.append(Wanted(store_key(fingerprint, digest), digest, block, first))
+            digest = digest_after(before, block.digest(first=first and has_bos))
+            wanted.append(Wanted(store_key(fingerprint, digest), digest, block, first, before))
         return wanted
+
+    def _sink_ids(self, sink: str, prompt: Sequence[Block]) -> Sequence[int]:
+        if sink == FIRST_BLOCK and prompt:
+            return self._model.tokenizer.block_ids(prompt[0], first=True)
+        if sink not in self._sinks:
+            self._sinks[sink] = sink_ids(sink, self._model.tokenizer)
+        return self._sinks[sink]
 
     def token_ids(self, one: Wanted) -> list[int]:
         return self._model.tokenizer.block_ids(one.block, first=one.first)
@@ -130,7 +147,11 @@ class BlockFetcher:
     ) -> Iterator[list[BlockKV]]:
         """Compute blocks, given with their token ids, batch by batch as ``BlockModel.encode``;
         those of no tokens are left out."""
-        requests = [EncodeRequest(ids, one.digest, one.block.handle) for one, ids in wanted if ids]
+        requests = [
+            EncodeRequest(ids, one.digest, one.block.handle, one.sink_ids)
+            for one, ids in wanted
+            if ids
+        ]
         return self._model.encode(requests, batch_tokens=batch_tokens)
 
     def _look_up(self, wanted: Collection[Wanted]) -> dict[str, BlockKV | None]:

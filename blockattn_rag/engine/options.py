@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.context import Assembly, Positions
 from blockattn_rag.model.sampling import Sampling
+from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 
 OnMiss = Literal["compute", "error"]
 """``compute``: a block that is not in the store is encoded and stored. ``error``: ``MissError``."""
@@ -29,9 +30,11 @@ class GenerateOptions:
     on_miss: OnMiss = "compute"
     positions: Positions = "reordered"
     assembly: Assembly = "auto"
+    sink: str = NO_SINK
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
+        check_sink(self.sink)
         for name, literal in _WORDS.items():
             known, found = get_args(literal), getattr(self, name)
             if found not in known:
@@ -44,7 +47,7 @@ class GenerateOptions:
         Arguments of other names go to transformers' ``generate``.
         """
         rest = dict(given)
-        words = {name: rest.pop(name) for name in _WORDS if name in rest}
+        words = {name: rest.pop(name) for name in (*_WORDS, "sink") if name in rest}
         named = {name: rest.pop(name) for name in _SAMPLING & rest.keys()}
         stop = named.pop("stop", ()) or ()
         stop = (stop,) if isinstance(stop, str) else tuple(stop)

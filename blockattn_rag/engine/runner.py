@@ -9,11 +9,14 @@ from concurrent.futures import CancelledError
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.engine.results import Clock, Generation, ReuseStats
+from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -147,7 +150,7 @@ class Runner:
             return self._model.room_for(tokens + len(final), options.sampling)
 
         blocks, hits, misses, missed_tokens = self._fetcher.fetch(
-            context, options.on_miss, check_room
+            context, options.on_miss, check_room, sink=options.sink
         )
         placed = place(blocks, options.positions)
         limit = check_room(placed.num_tokens)
@@ -160,6 +163,25 @@ class Runner:
             fetch_s=time.perf_counter() - started,
         )
         return Prepared(placed.token_ids, final, placed, limit, stats)
+
+    def answer_logits(
+        self, prompt: BlockPrompt, answer_ids: Sequence[int], options: GenerateOptions
+    ) -> Tensor:
+        """What the model predicts at each token of a given answer; see ``BlockModel``."""
+        prepared = self.prepare(prompt, options)
+        if prepared.limit < len(answer_ids):
+            raise ContextOverflowError(
+                f"prompt and answer do not fit in the model's {self._model.max_context_tokens} "
+                f"tokens: there is room for {prepared.limit} of {len(answer_ids)} answer tokens"
+            )
+        cache = None
+        if prepared.context is not None:
+            given = len(prepared.final_ids) + len(answer_ids) - 1
+            assembly = self._model.choose_assembly(options.assembly, given)
+            cache = self._model.cache_for(prepared.context, assembly=assembly)
+        return self._model.answer_logits(
+            prepared.context_ids, prepared.final_ids, answer_ids, cache
+        )
 
     # -- answering ---------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Measuring accuracy and efficiency: what each attention mode costs and saves."""
 
 from blockattn_rag.evaluation.datasets import EvaluationPassage, EvaluationSample, read_samples
+from blockattn_rag.evaluation.fidelity import FidelityReport, FidelityResult, measure_fidelity
 from blockattn_rag.evaluation.metrics import (
     Interval,
     bootstrap_mean,
@@ -18,6 +19,8 @@ __all__ = [
     "EvaluationRecord",
     "EvaluationReport",
     "EvaluationSample",
+    "FidelityReport",
+    "FidelityResult",
     "Interval",
     "ModeResult",
     "RecordFile",
@@ -26,6 +29,7 @@ __all__ = [
     "evaluate",
     "exact_match",
     "f1_score",
+    "measure_fidelity",
     "normalize_answer",
     "read_samples",
 ]

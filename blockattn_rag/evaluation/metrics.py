@@ -80,13 +80,31 @@ def bootstrap_mean(
     """
     if not values:
         raise ValueError("expected at least one value to average, found none")
+    scores = np.asarray(values, dtype=np.float64)
+    return bootstrap_ratio(
+        scores, np.ones_like(scores), level=level, resamples=resamples, seed=seed
+    )
+
+
+def bootstrap_ratio(
+    numerators: Sequence[float] | np.ndarray,
+    denominators: Sequence[float] | np.ndarray,
+    *,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
+    """The mean of the numerators over that of the denominators, with the interval of
+    ``bootstrap_mean``; both are drawn together, sample by sample."""
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, found {level}")
-    scores = np.asarray(values, dtype=np.float64)
+    pairs = np.stack([numerators, denominators]).astype(np.float64)
+    size = pairs.shape[1]
     rng = np.random.default_rng(seed)
     # In slices, because one matrix of resamples x samples could fill the memory.
-    rows = max(1, _DRAWN_AT_ONCE // scores.size)
+    rows = max(1, _DRAWN_AT_ONCE // size)
     counts = [min(rows, resamples - start) for start in range(0, resamples, rows)]
-    means = np.concatenate([rng.choice(scores, (n, scores.size)).mean(axis=1) for n in counts])
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(scores.mean()), float(low), float(high))
+    drawn = [pairs[:, rng.integers(size, size=(n, size))].mean(axis=2) for n in counts]
+    above, below = np.concatenate(drawn, axis=1)
+    low, high = np.quantile(above / below, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(pairs[0].mean() / pairs[1].mean()), float(low), float(high))

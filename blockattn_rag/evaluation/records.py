@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.errors import DataError
+from blockattn_rag.evaluation.datasets import EvaluationSample
 
 _COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_tokens")
 
@@ -45,7 +46,7 @@ class EvaluationRecord:
         """
         rest = {**line, "answers": tuple(line["answers"])}
         figures = {name: rest.pop(name) for name in (*_COUNTS, "ttft_s")}
-        mode: Mode = "block" if str(line["mode"]).startswith("block") else "full"
+        mode: Mode = "full" if line["mode"] in ("full", "closed-book") else "block"
         return cls(**rest, stats=ReuseStats(mode, **figures))
 
     def to_dict(self) -> dict[str, Any]:
@@ -56,7 +57,23 @@ class EvaluationRecord:
         return {**line, **counts, "finish_reason": reason, "ttft_s": stats["ttft_s"]}
 
 
-class RecordFile:
+class Record(Protocol):
+    """One question in one mode, as a record file holds it."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def mode(self) -> str: ...
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types."""
+
+
+R = TypeVar("R", bound=Record)
+
+
+class RecordFile(Generic[R]):
     """A JSONL file: the run's settings on the first line, then one record a line.
 
     A last line that was cut off by a crash is dropped when the file is opened again. A file that
@@ -65,14 +82,20 @@ class RecordFile:
     Args:
         path: the file; made with its folders if it does not exist.
         settings: what the records depend on (model, data, prompt format, ...).
+        parse: makes a record of its ``to_dict``; raises TypeError or KeyError.
 
     Raises:
         DataError: the file was written under other settings, or is no record file.
     """
 
-    def __init__(self, path: str | Path, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        settings: Mapping[str, Any],
+        parse: Callable[[Mapping[str, Any]], R],
+    ) -> None:
         self.path = Path(path)
-        self.records: dict[tuple[str, str], EvaluationRecord] = {}
+        self.records: dict[tuple[str, str], R] = {}
         header = {"settings": dict(settings)}
         start = _dump(header).encode()
         data = self.path.read_bytes() if self.path.exists() else b""
@@ -86,7 +109,7 @@ class RecordFile:
         for number, line in enumerate(lines, 2):
             fields = self._parse(number, line)
             try:
-                record = EvaluationRecord.from_dict(fields)
+                record = parse(fields)
             except (TypeError, KeyError) as error:
                 raise self._refusal(number, f"not a record ({error})") from error
             self.records[record.id, record.mode] = record
@@ -94,7 +117,22 @@ class RecordFile:
             with self.path.open("r+b") as file:
                 file.truncate(len(whole))
 
-    def append(self, records: Iterable[EvaluationRecord]) -> None:
+    def check_samples(self, samples: Iterable[EvaluationSample]) -> None:
+        """Refuse records, of any mode, of other samples under the same ids.
+
+        Raises:
+            DataError: naming the ids.
+        """
+        digests = {sample.id: sample.digest for sample in samples}
+        records = self.records.values()
+        changed = {r.id: None for r in records if digests.get(r.id, r.digest) != r.digest}
+        if changed:
+            raise DataError(
+                f"{self.path} holds answers to other questions, or over other passages, under "
+                f"{listed(list(changed))}. Name another file or delete this one."
+            )
+
+    def append(self, records: Iterable[R]) -> None:
         """Add records, on disk before this returns."""
         new = list(records)
         with self.path.open("a", encoding="utf-8") as file:
@@ -118,6 +156,12 @@ class RecordFile:
 
     def _refusal(self, number: int, found: str) -> DataError:
         return DataError(f"{self.path}, line {number}: {found}; name another file")
+
+
+def listed(ids: Sequence[str], most: int = 20) -> str:
+    """Ids for a message, the first of them if there are many."""
+    rest = f" and {len(ids) - most} more" if len(ids) > most else ""
+    return f"the ids {', '.join(ids[:most])}{rest}"
 
 
 def _dump(value: Any) -> str:

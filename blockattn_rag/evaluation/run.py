@@ -15,12 +15,13 @@ from typing import Any
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.results import Generation, ReuseStats
-from blockattn_rag.errors import ContextOverflowError, DataError
+from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.evaluation.datasets import EvaluationSample
 from blockattn_rag.evaluation.metrics import METRICS, Interval, bootstrap_mean, normalize_answer
-from blockattn_rag.evaluation.records import EvaluationRecord, RecordFile
+from blockattn_rag.evaluation.records import EvaluationRecord, RecordFile, listed
 from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt
 from blockattn_rag.prompts.formats import Passage, PromptFormat, prompt_format
+from blockattn_rag.prompts.sinks import check_sink
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "full": {"mode": "full"},
@@ -28,7 +29,10 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "block-composite": {"mode": "block", "positions": "composite"},
     "closed-book": {"mode": "full"},
 }
-"""How the engine is called in each mode. Closed-book prompts hold no passage."""
+"""How the engine is called in each mode. Closed-book prompts hold no passage.
+
+``sink=SINK`` is a mode too: block mode with passages that are encoded after that sink.
+"""
 
 # Liu et al. 2023, closed-book prompt.
 CLOSED_BOOK = PromptFormat("closed-book", "", "", "{text}", PLAIN, "Question: {question}\nAnswer: ")
@@ -109,6 +113,20 @@ class EvaluationReport:
         }
 
 
+def mode_options(mode: str) -> dict[str, Any]:
+    """How the engine is called in a mode.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+    if mode in MODES:
+        return dict(MODES[mode])
+    name, _, sink = mode.partition("=")
+    if name != "sink":
+        raise ValueError(f"modes are {', '.join(MODES)} and sink=SINK; found {mode!r}")
+    return {"mode": "block", "sink": check_sink(sink)}
+
+
 def evaluate(
     engine: BlockAttentionEngine,
     samples: Sequence[EvaluationSample],
@@ -130,7 +148,7 @@ def evaluate(
     Args:
         engine: the model and its KV store.
         samples: see :func:`blockattn_rag.evaluation.datasets.read_samples`.
-        modes: of :data:`MODES`.
+        modes: see :data:`MODES`.
         prompt: a prompt format or its name.
         num_passages: keep this many passages of each sample (gold ones first); all if None.
         batch_size: questions answered at once; with 1, times to the first token are told.
@@ -159,10 +177,12 @@ def evaluate(
     }
     shown = [s.with_passages(num_passages) if num_passages else s for s in samples]
     _check_room(engine, form, shown, modes)
-    file = RecordFile(records_path, noted) if records_path is not None else None
+    parse = EvaluationRecord.from_dict
+    file = RecordFile(records_path, noted, parse) if records_path is not None else None
+    if file:
+        file.check_samples(shown)
     done = dict(file.records) if file else {}
     tell = on_progress or (lambda *_: None)
-    _check_records(done, shown, records_path)
     for mode in modes:
         pending = [sample for sample in shown if (sample.id, mode) not in done]
         before = len(shown) - len(pending)
@@ -189,9 +209,11 @@ def _answer(
 ) -> list[Generation]:
     """The answers to a batch of samples, in block mode after their passages were encoded."""
     prompts = [make_prompt(engine, form, sample, mode) for sample in batch]
-    if MODES[mode]["mode"] == "block":
-        engine.encode([block for p in prompts for block in p.context])
-    return engine.generate_batch(prompts, **MODES[mode], batch_size=len(batch), **options)
+    how = mode_options(mode)
+    if how["mode"] == "block":
+        for prompt in prompts:
+            engine.precompute(prompt.context, as_prompt=True, sink=how.get("sink"))
+    return engine.generate_batch(prompts, **how, batch_size=len(batch), **options)
 
 
 def make_prompt(
@@ -208,28 +230,14 @@ def make_prompt(
 def _check_arguments(
     samples: Sequence[EvaluationSample], modes: Sequence[str], batch_size: int
 ) -> None:
-    unknown = [mode for mode in modes if mode not in MODES]
-    if unknown or not modes or len(set(modes)) < len(modes):
-        raise ValueError(f"modes must be distinct and of {', '.join(MODES)}; found {list(modes)}")
+    if not modes or len(set(modes)) < len(modes):
+        raise ValueError(f"modes must be distinct, and at least one; found {list(modes)}")
+    for mode in modes:
+        mode_options(mode)
     if not samples:
         raise ValueError("expected at least one sample to evaluate, found none")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, found {batch_size}")
-
-
-def _check_records(
-    done: Mapping[tuple[str, str], EvaluationRecord],
-    samples: Sequence[EvaluationSample],
-    path: str | Path | None,
-) -> None:
-    """Refuse answers given before, in any mode, to other samples under the same ids."""
-    digests = {sample.id: sample.digest for sample in samples}
-    changed = {r.id: None for r in done.values() if digests.get(r.id, r.digest) != r.digest}
-    if changed:
-        raise DataError(
-            f"{path} holds answers to other questions, or over other passages, under "
-            f"{_listed(list(changed))}. Name another file or delete this one."
-        )
 
 
 def _check_room(
@@ -251,15 +259,10 @@ def _check_room(
     if found:
         raise ContextOverflowError(
             f"{len(found)} of {len(samples)} prompts do not fit in the model's context window of "
-            f"{most + 1} tokens, the answer included: {_listed(list(found))}, up to "
+            f"{most + 1} tokens, the answer included: {listed(list(found))}, up to "
             f"{max(found.values())} tokens; keep fewer passages (num_passages, --num-passages), or "
             "leave these samples out"
         )
-
-
-def _listed(ids: Sequence[str], most: int = 20) -> str:
-    rest = f" and {len(ids) - most} more" if len(ids) > most else ""
-    return f"the ids {', '.join(ids[:most])}{rest}"
 
 
 def _record(sample: EvaluationSample, mode: str, answer: Generation) -> EvaluationRecord:

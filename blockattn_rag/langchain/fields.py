@@ -47,6 +47,9 @@ class EngineFields(BaseModel):
         model_kwargs: for loading the model, such as ``dtype``.
         block_template: what stands around each passage. Ingestion and answers must agree on it;
             the default is that of the LlamaIndex adapter, so that both share what is stored.
+        sink: what passages are encoded after, such as ``"head:4"`` for models that are not
+            block-fine-tuned (see ``prompts.sinks``). Ingestion and answers must agree on it;
+            default: the engine's own.
 
     Raises:
         ValueError: no model, or more than one source of it.
@@ -63,6 +66,7 @@ class EngineFields(BaseModel):
     device_map: str = Field(default="auto", alias="device")
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     block_template: BlockTemplate = BLANK_LINE
+    sink: str | None = None
     source: EngineSource = Field(exclude=True, repr=False)
     """Where the engine comes from; copies share it, and so one set of weights."""
 
@@ -79,7 +83,8 @@ class EngineFields(BaseModel):
             if given or engine is not None or source is not None:
                 raise ValueError("give either llm=, or the model and store, not both")
             source = llm.source
-            rest.setdefault("block_template", llm.block_template)
+            for name in ("block_template", "sink"):
+                rest.setdefault(name, getattr(llm, name))
         known = source.fields() if source is not None else {}
         # configurable_fields gives a source and fields that may ask for another one.
         if source is None or any(known[name] != value for name, value in given.items()):
@@ -126,7 +131,7 @@ class GenerationFields(EngineFields):
 
     def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
         """The engine's keyword arguments for one call: what the call says, else the fields."""
-        own = ("mode", "on_miss", "positions", "temperature", "top_p", "top_k", "seed")
+        own = ("mode", "on_miss", "positions", "sink", "temperature", "top_p", "top_k", "seed")
         options = {
             **{name: getattr(self, name) for name in own},
             "max_new_tokens": self.max_tokens,

@@ -25,7 +25,7 @@ class BlockKVTransformer(EngineFields, BaseDocumentTransformer):
     ``metadata["kv_handle"]`` and ``metadata["kv_source"]``; documents without text get none.
 
     Args:
-        model, engine, llm, kv_store, block_template, ...: see ``EngineFields``;
+        model, engine, llm, kv_store, block_template, sink, ...: see ``EngineFields``;
             ``llm=chat`` is the usual one.
         document_prompt: formats one document; must be that of the chain. Default: its text.
         show_progress: show a progress bar.
@@ -53,5 +53,7 @@ class BlockKVTransformer(EngineFields, BaseDocumentTransformer):
         """Encode what is not stored; copies of the documents, stamped, in the same order."""
         texts = [self.document_prompt.canonical_text(document) for document in documents]
         blocks = [Block(text, self.block_template) for text in texts if text]
-        self._stats = self.engine.precompute(blocks, show_progress=self.show_progress)
+        self._stats = self.engine.precompute(
+            blocks, show_progress=self.show_progress, sink=self.sink
+        )
         return [self.document_prompt.stamp(document) for document in documents]

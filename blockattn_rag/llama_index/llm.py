@@ -70,6 +70,9 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         on_miss: ``"compute"`` what is not stored, or ``"error"``.
         positions: ``"reordered"``, or ``"composite"``, the papers' ablation.
         block_template: what stands around each passage; must be that of ``BlockKVTransform``.
+        sink: what passages are encoded after, such as ``"head:4"`` for models that are not
+            block-fine-tuned (see ``prompts.sinks``); must be that of ``BlockKVTransform``. Default:
+            the engine's own.
         context_window: tokens that the frameworks may fill; default: all that the model holds.
         max_new_tokens: longest answer.
         generate_kwargs: defaults of every call, such as ``temperature`` or ``stop``.
@@ -85,8 +88,9 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
             user message, else the text as it stands.
 
     Per call, ``complete`` and ``chat`` take ``max_new_tokens``, ``temperature``, ``top_p``,
-    ``top_k``, ``stop``, ``seed``, ``mode``, ``positions``, ``on_miss`` and whatever transformers'
-    ``generate`` takes; anything else raises. ``raw["usage"]`` has the tokens and what was reused.
+    ``top_k``, ``stop``, ``seed``, ``mode``, ``positions``, ``sink``, ``on_miss`` and whatever
+    transformers' ``generate`` takes; anything else raises. ``raw["usage"]`` has the tokens and what
+    was reused.
 
     Raises:
         ContextOverflowError: (from a call) the prompt does not fit the model; LlamaIndex packs
@@ -97,6 +101,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
     on_miss: OnMiss = Field(description="'compute' or 'error' when a block is not stored.")
     positions: Positions = Field(description="'reordered' or 'composite' positions of blocks.")
     block_template: BlockTemplate = Field(description="What stands around each passage.")
+    sink: str | None = Field(description="What passages are encoded after.")
     context_window: int | None = Field(description="Tokens to fill; None for the model's limit.")
     max_new_tokens: int = Field(description="Longest answer, in tokens.", gt=0)
     generate_kwargs: dict[str, Any] = Field(description="Defaults of every call.")
@@ -116,6 +121,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         on_miss: OnMiss = "compute",
         positions: Positions = "reordered",
         block_template: BlockTemplate = BLANK_LINE,
+        sink: str | None = None,
         context_window: int | None = None,
         max_new_tokens: int = 256,
         generate_kwargs: dict[str, Any] | None = None,
@@ -136,6 +142,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
             "on_miss": on_miss,
             "positions": positions,
             "block_template": block_template,
+            "sink": sink,
             "context_window": context_window,
             "max_new_tokens": max_new_tokens,
             "generate_kwargs": generate_kwargs or {},
@@ -229,7 +236,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
 
     def _options(self, call: dict[str, Any]) -> dict[str, Any]:
         """Options of one call for the engine: what the call says, else the fields."""
-        own = ("mode", "on_miss", "positions", "max_new_tokens")
+        own = ("mode", "on_miss", "positions", "sink", "max_new_tokens")
         return {**{name: getattr(self, name) for name in own}, **self.generate_kwargs, **call}
 
     def _prompt_maker(self, prompt: PromptLike, formatted: bool = True) -> MakePrompt:

@@ -42,8 +42,9 @@ class BlockKVTransform(EngineComponent, TransformComponent):
     Args:
         model_name, model, tokenizer, tokenizer_name, engine, kv_store, model_kwargs, device_map: as
             for ``BlockAttentionLLM``.
-        llm: takes model, store and template from this LLM; instead of the above.
+        llm: takes model, store, template and sink from this LLM; instead of the above.
         block_template: what stands around each passage; must be that of the LLM.
+        sink: what passages are encoded after; must be that of the LLM.
         show_progress: show a progress bar.
         hide_file_paths: False leaves the reader's paths in the blocks.
 
@@ -53,6 +54,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
     """
 
     block_template: BlockTemplate = Field(description="What stands around each passage.")
+    sink: str | None = Field(default=None, description="What passages are encoded after.")
     show_progress: bool = Field(default=False, description="Show a progress bar.")
     hide_file_paths: bool = Field(
         default=True, description="Keep SimpleDirectoryReader's file_path out of the blocks."
@@ -71,6 +73,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         engine: BlockAttentionEngine | None = None,
         kv_store: KVStore | str | Path | None = None,
         block_template: BlockTemplate | None = None,
+        sink: str | None = None,
         model_kwargs: dict[str, Any] | None = None,
         device_map: str = "auto",
         show_progress: bool = False,
@@ -83,11 +86,11 @@ class BlockKVTransform(EngineComponent, TransformComponent):
             if any(value is not None for value in given):
                 raise ValueError("give either llm=, or the model and store, not both")
             source = llm.source
-            block_template = block_template or llm.block_template
+            block_template, sink = block_template or llm.block_template, sink or llm.sink
         else:
             source = EngineSource(engine, model, tokenizer, kv_store, device_map, model_kwargs)
         fields = {**source.fields(), "block_template": block_template or BLANK_LINE}
-        fields |= {"show_progress": show_progress, "hide_file_paths": hide_file_paths}
+        fields |= {"sink": sink, "show_progress": show_progress, "hide_file_paths": hide_file_paths}
         super().__init__(**fields)
         self._source = source
 
@@ -104,7 +107,9 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         views = [_without_file_path(node) for node in nodes] if self.hide_file_paths else nodes
         texts = [canonical_text(view) for view in views]
         blocks = [Block(text, self.block_template) for text in texts if text]
-        self._stats = self.engine.precompute(blocks, show_progress=self.show_progress)
+        self._stats = self.engine.precompute(
+            blocks, show_progress=self.show_progress, sink=self.sink
+        )
         return [
             stamp(view, text) if text else node
             for node, view, text in zip(nodes, views, texts, strict=True)

@@ -25,7 +25,12 @@ from blockattn_rag.model.fingerprint import Identity
 from blockattn_rag.model.graphs import record_graphs
 from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
-from blockattn_rag.model.relay_attention import enable_relay, next_logits, relay_is_exact
+from blockattn_rag.model.relay_attention import (
+    enable_relay,
+    last_logits,
+    next_logits,
+    relay_is_exact,
+)
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
@@ -331,6 +336,21 @@ class BlockModel:
                 "passages"
             )
         return min(room, sampling.max_new_tokens)
+
+    def answer_logits(
+        self,
+        context_ids: Sequence[int],
+        final_ids: Sequence[int],
+        answer_ids: Sequence[int],
+        cache: DynamicCache | None = None,
+    ) -> Tensor:
+        """What the model predicts at each token of a given answer: ``[answer tokens, vocab]``.
+
+        ``cache`` holds the KV of ``context_ids`` (block mode); None computes all (full mode).
+        """
+        given = [*([] if cache is not None else context_ids), *final_ids, *answer_ids[:-1]]
+        with self.lock:
+            return last_logits(self.hf_model, torch.tensor([given]), cache, len(answer_ids))
 
     def next_logits(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
         """Logits ``[vocab]`` of the token after ``ids`` ``[1, n]``, after what ``cache`` holds."""

@@ -17,11 +17,17 @@ from blockattn_rag.model.probe import check_ready, layer_states
 
 
 class EncodeRequest(NamedTuple):
-    """Tokens of one block, and the digest and handle that its KV gets."""
+    """Tokens of one block, the digest and handle that its KV gets, and the tokens of its sink."""
 
     token_ids: list[int]
     digest: str
     handle: str
+    sink_ids: Sequence[int] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that must be computed."""
+        return len(self.sink_ids) + len(self.token_ids)
 
 
 def batches(
@@ -32,14 +38,14 @@ def batches(
     Raises:
         ContextOverflowError: a block has more than ``limit`` tokens.
     """
-    order = sorted(requests, key=lambda request: -len(request.token_ids))
-    if order and len(order[0].token_ids) > limit:
+    order = sorted(requests, key=lambda request: -request.num_tokens)
+    if order and order[0].num_tokens > limit:
         raise ContextOverflowError(
-            f"a block has {len(order[0].token_ids)} tokens, but the model holds at most {limit}; "
+            f"a block has {order[0].num_tokens} tokens, but the model holds at most {limit}; "
             "split the passage into smaller chunks"
         )
     while order:
-        rows = _batch_rows([len(request.token_ids) for request in order], budget)
+        rows = _batch_rows([request.num_tokens for request in order], budget)
         yield order[:rows]
         order = order[rows:]
 
@@ -62,10 +68,13 @@ def encode_batch(
 ) -> list[BlockKV]:
     """The blocks' KV from one forward, padded on the right, which a causal mask makes harmless.
 
+    The tokens of a block's sink stand before it, at negative positions, so that the block's own
+    begin at 0.
+
     Raises as ``check_ready``.
     """
     check_ready(hf_model)
-    rows = [torch.tensor(request.token_ids, dtype=torch.long) for request in batch]
+    rows = [torch.tensor([*request.sink_ids, *request.token_ids]) for request in batch]
     ids = pad_sequence(rows, batch_first=True)
     # Without the config the cache keeps all tokens of sliding-window layers too: the block may come
     # to stand right before the final block, or anywhere else.
@@ -74,26 +83,37 @@ def encode_batch(
         input_ids=ids.to(hf_model.device),
         past_key_values=cache,
         use_cache=True,
-        **last_logits_only(hf_model),
+        **_positions(hf_model, batch, ids.shape[1]),
+        **logits_to_keep(hf_model),
     )
     states = layer_states(cache)
     return [_cut_out(states, row, request, fingerprint) for row, request in enumerate(batch)]
 
 
-def last_logits_only(hf_model: PreTrainedModel) -> dict[str, Any]:
-    """The argument by which a forward computes the last token's logits alone, if it has one."""
+def _positions(
+    hf_model: PreTrainedModel, batch: Sequence[EncodeRequest], width: int
+) -> dict[str, Tensor]:
+    """Positions of each row's tokens, if they are other than the model takes by itself."""
+    sinks = torch.tensor([len(request.sink_ids) for request in batch])
+    if not sinks.any():
+        return {}
+    return {"position_ids": (torch.arange(width) - sinks[:, None]).to(hf_model.device)}
+
+
+def logits_to_keep(hf_model: PreTrainedModel, count: int = 1) -> dict[str, Any]:
+    """The argument by which a forward computes the last tokens' logits alone, if it has one."""
     parameters = inspect.signature(hf_model.forward).parameters
-    return {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    return {"logits_to_keep": count} if "logits_to_keep" in parameters else {}
 
 
 def _cut_out(
     states: Sequence[tuple[Tensor, Tensor]], row: int, request: EncodeRequest, fingerprint: str
 ) -> BlockKV:
     """One row's real tokens, copied: a view would keep the whole batch alive in the store."""
-    count = len(request.token_ids)
+    own = slice(len(request.sink_ids), request.num_tokens)
     return BlockKV(
-        keys=tuple(keys[row, :, :count].clone() for keys, _ in states),
-        values=tuple(values[row, :, :count].clone() for _, values in states),
+        keys=tuple(keys[row, :, own].clone() for keys, _ in states),
+        values=tuple(values[row, :, own].clone() for _, values in states),
         token_ids=torch.tensor(request.token_ids, dtype=torch.long),
         fingerprint=fingerprint,
         digest=request.digest,

@@ -33,7 +33,7 @@ from blockattn_rag.attention.tuning import tuning_of
 from blockattn_rag.kv.context import place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model.caches import RelayCache, copied_cache
-from blockattn_rag.model.encoding import EncodeRequest, encode_batch, last_logits_only
+from blockattn_rag.model.encoding import EncodeRequest, encode_batch, logits_to_keep
 from blockattn_rag.model.probe import AttentionProfile, vocabulary_size
 from blockattn_rag.model.tolerances import LOGITS
 
@@ -135,16 +135,24 @@ def tail_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     return seen.tril(columns - rows)[None, None].expand(query.shape[0], 1, rows, columns)
 
 
-def next_logits(hf_model: PreTrainedModel, ids: Tensor, cache: DynamicCache | None) -> Tensor:
-    """Logits ``[vocab]`` of the token after ``ids`` ``[1, n]``, after what ``cache`` holds."""
+def last_logits(
+    hf_model: PreTrainedModel, ids: Tensor, cache: DynamicCache | None, count: int
+) -> Tensor:
+    """Logits ``[count, vocab]`` of the tokens that follow each of the last ``count`` of ``ids``
+    ``[1, n]``, which come after what ``cache`` holds."""
     with torch.inference_mode(), plan_scope():
         out = hf_model(
             input_ids=ids.to(hf_model.device),
             past_key_values=cache,
             use_cache=True,
-            **last_logits_only(hf_model),
+            **logits_to_keep(hf_model, count),
         )
-    return out.logits[0, -1]
+    return out.logits[0, -count:]
+
+
+def next_logits(hf_model: PreTrainedModel, ids: Tensor, cache: DynamicCache | None) -> Tensor:
+    """Logits ``[vocab]`` of the token after ``ids`` ``[1, n]``, after what ``cache`` holds."""
+    return last_logits(hf_model, ids, cache, 1)[0]
 
 
 def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:

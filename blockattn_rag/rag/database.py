@@ -20,6 +20,7 @@ from blockattn_rag.errors import DatabaseError
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
+from blockattn_rag.prompts.sinks import NO_SINK
 from blockattn_rag.rag.model_names import loading
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Manifest:
     collection: str = "passages"
     chunk_size: int = 512
     template: dict[str, str] = field(default_factory=lambda: asdict(BLANK_LINE))
+    sink: str = NO_SINK
     version: int = VERSION
 
     @classmethod
@@ -93,7 +95,7 @@ class Database:
                 f"{path} was made with embedding {old.embedding!r}, found {wanted.embedding!r}: "
                 "use the same, or ingest into a new folder"
             )
-        engine = _load_engine(path, wanted.model, device, dtype)
+        engine = _load_engine(path, wanted, device, dtype)
         if old and old.model != wanted.model:
             names = (path, old.model, wanted.model)
             logger.warning("%s was made with %s; from now on it is %s's", *names)
@@ -114,7 +116,7 @@ class Database:
             DatabaseError: the folder is no database.
         """
         manifest = require_manifest(path)
-        engine = _load_engine(path, model or manifest.model, device, dtype)
+        engine = _load_engine(path, replace(manifest, model=model or manifest.model), device, dtype)
         if engine.model.fingerprint != manifest.fingerprint:
             logger.warning(
                 "%s was encoded by %s in another state (weights, dtype, tokenizer, model, or "
@@ -185,9 +187,10 @@ def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
     return chromadb.PersistentClient(str(path), settings=Settings(anonymized_telemetry=False))
 
 
-def _load_engine(path: Path, model: str, device: str, dtype: str) -> BlockAttentionEngine:
+def _load_engine(path: Path, made: Manifest, device: str, dtype: str) -> BlockAttentionEngine:
     from blockattn_rag.engine.engine import BlockAttentionEngine
 
-    store = path / "kv"
-    with loading(model):
-        return BlockAttentionEngine.from_pretrained(model, store=store, device=device, dtype=dtype)
+    with loading(made.model):
+        return BlockAttentionEngine.from_pretrained(
+            made.model, store=path / "kv", device=device, dtype=dtype, sink=made.sink
+        )

@@ -61,6 +61,24 @@ def test_a_changed_file_replaces_its_passages_and_leaves_the_others(
     assert len(answer.json["sources"]) == 2
 
 
+def test_the_sink_of_a_database_is_noted_and_used_by_its_questions(
+    cli: Command, model: Path, documents: Path, tmp_path: Path
+) -> None:
+    db = tmp_path / "db"
+    command = ("ingest", documents, "--db", db, "--json")
+    first = cli(*command, "--model", model, "--sink", "head:3").json
+    assert (first["computed"], first["sink"]) == (2, "head:3")
+    again = cli(*command).json
+    assert (again["reused"], again["sink"]) == (2, "head:3")
+    answer = cli("ask", "How high is Halden Tower?", "--db", db, "--max-new-tokens", 2, "--json")
+    assert (answer.json["hits"], answer.json["misses"]) == (3, 0)
+    assert cli(*command, "--sink", "none").json["computed"] == 2
+    for sink, why in (("head", "such as 'head:4'"), ("first-block", "have no first block")):
+        output = cli(*command, "--sink", sink)
+        assert output.status == 2
+        assert why in " ".join(output.stderr.replace("│", " ").split())
+
+
 def test_long_documents_are_cut_to_the_chunk_size(
     cli: Command, model: Path, tmp_path: Path
 ) -> None:

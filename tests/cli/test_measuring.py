@@ -81,12 +81,27 @@ def test_eval_explains_its_columns_and_tells_times_of_single_questions_alone(
     assert all(row["ttft_s"] > 0 for row in cli(*command, 1, "--json").json["rows"])
 
 
+def test_eval_compares_predictions_without_labels(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    data = write_jsonl(tmp_path / "data.jsonl", [record(1), record(2)])
+    command = ("eval", "--model", model, "--data", data, "--max-new-tokens", 3, "--fidelity",
+               "--modes", "block,sink=head:4", "--output", tmp_path / "out.jsonl")  # fmt: skip
+    found = cli(*command, "--json").json
+    assert [row["mode"] for row in found["rows"]] == ["floor", "block", "sink=head:4"]
+    assert set(found["rows"][2]["recovery"]) == {"mean", "low", "high"}
+    assert len((tmp_path / "out.jsonl").read_text("utf-8").splitlines()) == 1 + 3 * 2
+    shown = cli(*command).stdout
+    assert "sink=head:4" in shown
+    assert "recovered" in shown
+
+
 def test_eval_names_a_bad_line_and_an_unknown_mode(
     cli: Command, model: Path, tmp_path: Path
 ) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
     output = cli("eval", "--model", model, "--data", data, "--modes", "full,fast")
-    assert (output.status, "modes must be distinct and of full" in output.stderr) == (1, True)
+    assert (output.status, "closed-book and sink=SINK; found 'fast'" in output.stderr) == (1, True)
     data.write_text('{"id": 1}\n', encoding="utf-8")
     output = cli("eval", "--model", model, "--data", data)
     assert (output.status, "data.jsonl, line 1: " in output.stderr) == (1, True)

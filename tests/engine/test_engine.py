@@ -24,6 +24,7 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.prompts.marked_text import segment
 from blockattn_rag.prompts.markers import wrap
+from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.store import DirectoryStore, MemoryStore
 from tests.holding import FEW, LONGEST_S, Held
 from tests.model.families import SUPPORTED
@@ -45,12 +46,17 @@ def engine(model: BlockModel) -> BlockAttentionEngine:
     return BlockAttentionEngine(model)
 
 
-def oracle(model: BlockModel, prompt: BlockPrompt | list[str], new: int = NEW) -> list[int]:
+def oracle(
+    model: BlockModel,
+    prompt: BlockPrompt | list[str],
+    new: int = NEW,
+    before: Sequence[int] = (),
+) -> list[int]:
     if not isinstance(prompt, BlockPrompt):
         prompt = BlockPrompt.from_texts(prompt)
     ids = model.tokenizer.prompt_ids(prompt)
     ends = sorted(model.end_token_ids)
-    return oracle_generate(model.hf_model, [*ids.context, ids.final], new, ends)
+    return oracle_generate(model.hf_model, [*ids.context, ids.final], new, ends, before)
 
 
 def contents(engine: BlockAttentionEngine) -> dict[str, str]:
@@ -132,6 +138,36 @@ def test_unknown_settings_are_refused(engine: BlockAttentionEngine, name: str) -
         engine.generate([A, Q], **options)
     with pytest.raises(ValueError, match=f"{name} must be one of"):
         engine.stream([A, Q], **options)
+
+
+def test_blocks_after_another_sink_are_other_blocks(model: BlockModel) -> None:
+    engine = BlockAttentionEngine(model, MemoryStore(1 << 28), sink="head:4")
+    plain = BlockAttentionEngine(model, engine.store)
+    handles = plain.encode([A, B])
+    assert not engine.contains(Block(A))
+    assert engine.encode([A, B]) == handles
+    assert engine.contains(Block(A))
+    assert len(list(engine.store.keys())) == 4
+    assert plain.precompute([Block(A), Block("new")], sink="head:4").reused == 1
+    prompt = ["the head", A, B, Q]
+    answers = [engine.generate(prompt, max_new_tokens=NEW, sink=s) for s in (None, "none", "bos")]
+    assert [(a.stats.hits, a.stats.misses) for a in answers] == [(2, 1), (3, 0), (1, 2)]
+    before = sink_ids("head:4", model.tokenizer)
+    assert answers[0].token_ids == oracle(model, prompt, before=before)
+    assert answers[1].token_ids == oracle(model, prompt)
+    with pytest.raises(ValueError, match=r"sink must be .*; found 'head'"):
+        engine.generate(prompt, sink="head")
+    with pytest.raises(ValueError, match=r"sink must be .*; found 'tail:1'"):
+        BlockAttentionEngine(model, sink="tail:1")
+
+
+def test_the_first_block_as_a_sink_makes_passages_part_of_its_prompts(model: BlockModel) -> None:
+    engine = BlockAttentionEngine(model, MemoryStore(1 << 28), sink="first-block")
+    with pytest.raises(ValueError, match="encode them as a prompt"):
+        engine.encode([A])
+    engine.encode(BlockPrompt((Block("a head"), Block(A)), ""))
+    hits = [engine.generate([head, A, Q], max_new_tokens=1).stats.hits for head in ("a head", "b")]
+    assert hits == [2, 0]
 
 
 def test_relay_is_refused_by_a_model_that_cannot(engine: BlockAttentionEngine) -> None:

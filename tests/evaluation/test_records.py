@@ -33,8 +33,8 @@ RECORD = EvaluationRecord(
 
 def test_files_of_earlier_versions_are_read_and_written_byte_for_byte(tmp_path: Path) -> None:
     settings = {"model": "m", "limit": None}
-    RecordFile(tmp_path / "new.jsonl", settings).append([RECORD])
+    RecordFile(tmp_path / "new.jsonl", settings, EvaluationRecord.from_dict).append([RECORD])
     assert (tmp_path / "new.jsonl").read_text("utf-8") == LINES
-    assert RecordFile(tmp_path / "new.jsonl", settings).records == {
+    assert RecordFile(tmp_path / "new.jsonl", settings, EvaluationRecord.from_dict).records == {
         ("q1", "block-composite"): RECORD
     }

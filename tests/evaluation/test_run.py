@@ -35,7 +35,8 @@ class FakeEngine:
             fingerprint="f" * 64, tokenizer=tokenizer, max_context_tokens=3
         )
 
-    def encode(self, blocks: Sequence[Any]) -> None:
+    def precompute(self, blocks: Sequence[Any], *, as_prompt: bool, sink: str | None) -> None:
+        assert as_prompt
         self.encoded += len(blocks)
 
     def generate_batch(

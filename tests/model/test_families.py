@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import permutations
 
@@ -17,6 +18,7 @@ from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.tolerances import LOGITS
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
+from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.store import MemoryStore
 from tests.model.families import LONGROPE_LIMIT, REFUSED, SUPPORTED
 from tests.models import tiny_model, tiny_tokenizer
@@ -43,16 +45,24 @@ def assemblies(engine: BlockAttentionEngine) -> list[Assembly]:
     return ["copy", "relay"] if engine.model.supports_relay else ["copy"]
 
 
-def error_of(engine: BlockAttentionEngine, texts: list[str], assembly: Assembly) -> float:
+def error_of(
+    engine: BlockAttentionEngine,
+    texts: list[str],
+    assembly: Assembly,
+    sink_ids: Sequence[int] = (),
+) -> float:
     """Relative error of the next token's logits against the oracle."""
     model = engine.model
     ids = model.tokenizer.prompt_ids(BlockPrompt.from_texts([*texts, QUESTION]))
-    requests = [EncodeRequest(block, str(at), "") for at, block in enumerate(ids.context)]
+    requests = [
+        EncodeRequest(block, str(at), "", sink_ids if at else ())
+        for at, block in enumerate(ids.context)
+    ]
     blocks = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
     chosen = model.choose_assembly(assembly, len(ids.final))
     context = place([blocks[request.digest] for request in requests])
     found = model.next_logits(torch.tensor([ids.final]), model.cache_for(context, assembly=chosen))
-    expected = oracle_logits(model.hf_model, [*ids.context, ids.final])[-1]
+    expected = oracle_logits(model.hf_model, [*ids.context, ids.final], sink_ids)[-1]
     return relative_error(found, expected)
 
 
@@ -70,6 +80,24 @@ def test_logits_and_greedy_tokens_are_the_oracles(family: str) -> None:
         expected = oracle_generate(engine.model.hf_model, [*ids.context, ids.final], 5, ends)
         for assembly in assemblies(engine):
             answer = engine.generate(prompt, max_new_tokens=5, assembly=assembly)
+            assert answer.token_ids == expected
+
+
+@families
+@pytest.mark.parametrize(("sink", "length"), [("bos", 1), ("head:4", 4), ("first-block", 43)])
+def test_blocks_after_a_sink_are_the_oracles(family: str, sink: str, length: int) -> None:
+    engine = engine_for(family)
+    tokenizer, ends = engine.model.tokenizer, sorted(engine.model.end_token_ids)
+    for texts in ([A, B, ONE], [A, ONE, A, A, B]):
+        prompt = BlockPrompt.from_texts([*texts, QUESTION])
+        ids = tokenizer.prompt_ids(prompt)
+        before = ids.context[0] if sink == "first-block" else sink_ids(sink, tokenizer)
+        assert len(before) == length
+        blocks = [*ids.context, ids.final]
+        expected = oracle_generate(engine.model.hf_model, blocks, 5, ends, before)
+        for assembly in assemblies(engine):
+            assert error_of(engine, texts, assembly, before) <= BUDGET
+            answer = engine.generate(prompt, max_new_tokens=5, assembly=assembly, sink=sink)
             assert answer.token_ids == expected
 
 

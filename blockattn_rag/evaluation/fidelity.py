@@ -1,0 +1,253 @@
+"""Fidelity: how far block mode's predictions are from full mode's, without labels.
+
+Full mode answers each question greedily; every other mode is then shown that answer token by token,
+and its predictions are compared with full mode's (Kullback-Leibler divergence, in nats). That tells
+settings apart with far fewer questions than accuracy does. It rewards what full mode says, right or
+wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.evaluation.datasets import EvaluationSample
+from blockattn_rag.evaluation.metrics import Interval, bootstrap_mean, bootstrap_ratio
+from blockattn_rag.evaluation.records import RecordFile
+from blockattn_rag.evaluation.run import make_prompt, mode_options
+from blockattn_rag.kv.context import place
+from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.formats import PromptFormat, prompt_format
+
+FLOOR = "floor"
+"""Full attention computed in two steps, the context first: equal to full mode but for rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class FidelityRecord:
+    """One question in one mode, compared with full mode along full mode's answer.
+
+    ``kl`` is the mean over the answer's ``tokens``, ``first_kl`` that of its first token, both in
+    nats; ``agreement`` is the share of tokens that are the mode's own first choice. With greedy
+    decoding the mode would give the same answer where that is 1.
+    """
+
+    id: str
+    digest: str
+    mode: str
+    tokens: int
+    kl: float
+    first_kl: float
+    agreement: float
+
+    @classmethod
+    def from_dict(cls, line: Mapping[str, Any]) -> FidelityRecord:
+        """The record whose ``to_dict`` this is.
+
+        Raises:
+            TypeError: fields are missing, or there are others.
+        """
+        return cls(**line)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class FidelityResult:
+    """Figures of one mode, with 95 % bootstrap intervals over questions.
+
+    ``recovery`` is the share of block mode's divergence that the mode takes away: (KL of block less
+    KL of the mode) / (KL of block less KL of the floor); None where block mode was not run, and for
+    block mode itself.
+    """
+
+    mode: str
+    samples: int
+    kl: Interval
+    first_kl: Interval
+    agreement: Interval
+    identical: Interval
+    recovery: Interval | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types; intervals as ``{"mean", "low", "high"}``."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return {k: v._asdict() if isinstance(v, Interval) else v for k, v in fields.items()}
+
+
+@dataclass(frozen=True)  # with no slots, which would leave no room for what was computed
+class FidelityReport:
+    """What was found: the settings, the figures by mode, and every record."""
+
+    settings: Mapping[str, Any]
+    records: Sequence[FidelityRecord]
+
+    @cached_property
+    def results(self) -> list[FidelityResult]:
+        """One row for each mode, in the order of the run."""
+        by_mode: dict[str, list[FidelityRecord]] = {}
+        for record in self.records:
+            by_mode.setdefault(record.mode, []).append(record)
+        return [_result(rows, by_mode) for rows in by_mode.values()]
+
+    def __getitem__(self, mode: str) -> FidelityResult:
+        return next(result for result in self.results if result.mode == mode)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Settings and figures as plain JSON types, without the records."""
+        rows = [result.to_dict() for result in self.results]
+        return {"settings": dict(self.settings), "rows": rows}
+
+
+def measure_fidelity(
+    engine: BlockAttentionEngine,
+    samples: Sequence[EvaluationSample],
+    modes: Sequence[str] = ("block",),
+    *,
+    prompt: str | PromptFormat = "chat",
+    num_passages: int | None = None,
+    max_new_tokens: int = 24,
+    records_path: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> FidelityReport:
+    """Compare modes with full mode on every sample.
+
+    Args:
+        engine: the model and its KV store.
+        samples: see :func:`blockattn_rag.evaluation.datasets.read_samples`; answers are not used.
+        modes: see :data:`blockattn_rag.evaluation.run.MODES`; full mode is compared with itself
+            under the name ``"floor"``, in every run.
+        prompt: a prompt format or its name.
+        num_passages: keep this many passages of each sample (gold ones first); all if None.
+        max_new_tokens: longest answer of full mode.
+        records_path: keep one JSON line for each sample and mode there, and skip what it holds.
+        settings: what else to note in the report and in the records file.
+        on_progress: called with samples done and all samples.
+
+    Raises:
+        ValueError: an unknown mode or prompt format, or nothing to do.
+        DataError: ``records_path`` holds records of another measurement, or is no record file.
+        ContextOverflowError: a prompt does not fit in the context window.
+    """
+    wanted = _wanted(modes, samples)
+    form = prompt_format(prompt)
+    noted = {
+        **(settings or {}),
+        "measured": "fidelity",
+        "fingerprint": engine.model.fingerprint,
+        "prompt_format": form.name,
+        "num_passages": num_passages,
+        "max_new_tokens": max_new_tokens,
+    }
+    parse = FidelityRecord.from_dict
+    file = RecordFile(records_path, noted, parse) if records_path is not None else None
+    shown = [s.with_passages(num_passages) if num_passages else s for s in samples]
+    if file:
+        file.check_samples(shown)
+    done = dict(file.records) if file else {}
+    tell = on_progress or (lambda *_: None)
+    for number, sample in enumerate(shown):
+        tell(number, len(shown))
+        missing = [mode for mode in wanted if (sample.id, mode) not in done]
+        if not missing:
+            continue
+        new = _compare(engine, form, sample, missing, max_new_tokens)
+        done.update({(record.id, record.mode): record for record in new})
+        if file:
+            file.append(new)
+    tell(len(shown), len(shown))
+    records = [done[s.id, mode] for mode in wanted for s in shown]
+    return FidelityReport(noted, records)
+
+
+def _wanted(modes: Sequence[str], samples: Sequence[EvaluationSample]) -> list[str]:
+    if not samples:
+        raise ValueError("expected at least one sample to compare, found none")
+    others = [mode for mode in modes if mode != "full"]
+    if not others or len(set(modes)) < len(modes):
+        raise ValueError(f"modes must be distinct, and one of them not full; found {list(modes)}")
+    for mode in others:
+        mode_options(mode)
+    return [FLOOR, *others]
+
+
+def _compare(
+    engine: BlockAttentionEngine,
+    form: PromptFormat,
+    sample: EvaluationSample,
+    modes: Sequence[str],
+    max_new_tokens: int,
+) -> list[FidelityRecord]:
+    """One sample in several modes, which share full mode's answer and predictions."""
+    prompt = make_prompt(engine, form, sample, "full")
+    answer = engine.generate(prompt, mode="full", max_new_tokens=max_new_tokens).token_ids
+    expected = _log_probabilities(engine.answer_logits(prompt, answer, mode="full"))
+    records = []
+    for mode in modes:
+        if mode == FLOOR:
+            logits = _in_two_steps(engine.model, prompt, answer)
+        else:
+            how = mode_options(mode)
+            logits = engine.answer_logits(make_prompt(engine, form, sample, mode), answer, **how)
+        found = _log_probabilities(logits)
+        kl = F.kl_div(found, expected, reduction="none", log_target=True).sum(-1).clamp_min(0)
+        agrees = (found.argmax(-1) == torch.tensor(answer, device=found.device)).double()
+        records.append(
+            FidelityRecord(
+                id=sample.id,
+                digest=sample.digest,
+                mode=mode,
+                tokens=len(answer),
+                kl=float(kl.mean()),
+                first_kl=float(kl[0]),
+                agreement=float(agrees.mean()),
+            )
+        )
+    return records
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    # In float64, because the floor of float32 is about 1e-12.
+    return F.log_softmax(logits.double(), dim=-1)
+
+
+def _in_two_steps(model: BlockModel, prompt: BlockPrompt, answer: Sequence[int]) -> Tensor:
+    """The logits of full attention, with the whole context computed as one block."""
+    ids = model.tokenizer.prompt_ids(prompt)
+    context = [token for block in ids.context for token in block]
+    batches = model.encode([EncodeRequest(context, "", "")] if context else [])
+    cache = model.cache_for(place([kv for batch in batches for kv in batch]))
+    return model.answer_logits(context, ids.final, answer, cache)
+
+
+def _result(
+    rows: Sequence[FidelityRecord], by_mode: Mapping[str, Sequence[FidelityRecord]]
+) -> FidelityResult:
+    mode = rows[0].mode
+    recovery = None
+    if mode not in ("block", FLOOR) and "block" in by_mode:
+        of_block, of_mode, of_floor = (
+            np.array([row.kl for row in by_mode[name]]) for name in ("block", mode, FLOOR)
+        )
+        recovery = bootstrap_ratio(of_block - of_mode, of_block - of_floor)
+    return FidelityResult(
+        mode=mode,
+        samples=len(rows),
+        kl=bootstrap_mean([row.kl for row in rows]),
+        first_kl=bootstrap_mean([row.first_kl for row in rows]),
+        agreement=bootstrap_mean([row.agreement for row in rows]),
+        identical=bootstrap_mean([float(row.agreement == 1) for row in rows]),
+        recovery=recovery,
+    )

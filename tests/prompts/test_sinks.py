@@ -1,0 +1,55 @@
+"""Sinks: their forms, their tokens, and the digests of what is encoded after them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from blockattn_rag.prompts.formats import CHAT, Passage
+from blockattn_rag.prompts.sinks import check_sink, digest_after, sink_ids
+from blockattn_rag.prompts.tokenization import BlockTokenizer
+from tests.models import tiny_tokenizer
+
+
+@pytest.mark.parametrize("sink", ["none", "bos", "first-block", "head:1", "head:16"])
+def test_a_known_form_is_taken_as_it_stands(sink: str) -> None:
+    assert check_sink(sink) == sink
+
+
+@pytest.mark.parametrize("sink", ["", "head", "head:0", "head:-1", "head:1.5", "BOS", "4", 4, None])
+def test_any_other_form_is_refused_with_the_known_ones(sink: Any) -> None:
+    with pytest.raises(ValueError, match=r"'head:N' with N tokens.*; found "):
+        check_sink(sink)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_head_is_how_prompts_of_that_model_begin(bos: bool, chat: bool) -> None:
+    tokenizer = BlockTokenizer(tiny_tokenizer(bos=bos, chat=chat))
+    prompt = CHAT.prompt("Why?", [Passage("", "Because.")], tokenizer.tokenizer)
+    first, *_ = tokenizer.prompt_ids(prompt).context
+    assert sink_ids("head:4", tokenizer) == first[:4]
+    assert sink_ids("none", tokenizer) == []
+
+
+def test_the_tokens_of_bos_and_of_too_long_a_head() -> None:
+    tokenizer = BlockTokenizer(tiny_tokenizer())
+    assert sink_ids("bos", tokenizer) == [256]
+    with pytest.raises(ValueError, match=r"'head:9999', but the head of a prompt has \d+ tokens"):
+        sink_ids("head:9999", tokenizer)
+    without = BlockTokenizer(tiny_tokenizer(bos=False, chat=False))
+    with pytest.raises(ValueError, match="no BOS token; use sink='head:1'"):
+        sink_ids("bos", without)
+
+
+def test_passages_alone_have_no_first_block() -> None:
+    with pytest.raises(ValueError, match="encode them as a prompt"):
+        sink_ids("first-block", BlockTokenizer(tiny_tokenizer()))
+
+
+def test_a_digest_names_the_sink_and_stays_itself_without_one() -> None:
+    digests = {digest_after(sink, "d") for sink in ([], [1], [2], [1, 2], [12])}
+    assert len(digests) == 5
+    assert digest_after([], "d") == "d"
+    assert digest_after([1], "d") != digest_after([1], "e")
