@@ -115,7 +115,11 @@ class BlockAttentionEngine:
     # -- ingestion ---------------------------------------------------------------------------
 
     def encode(
-        self, texts: Sequence[str | Block] | BlockPrompt, *, show_progress: bool = False
+        self,
+        texts: Sequence[str | Block] | BlockPrompt,
+        *,
+        show_progress: bool = False,
+        sink: str | None = None,
     ) -> list[str]:
         """Compute and store the KV of texts that are not stored yet; their handles, in order.
 
@@ -127,7 +131,7 @@ class BlockAttentionEngine:
         as_prompt = isinstance(texts, BlockPrompt)
         given = texts.context if isinstance(texts, BlockPrompt) else texts
         blocks = [text if isinstance(text, Block) else Block(text) for text in given]
-        self.precompute(blocks, as_prompt=as_prompt, show_progress=show_progress)
+        self.precompute(blocks, as_prompt=as_prompt, show_progress=show_progress, sink=sink)
         return [block.handle for block in blocks]
 
     def precompute(
@@ -262,14 +266,22 @@ class BlockAttentionEngine:
         return self._scheduler.submit_and_wait(*waiting)
 
     def answer_logits(
-        self, prompt: Prompt, answer_ids: Sequence[int], **options: Any
+        self,
+        prompt: Prompt,
+        answer_ids: Sequence[int],
+        *,
+        mode: Mode = "block",
+        positions: Positions | None = None,
+        on_miss: OnMiss | None = None,
+        assembly: Assembly | None = None,
+        sink: str | None = None,
     ) -> torch.Tensor:
         """What the model predicts at each token of a given answer (teacher forcing).
 
         Args:
             prompt: as for ``generate``.
             answer_ids: token ids of an answer, at least one.
-            options: ``mode``, ``positions``, ``on_miss``, ``assembly``, ``sink`` of ``generate``.
+            mode, positions, on_miss, assembly, sink: as for ``generate``.
 
         Returns:
             Logits ``[answer tokens, vocab]``, the first row before the answer's first token; in the
@@ -279,7 +291,15 @@ class BlockAttentionEngine:
         """
         if not answer_ids:
             raise ValueError("the answer has no token to predict")
-        parsed = GenerateOptions.parse(options | {"max_new_tokens": len(answer_ids)}, self.defaults)
+        options = {
+            "mode": mode,
+            "positions": positions,
+            "on_miss": on_miss,
+            "assembly": assembly,
+            "sink": sink,
+            "max_new_tokens": len(answer_ids),
+        }
+        parsed = GenerateOptions.parse(options, self.defaults)
         made = self._checked(prompt, parsed.mode)
         return self._scheduler.run(partial(self._runner.answer_logits, made, answer_ids, parsed))
 

@@ -33,13 +33,18 @@ class Fetched(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A block to look up. ``first``: it opens a prompt; ``sink_ids``: it is encoded after these."""
+    """A block to look up.
+
+    ``first``: it opens a prompt; ``sink_ids``: it is encoded after these; ``origin``: decides where
+    it may be kept, and is that of the first block where that is the sink.
+    """
 
     key: str
     digest: str
     block: Block
     first: bool
     sink_ids: Sequence[int]
+    origin: Origin
 
 
 # What a miss may write to a store; a block of any other origin is private to its prompt.
@@ -110,7 +115,7 @@ class BlockFetcher:
             check_room(sum(sizes.get(one.digest, 0) for one in wanted))
         for batch in self.encode(missing):
             for computed in batch:
-                self._keep(computed, distinct[computed.digest].block.origin)
+                self._keep(computed, distinct[computed.digest].origin)
                 found[computed.digest] = computed
         blocks = [kv for one in wanted if (kv := found[one.digest]) is not None]
         missed_tokens = sum(len(ids) for _, ids in missing)
@@ -122,14 +127,18 @@ class BlockFetcher:
         """What to look up for blocks; ``as_prompt``: the first of them opens a prompt."""
         # Read once, because the model checks at each reading whether its weights have changed.
         fingerprint, has_bos = self._model.fingerprint, bool(self._model.tokenizer.prefix_ids)
-        sink_ids = self._sink_ids(sink, blocks if as_prompt else ())
+        has_sink = len(blocks) > as_prompt  # the first block of a prompt has none
+        sink_ids = self._sink_ids(sink, blocks if as_prompt else ()) if has_sink else ()
         wanted = []
         for index, block in enumerate(blocks):
             first = as_prompt and index == 0
             before = () if first else sink_ids
+            is_private = sink == FIRST_BLOCK and as_prompt and not blocks[0].is_passage
+            origin = blocks[0].origin if is_private else block.origin
             # Without BOS, a block is the same at the start of a prompt as later.
             digest = digest_after(before, block.digest(first=first and has_bos))
-            wanted.append(Wanted(store_key(fingerprint, digest), digest, block, first, before))
+            key = store_key(fingerprint, digest)
+            wanted.append(Wanted(key, digest, block, first, before, origin))
         return wanted
 
     def _sink_ids(self, sink: str, prompt: Sequence[Block]) -> Sequence[int]:

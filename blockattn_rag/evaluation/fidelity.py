@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -33,13 +32,17 @@ FLOOR = "floor"
 """Full attention computed in two steps, the context first: equal to full mode but for rounding."""
 
 
+_ROUNDING = 10.0
+"""Divergence of less than so many times the floor's is taken for rounding."""
+
+
 @dataclass(frozen=True, slots=True)
 class FidelityRecord:
     """One question in one mode, compared with full mode along full mode's answer.
 
     ``kl`` is the mean over the answer's ``tokens``, ``first_kl`` that of its first token, both in
-    nats; ``agreement`` is the share of tokens that are the mode's own first choice. With greedy
-    decoding the mode would give the same answer where that is 1.
+    nats; ``agreement`` is the share of tokens at which the mode's first choice is full mode's. The
+    mode's own greedy answer is the same where that is 1.
     """
 
     id: str
@@ -68,8 +71,8 @@ class FidelityResult:
     """Figures of one mode, with 95 % bootstrap intervals over questions.
 
     ``recovery`` is the share of block mode's divergence that the mode takes away: (KL of block less
-    KL of the mode) / (KL of block less KL of the floor); None where block mode was not run, and for
-    block mode itself.
+    KL of the mode) / (KL of block less KL of the floor). None for block mode itself and without
+    passages, where block mode was not run, and where it differs from full mode by rounding alone.
     """
 
     mode: str
@@ -203,7 +206,7 @@ def _compare(
             logits = engine.answer_logits(make_prompt(engine, form, sample, mode), answer, **how)
         found = _log_probabilities(logits)
         kl = F.kl_div(found, expected, reduction="none", log_target=True).sum(-1).clamp_min(0)
-        agrees = (found.argmax(-1) == torch.tensor(answer, device=found.device)).double()
+        agrees = (found.argmax(-1) == expected.argmax(-1)).double()
         records.append(
             FidelityRecord(
                 id=sample.id,
@@ -237,11 +240,12 @@ def _result(
 ) -> FidelityResult:
     mode = rows[0].mode
     recovery = None
-    if mode not in ("block", FLOOR) and "block" in by_mode:
+    if mode not in ("block", FLOOR, "closed-book") and "block" in by_mode:
         of_block, of_mode, of_floor = (
             np.array([row.kl for row in by_mode[name]]) for name in ("block", mode, FLOOR)
         )
-        recovery = bootstrap_ratio(of_block - of_mode, of_block - of_floor)
+        if of_block.mean() > _ROUNDING * of_floor.mean() and (of_block > of_floor).all():
+            recovery = bootstrap_ratio(of_block - of_mode, of_block - of_floor)
     return FidelityResult(
         mode=mode,
         samples=len(rows),

@@ -21,12 +21,12 @@ from blockattn_rag.evaluation.metrics import METRICS, Interval, bootstrap_mean, 
 from blockattn_rag.evaluation.records import EvaluationRecord, RecordFile, listed
 from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt
 from blockattn_rag.prompts.formats import Passage, PromptFormat, prompt_format
-from blockattn_rag.prompts.sinks import check_sink
+from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "full": {"mode": "full"},
-    "block": {"mode": "block", "positions": "reordered"},
-    "block-composite": {"mode": "block", "positions": "composite"},
+    "block": {"mode": "block", "positions": "reordered", "sink": NO_SINK},
+    "block-composite": {"mode": "block", "positions": "composite", "sink": NO_SINK},
     "closed-book": {"mode": "full"},
 }
 """How the engine is called in each mode. Closed-book prompts hold no passage.
@@ -124,7 +124,7 @@ def mode_options(mode: str) -> dict[str, Any]:
     name, _, sink = mode.partition("=")
     if name != "sink":
         raise ValueError(f"modes are {', '.join(MODES)} and sink=SINK; found {mode!r}")
-    return {"mode": "block", "sink": check_sink(sink)}
+    return {**MODES["block"], "sink": check_sink(sink)}
 
 
 def evaluate(
@@ -212,7 +212,7 @@ def _answer(
     how = mode_options(mode)
     if how["mode"] == "block":
         for prompt in prompts:
-            engine.precompute(prompt.context, as_prompt=True, sink=how.get("sink"))
+            engine.precompute(prompt.context, as_prompt=True, sink=how["sink"])
     return engine.generate_batch(prompts, **how, batch_size=len(batch), **options)
 
 

@@ -16,7 +16,7 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.runnables import Runnable, RunnableLambda
 from langchain_core.runnables.base import RunnableBindingBase
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.engine_source import EngineSource
@@ -27,6 +27,7 @@ from blockattn_rag.kv.context import Positions
 from blockattn_rag.langchain.cleaning import without_markers
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
+from blockattn_rag.prompts.sinks import check_sink
 
 PROVIDER = "blockattn_rag"
 
@@ -69,6 +70,11 @@ class EngineFields(BaseModel):
     sink: str | None = None
     source: EngineSource = Field(exclude=True, repr=False)
     """Where the engine comes from; copies share it, and so one set of weights."""
+
+    @field_validator("sink")
+    @classmethod
+    def _check_sink(cls, sink: str | None) -> str | None:
+        return sink and check_sink(sink)
 
     @model_validator(mode="before")
     @classmethod

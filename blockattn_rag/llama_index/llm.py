@@ -43,6 +43,7 @@ from blockattn_rag.prompts.chat_template import chat_spans, has_chat_template, t
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.prompts.marked_text import close_cut_passages
 from blockattn_rag.prompts.markers import strip_markers
+from blockattn_rag.prompts.sinks import check_sink
 from blockattn_rag.store import KVStore
 
 dispatcher = get_dispatcher(__name__)
@@ -133,6 +134,8 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
     ) -> None:
         known = [*type(self).model_fields, "model", "tokenizer", "engine"]
         check_known(type(self), llm_fields, known)
+        if sink is not None:
+            check_sink(sink)
         model = model if model is not None else model_name
         tokenizer = tokenizer if tokenizer is not None else tokenizer_name
         source = EngineSource(engine, model, tokenizer, kv_store, device_map, model_kwargs)

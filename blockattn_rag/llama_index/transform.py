@@ -24,6 +24,7 @@ from blockattn_rag.llama_index.nodes import canonical_text, stamp
 from blockattn_rag.llama_index.source import EngineComponent
 from blockattn_rag.prompts.blocks import Block, BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
+from blockattn_rag.prompts.sinks import check_sink
 from blockattn_rag.store import KVStore
 
 
@@ -79,6 +80,8 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         show_progress: bool = False,
         hide_file_paths: bool = True,
     ) -> None:
+        if sink is not None:
+            check_sink(sink)
         model = model if model is not None else model_name
         tokenizer = tokenizer if tokenizer is not None else tokenizer_name
         if llm is not None:

@@ -201,7 +201,9 @@ class BlockModel:
         """
         for batch in batches(requests, batch_tokens or self.batch_tokens, self.max_context_tokens):
             with self.lock:
-                computed = encode_batch(self.hf_model, batch, self.fingerprint)
+                fingerprint = self.fingerprint  # first, because it may measure the layouts anew
+                layouts = self.profile.layouts
+                computed = encode_batch(self.hf_model, batch, fingerprint, layouts)
             yield computed
 
     @cached_property

@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
 from blockattn_rag.model.probe import check_ready, layer_states
 
 
@@ -40,9 +41,11 @@ def batches(
     """
     order = sorted(requests, key=lambda request: -request.num_tokens)
     if order and order[0].num_tokens > limit:
+        first = order[0]
+        sink = f" after a sink of {len(first.sink_ids)} tokens" if first.sink_ids else ""
         raise ContextOverflowError(
-            f"a block has {order[0].num_tokens} tokens, but the model holds at most {limit}; "
-            "split the passage into smaller chunks"
+            f"a block has {len(first.token_ids)} tokens{sink}, but the model holds at most "
+            f"{limit}; split the passage into smaller chunks{', or shorten the sink' * bool(sink)}"
         )
     while order:
         rows = _batch_rows([request.num_tokens for request in order], budget)
@@ -64,12 +67,15 @@ def _batch_rows(lengths: Sequence[int], budget: int) -> int:
 
 @torch.inference_mode()
 def encode_batch(
-    hf_model: PreTrainedModel, batch: Sequence[EncodeRequest], fingerprint: str
+    hf_model: PreTrainedModel,
+    batch: Sequence[EncodeRequest],
+    fingerprint: str,
+    layouts: Sequence[RotaryLayout],
 ) -> list[BlockKV]:
     """The blocks' KV from one forward, padded on the right, which a causal mask makes harmless.
 
-    The tokens of a block's sink stand before it, at negative positions, so that the block's own
-    begin at 0.
+    The tokens of a block's sink come first, at positions 0..s-1. The block's keys are then rotated
+    back by s positions, because some models scale attention by position and take none below 0.
 
     Raises as ``check_ready``.
     """
@@ -83,21 +89,12 @@ def encode_batch(
         input_ids=ids.to(hf_model.device),
         past_key_values=cache,
         use_cache=True,
-        **_positions(hf_model, batch, ids.shape[1]),
         **logits_to_keep(hf_model),
     )
     states = layer_states(cache)
-    return [_cut_out(states, row, request, fingerprint) for row, request in enumerate(batch)]
-
-
-def _positions(
-    hf_model: PreTrainedModel, batch: Sequence[EncodeRequest], width: int
-) -> dict[str, Tensor]:
-    """Positions of each row's tokens, if they are other than the model takes by itself."""
-    sinks = torch.tensor([len(request.sink_ids) for request in batch])
-    if not sinks.any():
-        return {}
-    return {"position_ids": (torch.arange(width) - sinks[:, None]).to(hf_model.device)}
+    return [
+        _cut_out(states, row, request, fingerprint, layouts) for row, request in enumerate(batch)
+    ]
 
 
 def logits_to_keep(hf_model: PreTrainedModel, count: int = 1) -> dict[str, Any]:
@@ -107,12 +104,25 @@ def logits_to_keep(hf_model: PreTrainedModel, count: int = 1) -> dict[str, Any]:
 
 
 def _cut_out(
-    states: Sequence[tuple[Tensor, Tensor]], row: int, request: EncodeRequest, fingerprint: str
+    states: Sequence[tuple[Tensor, Tensor]],
+    row: int,
+    request: EncodeRequest,
+    fingerprint: str,
+    layouts: Sequence[RotaryLayout],
 ) -> BlockKV:
     """One row's real tokens, copied: a view would keep the whole batch alive in the store."""
     own = slice(len(request.sink_ids), request.num_tokens)
+    angles: Angles = {}
+    keys = []
+    for layout, (layer_keys, _) in zip(layouts, states, strict=True):
+        own_keys = layer_keys[row, :, own]
+        if request.sink_ids and layout.rotates:
+            if layout not in angles:
+                angles[layout] = layout.cos_sin(-len(request.sink_ids), own_keys.device)
+            own_keys = rotate(own_keys, *angles[layout], layout)
+        keys.append(own_keys.clone())
     return BlockKV(
-        keys=tuple(keys[row, :, own].clone() for keys, _ in states),
+        keys=tuple(keys),
         values=tuple(values[row, :, own].clone() for _, values in states),
         token_ids=torch.tensor(request.token_ids, dtype=torch.long),
         fingerprint=fingerprint,

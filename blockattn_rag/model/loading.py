@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from blockattn_rag.model.gguf import SMOLLM2, SUFFIX, dequantised, smollm2
+from blockattn_rag.model.gguf import SMOLLM2, dequantised, is_gguf, smollm2
 
 BUNDLED = "bundled"
 _BUNDLED_FOLDER = Path(__file__).parents[1] / "demo" / "model"
@@ -31,9 +31,9 @@ def resolve_name(model: str | Path) -> str:
         return str(_BUNDLED_FOLDER)
     if str(model) == SMOLLM2:
         model = smollm2()
-    if str(model).endswith(SUFFIX):
-        return str(dequantised(Path(model).expanduser()))
     folder = Path(model)
+    if is_gguf(folder):
+        return str(dequantised(folder.expanduser()))
     if folder.is_dir() and not any((folder / name).is_file() for name in _MODEL_FILES):
         raise FileNotFoundError(
             f"{folder} holds no model: expected {' or '.join(_MODEL_FILES)} there, as "

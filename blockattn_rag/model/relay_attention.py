@@ -170,7 +170,7 @@ def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool
     generator = torch.Generator().manual_seed(2)
     rows = torch.randint(vocabulary_size(hf_model), (3, 7), generator=generator)
     requests = [EncodeRequest(row.tolist(), str(index), "") for index, row in enumerate(rows[:2])]
-    context = place(encode_batch(hf_model, requests, ""))
+    context = place(encode_batch(hf_model, requests, "", profile.layouts))
     # Small as they are, the blocks must be read one by one here.
     tuning = replace(tuning_of(hf_model.device), join_prefill_tokens=0, join_decode_tokens=0)
     for tokens in (7, 1):  # as in a prompt, and as in an answer

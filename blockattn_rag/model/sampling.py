@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 # Arguments of transformers' `generate` that would undo what the engine does.
@@ -30,14 +32,33 @@ class Sampling:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, found {self.max_new_tokens}")
-        if self.temperature is not None and self.temperature < 0:
-            raise ValueError(f"temperature must not be negative, found {self.temperature}")
-        if not all(self.stop):
-            raise ValueError(f"stop must be a list of non-empty strings, found {self.stop!r}")
+        if not _is_whole(self.max_new_tokens, 1):
+            raise _refusal("max_new_tokens", "a whole number from 1 on", self.max_new_tokens)
+        if self.temperature is not None and not _is_number(self.temperature, math.inf):
+            raise _refusal("temperature", "a number from 0 on, or None", self.temperature)
+        if self.top_p is not None and not _is_number(self.top_p, 1):
+            raise _refusal("top_p", "a number from 0 to 1, or None", self.top_p)
+        if self.top_k is not None and not _is_whole(self.top_k, 0):
+            raise _refusal("top_k", "a whole number from 0 on, or None", self.top_k)
+        if self.seed is not None and not (_is_whole(self.seed, -(1 << 63)) and self.seed < 1 << 64):
+            raise _refusal("seed", "a whole number of 64 bits, or None", self.seed)
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise _refusal("stop", "a list of non-empty strings", self.stop)
         if owned := _OWNED & self.extra.keys():
             raise ValueError(
                 f"{', '.join(sorted(owned))} cannot be given: the engine sets the model's inputs "
                 "and cache, and gives one answer to each prompt"
             )
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return type(value) is not bool and isinstance(value, Integral) and int(value) >= least
+
+
+def _is_number(value: Any, most: float) -> bool:
+    is_real = type(value) is not bool and isinstance(value, Real)
+    return is_real and 0 <= float(value) <= most and math.isfinite(value)
+
+
+def _refusal(name: str, expected: str, found: object) -> ValueError:
+    return ValueError(f"{name} must be {expected}; found {found!r}")

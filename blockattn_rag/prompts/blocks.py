@@ -11,7 +11,7 @@ tokens (``<|im_start|>``) parsed in it, and may its keys and values be stored (d
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, NamedTuple
@@ -192,7 +192,8 @@ class BlockPrompt:
         Strings before the last are taken as passages: control tokens in them stay text. Empty
         strings before the last are left out.
         """
-        if isinstance(texts, str) or not texts:
+        is_list = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes, Mapping))
+        if not is_list or not texts:
             raise ValueError(
                 "expected a non-empty list of texts whose last item is the final block, "
                 f"found {texts!r:.60}"

@@ -20,7 +20,7 @@ from blockattn_rag.errors import DatabaseError
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
-from blockattn_rag.prompts.sinks import NO_SINK
+from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 from blockattn_rag.rag.model_names import loading
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class Manifest:
                 raise DatabaseError(
                     f"{path} is of version {found}, expected {VERSION}; ingest into a new folder"
                 )
+            check_sink(fields.get("sink", NO_SINK))
             return cls(**fields)
         except (ValueError, TypeError, AttributeError) as error:
             raise DatabaseError(f"{path} is damaged ({error}); ingest into a new folder") from error
@@ -88,7 +89,7 @@ class Database:
             DatabaseError: the folder was embedded by another embedding: its vectors do not compare.
         """
         old = Manifest.read(path)
-        if Path(wanted.model).is_dir():
+        if Path(wanted.model).exists():
             wanted = replace(wanted, model=str(Path(wanted.model).resolve()))
         if old and (old.embedding, old.template) != (wanted.embedding, wanted.template):
             raise DatabaseError(

@@ -17,7 +17,9 @@ def existing_model(name: str | None) -> str | None:
     Raises:
         FileNotFoundError: no such folder.
     """
-    if name and name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().exists():
+    path = Path(name or "").expanduser()
+    is_there = path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf")
+    if name and name.startswith(("/", "./", "../", "~")) and not is_there:
         raise FileNotFoundError(f"no such model: {name}; expected {EXPECTED}")
     return name
 

@@ -25,6 +25,7 @@ from transformers import PrinterCallback, TrainingArguments
 
 from blockattn_rag.errors import DataError
 from blockattn_rag.files.atomic import write_json
+from blockattn_rag.model.gguf import SMOLLM2, is_gguf
 from blockattn_rag.model.loading import BUNDLED, SIDECAR, load_tokenizer
 from blockattn_rag.training import work
 from blockattn_rag.training.batches import Collator, ModeDataset
@@ -214,9 +215,12 @@ def _publish(
     (staging / "training_args.bin").unlink(missing_ok=True)  # a pickle, of no use to readers
     tokenizer.save_pretrained(staging)
     if config.lora:
-        # An adapter names its base by path, and the bundled model's path differs by machine.
-        base = {"base_model": BUNDLED} if config.model == BUNDLED else {}
-        write_json(staging / SIDECAR, {**config.marker, **base})
+        # An adapter names its base by path: that of a model of ours differs by machine, and that of
+        # a GGUF file is a cache's.
+        is_named = config.model in (BUNDLED, SMOLLM2)
+        path = Path(config.model).expanduser()
+        base = config.model if is_named else str(path.resolve()) if is_gguf(path) else None
+        write_json(staging / SIDECAR, {**config.marker, **({"base_model": base} if base else {})})
     write_json(staging / work.LOG, report.history)
     write_plot(report.history, staging / "training_curves.png")
     write_card(config, report, staging / "README.md")

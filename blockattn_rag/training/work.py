@@ -69,7 +69,9 @@ def check_output(output: Path, overwrite: bool) -> None:
 def _check_read(config: FinetuneConfig) -> None:
     """Raises ``ValueError`` if the model or data lie in the output folder."""
     output = Path(config.output)
-    for used in map(Path, (resolve_name(config.model), *config.train_data, *config.eval_data)):
+    for used in map(
+        Path, (config.model, resolve_name(config.model), *config.train_data, *config.eval_data)
+    ):
         if used.resolve().is_relative_to(output.resolve()):
             raise ValueError(f"{output} holds {used}, which is read; choose another output")
 

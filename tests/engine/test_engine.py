@@ -21,7 +21,7 @@ from blockattn_rag.engine.results import GenerationChunk
 from blockattn_rag.errors import ContextOverflowError, MissError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
-from blockattn_rag.prompts.blocks import Block, BlockPrompt
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, Origin, Span
 from blockattn_rag.prompts.marked_text import segment
 from blockattn_rag.prompts.markers import wrap
 from blockattn_rag.prompts.sinks import sink_ids
@@ -168,6 +168,27 @@ def test_the_first_block_as_a_sink_makes_passages_part_of_its_prompts(model: Blo
     engine.encode(BlockPrompt((Block("a head"), Block(A)), ""))
     hits = [engine.generate([head, A, Q], max_new_tokens=1).stats.hits for head in ("a head", "b")]
     assert hits == [2, 0]
+    for prompt in ([Q], [A, Q], ["only", ""]):  # nothing stands after a first block
+        found = engine.generate(prompt, max_new_tokens=NEW).token_ids
+        assert found == engine.generate(prompt, max_new_tokens=NEW, sink="none").token_ids
+
+
+def test_passages_after_a_private_first_block_are_as_private(
+    model: BlockModel, tmp_path: Path
+) -> None:
+    engine = BlockAttentionEngine(model, tmp_path / "kv", sink="first-block")
+    cases: list[tuple[Origin, list[int]]] = [("conversation", [0, 0]), ("system", [0, 2])]
+    for origin, stored in cases:
+        for count in stored:
+            spans = [Span(f"{origin}: ", origin), Span(A, "passage"), Span(Q, "conversation")]
+            engine.generate(BlockPrompt.from_spans(spans), max_new_tokens=1)
+            assert len(list(engine.store.keys())) == count
+
+
+def test_a_block_that_is_too_long_by_its_sink_says_so(small: BlockAttentionEngine) -> None:
+    room = small.model.max_context_tokens
+    with pytest.raises(ContextOverflowError, match=r"a block has \d+ tokens after a sink of 4 tok"):
+        small.encode(["x" * (room - 3)], sink="head:4")
 
 
 def test_relay_is_refused_by_a_model_that_cannot(engine: BlockAttentionEngine) -> None:

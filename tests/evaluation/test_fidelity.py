@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,30 @@ def test_the_floor_is_rounding_and_block_mode_is_not(
     assert (report[FLOOR].agreement.mean, report[FLOOR].identical.mean) == (1, 1)
     assert report["block"].kl.low > 1e-3
     assert report["closed-book"].kl.mean > report["block"].kl.mean
-    assert report["block"].recovery is None
-    difference = report["block"].kl.mean - report["closed-book"].kl.mean
-    recovered = report["closed-book"].recovery
+    assert report["block"].recovery is report["closed-book"].recovery is None
+    difference = report["block"].kl.mean - report["block-composite"].kl.mean
+    recovered = report["block-composite"].recovery
     assert recovered is not None
     assert recovered.mean == pytest.approx(difference / report["block"].kl.mean, rel=1e-4)
     row = report.to_dict()["rows"][2]
     assert set(row["recovery"]) == set(row["kl"]) == {"mean", "low", "high"}
+
+
+def test_where_block_mode_equals_full_mode_nothing_is_recovered(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
+    bare = [replace(sample, passages=()) for sample in samples]
+    report = measure(engine, bare, "block", "sink=first-block", "sink=head:4")
+    assert [row.recovery for row in report.results] == [None] * 4
+    assert report["sink=head:4"].kl.high < 1e-8
+
+
+def test_modes_are_the_same_whatever_the_engines_own_sink(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
+    sunk = BlockAttentionEngine(engine.model, sink="head:4")
+    modes = ("block", "sink=head:4")
+    assert measure(sunk, samples, *modes).records == measure(engine, samples, *modes).records
 
 
 def test_without_block_mode_nothing_is_recovered(

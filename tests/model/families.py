@@ -49,6 +49,7 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
             ),
         },
     ),
+    "ministral3": ("ministral3", {}),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.25}),
     "stablelm": ("stablelm", {}),
     "cohere": ("cohere", {}),

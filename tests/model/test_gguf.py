@@ -107,6 +107,13 @@ def test_a_file_is_the_model_that_transformers_reads_from_it(file: Path) -> None
     assert tokenizer.eos_token_id == 258
 
 
+def test_the_suffix_tells_a_file_in_any_case_and_no_folder(file: Path, tmp_path: Path) -> None:
+    assert resolve_name(shutil.copy(file, tmp_path / "BIG.GGUF")) == resolve_name(file)
+    folder = tmp_path / "model.gguf"
+    shutil.copytree(resolve_name(file), folder)
+    assert resolve_name(folder) == str(folder)
+
+
 def test_its_passages_are_reused(file: Path) -> None:
     engine = BlockAttentionEngine.from_pretrained(file)
     prompt = ["the first passage", "the second", "the question"]
@@ -135,9 +142,12 @@ def test_what_cannot_be_read_is_named_and_leaves_nothing(tmp_path: Path) -> None
     with pytest.raises(FileNotFoundError, match=r"no such GGUF file: .*lost\.gguf"):
         resolve_name(tmp_path / "lost.gguf")
     text, strange = tmp_path / "text.gguf", tmp_path / "strange.gguf"
+    cut = tmp_path / "cut.gguf"
     text.write_text("no model at all")
     write(strange, architecture="never-heard-of")
-    for path in (text, strange):
+    write(cut)
+    cut.write_bytes(cut.read_bytes()[:1000])
+    for path in (text, strange, cut):
         with pytest.raises(ValueError, match=f"transformers cannot read .*{path.name}: .+"):
             load_model(path)
     assert not list((state_folder() / "gguf").iterdir())
