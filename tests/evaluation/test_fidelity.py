@@ -85,6 +85,8 @@ def test_the_floor_is_rounding_and_block_mode_is_not(
     assert (report[FLOOR].agreement.mean, report[FLOOR].identical.mean) == (1, 1)
     assert report["block"].kl.low > 1e-3
     assert report["closed-book"].kl.mean > report["block"].kl.mean
+    assert report["closed-book"].agreement.mean < report["block"].agreement.mean
+    assert report["closed-book"].identical.mean < 1
     assert report["block"].recovery is report["closed-book"].recovery is None
     difference = report["block"].kl.mean - report["block-composite"].kl.mean
     recovered = report["block-composite"].recovery
