@@ -129,12 +129,13 @@ class BlockFetcher:
         fingerprint, has_bos = self._model.fingerprint, bool(self._model.tokenizer.prefix_ids)
         has_sink = len(blocks) > as_prompt  # the first block of a prompt has none
         sink_ids = self._sink_ids(sink, blocks if as_prompt else ()) if has_sink else ()
+        is_whole = sink == FIRST_BLOCK and as_prompt  # the first block is the sink
+        head = blocks[0] if is_whole and blocks and not blocks[0].is_passage else None
         wanted = []
         for index, block in enumerate(blocks):
             first = as_prompt and index == 0
             before = () if first else sink_ids
-            is_private = sink == FIRST_BLOCK and as_prompt and not blocks[0].is_passage
-            origin = blocks[0].origin if is_private else block.origin
+            origin = block.origin if head is None else head.origin
             # Without BOS, a block is the same at the start of a prompt as later.
             digest = digest_after(before, block.digest(first=first and has_bos))
             key = store_key(fingerprint, digest)

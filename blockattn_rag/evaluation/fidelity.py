@@ -20,7 +20,12 @@ from torch.nn import functional as F
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.evaluation.datasets import EvaluationSample
-from blockattn_rag.evaluation.metrics import Interval, bootstrap_mean, bootstrap_ratio
+from blockattn_rag.evaluation.metrics import (
+    Interval,
+    bootstrap_mean,
+    bootstrap_ratio,
+    plain_figures,
+)
 from blockattn_rag.evaluation.records import RecordFile
 from blockattn_rag.evaluation.run import make_prompt, mode_options
 from blockattn_rag.kv.context import place
@@ -85,8 +90,7 @@ class FidelityResult:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types; intervals as ``{"mean", "low", "high"}``."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return {k: v._asdict() if isinstance(v, Interval) else v for k, v in fields.items()}
+        return plain_figures({name: getattr(self, name) for name in self.__slots__})
 
 
 @dataclass(frozen=True)  # with no slots, which would leave no room for what was computed

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,6 +65,11 @@ class Interval(NamedTuple):
     mean: float
     low: float
     high: float
+
+
+def plain_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures as plain JSON types; intervals as ``{"mean", "low", "high"}``."""
+    return {k: v._asdict() if isinstance(v, Interval) else v for k, v in figures.items()}
 
 
 def bootstrap_mean(

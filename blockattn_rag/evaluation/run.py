@@ -17,7 +17,13 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.results import Generation, ReuseStats
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.evaluation.datasets import EvaluationSample
-from blockattn_rag.evaluation.metrics import METRICS, Interval, bootstrap_mean, normalize_answer
+from blockattn_rag.evaluation.metrics import (
+    METRICS,
+    Interval,
+    bootstrap_mean,
+    normalize_answer,
+    plain_figures,
+)
 from blockattn_rag.evaluation.records import EvaluationRecord, RecordFile, listed
 from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt
 from blockattn_rag.prompts.formats import Passage, PromptFormat, prompt_format
@@ -64,8 +70,7 @@ class ModeResult:
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types; intervals as ``{"mean", "low", "high"}``."""
         fields = {name: getattr(self, name) for name in self.__slots__ if name != "stats"}
-        plain = {k: v._asdict() if isinstance(v, Interval) else v for k, v in fields.items()}
-        return plain | self.stats.reuse()
+        return plain_figures(fields) | self.stats.reuse()
 
 
 @dataclass(frozen=True)  # with no slots, which would leave no room for what was computed
