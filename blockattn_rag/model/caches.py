@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,14 +15,37 @@ from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
 
 
+class Attention(Protocol):
+    """What attends in the place of the model's own attention; see ``RelayPlan.attend``."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        mask: Tensor | None,
+    ) -> Tensor: ...
+
+
+class ContextCache(DynamicCache):
+    """A cache whose first tokens are the blocks of a context.
+
+    ``attention``: what attends in forwards over this cache; None: the model's own attention.
+    """
+
+    attention: Attention | None = None
+
+
 def copied_cache(
     config: Any, contexts: Sequence[Context], layouts: Sequence[RotaryLayout]
-) -> DynamicCache:
+) -> ContextCache:
     """The contexts' keys and values, re-encoded and joined, in a new cache (the copy path).
 
     One row a context, padded with zeros on the left.
     """
-    cache = DynamicCache(config=config)
+    cache = ContextCache(config=config)
     width = max(context.num_tokens for context in contexts)
     with torch.inference_mode():
         rows = [assemble(context, layouts) if context.blocks else None for context in contexts]
@@ -74,10 +97,12 @@ class _TailLayer(DynamicLayer):
             super().batch_select_indices(indices)
 
 
-class RelayCache(DynamicCache):
-    """A cache for ``generate`` whose first tokens are the plan's blocks."""
+class RelayCache(ContextCache):
+    """A cache for ``generate`` whose first tokens are the plan's blocks, left where they lie."""
+
+    attention: RelayPlan
 
     def __init__(self, plan: RelayPlan) -> None:
         super().__init__()
         self.layers = [_TailLayer(plan.num_tokens) for _ in range(plan.num_layers)]
-        self.plan = plan
+        self.attention = plan

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from blockattn_rag.model.relay_attention import plan_scope
+from blockattn_rag.model.running_cache import running_with
 from blockattn_rag.model.sampling import Sampling
 
 
@@ -156,7 +156,7 @@ def _run(
     if cache is not None and (beams := _beams(hf_model, arguments)) > 1:
         cache.batch_repeat_interleave(beams)
     seed = sampling.seed  # of a seeded run, which leaves random state as it was
-    with torch.inference_mode(), torch.random.fork_rng(enabled=seed is not None), plan_scope():
+    with torch.inference_mode(), torch.random.fork_rng(enabled=seed is not None), running_with():
         if seed is not None:
             torch.manual_seed(seed)
         run: Any = hf_model.generate

@@ -27,7 +27,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from blockattn_rag.attention.cuda import CudaRecorder
 from blockattn_rag.attention.tuning import ACCELERATOR
 from blockattn_rag.model.caches import RelayCache
-from blockattn_rag.model.relay_attention import enable_relay, plan_scope, tail_mask
+from blockattn_rag.model.relay_attention import enable_relay, tail_mask
+from blockattn_rag.model.running_cache import running_with
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -127,7 +128,7 @@ class _Recorded:
         self._last = torch.zeros(1, dtype=torch.long, device=device)
         cutter: Any = _Cutter(recorder, num_layers)
         cache = _NoCache(cutter)
-        with plan_scope(cache.plan):
+        with running_with(cache):
             out = forward(
                 input_ids=self._ids,
                 position_ids=self._positions,
@@ -151,7 +152,7 @@ class _Recorded:
             query, key, value = (s[:, :, :count] for s in (piece.query, piece.key, piece.value))
             keys, values = cache.update(key, value, piece.layer)
             mask = tail_mask(None, query, keys)
-            output = cache.plan.attend(piece.layer, query, keys, values, piece.scale, mask)
+            output = cache.attention.attend(piece.layer, query, keys, values, piece.scale, mask)
             piece.output[:, :, :count] = output
         self._finish()
         return self._logits.clone()
@@ -195,7 +196,7 @@ class GraphedForward:
         """The record of a bucket, made when it is first needed; None if this model has none."""
         if bucket in self._recorded:
             return self._recorded[bucket]
-        size = cache.plan.num_layers, bucket
+        size = cache.attention.num_layers, bucket
         try:
             _Recorded(self._original, *size, _DryRun(), self._device)
             with self._recorder.session():

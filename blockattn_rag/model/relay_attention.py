@@ -1,19 +1,14 @@
 """Relay attention inside transformers: an attention function that models call by name.
 
 No model code is touched. The attention function is registered by name and set on the model; it does
-what the model did before unless the running forward was given a ``RelayCache``. Hooks before and
-after each forward of the model note its cache: a forward within a forward, such as that of a logits
-processor with a cache of its own, attends as ever. The plan of the forward that runs stands
-in a context variable, so several engines and threads may run at once.
+what the model did before unless the cache of the running forward has an attention of its own
+(``ContextCache.attention``).
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -32,27 +27,18 @@ from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.attention.tuning import tuning_of
 from blockattn_rag.kv.context import place
 from blockattn_rag.kv.rope import relative_error
-from blockattn_rag.model.caches import RelayCache, copied_cache
+from blockattn_rag.model.caches import Attention, RelayCache, copied_cache
 from blockattn_rag.model.encoding import EncodeRequest, encode_batch, logits_to_keep
 from blockattn_rag.model.probe import AttentionProfile, vocabulary_size
+from blockattn_rag.model.running_cache import note_caches, running_cache, running_with
 from blockattn_rag.model.tolerances import LOGITS
 
 _PREFIX = "blockattn_relay_"
 
-# The plans of forwards that run inside one another in this thread, the innermost last: a model's
-# forward runs its decoder's forward, with the same cache.
-_plans: ContextVar[tuple[RelayPlan | None, ...]] = ContextVar("blockattn_relay_plans", default=())
-
 
 def enable_relay(hf_model: PreTrainedModel) -> None:
-    """Let a model take relay attention in forwards over a ``RelayCache``; else nothing changes."""
-    for module in hf_model.modules():
-        # Every model inside: of a model that PEFT wraps, `generate` runs the inner one.
-        if isinstance(module, PreTrainedModel):
-            if _enter not in module._forward_pre_hooks.values():
-                module.register_forward_pre_hook(_enter, with_kwargs=True)
-            if _leave not in module._forward_hooks.values():
-                module.register_forward_hook(_leave, always_call=True)
+    """Let a model take the attention of the running cache; else nothing changes."""
+    note_caches(hf_model)
     original = hf_model.config._attn_implementation
     if original.startswith(_PREFIX):
         return
@@ -62,31 +48,9 @@ def enable_relay(hf_model: PreTrainedModel) -> None:
     hf_model.set_attn_implementation(name)
 
 
-def _enter(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward begins: its plan is that of the cache that it was given, if any."""
-    given = (*args, *kwargs.values())
-    plans = (value.plan for value in given if isinstance(value, RelayCache))
-    _plans.set((*_plans.get(), next(plans, None)))
-
-
-def _leave(*_: Any) -> None:
-    """A forward ends, be it by an error."""
-    _plans.set(_plans.get()[:-1])
-
-
-def _current_plan() -> RelayPlan | None:
-    plans = _plans.get()
-    return plans[-1] if plans else None
-
-
-@contextmanager
-def plan_scope(plan: RelayPlan | None = None) -> Iterator[None]:
-    """Begin with this plan, and leave none behind: a keyboard interrupt skips PyTorch's hooks."""
-    token = _plans.set((plan,))
-    try:
-        yield
-    finally:
-        _plans.reset(token)
+def _running_attention() -> Attention | None:
+    cache = running_cache()
+    return None if cache is None else cache.attention
 
 
 def _attention_function(original: str) -> Any:
@@ -99,8 +63,8 @@ def _attention_function(original: str) -> Any:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        plan = _current_plan()
-        if plan is None:
+        own = _running_attention()
+        if own is None:
             # The plain attention of a model's own source file is what ``eager`` means to it.
             home = sys.modules[type(module).__module__]
             eager: Any = getattr(home, "eager_attention_forward", None)
@@ -109,7 +73,7 @@ def _attention_function(original: str) -> Any:
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
         index: Any = module.layer_idx
         mask = tail_mask(attention_mask, query, key)
-        output = plan.attend(index, query, key, value, scale, mask)
+        output = own.attend(index, query, key, value, scale, mask)
         return output.transpose(1, 2).contiguous(), None
 
     return relay_attention
@@ -117,7 +81,7 @@ def _attention_function(original: str) -> Any:
 
 def _mask_function(original: str) -> Any:
     def relay_mask(*args: Any, **kwargs: Any) -> Any:
-        if _current_plan() is None:
+        if _running_attention() is None:
             return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
         return sdpa_mask(*args, **kwargs)
 
@@ -140,7 +104,7 @@ def last_logits(
 ) -> Tensor:
     """Logits ``[count, vocab]`` of the tokens that follow each of the last ``count`` of ``ids``
     ``[1, n]``, which come after what ``cache`` holds."""
-    with torch.inference_mode(), plan_scope():
+    with torch.inference_mode(), running_with():
         out = hf_model(
             input_ids=ids.to(hf_model.device),
             past_key_values=cache,
