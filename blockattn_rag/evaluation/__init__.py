@@ -1,6 +1,8 @@
 """Measuring accuracy and efficiency: what each attention mode costs and saves."""
 
 from blockattn_rag.evaluation.datasets import EvaluationPassage, EvaluationSample, read_samples
+from blockattn_rag.evaluation.diagnosis import diagnose
+from blockattn_rag.evaluation.diagnosis_plot import plot_diagnosis
 from blockattn_rag.evaluation.fidelity import FidelityReport, FidelityResult, measure_fidelity
 from blockattn_rag.evaluation.metrics import (
     Interval,
@@ -26,10 +28,12 @@ __all__ = [
     "RecordFile",
     "bootstrap_mean",
     "contains_answer",
+    "diagnose",
     "evaluate",
     "exact_match",
     "f1_score",
     "measure_fidelity",
     "normalize_answer",
+    "plot_diagnosis",
     "read_samples",
 ]

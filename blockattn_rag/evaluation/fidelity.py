@@ -28,6 +28,7 @@ from blockattn_rag.evaluation.metrics import (
 )
 from blockattn_rag.evaluation.records import RecordFile
 from blockattn_rag.evaluation.run import make_prompt, mode_options
+from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import place
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -66,6 +67,27 @@ class FidelityRecord:
             TypeError: fields are missing, or there are others.
         """
         return cls(**line)
+
+    @classmethod
+    def compared(
+        cls, sample: EvaluationSample, mode: str, logits: Tensor, expected: Tensor
+    ) -> FidelityRecord:
+        """Compare a mode's ``logits`` with full mode's log-probabilities.
+
+        Both are ``[answer tokens, vocab]``; ``expected`` is :func:`full_answer`'s.
+        """
+        found = _log_probabilities(logits)
+        kl = F.kl_div(found, expected, reduction="none", log_target=True).sum(-1).clamp_min(0)
+        agrees = (found.argmax(-1) == expected.argmax(-1)).double()
+        return cls(
+            id=sample.id,
+            digest=sample.digest,
+            mode=mode,
+            tokens=len(expected),
+            kl=float(kl.mean()),
+            first_kl=float(kl[0]),
+            agreement=float(agrees.mean()),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -148,7 +170,7 @@ def measure_fidelity(
         DataError: ``records_path`` holds records of another measurement, or is no record file.
         ContextOverflowError: a prompt does not fit in the context window.
     """
-    wanted = _wanted(modes, samples)
+    wanted = _wanted(modes)
     form = prompt_format(prompt)
     noted = {
         **(settings or {}),
@@ -158,30 +180,61 @@ def measure_fidelity(
         "num_passages": num_passages,
         "max_new_tokens": max_new_tokens,
     }
+    shown = shown_samples(samples, num_passages)
+
+    def compare(sample: EvaluationSample, missing: Sequence[str]) -> list[FidelityRecord]:
+        return _compare(engine, form, sample, missing, max_new_tokens)
+
+    return compare_each(shown, wanted, compare, noted, records_path, on_progress)
+
+
+Compare = Callable[[EvaluationSample, Sequence[str]], list[FidelityRecord]]
+"""Compares one sample in the modes named with full mode."""
+
+
+def compare_each(
+    samples: Sequence[EvaluationSample],
+    modes: Sequence[str],
+    compare: Compare,
+    noted: Mapping[str, Any],
+    records_path: str | Path | None,
+    on_progress: Callable[[int, int], None] | None,
+) -> FidelityReport:
+    """The report of all samples in all modes; what ``records_path`` holds is not compared again.
+
+    Args:
+        samples: as they are shown.
+        noted: what the records depend on.
+    """
     parse = FidelityRecord.from_dict
     file = RecordFile(records_path, noted, parse) if records_path is not None else None
-    shown = [s.with_passages(num_passages) if num_passages else s for s in samples]
     if file:
-        file.check_samples(shown)
+        file.check_samples(samples)
     done = dict(file.records) if file else {}
     tell = on_progress or (lambda *_: None)
-    for number, sample in enumerate(shown):
-        tell(number, len(shown))
-        missing = [mode for mode in wanted if (sample.id, mode) not in done]
+    for number, sample in enumerate(samples):
+        tell(number, len(samples))
+        missing = [mode for mode in modes if (sample.id, mode) not in done]
         if not missing:
             continue
-        new = _compare(engine, form, sample, missing, max_new_tokens)
+        new = compare(sample, missing)
         done.update({(record.id, record.mode): record for record in new})
         if file:
             file.append(new)
-    tell(len(shown), len(shown))
-    records = [done[s.id, mode] for mode in wanted for s in shown]
-    return FidelityReport(noted, records)
+    tell(len(samples), len(samples))
+    return FidelityReport(noted, [done[s.id, mode] for mode in modes for s in samples])
 
 
-def _wanted(modes: Sequence[str], samples: Sequence[EvaluationSample]) -> list[str]:
+def shown_samples(
+    samples: Sequence[EvaluationSample], num_passages: int | None
+) -> list[EvaluationSample]:
+    """The samples with the passages that are shown; at least one sample."""
     if not samples:
         raise ValueError("expected at least one sample to compare, found none")
+    return [s.with_passages(num_passages) if num_passages else s for s in samples]
+
+
+def _wanted(modes: Sequence[str]) -> list[str]:
     others = [mode for mode in modes if mode != "full"]
     if not others or len(set(modes)) < len(modes):
         raise ValueError(f"modes must be distinct, and one of them not full; found {list(modes)}")
@@ -199,8 +252,7 @@ def _compare(
 ) -> list[FidelityRecord]:
     """One sample in several modes, which share full mode's answer and predictions."""
     prompt = make_prompt(engine, form, sample, "full")
-    answer = engine.generate(prompt, mode="full", max_new_tokens=max_new_tokens).token_ids
-    expected = _log_probabilities(engine.answer_logits(prompt, answer, mode="full"))
+    answer, expected = full_answer(engine, prompt, max_new_tokens)
     records = []
     for mode in modes:
         if mode == FLOOR:
@@ -208,21 +260,17 @@ def _compare(
         else:
             how = mode_options(mode)
             logits = engine.answer_logits(make_prompt(engine, form, sample, mode), answer, **how)
-        found = _log_probabilities(logits)
-        kl = F.kl_div(found, expected, reduction="none", log_target=True).sum(-1).clamp_min(0)
-        agrees = (found.argmax(-1) == expected.argmax(-1)).double()
-        records.append(
-            FidelityRecord(
-                id=sample.id,
-                digest=sample.digest,
-                mode=mode,
-                tokens=len(answer),
-                kl=float(kl.mean()),
-                first_kl=float(kl[0]),
-                agreement=float(agrees.mean()),
-            )
-        )
+        records.append(FidelityRecord.compared(sample, mode, logits, expected))
     return records
+
+
+def full_answer(
+    engine: BlockAttentionEngine, prompt: BlockPrompt, max_new_tokens: int
+) -> tuple[list[int], Tensor]:
+    """Full mode's greedy answer, and its log-probabilities ``[answer tokens, vocab]`` in float64
+    along that answer."""
+    answer = engine.generate(prompt, mode="full", max_new_tokens=max_new_tokens).token_ids
+    return answer, _log_probabilities(engine.answer_logits(prompt, answer, mode="full"))
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:
@@ -234,9 +282,14 @@ def _in_two_steps(model: BlockModel, prompt: BlockPrompt, answer: Sequence[int])
     """The logits of full attention, with the whole context computed as one block."""
     ids = model.tokenizer.prompt_ids(prompt)
     context = [token for block in ids.context for token in block]
-    batches = model.encode([EncodeRequest(context, "", "")] if context else [])
-    cache = model.cache_for(place([kv for batch in batches for kv in batch]))
-    return model.answer_logits(context, ids.final, answer, cache)
+    blocks = [as_one_block(model, context)] if context else []
+    return model.answer_logits(context, ids.final, answer, model.cache_for(place(blocks)))
+
+
+def as_one_block(model: BlockModel, context_ids: list[int]) -> BlockKV:
+    """Full mode's keys and values of a whole context of at least one token."""
+    ((kv,),) = model.encode([EncodeRequest(context_ids, "", "")])
+    return kv
 
 
 def _result(

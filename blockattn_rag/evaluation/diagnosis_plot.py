@@ -1,0 +1,74 @@
+"""A plot of a diagnosis. Needs matplotlib (extra ``train``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from blockattn_rag.evaluation.fidelity import FLOOR, FidelityReport, FidelityResult
+from blockattn_rag.lazy import missing_extra
+
+
+def plot_diagnosis(report: FidelityReport, file: Path) -> None:
+    """Draw the divergence that is left after each part was swapped in, with its interval.
+
+    On the left a bar for each part of all layers; on the right lines over the layer up to which, or
+    from which on, all was swapped in.
+
+    Args:
+        report: of :func:`blockattn_rag.evaluation.diagnosis.diagnose`.
+        file: where to; its ending tells the format.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"plots need {missing_extra('matplotlib', 'train')}") from error
+    figure = Figure(figsize=(9.6, 4.0), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _bars(left, [row for row in report.results if not row.mode.startswith("layers")])
+    _lines(right, report)
+    figure.savefig(file, dpi=120)
+
+
+def _bars(axes: Any, rows: list[FidelityResult]) -> None:
+    """Bars that are much longer than block mode's are cut off; their figures stand beside them."""
+    names = {"block": "nothing (block mode)", FLOOR: "all (floor)"}
+    labels = [f"{names.get(row.mode, row.mode)}: {row.kl.mean:.4f}" for row in rows]
+    axes.barh(labels, [row.kl.mean for row in rows], xerr=_errors(rows), capsize=2)
+    block = next(row for row in rows if row.mode == "block")
+    axes.set_xlim(0, 1.05 * min(2 * block.kl.high, max(row.kl.high for row in rows)))
+    axes.invert_yaxis()
+    axes.set(xlabel="KL from full mode (nats)", title="Full mode's keys and values of ...")
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _lines(axes: Any, report: FidelityReport) -> None:
+    """Each line ends in block mode at one side and in the floor at the other."""
+    layers, block, floor = report.settings["num_layers"], report["block"], report[FLOOR]
+    for sign, label, at_0, at_end in (
+        ("<", "of the layers before", block, floor),
+        (">=", "of the layers from there on", floor, block),
+    ):
+        start = f"layers{sign}"
+        cut = {
+            int(row.mode.removeprefix(start)): row
+            for row in report.results
+            if row.mode.startswith(start)
+        }
+        points = {0: at_0, **cut, layers: at_end}
+        rows = list(points.values())
+        heights = [row.kl.mean for row in rows]
+        axes.errorbar(list(points), heights, yerr=_errors(rows), marker="o", label=label, capsize=2)
+    axes.set(xlabel=f"layer (of {layers})", ylabel="KL from full mode (nats)")
+    axes.set_title("... and by layer")
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def _errors(rows: list[FidelityResult]) -> list[list[float]]:
+    """What lies below and above the means in their intervals."""
+    below = [max(0.0, row.kl.mean - row.kl.low) for row in rows]
+    return [below, [max(0.0, row.kl.high - row.kl.mean) for row in rows]]
