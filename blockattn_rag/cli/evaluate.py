@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
+from blockattn_rag.cli.fidelity import show_fidelity
 from blockattn_rag.cli.figures import count, duration, percent
+from blockattn_rag.cli.files import drawable
 from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, note, progress, table, working
 from blockattn_rag.rag.model_names import existing_model, loading
 
 if TYPE_CHECKING:
-    from blockattn_rag.evaluation import EvaluationReport, FidelityReport, ModeResult
+    from blockattn_rag.evaluation import EvaluationReport, ModeResult
+
+_MODES = "full,block"
 
 
 def evaluate(
@@ -32,7 +36,7 @@ def evaluate(
             help="Of full, block, block-composite, closed-book and sink=SINK (such as "
             "sink=head:4); commas between."
         ),
-    ] = "full,block",
+    ] = _MODES,
     prompt_format: Annotated[
         str, typer.Option(help="chat (the model's own template), block-attention or turborag.")
     ] = "chat",
@@ -56,17 +60,35 @@ def evaluate(
             "right answers are not used.",
         ),
     ] = False,
+    diagnosis: Annotated[
+        bool,
+        typer.Option(
+            "--diagnosis",
+            help="Swap parts of full mode's keys and values into block mode's, and compare as "
+            "--fidelity does: what each repair can reach, and which layers part.",
+        ),
+    ] = False,
+    sink: Annotated[
+        str | None,
+        typer.Option(help="With --diagnosis: what passages are encoded after, such as head:4."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --diagnosis: draw it to this file (svg, png, pdf).", callback=drawable
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Answer questions over their passages in each mode and score the answers."""
+    _check_together(modes, fidelity, diagnosis, sink, plot)
     with working(as_json):
+        from blockattn_rag import evaluation
         from blockattn_rag.engine.engine import BlockAttentionEngine
-        from blockattn_rag.evaluation import evaluate as run
-        from blockattn_rag.evaluation import measure_fidelity, read_samples
 
-        samples = read_samples(data, limit=limit)
+        samples = evaluation.read_samples(data, limit=limit)
         with loading(model):
             engine = BlockAttentionEngine.from_pretrained(model, device=device, dtype=dtype)
         names = [name.strip() for name in modes.split(",")]
@@ -77,11 +99,17 @@ def evaluate(
             "records_path": output,
             "settings": {"model": model, "data": data.name},
         }
-        with progress("comparing" if fidelity else "answering") as tick:
-            if fidelity:
-                compared = measure_fidelity(engine, samples, names, **settings, on_progress=tick)
+        with progress("comparing" if fidelity or diagnosis else "answering") as tick:
+            compared = report = None
+            if diagnosis:
+                settings["sink"] = sink or "none"
+                compared = evaluation.diagnose(engine, samples, **settings, on_progress=tick)
+            elif fidelity:
+                compared = evaluation.measure_fidelity(
+                    engine, samples, names, **settings, on_progress=tick
+                )
             else:
-                report = run(
+                report = evaluation.evaluate(
                     engine,
                     samples,
                     names,
@@ -91,10 +119,32 @@ def evaluate(
                         names.index(mode) * total + done, len(names) * total
                     ),
                 )
+        if plot and compared:
+            evaluation.plot_diagnosis(compared, plot)
     title = f"{model} on {data.name}"
-    if fidelity:
-        emit(as_json, compared.to_dict(), _fidelity_table(title, compared), *_FIDELITY_LEGEND)
-        return
+    if compared:
+        show_fidelity(as_json, title, compared, diagnosis=diagnosis)
+    if report:
+        _show(as_json, title, report, max_new_tokens)
+
+
+def _check_together(
+    modes: str, fidelity: bool, diagnosis: bool, sink: str | None, plot: Path | None
+) -> None:
+    """Refuse options that do not go together."""
+    if diagnosis and fidelity:
+        raise typer.BadParameter("--diagnosis and --fidelity exclude each other")
+    if diagnosis and modes != _MODES:
+        raise typer.BadParameter("--diagnosis has no modes; compare modes with --fidelity --modes")
+    if plot and not diagnosis:
+        raise typer.BadParameter("--plot draws a diagnosis; add --diagnosis")
+    if sink is not None and not diagnosis:
+        raise typer.BadParameter(
+            f"--sink is for --diagnosis; sinks are modes otherwise: --modes full,sink={sink}"
+        )
+
+
+def _show(as_json: bool, title: str, report: EvaluationReport, max_new_tokens: int) -> None:
     tables = [_table(title, report.results)]
     tables += [_table(f"of these: {kind}", rows) for kind, rows in report.by_kind.items()]
     emit(as_json, report.to_dict(), *tables, *_legend(report.results))
@@ -109,31 +159,6 @@ def _note_cut_off(report: EvaluationReport, max_new_tokens: int) -> None:
         f"{count(max_new_tokens, 'token')} (--max-new-tokens) or where the context window "
         "ended, maybe before what was asked"
     )
-
-
-_FIDELITY_LEGEND = (
-    "KL: divergence from full mode's predictions in nats, mean over the answer's tokens, and that",
-    "of the first; agree: tokens that the mode would choose too; same: answers that it would give",
-    "too; recovered: how much of block mode's divergence is gone. In percent, 95 % intervals. The",
-    "floor is full attention computed in two steps: what rounding alone does.",
-)
-
-
-def _fidelity_table(title: str, report: FidelityReport) -> RenderableType:
-    columns = ("mode", "KL (95 %)", "first KL", "agree", "same", "recovered (95 %)")
-    rows = [
-        (
-            row.mode,
-            f"{row.kl.mean:.4f} ({row.kl.low:.4f}-{row.kl.high:.4f})",
-            f"{row.first_kl.mean:.4f}",
-            percent(row.agreement.mean),
-            percent(row.identical.mean),
-            "-" if row.recovery is None else "{} ({} to {})".format(*map(percent, row.recovery)),
-        )
-        for row in report.results
-    ]
-    questions = count(report.results[0].samples, "question")
-    return table(f"{title}, {questions}", columns, rows)
 
 
 def _legend(results: list[ModeResult]) -> list[str]:

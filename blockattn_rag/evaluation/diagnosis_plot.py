@@ -64,6 +64,7 @@ def _lines(axes: Any, report: FidelityReport) -> None:
         axes.errorbar(list(points), heights, yerr=_errors(rows), marker="o", label=label, capsize=2)
     axes.set(xlabel=f"layer (of {layers})", ylabel="KL from full mode (nats)")
     axes.set_title("... and by layer")
+    axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend
     axes.legend()
     axes.grid(alpha=0.3)
 

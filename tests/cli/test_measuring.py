@@ -96,6 +96,45 @@ def test_eval_compares_predictions_without_labels(
     assert "recovered" in shown
 
 
+def test_eval_diagnoses_what_makes_block_mode_differ_and_draws_it(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    data = write_jsonl(tmp_path / "data.jsonl", [record(1), record(2)])
+    plot, records = tmp_path / "plot.svg", tmp_path / "out.jsonl"
+    command = ("eval", "--model", model, "--data", data, "--max-new-tokens", 3, "--diagnosis",
+               "--sink", "head:4", "--output", records)  # fmt: skip
+    found = cli(*command, "--plot", plot, "--json").json
+    names = [row["mode"] for row in found["rows"]]
+    assert names[:4] == ["block", "keys", "values", "first-1"]
+    assert names[-3:] == ["layers>=1", "layers>=2", "floor"]
+    assert set(found["rows"][1]["recovery"]) == {"mean", "low", "high"}
+    assert found["settings"]["sink"] == "head:4"
+    assert "<svg" in plot.read_text("utf-8")
+    lines = records.read_text("utf-8").splitlines()
+    shown = cli(*command).stdout
+    assert records.read_text("utf-8").splitlines() == lines
+    assert "layers>=2" in shown
+    assert "A repair that changes no more than that part" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--diagnosis", "--fidelity"), "--diagnosis and --fidelity exclude each other"),
+        (("--diagnosis", "--modes", "block"), "--diagnosis has no modes"),
+        (("--fidelity", "--plot", "x.png"), "--plot draws a diagnosis; add --diagnosis"),
+        (("--sink", "head:4"), "--modes full,sink=head:4"),
+        (("--diagnosis", "--plot", "x.txt"), "ends in .svg"),
+    ],
+)
+def test_eval_refuses_options_that_do_not_go_together(
+    cli: Command, model: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    output = cli("eval", "--model", model, "--data", tmp_path / "none.jsonl", *options)
+    shown = " ".join(output.stderr.replace("│", " ").split())
+    assert (output.status, message in shown) == (2, True), shown
+
+
 def test_eval_names_a_bad_line_and_an_unknown_mode(
     cli: Command, model: Path, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ from blockattn_rag.evaluation.diagnosis import ContextStates, Part, parts_of
 from blockattn_rag.evaluation.run import make_prompt
 from blockattn_rag.kv.context import place
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.probe import layer_states
 from blockattn_rag.prompts.formats import CHAT
 from tests.evaluation.samples import record, write_jsonl
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
@@ -67,7 +68,7 @@ def by_hand(engine: BlockAttentionEngine, sample: EvaluationSample) -> tuple[lis
     with torch.inference_mode():
         ids = torch.tensor([[token for block in context for token in block]])
         engine.model.hf_model(input_ids=ids, past_key_values=cache)
-    states = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]  # type: ignore[list-item]
+    states = [torch.stack([keys[0], values[0]]) for keys, values in layer_states(cache)]
     return [len(block) for block in context], torch.stack(states, dim=1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from blockattn_rag.cli.files import drawable, writable
 from blockattn_rag.cli.output import JsonOption
-from blockattn_rag.lazy import missing_extra
 from blockattn_rag.rag.model_names import existing_model
 
 Lengths = Annotated[str, typer.Option(help="Context lengths in tokens, with commas between.")]
@@ -24,21 +23,6 @@ BatchSizes = Annotated[str, typer.Option(help="Requests at once, with commas bet
 BlockSizes = Annotated[str, typer.Option(help="Tokens of a block; several sizes with commas.")]
 NewTokens = Annotated[int, typer.Option(min=2, help="Tokens of an answer.")]
 QuestionTokens = Annotated[int, typer.Option(min=1, help="Tokens of the question.")]
-
-
-def _writable(file: Path | None) -> Path | None:
-    """Seen before anything is measured, not after."""
-    if file is not None and not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"no such folder: {file.absolute().parent}")
-    return file
-
-
-def _drawable(file: Path | None) -> Path | None:
-    if file is not None and file.suffix not in (".svg", ".png", ".pdf"):
-        raise typer.BadParameter(f"expected a name that ends in .svg, .png or .pdf, found {file}")
-    if file is not None and importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter(f"plots need {missing_extra('matplotlib', 'train')}")
-    return _writable(file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +40,11 @@ class Bench:
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto"
     output: Annotated[
         Path | None,
-        typer.Option(help="Write the JSON object to this file, too.", callback=_writable),
+        typer.Option(help="Write the JSON object to this file, too.", callback=writable),
     ] = None
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw the rows to this file (svg, png, pdf).", callback=_drawable),
+        typer.Option(help="Draw the rows to this file (svg, png, pdf).", callback=drawable),
     ] = None
     as_json: JsonOption = False
 
