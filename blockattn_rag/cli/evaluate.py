@@ -38,8 +38,12 @@ def evaluate(
         ),
     ] = _MODES,
     prompt_format: Annotated[
-        str, typer.Option(help="chat (the model's own template), block-attention or turborag.")
-    ] = "chat",
+        str,
+        typer.Option(
+            help="auto (a known checkpoint's own, else chat), chat (the model's own template), "
+            "block-attention, turborag, tulu3-block, llama3-block or kvlink."
+        ),
+    ] = "auto",
     num_passages: Annotated[
         int | None, typer.Option(min=1, help="Passages a question, the gold ones among them.")
     ] = None,

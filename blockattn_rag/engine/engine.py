@@ -328,9 +328,15 @@ class BlockAttentionEngine:
         return made
 
     def _warn_if_untuned(self) -> None:
-        if self.model.is_block_tuned or self.model.hf_model in _warned_of:
+        checkpoint = self.model.checkpoint
+        unmet = checkpoint.unmet(self.defaults.positions, self.defaults.sink) if checkpoint else ""
+        is_ready = self.model.is_block_tuned and not unmet
+        if is_ready or self.model.hf_model in _warned_of:
             return
         _warned_of.add(self.model.hf_model)
+        if unmet:
+            logger.warning(unmet)
+            return
         logger.warning(
             "%s is not known to be block-fine-tuned: in block mode its answers will be less "
             "accurate than in full mode (the papers measured 48 against 68 points without "

@@ -32,7 +32,8 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import place
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.formats import PromptFormat, prompt_format
+from blockattn_rag.prompts.checkpoints import AUTO, format_for
+from blockattn_rag.prompts.formats import PromptFormat
 
 FLOOR = "floor"
 """Full attention computed in two steps, the context first: equal to full mode but for rounding."""
@@ -144,7 +145,7 @@ def measure_fidelity(
     samples: Sequence[EvaluationSample],
     modes: Sequence[str] = ("block",),
     *,
-    prompt: str | PromptFormat = "chat",
+    prompt: str | PromptFormat = AUTO,
     num_passages: int | None = None,
     max_new_tokens: int = 24,
     records_path: str | Path | None = None,
@@ -158,7 +159,7 @@ def measure_fidelity(
         samples: see :func:`blockattn_rag.evaluation.datasets.read_samples`; answers are not used.
         modes: see :data:`blockattn_rag.evaluation.run.MODES`; full mode is compared with itself
             under the name ``"floor"``, in every run.
-        prompt: a prompt format or its name.
+        prompt: a prompt format or its name; ``"auto"`` goes by the model.
         num_passages: keep this many passages of each sample (gold ones first); all if None.
         max_new_tokens: longest answer of full mode.
         records_path: keep one JSON line for each sample and mode there, and skip what it holds.
@@ -171,7 +172,7 @@ def measure_fidelity(
         ContextOverflowError: a prompt does not fit in the context window.
     """
     wanted = _wanted(modes)
-    form = prompt_format(prompt)
+    form = format_for(prompt, engine.model.name)
     noted = {
         **(settings or {}),
         "measured": "fidelity",

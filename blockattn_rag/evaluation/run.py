@@ -26,7 +26,8 @@ from blockattn_rag.evaluation.metrics import (
 )
 from blockattn_rag.evaluation.records import EvaluationRecord, RecordFile, listed
 from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt
-from blockattn_rag.prompts.formats import Passage, PromptFormat, prompt_format
+from blockattn_rag.prompts.checkpoints import AUTO, format_for
+from blockattn_rag.prompts.formats import Passage, PromptFormat
 from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 
 MODES: Mapping[str, Mapping[str, Any]] = {
@@ -137,7 +138,7 @@ def evaluate(
     samples: Sequence[EvaluationSample],
     modes: Sequence[str] = ("full", "block"),
     *,
-    prompt: str | PromptFormat = "chat",
+    prompt: str | PromptFormat = AUTO,
     num_passages: int | None = None,
     max_new_tokens: int = 48,
     batch_size: int = 8,
@@ -154,7 +155,7 @@ def evaluate(
         engine: the model and its KV store.
         samples: see :func:`blockattn_rag.evaluation.datasets.read_samples`.
         modes: see :data:`MODES`.
-        prompt: a prompt format or its name.
+        prompt: a prompt format or its name; ``"auto"`` goes by the model.
         num_passages: keep this many passages of each sample (gold ones first); all if None.
         batch_size: questions answered at once; with 1, times to the first token are told.
         stop: texts that end an answer.
@@ -170,7 +171,7 @@ def evaluate(
             anything is answered.
     """
     _check_arguments(samples, modes, batch_size)
-    form = prompt_format(prompt)
+    form = format_for(prompt, engine.model.name)
     noted = {
         **(settings or {}),
         "fingerprint": engine.model.fingerprint,

@@ -32,10 +32,8 @@ from blockattn_rag.model.relay_attention import (
     relay_is_exact,
 )
 from blockattn_rag.model.sampling import Sampling
+from blockattn_rag.prompts.checkpoints import Checkpoint, known_checkpoint
 from blockattn_rag.prompts.tokenization import BlockTokenizer
-
-# Published models that were block-fine-tuned before our training began to say so in the config.
-_KNOWN_BLOCK_TUNED = ("ldsjmdy/Tulu3-Block-FT", "hxia7/Llama-3.2-1B-Block-FT")
 
 
 class BlockModel:
@@ -132,8 +130,17 @@ class BlockModel:
     @property
     def is_block_tuned(self) -> bool:
         """Whether the model is known to have been fine-tuned with the block mask."""
-        by_us = bool(getattr(self.config, "block_attention", None))
-        return by_us or self.name in _KNOWN_BLOCK_TUNED
+        if getattr(self.config, "block_attention", None):
+            return True
+        return self.checkpoint is not None and self.checkpoint.block_tuned
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The published block-fine-tuned model that this is; None for fine-tunes of one."""
+        is_tuned = getattr(self.config, "block_attention", None) or hasattr(
+            self.hf_model, "peft_config"
+        )
+        return None if is_tuned else known_checkpoint(self.name)
 
     @property
     def fingerprint(self) -> str:

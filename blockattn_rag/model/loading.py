@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from blockattn_rag.model.gguf import SMOLLM2, dequantised, is_gguf, smollm2
+from blockattn_rag.prompts.checkpoints import known_checkpoint
 
 BUNDLED = "bundled"
 _BUNDLED_FOLDER = Path(__file__).parents[1] / "demo" / "model"
@@ -43,8 +44,12 @@ def resolve_name(model: str | Path) -> str:
 
 
 def load_tokenizer(model: str | Path) -> Any:
-    """The tokenizer that belongs to a model name or path."""
-    return AutoTokenizer.from_pretrained(resolve_name(model))
+    """The tokenizer that belongs to a model name or path; without BOS for models that saw none."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(resolve_name(model))
+    known = known_checkpoint(str(model))
+    if known is not None and not known.bos:
+        tokenizer.backend_tokenizer.post_processor = None  # which puts BOS before a text
+    return tokenizer
 
 
 def load_config(model: str | Path) -> Any:

@@ -4,11 +4,21 @@ The names below are public: what a prompt is made of, prompt formats, and ways t
 """
 
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span, handle_of
+from blockattn_rag.prompts.checkpoints import (
+    CHECKPOINTS,
+    Checkpoint,
+    format_for,
+    known_checkpoint,
+)
 from blockattn_rag.prompts.formats import (
     BLANK_LINE,
     BLOCK_ATTENTION,
     CHAT,
+    KVLINK,
+    LLAMA3_BLOCK,
+    TULU3_BLOCK,
     TURBORAG,
+    Frame,
     Passage,
     PromptFormat,
     answer_end,
@@ -23,10 +33,16 @@ __all__ = [
     "BLANK_LINE",
     "BLOCK_ATTENTION",
     "CHAT",
+    "CHECKPOINTS",
+    "KVLINK",
+    "LLAMA3_BLOCK",
+    "TULU3_BLOCK",
     "TURBORAG",
     "Block",
     "BlockPrompt",
     "BlockTemplate",
+    "Checkpoint",
+    "Frame",
     "Passage",
     "PromptFormat",
     "Span",
@@ -34,7 +50,9 @@ __all__ = [
     "conversation",
     "few_shot",
     "follow_up",
+    "format_for",
     "handle_of",
+    "known_checkpoint",
     "prompt_format",
     "segment",
     "split_json",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from blockattn_rag.engine.results import Mode
+from blockattn_rag.prompts.checkpoints import format_for
 
 if TYPE_CHECKING:
     from blockattn_rag.kv.context import Positions
@@ -108,7 +109,8 @@ class FinetuneConfig:
         modes: ``("block", "full")`` trains every sample in both, as the paper does;
             ``("full",)`` is the baseline.
         positions: ``"composite"`` leaves position re-encoding out (ablation).
-        prompt_format: of records with passages: ``"chat"``, ``"block-attention"``, ``"turborag"``.
+        prompt_format: of records with passages; a name of ``prompts.FORMATS``, or ``"auto"`` for
+            the model's own if it is a known checkpoint and ``"chat"`` elsewhere.
         blocks_per_turn: of records with messages: into how many blocks a turn may be cut. 1 keeps
             turns whole; then single-turn records have no context and are alike in both modes.
         on_error: ``"raise"`` stops at a bad line, ``"skip"`` trains on the rest and lists them.
@@ -140,7 +142,9 @@ class FinetuneConfig:
         ("block", "full"), "block,full (the papers'), block or full."
     )
     positions: Positions = _learned("reordered", "reordered, or composite (ablation).")
-    prompt_format: str = _learned("chat", "chat, block-attention or turborag.")
+    prompt_format: str = _learned(
+        "auto", "auto (a known checkpoint's own, else chat), chat, block-attention, turborag, ..."
+    )
     blocks_per_turn: int = _learned(
         1, 'Of lines with "messages": most blocks of a turn; 1 keeps turns whole.', _COUNT
     )
@@ -183,6 +187,8 @@ class FinetuneConfig:
             if (found := getattr(self, name)) not in choices:
                 raise ValueError(f"{name} must be of {choices}, found {found!r}")
         _check_numbers(self)
+        chosen = format_for(self.prompt_format, self.model).name
+        object.__setattr__(self, "prompt_format", chosen)  # what a run notes and is resumed with
         if not Path(self.output).name.strip("."):
             raise ValueError(f"output must name a folder, found {str(self.output)!r}")
         if self.resume and self.overwrite:

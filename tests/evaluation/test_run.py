@@ -32,7 +32,7 @@ class FakeEngine:
             tokenizer=SimpleNamespace(chat_template=None), prompt_ids=lambda _: ([[1]], [2])
         )
         self.model = SimpleNamespace(
-            fingerprint="f" * 64, tokenizer=tokenizer, max_context_tokens=3
+            name="fake", fingerprint="f" * 64, tokenizer=tokenizer, max_context_tokens=3
         )
 
     def precompute(self, blocks: Sequence[Any], *, as_prompt: bool, sink: str | None) -> None:

@@ -1,0 +1,235 @@
+"""Known checkpoints: the exact text of their formats, how they are known, and what they need."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.loading import load_tokenizer
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.checkpoints import CHECKPOINTS, format_for, known_checkpoint
+from blockattn_rag.prompts.formats import FORMATS, Passage, PromptFormat
+from blockattn_rag.prompts.tokenization import BlockTokenizer
+from blockattn_rag.training.config import FinetuneConfig
+from tests.models import shared_tiny_llama, tiny_tokenizer
+
+TULU, LLAMA = "ldsjmdy/Tulu3-Block-FT", "hxia7/Llama-3.2-1B-Block-FT"
+QWEN, KVLINK = "hxia7/Qwen3-8B-Block-FT", "Shiyu-Lab/Llama1B-KVLink5"
+PASSAGES = [Passage("Halden", "214 metres. "), Passage("Orm", "Is it {tall}?")]
+PREAMBLE = (
+    "You are an intelligent AI assistant. Please answer questions based on the user's "
+    "instructions. Below are some reference documents that may help you in answering the user's "
+    "question.\n\n"
+)
+INSTRUCTION = (
+    "Please write a high-quality answer for the given question using only the provided search "
+    "documents (some of which might be irrelevant).\nQuestion: How tall?"
+)
+
+
+def rendered(model: str, passages: list[Passage] = PASSAGES) -> list[str]:
+    """The prompt's blocks as the model sees them, the final one last."""
+    # The tokenizer has a chat template of its own, which these formats leave alone.
+    prompt = own_format(model).prompt("How tall?", passages, tiny_tokenizer())
+    return [*(block.rendered for block in prompt.context), prompt.final]
+
+
+def own_format(model: str) -> PromptFormat:
+    form = CHECKPOINTS[model].prompt
+    assert form is not None
+    return form
+
+
+def named(name: str) -> BlockModel:
+    return BlockModel(shared_tiny_llama(), tiny_tokenizer(), name=name, pack_weights=False)
+
+
+def test_tulu3_block_ft_is_asked_as_its_training_data_are_written() -> None:
+    assert rendered(TULU) == [
+        f"<|user|>\n{PREAMBLE}",
+        "- Title: Halden\n214 metres.\n",
+        "- Title: Orm\nIs it {tall}?\n",
+        f"\n\n{INSTRUCTION}\n<|assistant|>\n",
+    ]
+
+
+@pytest.mark.parametrize("model", [LLAMA, "hxia7/Llama-3.1-8B-Block-FT", "hxia7/Llama-3-8B-block"])
+def test_llama_block_ft_has_passages_in_the_system_turn_and_the_question_in_the_users(
+    model: str,
+) -> None:
+    assert rendered(model) == [
+        f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{PREAMBLE}",
+        "- Title: Halden\n214 metres.\n",
+        "- Title: Orm\nIs it {tall}?\n",
+        f"<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n{INSTRUCTION}"
+        "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    ]
+
+
+def test_kvlink_numbers_its_passages_and_puts_five_link_tokens_after_each() -> None:
+    assert rendered(KVLINK) == [
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
+        "You are a intelligent AI assistant. Please answer questions based on the user's "
+        "instruction. Below are some reference documents that may help you in answering the "
+        "user's question.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
+        "<|reserved_special_token_246|>",
+        "Document [1](Title: Halden) 214 metres.\n"
+        "<|reserved_special_token_3|><|reserved_special_token_4|><|reserved_special_token_5|>"
+        "<|reserved_special_token_6|><|reserved_special_token_7|>",
+        "Document [2](Title: Orm) Is it {tall}?\n"
+        "<|reserved_special_token_8|><|reserved_special_token_9|><|reserved_special_token_10|>"
+        "<|reserved_special_token_11|><|reserved_special_token_12|>",
+        "<|reserved_special_token_247|>How tall?"
+        "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    ]
+
+
+def test_kvlink_has_tokens_for_48_passages() -> None:
+    passages = [Passage("T", f"{n}") for n in range(49)]
+    assert rendered(KVLINK, passages[:48])[48].endswith("<|reserved_special_token_242|>")
+    with pytest.raises(ValueError, match="link tokens for 48 passages, found more"):
+        rendered(KVLINK, passages)
+
+
+def test_control_tokens_are_parsed_in_a_frame_and_nowhere_else() -> None:
+    tokenizer = tiny_tokenizer(bos=False)
+    passages = [Passage("<|user|>", "<|assistant|>")]
+    prompt = FORMATS["tulu3-block"].prompt("<|assistant|>", passages, tokenizer)
+    ids = BlockTokenizer(tokenizer).prompt_ids(prompt)
+    user = tokenizer.convert_tokens_to_ids("<|user|>")
+    assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
+    assert [i for i, one in enumerate(ids.flat) if one == user] == [0]
+    assert [i for i, one in enumerate(ids.flat[::-1]) if one == assistant] == [1]  # before "\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        TULU,
+        TULU.lower(),
+        f"/models/{TULU}",
+        "/cache/hub/models--ldsjmdy--Tulu3-Block-FT/snapshots/0a1b2c",
+    ],
+)
+def test_a_checkpoint_is_known_by_its_id_and_by_a_copy_of_it(name: str) -> None:
+    assert known_checkpoint(name) is CHECKPOINTS[TULU]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "bundled",
+        "Tulu3-Block-FT",
+        "/models/Tulu3-Block-FT",
+        "somebody/Tulu3-Block-FT",
+        f"{TULU}-medical",
+        f"{TULU}/checkpoint-100",
+        "/cache/models--somebody--Tulu3-Block-FT/snapshots/0a1b2c",
+        "/cache/models--ldsjmdy--Tulu3-Block-FT/other/0a1b2c",
+    ],
+)
+def test_a_model_of_another_name_is_not_known(name: str) -> None:
+    assert known_checkpoint(name) is None
+    assert format_for("auto", name) is FORMATS["chat"]
+
+
+def test_auto_takes_a_checkpoints_own_format_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert format_for("auto", TULU) is FORMATS["tulu3-block"]
+    assert caplog.messages == [f"{TULU}: prompt format tulu3-block, the one it was trained on"]
+
+
+def test_an_unconfirmed_format_is_called_so_and_an_unknown_one_is_not_guessed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert format_for("auto", "hxia7/Llama-3.1-8B-Block-FT") is FORMATS["llama3-block"]
+    assert format_for("auto", QWEN) is FORMATS["chat"]
+    assert "(unconfirmed); see its card" in caplog.messages[0]
+    assert "trained on is not known here; see its card" in caplog.messages[1]
+
+
+def test_a_format_that_was_asked_for_is_taken_without_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert format_for("turborag", TULU) is FORMATS["turborag"]
+    assert format_for(FORMATS["chat"], TULU) is FORMATS["chat"]
+    assert not caplog.messages
+    with pytest.raises(ValueError, match="unknown prompt format 'x'"):
+        format_for("x", TULU)
+
+
+def test_fine_tuning_notes_the_format_that_auto_stands_for() -> None:
+    tuned = FinetuneConfig(LLAMA, "out", ["data.jsonl"])
+    assert tuned.prompt_format == "llama3-block" == tuned.decisive()["prompt_format"]
+    assert FinetuneConfig("bundled", "out", ["data.jsonl"]).prompt_format == "chat"
+
+
+def test_a_known_checkpoint_is_block_tuned_and_a_control_is_not() -> None:
+    assert named(TULU).is_block_tuned
+    assert not named("ldsjmdy/Tulu3-RAG").is_block_tuned
+    assert not named("elsewhere/Tulu3-Block-FT").is_block_tuned
+
+
+def test_a_fine_tune_of_a_checkpoint_is_not_the_checkpoint() -> None:
+    peft = pytest.importorskip("peft")
+    assert named(TULU).checkpoint is CHECKPOINTS[TULU]
+    lora = peft.LoraConfig(r=2, target_modules=["k_proj"])
+    adapted: Any = peft.get_peft_model(copy.deepcopy(shared_tiny_llama()), lora)
+    assert BlockModel(adapted, tiny_tokenizer(), name=TULU).checkpoint is None
+    ours = copy.deepcopy(shared_tiny_llama())
+    ours.config.block_attention = {"version": 1}
+    assert BlockModel(ours, tiny_tokenizer(), name=TULU).checkpoint is None
+
+
+@pytest.mark.parametrize(("model", "bos"), [(TULU, False), (LLAMA, True)])
+def test_a_tokenizer_is_loaded_without_bos_where_the_model_saw_none(
+    model: str, bos: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / model
+    shared_tiny_llama().config.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    assert bool(BlockTokenizer(load_tokenizer(folder)).prefix_ids) == bos
+
+
+def test_block_mode_says_in_one_sentence_that_link_tokens_are_missing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prompt = BlockPrompt.from_texts(["One.", "Two."])
+    model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer(), name=KVLINK)
+    engine = BlockAttentionEngine(model)
+    engine.generate(prompt, mode="full", max_new_tokens=1)
+    assert not caplog.messages
+    for _ in range(2):
+        engine.generate(prompt, mode="block", max_new_tokens=1)
+    assert caplog.messages == [
+        f"{KVLINK} was trained with 5 link tokens after each passage, which attend to everything "
+        "before them; block mode does not compute them yet, so its answers will be worse than "
+        "published; use mode='full'"
+    ]
+
+
+def test_block_mode_says_when_an_engine_has_other_switches_than_training(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prompt = BlockPrompt.from_texts(["One.", "Two."])
+    model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer(), name=LLAMA)
+    BlockAttentionEngine(model).generate(prompt, max_new_tokens=1)
+    assert not caplog.messages
+    BlockAttentionEngine(model, sink="head:4").generate(prompt, max_new_tokens=1)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "sink='none', found positions='reordered' and sink='head:4'" in caplog.messages[0]
+
+
+def test_all_but_kvlink_run_with_the_engines_own_defaults() -> None:
+    ready = GenerateOptions()
+    unmet = {one.hub_id for one in CHECKPOINTS.values() if one.unmet(ready.positions, ready.sink)}
+    assert unmet == {KVLINK, "Shiyu-Lab/Llama3B-KVLink5"}
