@@ -6,12 +6,18 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 from weakref import WeakSet
 
 from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.ingest import EncodeStats, precompute
-from blockattn_rag.engine.options import GenerateOptions, OnMiss
+from blockattn_rag.engine.options import (
+    NO_READER,
+    BlockOptions,
+    GenerateOptions,
+    OnMiss,
+    check_names,
+)
 from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingRequest
 from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
 from blockattn_rag.engine.runner import Runner
@@ -19,7 +25,7 @@ from blockattn_rag.engine.scheduler import scheduler_of
 from blockattn_rag.kv.context import Assembly, Positions
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
-from blockattn_rag.prompts.sinks import NO_SINK, check_sink
+from blockattn_rag.prompts.sinks import check_sink
 from blockattn_rag.store import DEFAULT_RESIDENT_BYTES, KVStore, open_store
 
 if TYPE_CHECKING:
@@ -45,16 +51,9 @@ class BlockAttentionEngine:
     Args:
         model: the model.
         store: where KV lives: a store, the path of a ``DirectoryStore``, or None for memory.
-        on_miss: ``"compute"`` encodes and stores a block that is not in the store; ``"error"``
-            raises ``MissError``, for benchmarks.
-        positions: ``"reordered"`` re-encodes positions; ``"composite"`` is the papers' ablation.
-        assembly: ``"relay"`` attends to blocks where they lie, ``"copy"`` joins them in new
-            tensors; ``"auto"`` takes relay where the model allows it.
-        sink: what context blocks are encoded after: ``"none"``, ``"bos"``, ``"head:4"`` (for models
-            that are not block-fine-tuned) or ``"first-block"``; see ``prompts.sinks``. Blocks that
-            were encoded after another sink are other blocks.
         resident_bytes: blocks that were read from the store stay ready on the model's device, up
             to this many bytes; 0 reads and checks them anew for every answer.
+        options: how block mode works unless a call says otherwise; see ``BlockOptions``.
     """
 
     def __init__(
@@ -62,17 +61,14 @@ class BlockAttentionEngine:
         model: BlockModel,
         store: KVStore | str | Path | None = None,
         *,
-        on_miss: OnMiss = "compute",
-        positions: Positions = "reordered",
-        assembly: Assembly = "auto",
-        sink: str = NO_SINK,
         resident_bytes: int = DEFAULT_RESIDENT_BYTES,
+        **options: Unpack[BlockOptions],
     ) -> None:
+        check_names(options)
         self._model = model
         self.store = open_store(store)
-        self.defaults = GenerateOptions(
-            on_miss=on_miss, positions=positions, assembly=assembly, sink=sink
-        )
+        self.defaults = GenerateOptions()
+        self.defaults = self._options(options)
         self._fetcher = BlockFetcher(model, self.store, resident_bytes)
         self._runner = Runner(model, self._fetcher)
         self._scheduler = scheduler_of(model.lock)
@@ -86,14 +82,20 @@ class BlockAttentionEngine:
         store: KVStore | str | Path | None = None,
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
-        on_miss: OnMiss = "compute",
-        positions: Positions = "reordered",
-        assembly: Assembly = "auto",
-        sink: str = NO_SINK,
+        on_miss: OnMiss | None = None,
+        positions: Positions | None = None,
+        assembly: Assembly | None = None,
+        sink: str | None = None,
+        merge: str | None = None,
+        promote: str | int | None = None,
+        reader: str | Path | None = None,
         resident_bytes: int = DEFAULT_RESIDENT_BYTES,
         **model_kwargs: Any,
     ) -> BlockAttentionEngine:
-        """Load a model (path, hub id, ``"bundled"``, or ready with its tokenizer), open a store."""
+        """Load a model (path, hub id, ``"bundled"``, or ready with its tokenizer), open a store.
+
+        For ``on_miss`` to ``reader`` see ``BlockOptions``.
+        """
         loaded = BlockModel.from_pretrained(
             model, tokenizer=tokenizer, device=device, dtype=dtype, **model_kwargs
         )
@@ -104,6 +106,9 @@ class BlockAttentionEngine:
             positions=positions,
             assembly=assembly,
             sink=sink,
+            merge=merge,
+            promote=promote,
+            reader=reader,
             resident_bytes=resident_bytes,
         )
 
@@ -171,6 +176,9 @@ class BlockAttentionEngine:
         on_miss: OnMiss | None = None,
         assembly: Assembly | None = None,
         sink: str | None = None,
+        merge: str | None = None,
+        promote: str | int | None = None,
+        reader: str | Path | None = None,
         max_new_tokens: int = 256,
         temperature: float | None = None,
         top_p: float | None = None,
@@ -184,7 +192,8 @@ class BlockAttentionEngine:
         Args:
             prompt: a ``BlockPrompt``, or a list whose last item is the final block.
             mode: ``"block"`` reuses blocks; ``"full"`` is ordinary attention over the same tokens.
-            positions, on_miss, assembly, sink: override the engine's own.
+            positions, on_miss, assembly, sink, merge, promote, reader: override the engine's own;
+                see ``BlockOptions``.
             max_new_tokens: at most this many, less if the context window ends before.
             temperature: 0 or None is greedy; ``top_p`` and ``top_k`` apply above 0.
             stop: strings that end the answer; they are not part of it.
@@ -201,6 +210,9 @@ class BlockAttentionEngine:
             "on_miss": on_miss,
             "assembly": assembly,
             "sink": sink,
+            "merge": merge,
+            "promote": promote,
+            "reader": reader,
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
             "top_p": top_p,
@@ -271,17 +283,14 @@ class BlockAttentionEngine:
         answer_ids: Sequence[int],
         *,
         mode: Mode = "block",
-        positions: Positions | None = None,
-        on_miss: OnMiss | None = None,
-        assembly: Assembly | None = None,
-        sink: str | None = None,
+        **options: Unpack[BlockOptions],
     ) -> torch.Tensor:
         """What the model predicts at each token of a given answer (teacher forcing).
 
         Args:
             prompt: as for ``generate``.
             answer_ids: token ids of an answer, at least one.
-            mode, positions, on_miss, assembly, sink: as for ``generate``.
+            mode, options: as for ``generate``.
 
         Returns:
             Logits ``[answer tokens, vocab]``, the first row before the answer's first token; in the
@@ -291,15 +300,8 @@ class BlockAttentionEngine:
         """
         if not answer_ids:
             raise ValueError("the answer has no token to predict")
-        options = {
-            "mode": mode,
-            "positions": positions,
-            "on_miss": on_miss,
-            "assembly": assembly,
-            "sink": sink,
-            "max_new_tokens": len(answer_ids),
-        }
-        parsed = GenerateOptions.parse(options, self.defaults)
+        check_names(options)
+        parsed = self._options({**options, "mode": mode, "max_new_tokens": len(answer_ids)})
         made = self._checked(prompt, parsed.mode)
         return self._scheduler.run(partial(self._runner.answer_logits, made, answer_ids, parsed))
 
@@ -313,12 +315,19 @@ class BlockAttentionEngine:
     def _pending(
         self, prompt: LatePrompt, options: Mapping[str, Any], **scheduling: Any
     ) -> PendingRequest:
-        parsed = GenerateOptions.parse(options, self.defaults)
+        parsed = self._options(options)
         if not callable(prompt):  # a bad one is refused now, not when its turn comes
             prompt = self._checked(prompt, parsed.mode)
         make_prompt = partial(self._checked, prompt, parsed.mode)
         can_share = partial(self.model.batches_exactly, parsed.sampling)
         return PendingRequest(make_prompt, parsed, self.answer_batch, can_share, **scheduling)
+
+    def _options(self, given: Mapping[str, Any]) -> GenerateOptions:
+        """The options of a call, or of the engine itself; what they name is loaded now."""
+        parsed = GenerateOptions.parse(given, self.defaults)
+        if parsed.reader != NO_READER:
+            self.model.load_reader(parsed.reader)
+        return parsed
 
     def _checked(self, prompt: LatePrompt, mode: Mode) -> BlockPrompt:
         given = prompt() if callable(prompt) else prompt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -21,15 +21,39 @@ logger = logging.getLogger("blockattn_rag")
 
 
 class Fetched(NamedTuple):
-    """The KV of a prompt's context blocks, in order, and how many were found or computed.
+    """The KV of a prompt's context blocks, in order.
 
-    ``missed_tokens`` counts the tokens that had to be computed, each block once.
+    ``missed``: the tokens of each block that had to be computed, by digest.
     """
 
     blocks: list[BlockKV]
-    hits: int
-    misses: int
-    missed_tokens: int
+    missed: Mapping[str, int]
+
+    @property
+    def hits(self) -> int:
+        """Blocks that were there; of a block that was computed, its other places in the prompt."""
+        return len(self.blocks) - len(self._own_missed)
+
+    @property
+    def misses(self) -> int:
+        """Blocks that had to be computed."""
+        return len(self.missed)
+
+    @property
+    def missed_tokens(self) -> int:
+        """Their tokens."""
+        return sum(self.missed.values())
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens of the blocks that were there."""
+        return sum(kv.num_tokens for kv in self.blocks) - sum(self._own_missed.values())
+
+    @property
+    def _own_missed(self) -> dict[str, int]:
+        """Of ``missed``, what is among ``blocks``: a promoted passage may have been computed."""
+        digests = {kv.digest for kv in self.blocks}
+        return {digest: tokens for digest, tokens in self.missed.items() if digest in digests}
 
 
 class Wanted(NamedTuple):
@@ -118,8 +142,8 @@ class BlockFetcher:
                 self._keep(computed, distinct[computed.digest].origin)
                 found[computed.digest] = computed
         blocks = [kv for one in wanted if (kv := found[one.digest]) is not None]
-        missed_tokens = sum(len(ids) for _, ids in missing)
-        return Fetched(blocks, len(blocks) - len(missing), len(missing), missed_tokens)
+        missed = {one.digest: len(ids) for one, ids in missing}
+        return Fetched(blocks, missed)
 
     def wanted(
         self, blocks: Sequence[Block], *, as_prompt: bool, sink: str = NO_SINK

@@ -4,23 +4,74 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, TypedDict, get_args
 
+from blockattn_rag.attention.merge_file import load_merge
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.context import Assembly, Positions
 from blockattn_rag.model.sampling import Sampling
+from blockattn_rag.prompts.promotion import NO_PROMOTION, check_promotion
 from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 
 OnMiss = Literal["compute", "error"]
 """``compute``: a block that is not in the store is encoded and stored. ``error``: ``MissError``."""
 
+NO_MERGE = "none"
+NO_READER = "none"
+
 _WORDS = {"mode": Mode, "on_miss": OnMiss, "positions": Positions, "assembly": Assembly}
 _SAMPLING = {one.name for one in fields(Sampling)} - {"extra"}
+
+
+class BlockOptions(TypedDict, total=False):
+    """How block mode works. What is left out or None is the engine's own.
+
+    The last four repair block mode on models that were not block-fine-tuned. In full mode they have
+    no effect.
+
+    on_miss: ``"compute"`` encodes and stores a block that is not in the store; ``"error"`` raises
+        ``MissError``, for benchmarks.
+    positions: ``"reordered"`` re-encodes positions; ``"composite"`` is the papers' ablation.
+    assembly: ``"relay"`` attends to blocks where they lie, ``"copy"`` joins them in new tensors;
+        ``"auto"`` takes relay where the model allows it.
+    sink: what context blocks are encoded after: ``"none"``, ``"bos"``, ``"head:4"`` or
+        ``"first-block"``; see ``prompts.sinks``. After another sink, a passage is another block.
+    merge: how attention to the passages is weighted against the rest: ``"none"``,
+        ``"scale:0.95"``, ``"bias:-0.5"``, or the file of a learned merge; see
+        ``attention.context_merge``.
+    promote: passages that move to the final block: ``"none"``, a number, ``"last:1"`` or
+        ``"attention:1"``; see ``prompts.promotion``.
+    reader: folder of a reader adapter, or ``"none"``; see ``model.reader``.
+    """
+
+    on_miss: OnMiss | None
+    positions: Positions | None
+    assembly: Assembly | None
+    sink: str | None
+    merge: str | None
+    promote: str | int | None
+    reader: str | Path | None
+
+
+_BLOCK = tuple(BlockOptions.__annotations__)
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    """Refuse what is no block option, where nothing else is taken.
+
+    Raises:
+        TypeError: there are other names.
+    """
+    if others := sorted(options.keys() - set(_BLOCK)):
+        raise TypeError(f"unknown options {', '.join(others)}; known are {', '.join(_BLOCK)}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateOptions:
     """The options of one request. Requests with equal options may share a batch.
+
+    See ``BlockOptions`` and ``Sampling``.
 
     Raises:
         ValueError: a word is none of the expected ones, or a number is out of range.
@@ -31,10 +82,16 @@ class GenerateOptions:
     positions: Positions = "reordered"
     assembly: Assembly = "auto"
     sink: str = NO_SINK
+    merge: str = NO_MERGE
+    promote: str = NO_PROMOTION
+    reader: str = NO_READER
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
         check_sink(self.sink)
+        load_merge(self.merge)
+        object.__setattr__(self, "promote", check_promotion(self.promote))
+        object.__setattr__(self, "reader", str(self.reader))
         for name, literal in _WORDS.items():
             known, found = get_args(literal), getattr(self, name)
             if found not in known:
@@ -47,7 +104,7 @@ class GenerateOptions:
         Arguments of other names go to transformers' ``generate``.
         """
         rest = dict(given)
-        words = {name: rest.pop(name) for name in (*_WORDS, "sink") if name in rest}
+        words = {name: rest.pop(name) for name in ("mode", *_BLOCK) if name in rest}
         named = {name: rest.pop(name) for name in _SAMPLING & rest.keys()}
         stop = named.pop("stop", ()) or ()
         stop = (stop,) if isinstance(stop, str) else tuple(stop)

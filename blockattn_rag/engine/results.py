@@ -21,6 +21,8 @@ class ReuseStats:
         hits, misses: context blocks found in the store, and computed now.
         reused_tokens: prompt tokens whose KV came from the store.
         computed_tokens: prompt tokens that were computed: missed blocks and the final block.
+        promoted_tokens: of these, what promotion cost: promoted passages, and the question once
+            more if they were chosen by attention.
         generated_tokens: tokens of the answer.
         fetch_s: looking up blocks and encoding the missed ones.
         assemble_s: giving the blocks their positions.
@@ -34,6 +36,7 @@ class ReuseStats:
     misses: int = 0
     reused_tokens: int = 0
     computed_tokens: int = 0
+    promoted_tokens: int = 0
     generated_tokens: int = 0
     fetch_s: float = 0.0
     assemble_s: float = 0.0

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from blockattn_rag.attention.merge_file import load_merge
 from blockattn_rag.engine.detokenizer import Detokenizer
-from blockattn_rag.engine.fetcher import BlockFetcher
-from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.engine.fetcher import BlockFetcher, Fetched
+from blockattn_rag.engine.options import NO_READER, GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.engine.results import Clock, Generation, ReuseStats
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel
-from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.blocks import Block, BlockPrompt
+from blockattn_rag.prompts.promotion import by_attention, promoted
 
 
 class Prepared(NamedTuple):
@@ -136,33 +138,61 @@ class Runner:
 
     def prepare(self, prompt: BlockPrompt, options: GenerateOptions) -> Prepared:
         """Tokenise a prompt (full mode), or fetch and place its blocks (block mode)."""
+        if options.mode == "block":
+            return self._prepare_blocks(prompt, options)
         tokenizer = self._model.tokenizer
-        if options.mode == "full":
-            ids = tokenizer.prompt_ids(prompt)
-            limit = self._model.room_for(len(ids.flat), options.sampling)
-            context_ids = [token for block in ids.context for token in block]
-            stats = ReuseStats("full", computed_tokens=len(ids.flat))
-            return Prepared(context_ids, ids.final, None, limit, stats)
+        ids = tokenizer.prompt_ids(prompt)
+        limit = self._model.room_for(len(ids.flat), options.sampling)
+        context_ids = [token for block in ids.context for token in block]
+        stats = ReuseStats("full", computed_tokens=len(ids.flat))
+        return Prepared(context_ids, ids.final, None, limit, stats)
+
+    def _prepare_blocks(self, prompt: BlockPrompt, options: GenerateOptions) -> Prepared:
         started = time.perf_counter()
-        context, final = tokenizer.with_final_ids(prompt)
-
-        def check_room(tokens: int) -> int:
-            return self._model.room_for(tokens + len(final), options.sampling)
-
-        blocks, hits, misses, missed_tokens = self._fetcher.fetch(
-            context, options.on_miss, check_room, sink=options.sink
-        )
-        placed = place(blocks, options.positions)
-        limit = check_room(placed.num_tokens)
+        tokenizer = self._model.tokenizer
+        context, question = tokenizer.with_final_ids(prompt)
+        stay, moved, missed = self._promoted(context, question, options)
+        moved_ids = [
+            tokenizer.block_ids(block, first=not stay and not place)
+            for place, block in enumerate(moved)
+        ]
+        num_promoted = sum(map(len, moved_ids))
+        final = [*chain.from_iterable(moved_ids), *question]
+        fetched = self._fetch(stay, len(final), options)
+        fetched = fetched._replace(missed={**missed, **fetched.missed})
+        placed = place(fetched.blocks, options.positions)
+        limit = self._model.room_for(placed.num_tokens + len(final), options.sampling)
+        selecting = len(question) if by_attention(options.promote) else 0
         stats = ReuseStats(
             "block",
-            hits=hits,
-            misses=misses,
-            reused_tokens=placed.num_tokens - missed_tokens,
-            computed_tokens=missed_tokens + len(final),
+            hits=fetched.hits,
+            misses=fetched.misses,
+            reused_tokens=fetched.reused_tokens,
+            computed_tokens=fetched.missed_tokens + len(final) + selecting,
+            promoted_tokens=num_promoted + selecting,
             fetch_s=time.perf_counter() - started,
         )
         return Prepared(placed.token_ids, final, placed, limit, stats)
+
+    def _promoted(
+        self, context: Sequence[Block], question: Sequence[int], options: GenerateOptions
+    ) -> tuple[list[Block], list[Block], Mapping[str, int]]:
+        """The blocks that stay, the passages that move to the final block, and what had to be
+        computed to choose these."""
+        if not by_attention(options.promote) or not context:
+            return *promoted(context, options.promote), {}
+        fetched = self._fetch(context, len(question), options)
+        placed = place(fetched.blocks, options.positions)
+        found = self._model.attention_to_blocks(placed, question) if placed.blocks else {}
+        return *promoted(context, options.promote, found), fetched.missed
+
+    def _fetch(
+        self, context: Sequence[Block], final_tokens: int, options: GenerateOptions
+    ) -> Fetched:
+        def check_room(tokens: int) -> int:
+            return self._model.room_for(tokens + final_tokens, options.sampling)
+
+        return self._fetcher.fetch(context, options.on_miss, check_room, sink=options.sink)
 
     def answer_logits(
         self, prompt: BlockPrompt, answer_ids: Sequence[int], options: GenerateOptions
@@ -177,8 +207,7 @@ class Runner:
         cache = None
         if prepared.context is not None:
             given = len(prepared.final_ids) + len(answer_ids) - 1
-            assembly = self._model.choose_assembly(options.assembly, given)
-            cache = self._model.cache_for(prepared.context, assembly=assembly)
+            cache = self._cache_for([prepared.context], given, options)
         return self._model.answer_logits(
             prepared.context_ids, prepared.final_ids, answer_ids, cache
         )
@@ -270,10 +299,18 @@ class Runner:
         cache = None
         if any(context.blocks for context in contexts):
             longest = max(len(one.prepared.final_ids) for one in answers)
-            wanted = answers[0].request.options.assembly
-            chosen = self._model.choose_assembly(wanted, longest)
-            cache = self._model.cache_for(*contexts, assembly=chosen)
+            cache = self._cache_for(contexts, longest, answers[0].request.options)
         for answer in answers:
             answer.clock.assembling = assembling
             answer.clock.prefilling = time.perf_counter()
         return cache
+
+    def _cache_for(
+        self, contexts: Sequence[Context], final_tokens: int, options: GenerateOptions
+    ) -> Any:
+        return self._model.cache_for(
+            *contexts,
+            assembly=self._model.choose_assembly(options.assembly, final_tokens),
+            merge=load_merge(options.merge),
+            reader=None if options.reader == NO_READER else self._model.load_reader(options.reader),
+        )

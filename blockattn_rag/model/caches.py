@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from blockattn_rag.attention.block_mass import BlockMass
 from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
@@ -100,9 +101,9 @@ class _TailLayer(DynamicLayer):
 class RelayCache(ContextCache):
     """A cache for ``generate`` whose first tokens are the plan's blocks, left where they lie."""
 
-    attention: RelayPlan
+    attention: RelayPlan | BlockMass
 
-    def __init__(self, plan: RelayPlan) -> None:
+    def __init__(self, plan: RelayPlan | BlockMass) -> None:
         super().__init__()
         self.layers = [_TailLayer(plan.num_tokens) for _ in range(plan.num_layers)]
         self.attention = plan

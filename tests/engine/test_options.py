@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.engine.options import GenerateOptions, check_names
 from blockattn_rag.model.sampling import Sampling
 
 DEFAULTS = GenerateOptions(on_miss="error", assembly="copy")
@@ -29,6 +29,26 @@ def test_arguments_go_where_they_belong_and_the_rest_to_transformers() -> None:
     assert found.mode == "full"
     assert found.sampling == Sampling(temperature=0.5, stop=("END",), extra={"num_beams": 2})
     assert parse(stop=None).sampling.stop == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("sink", "head"), ("merge", "more:2"), ("merge", "no.safetensors"), ("promote", "best")],
+)
+def test_a_repair_of_no_known_form_is_refused(name: str, found: str) -> None:
+    with pytest.raises(ValueError, match=found):
+        parse(**{name: found})
+
+
+def test_a_number_of_passages_is_taken_as_its_form() -> None:
+    assert parse(promote=2) == parse(promote="2")
+    assert parse(promote=0) == parse()
+
+
+def test_names_that_are_no_block_options_are_refused_where_nothing_else_is_taken() -> None:
+    check_names({"sink": "bos", "reader": None})
+    with pytest.raises(TypeError, match="unknown options sinks; known are on_miss.*reader"):
+        check_names({"sinks": "bos"})
 
 
 @pytest.mark.parametrize("name", ["mode", "on_miss", "positions", "assembly"])

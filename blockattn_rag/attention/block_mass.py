@@ -1,0 +1,73 @@
+"""How much a question attends to each block: for the choice of passages to promote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from blockattn_rag.attention.kernels import attend_plain, merge
+from blockattn_rag.attention.segments import SegmentTable
+from blockattn_rag.kv.context import Context
+from blockattn_rag.kv.rope import RotaryLayout
+
+
+class BlockMass:
+    """Attends to one context as relay attention does, and measures the attention to each block.
+
+    Args:
+        context: placed blocks of one request.
+        layouts: rotary layout per layer.
+        device: where queries are.
+    """
+
+    def __init__(
+        self, context: Context, layouts: Sequence[RotaryLayout], device: torch.device
+    ) -> None:
+        self.num_layers = len(layouts)
+        self.num_tokens = context.num_tokens
+        # No block is joined with others.
+        self._table = SegmentTable([context], layouts, device, 0)
+        self._shares = torch.zeros(len(self._handles), device=device)
+        self._layers_seen = 0
+
+    @property
+    def _handles(self) -> list[str]:
+        """The block of each pair; a block that comes twice has several."""
+        segments = self._table.segments
+        return [s.blocks[0].kv.handle for s in segments for _ in s.readers]
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """As ``RelayPlan.attend``, for one row."""
+        batch, heads, tokens, size = query.shape
+        folded = query.reshape(batch, key.shape[1], -1, size)
+        repeated = None if mask is None else mask.repeat(1, 1, heads // key.shape[1], 1)
+        rotated = self._table.rotated(layer, folded)
+        parts, start = [], 0
+        for segment, states in zip(self._table.segments, self._table.states(layer), strict=True):
+            for _ in segment.readers:
+                parts.append(attend_plain(rotated[start], *states, scale))
+                start += 1
+        shares = torch.stack([part.lse for part in parts]).softmax(dim=0)
+        self._shares += shares.flatten(1).mean(dim=1)
+        self._layers_seen += 1
+        tail = attend_plain(folded, key, value, scale, repeated)
+        output = merge([*(type(tail)(*(s[None] for s in part)) for part in parts), tail]).output
+        return output.reshape(batch, heads, tokens, -1).to(query.dtype)
+
+    def by_handle(self) -> dict[str, float]:
+        """Each block's share of the attention to all blocks, the mean over layers, heads and query
+        tokens; the shares add up to 1."""
+        found: dict[str, float] = {}
+        for handle, share in zip(self._handles, self._shares.tolist(), strict=True):
+            found[handle] = found.get(handle, 0.0) + share / self._layers_seen
+        return found
