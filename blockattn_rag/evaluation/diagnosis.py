@@ -36,7 +36,8 @@ from blockattn_rag.evaluation.run import make_prompt
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import assemble, place
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.prompts.formats import PromptFormat, prompt_format
+from blockattn_rag.prompts.checkpoints import AUTO, format_for
+from blockattn_rag.prompts.formats import PromptFormat
 from blockattn_rag.prompts.sinks import FIRST_BLOCK, NO_SINK, check_sink, sink_ids
 
 FIRST_TOKENS = (1, 4, 16, 32)
@@ -73,7 +74,7 @@ def diagnose(
     samples: Sequence[EvaluationSample],
     *,
     sink: str = NO_SINK,
-    prompt: str | PromptFormat = "chat",
+    prompt: str | PromptFormat = AUTO,
     num_passages: int | None = None,
     max_new_tokens: int = 24,
     records_path: str | Path | None = None,
@@ -98,7 +99,7 @@ def diagnose(
         DataError: ``records_path`` holds records of another measurement, or is no record file.
         ContextOverflowError: a prompt does not fit in the context window.
     """
-    model, form = engine.model, prompt_format(prompt)
+    model, form = engine.model, format_for(prompt, engine.model.name)
     parts = parts_of(len(model.profile.layouts))
     shown = shown_samples(samples, num_passages)
     if bare := [sample.id for sample in shown if not sample.passages]:
