@@ -6,6 +6,7 @@ attention, block attention, block attention without position re-encoding, no pas
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.options import NO_MERGE, NO_READER, BlockOptions, GenerateOptions
 from blockattn_rag.engine.results import Generation, ReuseStats
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.evaluation.datasets import EvaluationSample
@@ -28,18 +30,30 @@ from blockattn_rag.evaluation.records import EvaluationRecord, RecordFile, liste
 from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt
 from blockattn_rag.prompts.checkpoints import AUTO, format_for
 from blockattn_rag.prompts.formats import Passage, PromptFormat
-from blockattn_rag.prompts.sinks import NO_SINK, check_sink
+from blockattn_rag.prompts.promotion import NO_PROMOTION
+from blockattn_rag.prompts.sinks import NO_SINK
+
+# Nothing of what the engine may have been told to repair block mode with.
+_AS_PUBLISHED = {
+    "sink": NO_SINK,
+    "merge": NO_MERGE,
+    "promote": NO_PROMOTION,
+    "reader": NO_READER,
+}
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "full": {"mode": "full"},
-    "block": {"mode": "block", "positions": "reordered", "sink": NO_SINK},
-    "block-composite": {"mode": "block", "positions": "composite", "sink": NO_SINK},
+    "block": {"mode": "block", "positions": "reordered", **_AS_PUBLISHED},
+    "block-composite": {"mode": "block", "positions": "composite", **_AS_PUBLISHED},
     "closed-book": {"mode": "full"},
 }
 """How the engine is called in each mode. Closed-book prompts hold no passage.
 
-``sink=SINK`` is a mode too: block mode with passages that are encoded after that sink.
+Block mode with other options is a mode too, such as ``sink=head:4+promote=1``; see
+``engine.options.BlockOptions``.
 """
+
+_PART = re.compile(r"\+(?=[a-z_]+=)")
 
 # Liu et al. 2023, closed-book prompt.
 CLOSED_BOOK = PromptFormat("closed-book", "", "", "{text}", PLAIN, "Question: {question}\nAnswer: ")
@@ -127,10 +141,18 @@ def mode_options(mode: str) -> dict[str, Any]:
     """
     if mode in MODES:
         return dict(MODES[mode])
-    name, _, sink = mode.partition("=")
-    if name != "sink":
-        raise ValueError(f"modes are {', '.join(MODES)} and sink=SINK; found {mode!r}")
-    return {**MODES["block"], "sink": check_sink(sink)}
+    found: dict[str, Any] = {}
+    for part in _PART.split(mode):
+        name, equals, value = part.partition("=")
+        if not equals or name in found or name not in BlockOptions.__annotations__:
+            raise ValueError(
+                f"modes are {', '.join(MODES)}, and options of block mode such as sink=head:4 or "
+                f"sink=bos+promote=1; found {mode!r}"
+            )
+        found[name] = value
+    how = {**MODES["block"], **found}
+    GenerateOptions.parse(how, GenerateOptions())  # refuses values that are none
+    return how
 
 
 def evaluate(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from blockattn_rag.attention.block_mass import BlockMass
 from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.attention.tuning import tuning_of
 from blockattn_rag.errors import ContextOverflowError, UnsupportedModelError
@@ -245,7 +246,11 @@ class BlockModel:
         return assembly
 
     def cache_for(
-        self, *contexts: Context, assembly: Literal["relay", "copy"] = "copy"
+        self,
+        *contexts: Context,
+        assembly: Literal["relay", "copy"] = "copy",
+        merge: Any = None,
+        reader: Any = None,
     ) -> DynamicCache | None:
         """A transformers cache that holds the contexts, one a row, ready for the final blocks.
 
@@ -260,6 +265,19 @@ class BlockModel:
             enable_relay(self.hf_model)
             return RelayCache(RelayPlan(contexts, layouts, self.device))
         return copied_cache(self.hf_model.config, contexts, layouts)
+
+    def attention_to_blocks(self, context: Context, final_ids: Sequence[int]) -> dict[str, float]:
+        """How much the final block attends to each context block, by handle; see ``BlockMass``.
+
+        Raises:
+            UnsupportedModelError: relay attention is not exact for this model.
+        """
+        self.choose_assembly("relay", len(final_ids))
+        mass = BlockMass(context, self.profile.layouts, self.device)
+        with self.lock:
+            enable_relay(self.hf_model)
+            last_logits(self.hf_model, torch.tensor([final_ids]), RelayCache(mass), 1)
+        return mass.by_handle()
 
     @contextmanager
     def running(self, sampling: Sampling) -> Iterator[None]:
