@@ -19,13 +19,14 @@ from blockattn_rag.errors import ContextOverflowError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Assembly, Context
 from blockattn_rag.model import decoding, loading
-from blockattn_rag.model.caches import RelayCache, copied_cache
+from blockattn_rag.model.caches import ContextCache, RelayCache, copied_cache
 from blockattn_rag.model.encoding import EncodeRequest, batches, encode_batch
 from blockattn_rag.model.exclusion import lock_of, turn_to_draw
 from blockattn_rag.model.fingerprint import Identity
 from blockattn_rag.model.graphs import record_graphs
 from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
+from blockattn_rag.model.reader import Reader, Readers, is_needed
 from blockattn_rag.model.relay_attention import (
     enable_relay,
     last_logits,
@@ -76,6 +77,7 @@ class BlockModel:
         self.name = name or str(loaded_from or type(hf_model).__name__)
         self.lock = lock_of(hf_model)
         self._identity: Identity | None = None
+        self._readers = Readers()
         with self.lock:
             self.profile: AttentionProfile = profile_attention(hf_model)
         if pack_weights:
@@ -250,21 +252,42 @@ class BlockModel:
         *contexts: Context,
         assembly: Literal["relay", "copy"] = "copy",
         merge: Any = None,
-        reader: Any = None,
+        reader: Reader | None = None,
     ) -> DynamicCache | None:
         """A transformers cache that holds the contexts, one a row, ready for the final blocks.
 
         Shorter contexts are padded on the left (copy path only; relay has nothing to pad). None if
         no context holds a token.
+
+        ``reader``: acts in forwards over the cache. Over the prompt's first block alone, block mode
+        is exact without it, and it does not act.
+
+        Raises:
+            ValueError: only some of several contexts need the reader, or it does not fit the model.
         """
         if not any(context.num_tokens for context in contexts):
             return None
         layouts = self.profile.layouts
+        cache: ContextCache
         if assembly == "relay":
             # Enabled again, because other users of the model may have set another attention.
             enable_relay(self.hf_model)
-            return RelayCache(RelayPlan(contexts, layouts, self.device))
-        return copied_cache(self.hf_model.config, contexts, layouts)
+            cache = RelayCache(RelayPlan(contexts, layouts, self.device))
+        else:
+            cache = copied_cache(self.hf_model.config, contexts, layouts)
+        if reader is not None and is_needed(contexts):
+            reader.attach(self.hf_model)
+            cache.reader = reader
+        return cache
+
+    def load_reader(self, folder: str | Path) -> Reader:
+        """The reader adapter in a folder; it is read once while its files stay as they are.
+
+        Raises:
+            FileNotFoundError, ValueError: see ``Reader.load``. Among others, the reader was made
+                for another model than this one as it is set now.
+        """
+        return self._readers.load(folder, self.hf_model, self.fingerprint)
 
     def attention_to_blocks(self, context: Context, final_ids: Sequence[int]) -> dict[str, float]:
         """How much the final block attends to each context block, by handle; see ``BlockMass``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from blockattn_rag.attention.block_mass import BlockMass
 from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
+
+if TYPE_CHECKING:
+    from blockattn_rag.model.reader import Reader
 
 
 class Attention(Protocol):
@@ -34,9 +37,11 @@ class ContextCache(DynamicCache):
     """A cache whose first tokens are the blocks of a context.
 
     ``attention``: what attends in forwards over this cache; None: the model's own attention.
+    ``reader``: the adapter that acts in them; None: none.
     """
 
     attention: Attention | None = None
+    reader: Reader | None = None
 
 
 def copied_cache(

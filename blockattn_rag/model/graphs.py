@@ -220,7 +220,9 @@ _HARMLESS = {"return_dict", "cache_position", "logits_to_keep"}
 def _can_replay(kwargs: dict[str, Any]) -> bool:
     """Whether this forward computes the last logits of one request over placed blocks."""
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
-    if not isinstance(kwargs.get("past_key_values"), RelayCache) or ids is None:
+    cache = kwargs.get("past_key_values")
+    # Records are of the stock model, without the hooks of a reader.
+    if not isinstance(cache, RelayCache) or cache.reader is not None or ids is None:
         return False
     # Records hold no gradients.
     if ids.shape[0] > 1 or ids.shape[1] > BUCKETS[-1] or not torch.is_inference_mode_enabled():
