@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,22 @@ def test_eval_prints_a_row_for_each_mode_and_goes_on_from_its_records(
     again = cli(*command)
     assert records.read_text(encoding="utf-8").splitlines() == lines
     assert "closed-book" in again.stdout
+
+
+def test_eval_asks_a_known_checkpoint_in_its_own_format_and_says_so_once(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(model, tmp_path / "hxia7" / "Llama-3.2-1B-Block-FT")
+    data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
+    command = ("eval", "--data", data, "--modes", "full,block", "--max-new-tokens", 2, "--json")
+    known, stock = cli(*command, "--model", copy), cli(*command, "--model", model)
+    assert known.status == stock.status == 0, known.stderr + stock.stderr
+    assert known.json["settings"]["prompt_format"] == "llama3-block"
+    said = "note: hxia7/Llama-3.2-1B-Block-FT: prompt format llama3-block, the one it was trained"
+    assert known.stderr.count("prompt format") == 1
+    assert said in known.stderr
+    assert stock.json["settings"]["prompt_format"] == "chat"
+    assert "prompt format" not in stock.stderr
 
 
 def test_eval_explains_its_columns_and_tells_times_of_single_questions_alone(
