@@ -22,15 +22,8 @@ from transformers import PreTrainedModel
 from blockattn_rag.kv.context import Context
 from blockattn_rag.model.exclusion import lock_of
 from blockattn_rag.model.lora import Lora, lora_digest, new_lora
-from blockattn_rag.model.lora_files import (
-    ALL_LINEAR,
-    all_linear,
-    names_layer,
-    read_loras,
-    read_metadata,
-    state_of,
-    write_loras,
-)
+from blockattn_rag.model.lora_config import ALL_LINEAR, all_linear, names_layer
+from blockattn_rag.model.lora_files import read_loras, read_metadata, state_of, write_loras
 from blockattn_rag.model.running_cache import note_caches, running_cache
 
 
