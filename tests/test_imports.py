@@ -24,7 +24,7 @@ FLOORS = {
     "files": "errors",
     "prompts": "errors files",
     "kv": "",
-    "attention": "kv",
+    "attention": "files kv",
     "store": "errors files kv lazy",
     "model": "attention errors files kv lazy prompts",
     "engine": "attention errors kv lazy model prompts store",

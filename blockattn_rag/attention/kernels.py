@@ -35,7 +35,7 @@ class Partial(NamedTuple):
 Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Partial]
 
 # Stands for a log-sum-exp of -inf where one is subtracted, because -inf less -inf is no number.
-_LEAST = torch.finfo(torch.float32).min
+LEAST_LSE = torch.finfo(torch.float32).min
 
 
 def attend_plain(
@@ -46,7 +46,7 @@ def attend_plain(
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     lse = scores.logsumexp(dim=-1)
-    weights = (scores - lse.clamp_min(_LEAST).unsqueeze(-1)).exp()
+    weights = (scores - lse.clamp_min(LEAST_LSE).unsqueeze(-1)).exp()
     return Partial(weights @ value.float(), lse)
 
 
@@ -169,7 +169,7 @@ def merge(parts: Sequence[Partial]) -> Partial:
     """
     lses = torch.stack([part.lse for part in parts])
     lse = lses.logsumexp(dim=0)
-    weights = (lses - lse.clamp_min(_LEAST)).exp().unsqueeze(-1)
+    weights = (lses - lse.clamp_min(LEAST_LSE)).exp().unsqueeze(-1)
     output = parts[0].output * weights[0]
     # One after the other, because a stack of all outputs would not fit the processor's cache.
     for part, weight in zip(parts[1:], weights[1:], strict=True):
