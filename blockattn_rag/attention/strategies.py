@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blockattn_rag.attention.context_merge import ContextMerge
 from blockattn_rag.attention.cuda import kernel_on_cuda
 from blockattn_rag.attention.kernels import (
     Kernel,
@@ -68,6 +69,22 @@ def strategy_for(
     return Strategy("merged parts", partial(_by_merged_parts, table, kernel, []))
 
 
+def weighted_context(
+    first: SegmentTable, context: SegmentTable, weight: ContextMerge, inputs: LayerInputs
+) -> Strategy:
+    """The strategy where the context is weighted otherwise than the rest.
+
+    Args:
+        first: the first block of each request.
+        context: the blocks after it.
+        weight: of the context.
+        inputs: of the first layer.
+    """
+    kernel = kernel_for(inputs.query, inputs.tail_key, inputs.tail_value, inputs.tail_mask)
+    attend = partial(_by_weighted_context, first, context, weight, kernel, ([], []))
+    return Strategy("weighted context", attend)
+
+
 def _by_single_softmax(table: SegmentTable, inputs: LayerInputs) -> Tensor:
     """One softmax over all scores of one request's token: no partial results."""
     layer, query, tail_key, tail_value, scale, _ = inputs
@@ -88,12 +105,37 @@ def _by_online_softmax(table: SegmentTable, tail_kernel: Kernel, inputs: LayerIn
 def _by_merged_parts(
     table: SegmentTable, tail_kernel: Kernel, kernels: list[Kernel], inputs: LayerInputs
 ) -> Tensor:
-    """A partial result for each segment and for the tail, and their merge: always possible.
+    """A partial result for each segment and for the tail, and their merge: always possible."""
+    layer, query, tail_key, tail_value, scale, mask = inputs
+    tail = tail_kernel(query, tail_key, tail_value, scale, mask)
+    parts = _segment_parts(table, kernels, layer, query, scale)
+    return merge([*parts, tail]).output if parts else tail.output
+
+
+def _by_weighted_context(
+    first: SegmentTable,
+    context: SegmentTable,
+    weight: ContextMerge,
+    tail_kernel: Kernel,
+    kernels: tuple[list[Kernel], list[Kernel]],
+    inputs: LayerInputs,
+) -> Tensor:
+    """Partial results as in ``_by_merged_parts``; those of the context are merged first, at its
+    temperature, and then with its weight."""
+    layer, query, tail_key, tail_value, scale, mask = inputs
+    tail = tail_kernel(query, tail_key, tail_value, scale, mask)
+    rest = merge([*_segment_parts(first, kernels[0], layer, query, scale), tail])
+    parts = _segment_parts(context, kernels[1], layer, *weight.heat(layer, query, scale))
+    return weight.combine(layer, merge(parts), rest) if parts else rest.output
+
+
+def _segment_parts(
+    table: SegmentTable, kernels: list[Kernel], layer: int, query: Tensor, scale: float
+) -> list[Partial]:
+    """Partial results ``[B, K, Q, ...]`` that cover all segments.
 
     ``kernels`` are those of the segments; the first layer of the forward chooses and adds them.
     """
-    layer, query, tail_key, tail_value, scale, mask = inputs
-    tail = tail_kernel(query, tail_key, tail_value, scale, mask)
     beams = query.shape[0] // table.num_requests
     rotated = table.rotated(layer, _groups_to_rows(query, beams))
     parts, start = [], 0
@@ -106,8 +148,7 @@ def _by_merged_parts(
         part = kernels[index](rows, key[None], value[None], scale, None)
         parts.append(_rows_to_groups(part, pairs))
         start += pairs
-    parts = [_rows_to_groups(part, beams) for part in table.by_request(parts)]
-    return merge([*parts, tail]).output if parts else tail.output
+    return [_rows_to_groups(part, beams) for part in table.by_request(parts)]
 
 
 def _computes_in_float32(query: Tensor, value: Tensor) -> bool:
@@ -122,6 +163,8 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = 
     """The fastest exact kernel for tensors of these shapes, types and device."""
     if query.shape[-1] != value.shape[-1] or not key.shape[2]:
         return attend_plain  # fused kernels take one head size, and divide by zero without a key
+    if torch.is_grad_enabled():
+        return attend_plain  # others give no gradient through the log-sum-exp
     if query.device.type == "cuda":
         return kernel_on_cuda(query, mask)
     if query.device.type != "cpu" or query.dtype not in _FUSED_DTYPES:

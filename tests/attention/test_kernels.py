@@ -21,7 +21,7 @@ from blockattn_rag.attention.kernels import (
 from blockattn_rag.attention.strategies import kernel_for
 
 KV_HEADS, SIZE = 2, 16
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = pytest.mark.usefixtures("device", "no_gradients")
 
 
 def attend(

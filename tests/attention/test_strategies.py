@@ -9,6 +9,7 @@ from blockattn_rag.attention.kernels import Kernel, attend_fused, attend_matmul,
 from blockattn_rag.attention.strategies import kernel_for
 
 SIZE = 16
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def states(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -41,5 +42,7 @@ def test_what_fused_kernels_cannot_take_goes_by_the_plain_one() -> None:
     assert kernel_for(query, key, states(1, 2, 600, 8)) is attend_plain
     assert kernel_for(query, key[:, :, :0], key[:, :, :0]) is attend_plain
     assert kernel_for(query.double(), key.double(), key.double()) is attend_plain
+    with torch.enable_grad():
+        assert kernel_for(query, key, key) is attend_plain
     elsewhere = [t.to("meta") for t in (query, key)]
     assert kernel_for(elsewhere[0], elsewhere[1], elsewhere[1]) is attend_plain
