@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 from weakref import WeakSet
 
+from blockattn_rag.engine.calibration import Calibration, find_calibration
 from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.ingest import EncodeStats, precompute
 from blockattn_rag.engine.options import (
@@ -53,7 +54,8 @@ class BlockAttentionEngine:
         store: where KV lives: a store, the path of a ``DirectoryStore``, or None for memory.
         resident_bytes: blocks that were read from the store stay ready on the model's device, up
             to this many bytes; 0 reads and checks them anew for every answer.
-        options: how block mode works unless a call says otherwise; see ``BlockOptions``.
+        options: how block mode works unless a call says otherwise; see ``BlockOptions``. What is
+            not given is taken from the store's calibration for this model, if there is one.
     """
 
     def __init__(
@@ -69,8 +71,13 @@ class BlockAttentionEngine:
         self.store = open_store(store)
         self.defaults = GenerateOptions()
         self.defaults = self._options(options)
+        self._calibration, self._uncalibrated = find_calibration(self.store, model)
+        if self._calibration:
+            given = {name: value for name, value in options.items() if value is not None}
+            self.defaults = self._options({**self._calibration.settings, **given})
+            logger.info("%s: calibrated: %s", model.name, self._calibration)
         self._fetcher = BlockFetcher(model, self.store, resident_bytes)
-        self._runner = Runner(model, self._fetcher)
+        self._runner = Runner(model, self._fetcher, self._calibration)
         self._scheduler = scheduler_of(model.lock)
 
     @classmethod
@@ -116,6 +123,12 @@ class BlockAttentionEngine:
     def model(self) -> BlockModel:
         """The model; another model takes an engine of its own."""
         return self._model
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The store's calibration for this model, whose settings are in use where no others were
+        given; None if there is none."""
+        return self._calibration
 
     # -- ingestion ---------------------------------------------------------------------------
 
@@ -302,7 +315,7 @@ class BlockAttentionEngine:
             raise ValueError("the answer has no token to predict")
         check_names(options)
         parsed = self._options({**options, "mode": mode, "max_new_tokens": len(answer_ids)})
-        made = self._checked(prompt, parsed.mode)
+        made = _made(prompt)
         return self._scheduler.run(partial(self._runner.answer_logits, made, answer_ids, parsed))
 
     def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
@@ -317,8 +330,8 @@ class BlockAttentionEngine:
     ) -> PendingRequest:
         parsed = self._options(options)
         if not callable(prompt):  # a bad one is refused now, not when its turn comes
-            prompt = self._checked(prompt, parsed.mode)
-        make_prompt = partial(self._checked, prompt, parsed.mode)
+            prompt = self._checked(prompt, parsed)
+        make_prompt = partial(self._checked, prompt, parsed)
         can_share = partial(self.model.batches_exactly, parsed.sampling)
         return PendingRequest(make_prompt, parsed, self.answer_batch, can_share, **scheduling)
 
@@ -329,18 +342,20 @@ class BlockAttentionEngine:
             self.model.load_reader(parsed.reader)
         return parsed
 
-    def _checked(self, prompt: LatePrompt, mode: Mode) -> BlockPrompt:
-        given = prompt() if callable(prompt) else prompt
-        made = given if isinstance(given, BlockPrompt) else BlockPrompt.from_texts(given)
-        if mode == "block" and made.context:
-            self._warn_if_untuned()
+    def _checked(self, prompt: LatePrompt, options: GenerateOptions) -> BlockPrompt:
+        made = _made(prompt)
+        if options.mode == "block" and made.context:
+            self._warn_if_untuned(made, options)
         return made
 
-    def _warn_if_untuned(self) -> None:
+    def _warn_if_untuned(self, prompt: BlockPrompt, options: GenerateOptions) -> None:
         checkpoint = self.model.checkpoint
         unmet = checkpoint.unmet(self.defaults.positions, self.defaults.sink) if checkpoint else ""
         is_ready = self.model.is_block_tuned and not unmet
         if is_ready or self.model.hf_model in _warned_of:
+            return
+        doubt = self._calibration.doubt(options, prompt) if self._calibration else ""
+        if self._calibration and not doubt and not unmet:
             return
         _warned_of.add(self.model.hf_model)
         if unmet:
@@ -349,7 +364,13 @@ class BlockAttentionEngine:
         logger.warning(
             "%s is not known to be block-fine-tuned: in block mode its answers will be less "
             "accurate than in full mode (the papers measured 48 against 68 points without "
-            "fine-tuning). Encode passages after a sink (sink='head:4'), fine-tune it with "
-            "`blockattn-rag train`, measure both with `blockattn-rag eval`, or use mode='full'.",
+            "fine-tuning). %sChoose settings and measure what is left by `blockattn-rag "
+            "calibrate`, train a reader by `blockattn-rag adapt`, or use mode='full'.",
             self.model.name,
+            f"{doubt or self._uncalibrated} ".lstrip(),
         )
+
+
+def _made(prompt: LatePrompt) -> BlockPrompt:
+    given = prompt() if callable(prompt) else prompt
+    return given if isinstance(given, BlockPrompt) else BlockPrompt.from_texts(given)

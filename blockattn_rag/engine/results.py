@@ -3,14 +3,56 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 Mode = Literal["block", "full"]
 """``block``: context blocks are looked up and attend to themselves only. ``full``: ordinary causal
 attention over the same token ids, nothing reused."""
 
 FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """How far block mode was from full mode on questions like this one, when it was calibrated.
+
+    With the bounds of 95 % intervals. It speaks of prompts on average, and not of this answer.
+
+    Args:
+        passages: of the prompts that were measured.
+        questions: how many were.
+        kl: divergence from full mode's predictions along its answer, mean per token, in nats.
+        agreement: share of the answer's tokens at which block mode would choose the same.
+        identical: share of questions at which it would choose all of them.
+        recovery: share of plain block mode's divergence that the settings take away; None where
+            there is none to take.
+        qualified: whether the targets of the calibration were reached.
+    """
+
+    passages: int
+    questions: int
+    kl: float
+    kl_low: float
+    kl_high: float
+    agreement: float
+    agreement_low: float
+    agreement_high: float
+    identical: float
+    identical_low: float
+    identical_high: float
+    recovery: float | None
+    recovery_low: float | None
+    recovery_high: float | None
+    qualified: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{self.passages} passages: agreement with full mode {100 * self.agreement:.1f} % "
+            f"({100 * self.agreement_low:.1f} to {100 * self.agreement_high:.1f}), KL "
+            f"{self.kl:.4f} ({self.kl_low:.4f} to {self.kl_high:.4f}), {self.questions} questions"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +71,8 @@ class ReuseStats:
         prefill_s: from there to the first token: the final block's forward and the choice.
         ttft_s: from the call to the first token, waiting for the model included.
         total_s: from the call to the last token.
+        certificate: what is known of answers like this one; None in full mode and where nothing
+            was measured for its model, options and kind of prompt.
     """
 
     mode: Mode
@@ -43,16 +87,29 @@ class ReuseStats:
     prefill_s: float = 0.0
     ttft_s: float = 0.0
     total_s: float = 0.0
+    certificate: Certificate | None = None
+
+    @classmethod
+    def from_dict(cls, figures: Mapping[str, Any]) -> ReuseStats:
+        """The figures whose ``asdict`` this is; other keys are passed over."""
+        given = {one.name: figures[one.name] for one in fields(cls)}
+        if given["certificate"] is not None:
+            given["certificate"] = Certificate(**given["certificate"])
+        return cls(**given)
 
     @property
     def prompt_tokens(self) -> int:
         return self.reused_tokens + self.computed_tokens
 
     def __add__(self, other: ReuseStats) -> ReuseStats:
-        """The figures of both requests together: counts and seconds added, mode kept."""
-        names = [field.name for field in fields(self) if field.name != "mode"]
+        """The figures of both requests together: counts and seconds added, mode kept. The
+        certificate is the one of both, if there is one of both."""
+        apart = ("mode", "certificate")
+        names = [field.name for field in fields(self) if field.name not in apart]
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return replace(self, **sums)
+        found = {stats.certificate for stats in (self, other) if stats.prompt_tokens}
+        certificate = found.pop() if len(found) == 1 else None
+        return replace(self, **sums, certificate=certificate)
 
     def reuse(self) -> dict[str, int]:
         """Blocks and prompt tokens, found and computed, as fields of a JSON object."""

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from blockattn_rag.attention.merge_file import load_merge
+from blockattn_rag.engine.calibration import Calibration
 from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.engine.fetcher import BlockFetcher, Fetched
 from blockattn_rag.engine.options import NO_READER, GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
-from blockattn_rag.engine.results import Clock, Generation, ReuseStats
+from blockattn_rag.engine.results import Certificate, Clock, Generation, ReuseStats
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel
@@ -101,11 +102,15 @@ class Runner:
     Args:
         model: the model.
         fetcher: gets the blocks of prompts.
+        calibration: of the model, whose certificates come with the answers that they are of.
     """
 
-    def __init__(self, model: BlockModel, fetcher: BlockFetcher) -> None:
+    def __init__(
+        self, model: BlockModel, fetcher: BlockFetcher, calibration: Calibration | None = None
+    ) -> None:
         self._model = model
         self._fetcher = fetcher
+        self._calibration = calibration
 
     def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
         """Give every request its answer or its own error.
@@ -171,8 +176,15 @@ class Runner:
             computed_tokens=fetched.missed_tokens + len(final) + selecting,
             promoted_tokens=num_promoted + selecting,
             fetch_s=time.perf_counter() - started,
+            certificate=self._certificate(prompt, options),
         )
         return Prepared(placed.token_ids, final, placed, limit, stats)
+
+    def _certificate(self, prompt: BlockPrompt, options: GenerateOptions) -> Certificate | None:
+        known = self._calibration
+        if known is None or known.fingerprint != self._model.fingerprint:  # set otherwise since
+            return None
+        return known.certificate(options, prompt)
 
     def _promoted(
         self, context: Sequence[Block], question: Sequence[int], options: GenerateOptions

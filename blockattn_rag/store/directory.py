@@ -26,6 +26,8 @@ from blockattn_rag.store.format import FORMAT, VERSION, Header, decode, encode, 
 _MARK = "format.json"
 _MARKED = {"format": FORMAT, "version": VERSION}
 _OBJECTS = "objects"
+CALIBRATION_FILE = "calibration.json"
+"""Written by the engine's calibrations; no entry, and nothing here reads it."""
 _SUFFIX = ".safetensors"
 _SHARD = re.compile(r"[0-9a-f]{2}")
 
@@ -295,7 +297,8 @@ class DirectoryStore:
     def _foreign(self) -> Iterator[str]:
         """Names that no store has."""
         own = files.names_in(self.path)
-        yield from (name for name in own if name != _OBJECTS and not is_temporary(name))
+        known = (_OBJECTS, CALIBRATION_FILE)
+        yield from (name for name in own if name not in known and not is_temporary(name))
         shards = files.names_in(self._objects)
         yield from (f"{_OBJECTS}/{name}" for name in shards if not _SHARD.fullmatch(name))
 

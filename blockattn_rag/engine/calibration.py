@@ -1,0 +1,236 @@
+"""A calibration: settings of block mode that suit a model and a collection, and what is left.
+
+It is made by ``blockattn-rag calibrate`` and lies in the folder of the store, in one file with
+those of other models::
+
+    {"version": 1, "calibrations": {FINGERPRINT: {"model": ..., "settings": {...}, ...}}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from blockattn_rag.engine.options import NO_MERGE, NO_READER, GenerateOptions
+from blockattn_rag.engine.results import Certificate
+from blockattn_rag.errors import StoreError
+from blockattn_rag.files.atomic import write_json
+from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.promotion import NO_PROMOTION
+from blockattn_rag.prompts.sinks import NO_SINK
+from blockattn_rag.store import DirectoryStore, KVStore
+from blockattn_rag.store.directory import CALIBRATION_FILE
+
+VERSION = 1
+
+PLAIN_SETTINGS: Mapping[str, str] = {
+    "sink": NO_SINK,
+    "merge": NO_MERGE,
+    "promote": NO_PROMOTION,
+    "reader": NO_READER,
+}
+"""Block mode as published. These are the options that a calibration chooses."""
+
+logger = logging.getLogger("blockattn_rag")
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was chosen for one model, and what was then measured on other questions.
+
+    Args:
+        fingerprint: of the model, without adapters of the reader.
+        model, dtype: for people.
+        settings: the options of ``PLAIN_SETTINGS``.
+        reader_digest: of the reader's contents; empty without a reader.
+        prompt_digest: of the prompts' common parts; see :func:`prompt_digest`.
+        chosen_on: questions that the settings were chosen on; none of them was certified on.
+        compared: settings that were compared.
+        stability: share of bootstrap resamples of these questions in which the same settings win.
+        certificates: what was measured, by number of passages, ascending; at least one.
+        targets: lower bounds of ``agreement`` and, where asked for, ``recovery``, which every
+            certificate had to reach.
+        seed: of all that was random.
+        date: ISO 8601, UTC.
+        package_version: of this package.
+    """
+
+    fingerprint: str
+    model: str
+    dtype: str
+    settings: Mapping[str, str]
+    reader_digest: str
+    prompt_digest: str
+    chosen_on: int
+    compared: int
+    stability: float
+    certificates: tuple[Certificate, ...]
+    targets: Mapping[str, float]
+    seed: int
+    date: str
+    package_version: str
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Calibration:
+        """The calibration whose ``to_dict`` this is.
+
+        Raises:
+            TypeError, ValueError: fields are missing or wrong, or there are others.
+        """
+        given = {name: value for name, value in found.items() if name != "qualified"}
+        certificates = tuple(map(_certificate, given.pop("certificates")))
+        made = cls(**given, certificates=certificates)
+        if made.settings.keys() != PLAIN_SETTINGS.keys() or not made.certificates:
+            raise ValueError(f"found settings {sorted(made.settings)} and certificates "
+                             f"{len(made.certificates)}, expected {sorted(PLAIN_SETTINGS)} and "
+                             "at least one")  # fmt: skip
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        return {**asdict(self), "qualified": self.qualified}
+
+    @property
+    def qualified(self) -> bool:
+        """Whether every certificate reached the targets."""
+        return all(one.qualified for one in self.certificates)
+
+    def certificate(self, options: GenerateOptions, prompt: BlockPrompt) -> Certificate | None:
+        """What was measured for an answer's options and prompts like its own; None if nothing.
+
+        Of prompts with fewer passages than were measured, the next larger number tells, because the
+        loss grows with the number of passages.
+        """
+        passages = sum(block.is_passage for block in prompt.context)
+        fitting = (one for one in self.certificates if one.passages >= passages)
+        found = next(fitting, None) if passages else None
+        return found if found and not self._mismatch(options, prompt) else None
+
+    def doubt(self, options: GenerateOptions, prompt: BlockPrompt) -> str:
+        """Why the certificate does not vouch for an answer; empty if it does, or need not."""
+        if not any(block.is_passage for block in prompt.context):
+            return ""
+        if mismatch := self._mismatch(options, prompt):
+            return f"Its calibration does not count here: {mismatch}."
+        found = self.certificate(options, prompt)
+        if found is None:
+            most = self.certificates[-1].passages
+            return f"Its calibration measured prompts of at most {most} passages, not more."
+        if not found.qualified:
+            return f"It was calibrated and did not reach the targets: {found}."
+        return ""
+
+    def _mismatch(self, options: GenerateOptions, prompt: BlockPrompt) -> str:
+        others = [name for name, value in self.settings.items() if getattr(options, name) != value]
+        if others or options.positions != "reordered":
+            return f"other {', '.join(others or ['positions'])} was asked for"
+        if prompt_digest(prompt) != self.prompt_digest:
+            return "the prompt has another head or block template than the prompts measured"
+        return ""
+
+    def __str__(self) -> str:
+        chosen = [
+            f"{name}={value}"
+            for name, value in self.settings.items()
+            if value != PLAIN_SETTINGS[name]
+        ]
+        return f"{' '.join(chosen) or 'plain block mode'}; {'; '.join(map(str, self.certificates))}"
+
+
+def _certificate(found: Mapping[str, Any]) -> Certificate:
+    made = Certificate(**found)
+    texts = [one.name for one in fields(made) if isinstance(getattr(made, one.name), str)]
+    if texts:
+        raise ValueError(f"found text in {', '.join(texts)}, expected numbers")
+    return made
+
+
+def prompt_digest(prompt: BlockPrompt) -> str:
+    """sha256 of what the prompts of one pipeline have in common before the question: the text of
+    the blocks that are no passages, and the templates of those that are."""
+    head = [block.text for block in prompt.context if not block.is_passage]
+    passages = [block.template for block in prompt.context if block.is_passage]
+    templates = sorted({(template.before, template.after) for template in passages})
+    return hashlib.sha256(json.dumps([head, templates]).encode()).hexdigest()
+
+
+def calibration_path(store: KVStore) -> Path | None:
+    """Where the calibrations of a store are, or would be; None for stores without a folder."""
+    return store.path / CALIBRATION_FILE if isinstance(store, DirectoryStore) else None
+
+
+def read_calibrations(path: Path) -> dict[str, Calibration]:
+    """The calibrations in a file by fingerprint; none if there is no such file.
+
+    Raises:
+        StoreError: the file is damaged, of another version, or cannot be read.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+        if (version := found.get("version")) != VERSION:
+            raise StoreError(
+                f"{path} is of version {version!r}, expected {VERSION}; calibrate anew after "
+                "deleting it"
+            )
+        return {
+            fingerprint: Calibration.from_dict({**one, "fingerprint": fingerprint})
+            for fingerprint, one in found["calibrations"].items()
+        }
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise StoreError(
+            f"{path} is damaged ({error!r}); delete it and run `blockattn-rag calibrate` again"
+        ) from error
+
+
+def find_calibration(store: KVStore, model: BlockModel) -> tuple[Calibration | None, str]:
+    """The calibration of a model in a store's folder, if it can be used; else why there is none,
+    where there is something to tell. A file that cannot be used is warned of.
+
+    Raises:
+        ValueError: there are calibrations, and the model's fingerprint cannot be taken.
+    """
+    path = calibration_path(store)
+    try:
+        known = read_calibrations(path) if path else {}
+        if not known:
+            return None, ""
+        found = known.get(model.fingerprint)
+        if found is None:
+            return None, f"The calibration in {path} is of another model, or of another dtype."
+        _check_usable(found, model)
+    except StoreError as error:
+        logger.warning("going on without a calibration: %s", error)
+        return None, "Its calibration cannot be used."
+    return found, ""
+
+
+def _check_usable(calibration: Calibration, model: BlockModel) -> None:
+    """Raises ``StoreError`` unless the settings can be used as they were measured."""
+    try:
+        options = GenerateOptions.parse(calibration.settings, GenerateOptions())
+        reader = options.reader
+        digest = "" if reader == NO_READER else model.load_reader(reader).digest
+    except (OSError, ValueError) as error:
+        raise StoreError(f"its settings cannot be used ({error}); calibrate anew") from error
+    if digest != calibration.reader_digest:
+        raise StoreError(f"the reader in {reader} has changed since; calibrate anew")
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    """Write a calibration into the file, in place of an earlier one of the same model.
+
+    Raises as ``read_calibrations``: the calibrations of other models are kept.
+    """
+    kept = {**read_calibrations(path), calibration.fingerprint: calibration}
+    entries = {fingerprint: one.to_dict() for fingerprint, one in sorted(kept.items())}
+    write_json(path, {"version": VERSION, "calibrations": entries})

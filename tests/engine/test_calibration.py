@@ -1,0 +1,340 @@
+"""Calibrations: the file, what the engine takes of it, and the certificate of each answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag.engine.calibration import (
+    PLAIN_SETTINGS,
+    Calibration,
+    calibration_path,
+    prompt_digest,
+    read_calibrations,
+    write_calibration,
+)
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.engine.results import Certificate, ReuseStats
+from blockattn_rag.errors import StoreError
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.reader import Reader
+from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
+from blockattn_rag.store import DirectoryStore, MemoryStore, gc, verify
+from tests.models import tiny_model, tiny_tokenizer
+
+SETTINGS = {**PLAIN_SETTINGS, "sink": "head:3", "merge": "scale:0.95"}
+TEMPLATE = BlockTemplate(after="\n\n")
+
+
+def prompt(passages: int, *, head: str = "Answer.\n", template: BlockTemplate = TEMPLATE) -> Any:
+    texts = [Span(f"passage {number}", "passage") for number in range(passages)]
+    spans = [Span(head, "system")]
+    for text in texts:
+        spans += [text, Span("\n", "system")]
+    return BlockPrompt.from_spans([*spans, Span("Q?", "conversation")], template)
+
+
+def certificate(passages: int = 3, *, agreement: float = 0.95, qualified: bool = True) -> Any:
+    return Certificate(
+        passages=passages,
+        questions=50,
+        kl=0.06,
+        kl_low=0.05,
+        kl_high=0.07,
+        agreement=agreement,
+        agreement_low=agreement - 0.02,
+        agreement_high=agreement + 0.02,
+        identical=0.5,
+        identical_low=0.4,
+        identical_high=0.6,
+        recovery=0.7,
+        recovery_low=0.6,
+        recovery_high=0.8,
+        qualified=qualified,
+    )
+
+
+def calibration(fingerprint: str, **changed: Any) -> Calibration:
+    made = Calibration(
+        fingerprint=fingerprint,
+        model="some/model",
+        dtype="float32",
+        settings=SETTINGS,
+        reader_digest="",
+        prompt_digest=prompt_digest(prompt(1)),
+        chosen_on=50,
+        compared=24,
+        stability=0.8,
+        certificates=(certificate(3), certificate(5)),
+        targets={"agreement": 0.9},
+        seed=0,
+        date="2026-01-01T00:00:00+00:00",
+        package_version="0",
+    )
+    return replace(made, **changed)
+
+
+@pytest.fixture
+def model() -> BlockModel:
+    return BlockModel(tiny_model(), tiny_tokenizer(), name="some/model")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore(tmp_path / "kv")
+
+
+def path_of(store: DirectoryStore) -> Path:
+    path = calibration_path(store)
+    assert path is not None
+    return path
+
+
+def calibrated(model: BlockModel, store: DirectoryStore, **changed: Any) -> Calibration:
+    made = calibration(model.fingerprint, **changed)
+    write_calibration(path_of(store), made)
+    return made
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def test_calibrations_of_several_models_share_a_file(store: DirectoryStore) -> None:
+    path = path_of(store)
+    first, second = calibration("1" * 64), calibration("2" * 64, seed=4)
+    assert read_calibrations(path) == {}
+    write_calibration(path, second)
+    write_calibration(path, calibration("1" * 64, seed=9))
+    write_calibration(path, first)
+    assert read_calibrations(path) == {"1" * 64: first, "2" * 64: second}
+    assert json.loads(path.read_text())["calibrations"]["2" * 64]["qualified"] is True
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda _: "{", "is damaged"),
+        (lambda _: "[]", "is damaged"),
+        (lambda found: {**found, "version": 2}, "of version 2, expected 1"),
+        (lambda _: {"version": 1}, "is damaged"),
+        (lambda found: _entry(found, seed=...), "is damaged"),
+        (lambda found: _entry(found, more=1), "is damaged"),
+        (lambda found: _entry(found, certificates=[]), "certificates 0, expected"),
+        (lambda found: _entry(found, settings={"sink": "bos"}), "is damaged"),
+        (lambda found: _entry(found, certificates=[{**asdict(certificate()), "kl": "x"}]), "in kl"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_and_says_why(
+    store: DirectoryStore, change: Any, message: str
+) -> None:
+    path = path_of(store)
+    write_calibration(path, calibration("1" * 64))
+    found = change(json.loads(path.read_text()))
+    path.write_text(found if isinstance(found, str) else json.dumps(found))
+    with pytest.raises(StoreError, match=message):
+        read_calibrations(path)
+    with pytest.raises(StoreError, match=message):
+        write_calibration(path, calibration("2" * 64))
+
+
+def _entry(found: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    """The file with other fields in its entry; ``...`` takes one away."""
+    (fingerprint,) = found["calibrations"]
+    entry = {**found["calibrations"][fingerprint], **changed}
+    kept = {name: value for name, value in entry.items() if value is not ...}
+    return {**found, "calibrations": {fingerprint: kept}}
+
+
+def test_the_store_leaves_the_file_alone(store: DirectoryStore, model: BlockModel) -> None:
+    made = calibrated(model, store)
+    BlockAttentionEngine(model, store).encode(["a passage"])
+    assert store.stats().entries == 1
+    assert verify(store, delete_damaged=True).ok == 1
+    gc(store, set(), grace_s=0)
+    assert list(store.keys()) == []
+    (store.path / "format.json").unlink()  # the mark, which is then made anew
+    again = DirectoryStore(store.path)
+    assert read_calibrations(path_of(again)) == {model.fingerprint: made}
+    assert calibration_path(MemoryStore(1000)) is None
+
+
+# -- the engine ------------------------------------------------------------------------------------
+
+
+def test_the_engine_takes_what_was_not_given(store: DirectoryStore, model: BlockModel) -> None:
+    assert BlockAttentionEngine(model, store).defaults == GenerateOptions()
+    made = calibrated(model, store)
+    engine = BlockAttentionEngine(model, store, promote=None)
+    assert engine.calibration == made
+    assert (engine.defaults.sink, engine.defaults.merge) == ("head:3", "scale:0.95")
+    given = BlockAttentionEngine(model, store, sink="none", promote=1).defaults
+    assert (given.sink, given.merge, given.promote) == ("none", "scale:0.95", "1")
+    assert BlockAttentionEngine(model, MemoryStore(1 << 20)).calibration is None
+
+
+def test_calibrated_settings_give_the_answer_that_they_give_when_asked_for(
+    store: DirectoryStore, model: BlockModel
+) -> None:
+    plain = BlockAttentionEngine(model, MemoryStore(1 << 20))
+    expected = plain.generate(prompt(3), sink="head:3", merge="scale:0.95", max_new_tokens=4)
+    calibrated(model, store)
+    engine = BlockAttentionEngine(model, store)
+    found = engine.generate(prompt(3), max_new_tokens=4)
+    assert found.token_ids == expected.token_ids
+    assert engine.generate(prompt(3), sink="none", max_new_tokens=4).stats.misses == 3
+    assert engine.generate(prompt(3), max_new_tokens=4).stats.misses == 0
+
+
+def test_an_answer_comes_with_the_certificate_of_its_kind(
+    store: DirectoryStore, model: BlockModel
+) -> None:
+    made = calibrated(model, store)
+    engine = BlockAttentionEngine(model, store)
+
+    def of(given: BlockPrompt, **options: Any) -> Certificate | None:
+        return engine.generate(given, max_new_tokens=1, **options).stats.certificate
+
+    three, five = made.certificates
+    assert [of(prompt(count)) for count in (1, 3, 4, 5)] == [three, three, five, five]
+    assert of(prompt(6)) is None  # nothing was measured for so many
+    assert of(prompt(0)) is None  # there is nothing to certify
+    assert of(prompt(3), mode="full") is None
+    assert of(prompt(3), sink="none") is None
+    assert of(prompt(3), positions="composite") is None
+    assert of(prompt(3), sink="head:3") == three
+    assert of(prompt(3, head="Another head.\n")) is None
+    assert of(prompt(3, template=BlockTemplate(after="\n"))) is None
+    batch = engine.generate_batch([prompt(3), prompt(4)], max_new_tokens=1)
+    assert [one.stats.certificate for one in batch] == [three, five]
+
+
+def test_a_model_that_was_changed_since_has_no_certificate(
+    store: DirectoryStore, model: BlockModel
+) -> None:
+    calibrated(model, store)
+    engine = BlockAttentionEngine(model, store)
+    model.hf_model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *args: args[-1] * 0.5)
+    assert engine.generate(prompt(3), max_new_tokens=1).stats.certificate is None
+
+
+def test_certificates_survive_sums_and_dicts() -> None:
+    three = ReuseStats("block", 1, 0, 9, 2, certificate=certificate(3))
+    five = ReuseStats("block", 1, 0, 9, 2, certificate=certificate(5))
+    none = ReuseStats("block", 1, 0, 9, 2)
+    assert sum([three, three], ReuseStats("block")).certificate == certificate(3)
+    assert (three + none).certificate is (five + three).certificate is None
+    for stats in (three, none):
+        assert ReuseStats.from_dict(json.loads(json.dumps(asdict(stats)))) == stats
+
+
+# -- what is said of it ----------------------------------------------------------------------------
+
+
+def said(
+    caplog: pytest.LogCaptureFixture, engine: BlockAttentionEngine, *prompts: BlockPrompt
+) -> list[str]:
+    """The warnings of these questions."""
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        for one in prompts:
+            engine.generate(one, max_new_tokens=1)
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_a_qualified_calibration_is_told_in_one_line_in_place_of_the_warning(
+    store: DirectoryStore, model: BlockModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    calibrated(model, store)
+    with caplog.at_level(logging.INFO, "blockattn_rag"):
+        engine = BlockAttentionEngine(model, store)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("some/model: calibrated: sink=head:3 merge=scale:0.95; 3 passages: ")
+    assert "agreement with full mode 95.0 % (93.0 to 97.0), KL 0.0600" in line
+    caplog.clear()
+    assert said(caplog, engine, prompt(0), prompt(3), prompt(5)) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "given", "why"),
+    [
+        ({}, prompt(6), "at most 5 passages, not more"),
+        ({}, prompt(3, head="Other.\n"), "another head or block template"),
+        ({"certificates": (certificate(qualified=False),)}, prompt(3), "did not reach the targets"),
+    ],
+)
+def test_an_answer_that_no_certificate_vouches_for_is_warned_of_once(
+    store: DirectoryStore,
+    model: BlockModel,
+    caplog: pytest.LogCaptureFixture,
+    changed: dict[str, Any],
+    given: BlockPrompt,
+    why: str,
+) -> None:
+    calibrated(model, store, **changed)
+    (warning,) = said(caplog, BlockAttentionEngine(model, store), given, given)
+    assert "some/model is not known to be block-fine-tuned" in warning
+    assert why in warning
+    assert "`blockattn-rag calibrate`" in warning
+    assert "`blockattn-rag adapt`" in warning
+
+
+def test_other_options_than_those_calibrated_are_warned_of(
+    store: DirectoryStore, model: BlockModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    calibrated(model, store)
+    engine = BlockAttentionEngine(model, store, sink="none")
+    (warning,) = said(caplog, engine, prompt(3))
+    assert "other sink was asked for" in warning
+
+
+def test_a_calibration_of_another_model_is_not_used_and_the_warning_says_so(
+    store: DirectoryStore, model: BlockModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_calibration(path_of(store), calibration("f" * 64))
+    engine = BlockAttentionEngine(model, store)
+    assert engine.calibration is None
+    assert engine.defaults == GenerateOptions()
+    (warning,) = said(caplog, engine, prompt(3))
+    assert "is of another model, or of another dtype" in warning
+
+
+def test_a_tuned_model_is_warned_of_as_little_as_before(
+    store: DirectoryStore, model: BlockModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    model.config.block_attention = {"tuned": True}
+    calibrated(model, store, certificates=(certificate(qualified=False),))
+    assert said(caplog, BlockAttentionEngine(model, store), prompt(3)) == []
+
+
+def test_a_damaged_file_is_warned_of_and_the_engine_answers_without_it(
+    store: DirectoryStore, model: BlockModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    path_of(store).write_text("{")
+    engine = BlockAttentionEngine(model, store)
+    assert engine.defaults == GenerateOptions()
+    first, second = said(caplog, engine, prompt(3))
+    assert first.startswith(f"going on without a calibration: {path_of(store)} is damaged")
+    assert "Its calibration cannot be used." in second
+
+
+def test_a_reader_that_is_gone_or_another_is_warned_of_and_not_used(
+    store: DirectoryStore, model: BlockModel, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    folder = tmp_path / "reader"
+    reader = Reader.new(model.hf_model, rank=2, seed=1)
+    reader.save(folder, {"fingerprint": model.fingerprint})
+    settings = {**PLAIN_SETTINGS, "reader": str(folder)}
+    calibrated(model, store, settings=settings, reader_digest=reader.digest)
+    assert BlockAttentionEngine(model, store).defaults.reader == str(folder)
+    assert not caplog.records
+    Reader.new(model.hf_model, rank=2, seed=2).save(folder, {"fingerprint": model.fingerprint})
+    assert BlockAttentionEngine(model, store).calibration is None
+    assert "has changed since; calibrate anew" in caplog.text
+    folder.rename(tmp_path / "elsewhere")
+    assert BlockAttentionEngine(model, store).calibration is None
+    assert "its settings cannot be used" in caplog.text
