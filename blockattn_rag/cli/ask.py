@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +19,19 @@ ModeOption = Annotated[
 ]
 
 
+def _known_option(parameter: typer.CallbackParam, value: str | None) -> str | None:
+    """Refuse an option of block mode before a model is loaded."""
+    if value is None:
+        return None
+    from blockattn_rag.engine.options import checked_option
+
+    try:
+        found: str | None = checked_option(str(parameter.name), value)
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from error
+    return found
+
+
 def ask(
     question: Annotated[str, typer.Argument(help="What to ask.")],
     db: Annotated[Path, typer.Option(help="Database folder, made by `blockattn-rag ingest`.")],
@@ -29,6 +42,25 @@ def ask(
         ),
     ] = None,
     mode: ModeOption = "block",
+    promote: Annotated[
+        str | None,
+        typer.Option(
+            help="Passages to compute anew, seeing all others, for models that are not block-fine-"
+            "tuned: a number from the best on, last:N or attention:N.",
+            callback=_known_option,
+        ),
+    ] = None,
+    merge: Annotated[
+        str | None,
+        typer.Option(
+            help="How attention to passages is weighted: scale:0.95, bias:-0.5 or the file of a "
+            "learned merge.",
+            callback=_known_option,
+        ),
+    ] = None,
+    reader: Annotated[
+        str | None, typer.Option(help="Folder of a reader adapter.", callback=_known_option)
+    ] = None,
     top_k: Annotated[int, typer.Option(min=1, max=200, help="Passages to retrieve.")] = 5,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
@@ -42,7 +74,8 @@ def ask(
         database = Database.open(db, model=model, device=device, dtype=dtype)
         if not database.collection.count():
             raise ValueError(f"{db} holds no passage; run `blockattn-rag ingest PATH --db {db}`")
-        assistant = Assistant(database, top_k=top_k, max_new_tokens=max_new_tokens)
+        repairs: dict[str, Any] = {"promote": promote, "merge": merge, "reader": reader}
+        assistant = Assistant(database, top_k=top_k, max_new_tokens=max_new_tokens, **repairs)
         answer = assistant.ask(question, mode=mode, on_text=None if as_json else piece)
         if not as_json:
             piece(_cut_off(answer) + "\n")
@@ -80,7 +113,8 @@ def _reuse_line(stats: ReuseStats) -> str:
     first = f"first token after {duration(stats.ttft_s)}"
     if stats.mode == "full":
         return f"full mode: nothing reused, {tokens} computed; {first}"
+    promoted = f", {stats.promoted_tokens:,} promoted" if stats.promoted_tokens else ""
     return (
         f"block mode: {count(stats.hits, 'block')} reused, {stats.misses} computed; "
-        f"{stats.reused_tokens:,} of {tokens} reused; {first}"
+        f"{stats.reused_tokens:,} of {tokens} reused{promoted}; {first}"
     )

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, get_args
 from blockattn_rag.attention.merge_file import load_merge
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.context import Assembly, Positions
+from blockattn_rag.model.lora_files import read_metadata
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.promotion import NO_PROMOTION, check_promotion
 from blockattn_rag.prompts.sinks import NO_SINK, check_sink
@@ -57,6 +58,15 @@ class BlockOptions(TypedDict, total=False):
 _BLOCK = tuple(BlockOptions.__annotations__)
 
 
+def checked_option(name: str, value: Any) -> Any:
+    """A block option as it is kept, such as ``"1"`` for ``promote=1``; None stays None.
+
+    Raises as ``GenerateOptions``.
+    """
+    parsed = GenerateOptions.parse({name: value}, GenerateOptions())
+    return None if value is None else getattr(parsed, name)
+
+
 def check_names(options: Mapping[str, Any]) -> None:
     """Refuse what is no block option, where nothing else is taken.
 
@@ -67,6 +77,14 @@ def check_names(options: Mapping[str, Any]) -> None:
         raise TypeError(f"unknown options {', '.join(others)}; known are {', '.join(_BLOCK)}")
 
 
+def reader_digest(reader: str | None) -> str | None:
+    """The digest that a saved reader was noted with; None if there is none, as in PEFT's files."""
+    if reader in (None, NO_READER):
+        return None
+    digest: str | None = read_metadata(Path(str(reader))).get("digest")
+    return digest
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateOptions:
     """The options of one request. Requests with equal options may share a batch.
@@ -75,6 +93,7 @@ class GenerateOptions:
 
     Raises:
         ValueError: a word is none of the expected ones, or a number is out of range.
+        FileNotFoundError: the reader's folder is not there.
     """
 
     mode: Mode = "block"
@@ -92,6 +111,10 @@ class GenerateOptions:
         load_merge(self.merge)
         object.__setattr__(self, "promote", check_promotion(self.promote))
         object.__setattr__(self, "reader", str(self.reader))
+        if self.reader != NO_READER and not Path(self.reader).is_dir():
+            raise FileNotFoundError(
+                f"found no folder {self.reader!r}; expected that of a reader adapter, or 'none'"
+            )
         for name, literal in _WORDS.items():
             known, found = get_args(literal), getattr(self, name)
             if found not in known:

@@ -16,22 +16,32 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.runnables import Runnable, RunnableLambda
 from langchain_core.runnables.base import RunnableBindingBase
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.options import OnMiss
+from blockattn_rag.engine.options import OnMiss, checked_option, reader_digest
 from blockattn_rag.engine.results import GenerationChunk, Mode
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.langchain.cleaning import without_markers
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
-from blockattn_rag.prompts.sinks import check_sink
 
 PROVIDER = "blockattn_rag"
 
 _SOURCE_FIELDS = ("model_name", "tokenizer_name", "kv_store", "device_map", "model_kwargs")
+_OPTION_FIELDS = (
+    *("mode", "on_miss", "positions", "sink", "merge", "promote", "reader"),
+    *("temperature", "top_p", "top_k", "seed"),
+)
 _ALIASES = {"model": "model_name", "tokenizer": "tokenizer_name", "device": "device_map"}
 
 
@@ -41,7 +51,8 @@ class EngineFields(BaseModel):
     Args:
         model_name (or model): path, hub id, ``"bundled"``, or a loaded transformers model.
         engine: a ready engine, shared with others; instead of all that says how to load one.
-        llm: another component of this package to share model, store and template with.
+        llm: another component of this package, with options bound to it or not, to share model,
+            store, template and sink with.
         tokenizer: a transformers tokenizer or where to load it; default: the model's.
         kv_store: directory of the KV store, or a store object; default: 1 GiB of memory.
         device_map (or device): a torch device, or ``"auto"``.
@@ -74,7 +85,13 @@ class EngineFields(BaseModel):
     @field_validator("sink")
     @classmethod
     def _check_sink(cls, sink: str | None) -> str | None:
-        return sink and check_sink(sink)
+        checked: str | None = checked_option("sink", sink)
+        return checked
+
+    @property
+    def passage_sink(self) -> str | None:
+        """What passages are encoded after; None: the engine's own."""
+        return self.sink
 
     @model_validator(mode="before")
     @classmethod
@@ -89,8 +106,8 @@ class EngineFields(BaseModel):
             if given or engine is not None or source is not None:
                 raise ValueError("give either llm=, or the model and store, not both")
             source = llm.source
-            for name in ("block_template", "sink"):
-                rest.setdefault(name, getattr(llm, name))
+            rest.setdefault("block_template", llm.block_template)
+            rest.setdefault("sink", _passage_sink(llm))
         known = source.fields() if source is not None else {}
         # configurable_fields gives a source and fields that may ask for another one.
         if source is None or any(known[name] != value for name, value in given.items()):
@@ -110,6 +127,10 @@ class GenerationFields(EngineFields):
         mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
         on_miss: ``"compute"`` what is not stored, or ``"error"``.
         positions: ``"reordered"``, or ``"composite"``, the papers' ablation.
+        merge, promote, reader: further repairs for models that are not block-fine-tuned; see
+            ``BlockOptions``. ``promote=1`` takes the first passage, which is the best one in the
+            retriever's order. Where a transformer reorders documents (``LongContextReorder`` puts
+            the best at both ends), take ``"attention:1"``. Default: the engine's own.
         max_tokens (or max_new_tokens): longest answer.
         temperature: None or 0 is greedy; ``top_p`` and ``top_k`` apply above 0.
         stop (or stop_sequences): strings that end the answer and are not part of it.
@@ -120,6 +141,9 @@ class GenerationFields(EngineFields):
     mode: Mode = "block"
     on_miss: OnMiss = "compute"
     positions: Positions = "reordered"
+    merge: str | None = None
+    promote: str | None = None
+    reader: str | None = None
     max_tokens: int = Field(default=256, alias="max_new_tokens", gt=0)
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = None
@@ -128,18 +152,29 @@ class GenerationFields(EngineFields):
     seed: int | None = None
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
 
+    @field_validator("merge", "promote", "reader", mode="before")
+    @classmethod
+    def _check_repair(cls, value: Any, info: ValidationInfo) -> Any:
+        return checked_option(str(info.field_name), value)
+
+    @property
+    def passage_sink(self) -> str | None:
+        sink: str | None = self.generate_kwargs.get("sink")
+        return self.sink if sink is None else sink
+
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """What traces and answer caches know this model by: plain values, nothing live."""
         names = [n for n in GenerationFields.model_fields if n not in ("source", "block_template")]
         template = {"before": self.block_template.before, "after": self.block_template.after}
-        return {**{name: getattr(self, name) for name in names}, "block_template": template}
+        known = {**{name: getattr(self, name) for name in names}, "block_template": template}
+        # Another reader may come to the same folder.
+        return {**known, "reader_digest": reader_digest(self.reader)}
 
     def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
         """The engine's keyword arguments for one call: what the call says, else the fields."""
-        own = ("mode", "on_miss", "positions", "sink", "temperature", "top_p", "top_k", "seed")
         options = {
-            **{name: getattr(self, name) for name in own},
+            **{name: getattr(self, name) for name in _OPTION_FIELDS},
             "max_new_tokens": self.max_tokens,
             **self.generate_kwargs,
             **call,
@@ -208,6 +243,16 @@ class GenerationFields(EngineFields):
             for other in fallbacks
         ]
         return Runnable.with_fallbacks(cast(Runnable[Any, Any], self), cleaned, **kwargs)
+
+
+def _passage_sink(llm: Any) -> str | None:
+    """What the calls of a component look passages up after, with options bound to it or not."""
+    while isinstance(llm, RunnableBindingBase):
+        if (sink := llm.kwargs.get("sink")) is not None:
+            return str(sink)
+        llm = llm.bound
+    own: str | None = llm.passage_sink
+    return own
 
 
 def _is_own(runnable: Any) -> bool:

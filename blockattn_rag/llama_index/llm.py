@@ -32,7 +32,7 @@ from llama_index_instrumentation import get_dispatcher
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.options import OnMiss
+from blockattn_rag.engine.options import OnMiss, checked_option
 from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.llama_index.chat import as_template_messages, chat_response
@@ -43,10 +43,11 @@ from blockattn_rag.prompts.chat_template import chat_spans, has_chat_template, t
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.prompts.marked_text import close_cut_passages
 from blockattn_rag.prompts.markers import strip_markers
-from blockattn_rag.prompts.sinks import check_sink
 from blockattn_rag.store import KVStore
 
 dispatcher = get_dispatcher(__name__)
+
+_OPTION_FIELDS = ("mode", "on_miss", "positions", "sink", "merge", "promote", "reader")
 
 PromptLike = str | Sequence[ChatMessage]
 MakePrompt = Callable[[], BlockPrompt]
@@ -74,6 +75,11 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         sink: what passages are encoded after, such as ``"head:4"`` for models that are not
             block-fine-tuned (see ``prompts.sinks``); must be that of ``BlockKVTransform``. Default:
             the engine's own.
+        merge, promote, reader: further repairs for models that are not block-fine-tuned; see
+            ``BlockOptions``. ``promote=1`` takes the first passage, which is the best one in the
+            retriever's order. Where a postprocessor reorders passages (``LongContextReorder`` puts
+            the best at both ends), take ``"attention:1"``; after ``BlockKVPostprocessor``'s
+            ``"ascending"``, ``"last:1"``. Default: the engine's own.
         context_window: tokens that the frameworks may fill; default: all that the model holds.
         max_new_tokens: longest answer.
         generate_kwargs: defaults of every call, such as ``temperature`` or ``stop``.
@@ -89,9 +95,9 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
             user message, else the text as it stands.
 
     Per call, ``complete`` and ``chat`` take ``max_new_tokens``, ``temperature``, ``top_p``,
-    ``top_k``, ``stop``, ``seed``, ``mode``, ``positions``, ``sink``, ``on_miss`` and whatever
-    transformers' ``generate`` takes; anything else raises. ``raw["usage"]`` has the tokens and what
-    was reused.
+    ``top_k``, ``stop``, ``seed``, ``mode``, ``positions``, ``sink``, ``merge``, ``promote``,
+    ``reader``, ``on_miss`` and whatever transformers' ``generate`` takes; anything else raises.
+    ``raw["usage"]`` has the tokens and what was reused.
 
     Raises:
         ContextOverflowError: (from a call) the prompt does not fit the model; LlamaIndex packs
@@ -103,6 +109,9 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
     positions: Positions = Field(description="'reordered' or 'composite' positions of blocks.")
     block_template: BlockTemplate = Field(description="What stands around each passage.")
     sink: str | None = Field(description="What passages are encoded after.")
+    merge: str | None = Field(description="How attention to passages is weighted.")
+    promote: str | None = Field(description="Passages that move to the final block.")
+    reader: str | None = Field(description="Folder of a reader adapter.")
     context_window: int | None = Field(description="Tokens to fill; None for the model's limit.")
     max_new_tokens: int = Field(description="Longest answer, in tokens.", gt=0)
     generate_kwargs: dict[str, Any] = Field(description="Defaults of every call.")
@@ -123,6 +132,9 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         positions: Positions = "reordered",
         block_template: BlockTemplate = BLANK_LINE,
         sink: str | None = None,
+        merge: str | None = None,
+        promote: str | int | None = None,
+        reader: str | Path | None = None,
         context_window: int | None = None,
         max_new_tokens: int = 256,
         generate_kwargs: dict[str, Any] | None = None,
@@ -134,8 +146,6 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
     ) -> None:
         known = [*type(self).model_fields, "model", "tokenizer", "engine"]
         check_known(type(self), llm_fields, known)
-        if sink is not None:
-            check_sink(sink)
         model = model if model is not None else model_name
         tokenizer = tokenizer if tokenizer is not None else tokenizer_name
         source = EngineSource(engine, model, tokenizer, kv_store, device_map, model_kwargs)
@@ -145,7 +155,10 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
             "on_miss": on_miss,
             "positions": positions,
             "block_template": block_template,
-            "sink": sink,
+            "sink": checked_option("sink", sink),
+            "merge": checked_option("merge", merge),
+            "promote": checked_option("promote", promote),
+            "reader": checked_option("reader", reader),
             "context_window": context_window,
             "max_new_tokens": max_new_tokens,
             "generate_kwargs": generate_kwargs or {},
@@ -158,6 +171,12 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
     @classmethod
     def class_name(cls) -> str:
         return "BlockAttentionLLM"
+
+    @property
+    def passage_sink(self) -> str | None:
+        """What its answers expect passages to be encoded after; None: the engine's own."""
+        sink: str | None = self.generate_kwargs.get("sink")
+        return self.sink if sink is None else sink
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -239,8 +258,8 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
 
     def _options(self, call: dict[str, Any]) -> dict[str, Any]:
         """Options of one call for the engine: what the call says, else the fields."""
-        own = ("mode", "on_miss", "positions", "sink", "max_new_tokens")
-        return {**{name: getattr(self, name) for name in own}, **self.generate_kwargs, **call}
+        own = {name: getattr(self, name) for name in (*_OPTION_FIELDS, "max_new_tokens")}
+        return {**own, **self.generate_kwargs, **call}
 
     def _prompt_maker(self, prompt: PromptLike, formatted: bool = True) -> MakePrompt:
         """A function that makes the prompt when it is about to be answered; it may log a hint."""

@@ -19,12 +19,12 @@ from llama_index.core.schema import (
 from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.ingest import EncodeStats
+from blockattn_rag.engine.options import checked_option
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.llama_index.nodes import canonical_text, stamp
 from blockattn_rag.llama_index.source import EngineComponent
 from blockattn_rag.prompts.blocks import Block, BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
-from blockattn_rag.prompts.sinks import check_sink
 from blockattn_rag.store import KVStore
 
 
@@ -80,8 +80,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         show_progress: bool = False,
         hide_file_paths: bool = True,
     ) -> None:
-        if sink is not None:
-            check_sink(sink)
+        checked_option("sink", sink)
         model = model if model is not None else model_name
         tokenizer = tokenizer if tokenizer is not None else tokenizer_name
         if llm is not None:
@@ -89,7 +88,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
             if any(value is not None for value in given):
                 raise ValueError("give either llm=, or the model and store, not both")
             source = llm.source
-            block_template, sink = block_template or llm.block_template, sink or llm.sink
+            block_template, sink = block_template or llm.block_template, sink or llm.passage_sink
         else:
             source = EngineSource(engine, model, tokenizer, kv_store, device_map, model_kwargs)
         fields = {**source.fields(), "block_template": block_template or BLANK_LINE}

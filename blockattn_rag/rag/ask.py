@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import blockattn_rag.llama_index as adapter
@@ -52,6 +53,7 @@ class Answer:
             **self.stats.reuse(),
             "generated_tokens": self.stats.generated_tokens,
             "finish_reason": self.finish_reason,
+            "certificate": self.stats.certificate and asdict(self.stats.certificate),
             "ttft_s": self.stats.ttft_s,
             "total_s": self.stats.total_s,
         }
@@ -64,15 +66,26 @@ class Assistant:
         database: an open database.
         top_k: passages to retrieve.
         max_new_tokens: longest answer.
+        merge, promote, reader: see ``BlockOptions``; default: the engine's own.
     """
 
-    def __init__(self, database: Database, *, top_k: int = 5, max_new_tokens: int = 256) -> None:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        top_k: int = 5,
+        max_new_tokens: int = 256,
+        merge: str | None = None,
+        promote: str | int | None = None,
+        reader: str | Path | None = None,
+    ) -> None:
         from llama_index.core import VectorStoreIndex
         from llama_index.vector_stores.chroma import ChromaVectorStore
 
         self._database = database
         self._top_k = top_k
         self._max_new_tokens = max_new_tokens
+        self._repairs: dict[str, Any] = {"merge": merge, "promote": promote, "reader": reader}
         self._has_head = False
         self._index = VectorStoreIndex.from_vector_store(
             ChromaVectorStore(chroma_collection=database.collection), embed_model=database.embedding
@@ -87,6 +100,7 @@ class Assistant:
             block_template=self._database.template,
             mode=mode,
             max_new_tokens=self._max_new_tokens,
+            **self._repairs,
         )
         if mode == "block" and not self._has_head:
             # `store gc` may have deleted the head: no passage refers to it.
@@ -113,8 +127,7 @@ class Assistant:
 
 def _total(mode: Mode, calls: Sequence[Any]) -> ReuseStats:
     """The figures of all calls of the language model; the first token is the last call's."""
-    names = [field.name for field in fields(ReuseStats)]
-    used = [ReuseStats(**{name: call["usage"][name] for name in names}) for call in calls]
+    used = [ReuseStats.from_dict(call["usage"]) for call in calls]
     total = sum(used, ReuseStats(mode))
     *_, last = used or [total]
     return replace(total, ttft_s=total.total_s - last.total_s + last.ttft_s)

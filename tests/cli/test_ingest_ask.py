@@ -141,6 +141,18 @@ def test_full_mode_reuses_nothing(cli: Command, database: Path) -> None:
     assert "full mode: nothing reused, " in shown
 
 
+def test_repairs_are_options_of_a_question(cli: Command, database: Path) -> None:
+    command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3)
+    answer = cli(*command, "--promote", "1", "--merge", "scale:0.9", "--json").json
+    assert answer["promoted_tokens"] > 0
+    assert answer["promoted_tokens"] < answer["computed_tokens"]
+    assert f"{answer['promoted_tokens']} promoted" in cli(*command, "--promote", "1").stdout
+    for option, found in (("--promote", "best"), ("--merge", "more:2"), ("--reader", "nowhere")):
+        output = cli(*command, option, found)
+        assert output.status == 2
+        assert f"'{found}'" in " ".join(output.stderr.replace("│", " ").split())
+
+
 def test_another_model_computes_the_passages_and_says_so(
     cli: Command, database: Path, tmp_path: Path
 ) -> None:

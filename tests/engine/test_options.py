@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from blockattn_rag.engine.options import GenerateOptions, check_names
+from blockattn_rag.engine.options import GenerateOptions, check_names, checked_option
 from blockattn_rag.model.sampling import Sampling
 
 DEFAULTS = GenerateOptions(on_miss="error", assembly="copy")
@@ -43,6 +44,19 @@ def test_a_repair_of_no_known_form_is_refused(name: str, found: str) -> None:
 def test_a_number_of_passages_is_taken_as_its_form() -> None:
     assert parse(promote=2) == parse(promote="2")
     assert parse(promote=0) == parse()
+
+
+def test_a_reader_whose_folder_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="found no folder"):
+        parse(reader=tmp_path / "nowhere")
+    assert parse(reader=tmp_path).reader == str(tmp_path)
+
+
+def test_one_option_is_checked_by_itself() -> None:
+    assert checked_option("promote", 2) == "2"
+    assert checked_option("promote", None) is None
+    with pytest.raises(ValueError, match="found 'best'"):
+        checked_option("promote", "best")
 
 
 def test_names_that_are_no_block_options_are_refused_where_nothing_else_is_taken() -> None:

@@ -1,0 +1,99 @@
+"""Repairs of block mode as fields of the model, bound to it, and in what is reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.caches import InMemoryCache
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.langchain import (
+    BlockKVCompressor,
+    BlockKVTransformer,
+    ChatBlockAttention,
+    format_blocks,
+)
+from blockattn_rag.model.reader import Reader
+from tests.langchain.conftest import passages
+
+MESSAGES = [("system", format_blocks(passages())), ("human", "Which?")]
+
+
+def reuse(message: Any) -> dict[str, Any]:
+    figures: dict[str, Any] = message.response_metadata["block_attention"]
+    return figures
+
+
+def saved_reader(engine: BlockAttentionEngine, folder: Path, seed: int) -> Reader:
+    """A reader that changes answers, in a folder; an earlier one is replaced."""
+    reader = Reader.new(engine.model.hf_model, rank=2, seed=seed)
+    for matrix in reader.parameters():
+        matrix.requires_grad_(False).add_(0.3)
+    reader.save(folder, {"fingerprint": engine.model.fingerprint})
+    return reader
+
+
+def test_fields_and_bound_options_are_the_engines(chat: ChatBlockAttention, tmp_path: Path) -> None:
+    saved_reader(chat.engine, tmp_path / "reader", 0)
+    options: dict[str, Any] = {"merge": "scale:0.5", "promote": 1, "reader": tmp_path / "reader"}
+    prompt = chat.to_prompt(chat._convert_input(MESSAGES).to_messages())
+    for name, value in options.items():
+        expected = chat.engine.generate(prompt, max_new_tokens=6, **{name: value}).text
+        own = ChatBlockAttention(llm=chat, max_tokens=6, **{name: value})
+        assert own.invoke(MESSAGES).content == expected
+        assert chat.bind(**{name: value}).invoke(MESSAGES).content == expected
+    assert chat.invoke(MESSAGES).content != expected  # of the reader
+
+
+def test_promoted_tokens_are_shown(chat: ChatBlockAttention) -> None:
+    assert reuse(chat.invoke(MESSAGES))["promoted_tokens"] == 0
+    promoted = chat.bind(promote=1).invoke(MESSAGES)
+    assert reuse(promoted)["promoted_tokens"] > 40
+    streamed = list(chat.stream(MESSAGES, promote=1))
+    assert reuse(streamed[-1])["promoted_tokens"] == reuse(promoted)["promoted_tokens"]
+
+
+@pytest.mark.parametrize("option", [{"merge": "more:2"}, {"promote": "best"}, {"sink": "head"}])
+def test_an_option_of_no_known_form_is_refused_at_once(
+    chat: ChatBlockAttention, option: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=str(*option.values())):
+        ChatBlockAttention(llm=chat, **option)
+
+
+def test_a_reader_that_is_not_there_is_refused_at_once(chat: ChatBlockAttention) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        ChatBlockAttention(llm=chat, reader="nowhere")
+
+
+def test_an_answer_cache_tells_repairs_apart(chat: ChatBlockAttention, tmp_path: Path) -> None:
+    cache, folder = InMemoryCache(), tmp_path / "reader"
+
+    def ask(**options: Any) -> str:
+        model = ChatBlockAttention(source=chat.source, max_tokens=6, cache=cache, **options)
+        return str(model.invoke(MESSAGES).content)
+
+    saved_reader(chat.engine, folder, 0)
+    answers = [ask(), ask(promote=1), ask(merge="scale:0.5"), ask(reader=folder)]
+    assert len(cache._cache) == 4
+    assert [ask(), ask(promote="1"), ask(merge="scale:0.5"), ask(reader=str(folder))] == answers
+    assert len(cache._cache) == 4
+    saved_reader(chat.engine, folder, 1)  # another one in the same folder
+    ask(reader=folder)
+    assert len(cache._cache) == 5
+
+
+def test_ingestion_takes_a_sink_that_is_bound_or_in_generate_kwargs(
+    chat: ChatBlockAttention,
+) -> None:
+    given = ChatBlockAttention(llm=chat, generate_kwargs={"sink": "head:4"})
+    for llm, sink in ((given, "head:4"), (chat.bind(sink="bos"), "bos"), (chat, None)):
+        assert BlockKVTransformer(llm=llm).sink == sink
+    assert BlockKVTransformer(llm=given.bind(sink="bos").with_config(tags=["a"])).sink == "bos"
+    compressor = BlockKVCompressor(llm=given, warm=True)
+    compressor.compress_documents(passages(), "Which?")
+    compressor.wait_until_warm()
+    figures = reuse(given.invoke(MESSAGES))
+    assert (figures["hits"], figures["misses"]) == (3, 1)

@@ -1,0 +1,73 @@
+"""Repairs of block mode as fields of the LLM, per call, and in what is reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform
+from blockattn_rag.llama_index.events import BlockReuseEvent
+from blockattn_rag.llama_index.nodes import canonical_text
+from blockattn_rag.model.reader import Reader
+from blockattn_rag.prompts.markers import wrap
+from tests.llama_index.conftest import RecordingEngine, passages
+
+MARKED = f"Head. {''.join(wrap(canonical_text(node)) for node in passages(3))}Q"
+NAMES = ("merge", "promote", "reader")
+
+
+@pytest.fixture
+def reader(engine: RecordingEngine, tmp_path: Path) -> Path:
+    made = Reader.new(engine.model.hf_model, rank=1)
+    made.save(tmp_path / "reader", {"fingerprint": engine.model.fingerprint})
+    return tmp_path / "reader"
+
+
+def test_fields_reach_the_engine_and_a_call_overrides_them(
+    engine: RecordingEngine, reader: Path
+) -> None:
+    llm = BlockAttentionLLM(
+        engine=engine, max_new_tokens=4, merge="scale:0.9", promote=1, reader=reader
+    )
+    llm.complete(MARKED)
+    llm.complete(MARKED, promote="last:2", merge="none", reader="none")
+    found = [[call.options[name] for name in NAMES] for call in engine.calls]
+    assert found == [["scale:0.9", "1", str(reader)], ["none", "last:2", "none"]]
+    copy = BlockAttentionLLM(engine=engine, **{name: getattr(llm, name) for name in NAMES})
+    assert [copy.to_dict()[name] for name in NAMES] == found[0]
+
+
+def test_what_is_not_said_is_the_engines_own(block_model: Any) -> None:
+    engine = RecordingEngine(block_model, promote=1)
+    usage = BlockAttentionLLM(engine=engine, max_new_tokens=4).complete(MARKED).raw["usage"]
+    assert usage["promoted_tokens"] > 0
+
+
+def test_promoted_tokens_are_shown(llm: BlockAttentionLLM) -> None:
+    promoted = llm.complete(MARKED, promote=1).raw["usage"]
+    plain = llm.complete(MARKED).raw["usage"]
+    length = len(llm.to_prompt(MARKED, formatted=False).context[1].rendered)
+    assert (promoted["promoted_tokens"], plain["promoted_tokens"]) == (length, 0)
+    stats = llm.engine.generate(llm.to_prompt(MARKED), promote=1, max_new_tokens=1).stats
+    assert BlockReuseEvent(stats=stats).model_dump()["promoted_tokens"] == length
+
+
+@pytest.mark.parametrize(
+    "option", [{"merge": "more:2"}, {"promote": "best"}, {"reader": "nowhere"}, {"sink": "head"}]
+)
+def test_an_option_of_no_known_form_is_refused_at_once(
+    engine: RecordingEngine, option: dict[str, Any]
+) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=str(*option.values())):
+        BlockAttentionLLM(engine=engine, **option)
+
+
+def test_ingestion_takes_a_sink_from_generate_kwargs(engine: RecordingEngine) -> None:
+    llm = BlockAttentionLLM(
+        engine=engine, max_new_tokens=4, sink="bos", generate_kwargs={"sink": "head:4"}
+    )
+    BlockKVTransform(llm=llm)(passages(3))
+    usage = llm.complete(MARKED, formatted=True).raw["usage"]
+    assert (usage["hits"], usage["misses"]) == (3, 1)
