@@ -11,7 +11,19 @@ import typer
 from typer.core import TyperGroup
 
 from blockattn_rag import __version__
-from blockattn_rag.cli import ask, bench, check, demo, evaluate, ingest, plan, remove, store, train
+from blockattn_rag.cli import (
+    adapt,
+    ask,
+    bench,
+    check,
+    demo,
+    evaluate,
+    ingest,
+    plan,
+    remove,
+    store,
+    train,
+)
 from blockattn_rag.cli.output import fail, note, plain
 from blockattn_rag.errors import BlockAttnError
 
@@ -66,7 +78,15 @@ app = typer.Typer(
     help="Block-Attention for RAG: encode passages once, reuse them in every answer.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo.demo, ingest.ingest, remove.remove, ask.ask, check.check, train.train):
+for command in (
+    demo.demo,
+    ingest.ingest,
+    remove.remove,
+    ask.ask,
+    check.check,
+    train.train,
+    adapt.adapt,
+):
     app.command()(command)
 app.command("eval")(evaluate.evaluate)
 app.command("plan")(plan.plan)

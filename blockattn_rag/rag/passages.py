@@ -1,0 +1,40 @@
+"""A database's passages: all of them, and those that its retriever finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import blockattn_rag.llama_index as adapter
+from blockattn_rag.adapters.handles import records_of
+from blockattn_rag.rag.database import Database
+
+if TYPE_CHECKING:
+    from llama_index.core.schema import BaseNode
+
+
+def all_passages(database: Database) -> list[str]:
+    """The canonical texts of a database's passages, each once, sorted."""
+    from llama_index.core.vector_stores.utils import metadata_dict_to_node
+
+    nodes: Iterator[BaseNode] = (
+        metadata_dict_to_node(metadata, text=document)
+        for metadata, document in records_of(database.collection, "metadatas", "documents")
+    )
+    return sorted({text for node in nodes if (text := adapter.canonical_text(node))})
+
+
+def retriever(database: Database) -> Callable[[str, int], list[str]]:
+    """What gives a question's best passages, at most so many, as ``ask`` finds them."""
+    from llama_index.core import VectorStoreIndex
+    from llama_index.vector_stores.chroma import ChromaVectorStore
+
+    store = ChromaVectorStore(chroma_collection=database.collection)
+    index = VectorStoreIndex.from_vector_store(store, embed_model=database.embedding)
+
+    def nearest(question: str, count: int) -> list[str]:
+        found: Any = index.as_retriever(similarity_top_k=count).retrieve(question)
+        texts = (adapter.canonical_text(hit.node) for hit in found)
+        return list(dict.fromkeys(text for text in texts if text))
+
+    return nearest

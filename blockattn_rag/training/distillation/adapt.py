@@ -1,0 +1,253 @@
+"""Distillation of full mode into block mode: one call, one result folder.
+
+Every stage goes on where an interruption left it: what was written, answered, measured and trained
+lies in the work folder beside the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockattn_rag.attention.context_merge import LearnedMerge
+from blockattn_rag.attention.merge_file import load_merge, save_merge
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.errors import DataError
+from blockattn_rag.files.atomic import write_json
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.reader import Reader
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.formats import prompt_format
+from blockattn_rag.prompts.sinks import NO_SINK, check_sink
+from blockattn_rag.store import DirectoryStore, KVStore
+from blockattn_rag.training.distillation.config import AdaptConfig
+from blockattn_rag.training.distillation.questions import Collection, write_questions
+from blockattn_rag.training.distillation.report import MERGE_FILE, AdaptReport, write_card
+from blockattn_rag.training.distillation.run_folder import check_run, replace_output, run_folder
+from blockattn_rag.training.distillation.samples import Question, draw_samples, split
+from blockattn_rag.training.distillation.student import BlockSource, Student
+from blockattn_rag.training.distillation.teacher import Teacher
+from blockattn_rag.training.distillation.trainer import DistillationTrainer, Fidelity, measure
+from blockattn_rag.training.report import write_plot
+from blockattn_rag.training.work import LOG, last_checkpoint
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a stage, what is done of it, and all of it."""
+
+
+def adapt(
+    model: BlockModel,
+    material: Sequence[Question] | Collection,
+    config: AdaptConfig,
+    *,
+    store: KVStore | None = None,
+    on_progress: Progress = lambda *_: None,
+) -> AdaptReport:
+    """Train a reader adapter or a merge as ``config`` says and write it to ``config.output``.
+
+    The model's own weights are frozen from here on, and are not changed.
+
+    Args:
+        model: the stock model.
+        material: questions with passages, or passages that the model writes questions about.
+        store: of passages' keys and values; default: one in the work folder, thrown away with it.
+        on_progress: told of each stage's progress.
+
+    Raises:
+        FileExistsError: ``output`` exists, or an interrupted run does, and neither ``resume`` nor
+            ``overwrite`` was asked for; or ``overwrite`` would replace what is no earlier result.
+        DataError: too few questions or passages.
+        DivergedError: a loss is not finite.
+        ContextOverflowError: a prompt and its answer do not fit in the context window.
+        ValueError: settings that do not fit together, or with the interrupted run.
+    """
+    check_sink(config.sink)
+    load_merge(config.merge)
+    settings = {
+        **config.decisive(),
+        "fingerprint": model.fingerprint,
+        "material": _digest(material),
+    }
+    check_run(config, settings)
+    with run_folder(config, settings):
+        return _Run(model, config, store, on_progress).run(material)
+
+
+def _digest(material: Sequence[Question] | Collection) -> str:
+    if isinstance(material, Collection):
+        told: list[Any] = [[p.title, p.text] for p in material.passages]
+    else:
+        told = [[q.text, *([p.title, p.text] for p in q.passages)] for q in material]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+@dataclass
+class _Run:
+    """One run, stage after stage."""
+
+    model: BlockModel
+    config: AdaptConfig
+    store: KVStore | None
+    on_progress: Progress
+    seconds: dict[str, float] = field(default_factory=dict)
+    tried: int | None = None
+
+    def run(self, material: Sequence[Question] | Collection) -> AdaptReport:
+        config, model = self.config, self.model
+        if self.store is None:
+            path = config.work / "kv"
+            self.store = DirectoryStore(path, max_bytes=config.store_bytes, fsync=False)
+        questions = self._questions(material)
+        train, held = self._prompts(questions)
+        teacher = Teacher(model, config.answers_folder, config.max_new_tokens, config.top_k)
+        with self._stage("teacher") as tick:
+            teacher.answer_all([*train, *held], tick)
+        source = BlockSource(model, self.store)
+        with self._stage("block mode") as tick:
+            block = self._block_mode(held, teacher, source, tick)
+        model.hf_model.requires_grad_(False)
+        checkpoint = last_checkpoint(config.work / "checkpoints") if config.resume else None
+        with self._stage("training") as tick:
+            trainer = DistillationTrainer(
+                self._student(), teacher, source, config, train, held,
+                is_resumed=checkpoint is not None, on_progress=tick,
+            )  # fmt: skip
+            trainer.train_from(checkpoint)
+        self.seconds["fetching"] = trainer.fetch_s
+        distinct = len({question.text for question in questions})
+        report = self._report(trainer, block, len(train), len(held), distinct)
+        self._publish(trainer.student, report)
+        return report
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[Callable[[int, int], None]]:
+        started = time.monotonic()
+        yield partial(self.on_progress, name)
+        self.seconds[name] = time.monotonic() - started
+
+    def _questions(self, material: Sequence[Question] | Collection) -> Sequence[Question]:
+        if not isinstance(material, Collection):
+            return material
+        config = self.config
+        engine = BlockAttentionEngine(self.model, self.store)
+        path = config.work / "questions.jsonl"
+        count = round(config.samples / (1 - config.held_out))
+        with self._stage("questions") as tick:
+            written = write_questions(
+                engine, material, count, config.max_passages, path, config.seed, tick
+            )
+        self.tried = written.tried
+        return written.questions
+
+    def _prompts(self, questions: Sequence[Question]) -> tuple[list[BlockPrompt], ...]:
+        """Prompts to train on, and prompts that are held out."""
+        config, tokenizer = self.config, self.model.tokenizer.tokenizer
+        form = prompt_format(config.prompt_format)
+        made = []
+        for number, part in enumerate(split(questions, config.held_out, config.seed)):
+            share = 1.0 if number == 0 else config.held_out / (1 - config.held_out)
+            count = max(1, round(share * config.samples))
+            fewest, most = config.min_passages, config.max_passages
+            samples = draw_samples(part, count, fewest, most, config.seed + number)
+            made.append([form.prompt(s.question, s.passages, tokenizer) for s in samples])
+        return tuple(made)
+
+    def _block_mode(
+        self,
+        held: Sequence[BlockPrompt],
+        teacher: Teacher,
+        source: BlockSource,
+        tick: Callable[[int, int], None],
+    ) -> Fidelity:
+        """Held-out figures of block mode with each block alone; measured once for all."""
+        path = self.config.work / "block.json"
+        if path.is_file():
+            return Fidelity(**json.loads(path.read_text(encoding="utf-8")))
+
+        def logits_of(prompt: BlockPrompt, answer_ids: list[int]) -> torch.Tensor:
+            ready = source(prompt, NO_SINK, len(answer_ids))
+            cache = None if ready.context is None else self.model.cache_for(ready.context)
+            return self.model.answer_logits(ready.context_ids, ready.final_ids, answer_ids, cache)
+
+        found = measure(held, teacher, logits_of, tick)
+        write_json(path, found._asdict())
+        return found
+
+    def _student(self) -> Student:
+        config, model = self.config, self.model
+        if config.fit == "reader":
+            reader = Reader.new(
+                model.hf_model,
+                rank=config.rank,
+                alpha=2 * config.rank if config.alpha is None else config.alpha,
+                targets="all-linear" if config.targets is None else list(config.targets),
+                seed=config.seed,
+            )
+            return Student(model, reader=reader, merge=load_merge(config.merge))
+        text = model.config.get_text_config(decoder=True)
+        outline = model.profile.token_outline
+        if len(set(outline[1::2])) > 1:
+            raise DataError("a learned merge needs layers of one shape; this model has several")
+        kv_heads, size, _ = outline[1]
+        layers, heads = len(model.profile.layouts), text.num_attention_heads
+        return Student(model, merge=LearnedMerge.identity(layers, heads, kv_heads, size))
+
+    def _report(
+        self, trainer: DistillationTrainer, block: Fidelity, train: int, held: int, questions: int
+    ) -> AdaptReport:
+        state = trainer.state
+        measured = {
+            int(entry["step"]): Fidelity(entry["eval_kl"], entry["eval_agreement"])
+            for entry in state.log_history
+            if "eval_kl" in entry
+        }
+        trained = [step for step in measured if step]
+        best = min(trained, key=lambda step: measured[step].kl)
+        wanted = {"step", "loss", "eval_kl", "eval_agreement"}
+        history = [{k: v for k, v in e.items() if k in wanted} for e in state.log_history]
+        return AdaptReport(
+            output=Path(self.config.output),
+            base=self.model.name,
+            fingerprint=self.model.fingerprint,
+            steps=state.global_step,
+            best_step=best,
+            train_samples=train,
+            held_samples=held,
+            questions=questions,
+            tried=self.tried,
+            block=block,
+            before=measured[0],
+            after=measured[best],
+            history=[entry for entry in history if len(entry) > 1],
+            seconds=self.seconds,
+        )
+
+    def _publish(self, student: Student, report: AdaptReport) -> None:
+        """Write the result, its card, log and plot beside the output, then rename."""
+        staging = self.config.work / "result"
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        if student.reader is not None:
+            student.reader.save(staging, {
+                "base_model": report.base,
+                "fingerprint": report.fingerprint,
+                "sink": self.config.sink,
+            })  # fmt: skip
+        else:
+            assert isinstance(student.merge, LearnedMerge)
+            save_merge(student.merge, staging / MERGE_FILE, report.fingerprint)
+        write_json(staging / LOG, report.history)
+        curve = [{k: v for k, v in e.items() if k != "eval_agreement"} for e in report.history]
+        write_plot(curve, staging / "training_curves.png")
+        write_card(self.config, report, staging / "README.md")
+        replace_output(self.config, staging)

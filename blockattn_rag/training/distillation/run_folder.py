@@ -1,0 +1,82 @@
+"""The work folder of a distillation run: checked before the run, kept until it is complete."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from blockattn_rag.files.atomic import write_json
+from blockattn_rag.training.distillation.config import AdaptConfig
+from blockattn_rag.training.work import RUN, check_output, check_work
+
+
+def check_run(config: AdaptConfig, settings: Mapping[str, Any]) -> None:
+    """Check that output and work folder may be written, before anything is computed.
+
+    Args:
+        settings: all that decides the result.
+
+    Raises:
+        FileExistsError: there is a result or an interrupted run, and it is to be neither replaced
+            nor resumed.
+        ValueError: the interrupted run was of other settings, or is damaged.
+    """
+    work, run = config.work, config.work / RUN
+    check_output(Path(config.output), config.overwrite)
+    check_work(work)
+    if config.overwrite or not run.is_file():
+        return
+    if not config.resume:
+        raise FileExistsError(
+            f"{work} holds an interrupted run; go on with it (resume=True, --resume) or throw it "
+            "away (overwrite=True, --overwrite)"
+        )
+    try:
+        before = dict(json.loads(run.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{run} is damaged ({error}), so that the run cannot be resumed; start again "
+            "(overwrite=True, --overwrite)"
+        ) from error
+    wanted = _plain(settings)
+    if changed := sorted(k for k in wanted if wanted[k] != before.get(k)):
+        raise ValueError(
+            f"the interrupted run in {work} had other settings for {', '.join(changed)}; give the "
+            "same ones, or start again (overwrite=True, --overwrite)"
+        )
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """As they are read back from a file."""
+    return dict(json.loads(json.dumps(settings, default=str)))
+
+
+@contextmanager
+def run_folder(config: AdaptConfig, settings: Mapping[str, Any]) -> Iterator[None]:
+    """The work folder while a run lasts: empty at first, unless resuming.
+
+    A run that fails before it has computed anything leaves none.
+    """
+    if not config.resume:
+        shutil.rmtree(config.work, ignore_errors=True)
+    config.work.mkdir(parents=True, exist_ok=True)
+    write_json(config.work / RUN, _plain(settings))
+    try:
+        yield
+    except BaseException:
+        if not any(path.is_file() and path.name != RUN for path in config.work.rglob("*")):
+            shutil.rmtree(config.work, ignore_errors=True)
+        raise
+
+
+def replace_output(config: AdaptConfig, result: Path) -> None:
+    """Move the finished ``result`` to ``output``; an earlier one is whole until then."""
+    output, replaced = Path(config.output), config.work / "replaced"
+    if output.exists():
+        output.rename(replaced)
+    result.rename(output)
+    shutil.rmtree(config.work, ignore_errors=True)

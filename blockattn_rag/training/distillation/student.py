@@ -1,0 +1,112 @@
+"""The student: the model in block mode, with a part that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blockattn_rag.attention.context_merge import ContextMerge, LearnedMerge
+from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.engine.runner import Prepared, Runner
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.encoding import logits_to_keep
+from blockattn_rag.model.reader import Reader
+from blockattn_rag.model.running_cache import running_with
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.store.base import KVStore
+
+_DEFAULTS = GenerateOptions()
+
+
+class BlockSource:
+    """Prompts made ready for block mode: passages' keys and values come from a store, and those
+    that it lacks are computed by the stock model and stored.
+
+    Args:
+        model: the model.
+        store: where keys and values are stored.
+    """
+
+    def __init__(self, model: BlockModel, store: KVStore) -> None:
+        self._runner = Runner(model, BlockFetcher(model, store))
+
+    def __call__(self, prompt: BlockPrompt, sink: str, answer_tokens: int) -> Prepared:
+        """Token ids and placed blocks, encoded after ``sink``.
+
+        Raises:
+            ContextOverflowError: prompt and answer do not fit in the context window.
+        """
+        options = GenerateOptions.parse({"sink": sink, "max_new_tokens": answer_tokens}, _DEFAULTS)
+        return self._runner.prepare(prompt, options)
+
+
+class Student(nn.Module):
+    """Block mode along given answers, differentiable in what is trained.
+
+    The module's parameters are those that are trained. The model is no part of it: its weights must
+    be frozen, and are neither trained, nor moved, nor saved with the module.
+
+    Args:
+        model: the model.
+        reader: a reader adapter to train; or
+        merge: a learned merge to train, or any merge that a reader is trained on top of.
+    """
+
+    def __init__(
+        self,
+        model: BlockModel,
+        *,
+        reader: Reader | None = None,
+        merge: ContextMerge | None = None,
+    ) -> None:
+        super().__init__()
+        self.model, self.reader, self.merge = (model, reader, merge)
+        if reader is not None:
+            self.trained = nn.ParameterList(reader.parameters())
+        elif isinstance(merge, LearnedMerge):
+            self.trained = nn.ParameterList(tensor.detach() for tensor in merge.parameters())
+            log_temperature, bias, shift = self.trained
+            self.merge = LearnedMerge(log_temperature, bias, shift, merge.fingerprint)
+        else:
+            raise ValueError("expected a reader or a learned merge to train, found neither")
+
+    def forward(self, prepared: Prepared, answer_ids: Sequence[int]) -> Tensor:
+        """Logits ``[answer tokens, vocab]``, the first row before the answer's first token.
+
+        Args:
+            prepared: the prompt, of block mode.
+            answer_ids: token ids of an answer, at least one.
+        """
+        model = self.model
+        given = torch.tensor([[*prepared.final_ids, *answer_ids[:-1]]], device=model.device)
+        with model.lock, running_with():
+            cache = None
+            if prepared.context is not None:
+                cache = model.cache_for(
+                    prepared.context, assembly="copy", reader=self.reader, merge=self.merge
+                )
+                _make_ordinary(cache)
+            out = model.hf_model(
+                input_ids=given,
+                past_key_values=cache,
+                use_cache=True,
+                **logits_to_keep(model.hf_model, len(answer_ids)),
+            )
+        logits: Tensor = out.logits[0, -len(answer_ids) :]
+        return logits
+
+    def distance_from_identity(self) -> Tensor:
+        """Mean square of a merge's parameters, which are all 0 in plain attention."""
+        return torch.cat([tensor.flatten() for tensor in self.trained]).square().mean()
+
+
+def _make_ordinary(cache: Any) -> None:
+    """Copy the context's states: made in inference mode, they cannot be saved for a backward
+    pass."""
+    for layer in cache.layers if cache is not None else ():
+        if layer.is_initialized:
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
