@@ -112,8 +112,9 @@ class ReuseStats:
         return replace(self, **sums, certificate=certificate)
 
     def reuse(self) -> dict[str, int]:
-        """Blocks and prompt tokens, found and computed, as fields of a JSON object."""
-        names = ("hits", "misses", "reused_tokens", "computed_tokens")
+        """Blocks and prompt tokens, found and computed, as fields of a JSON object; the promoted
+        tokens are among the computed ones."""
+        names = ("hits", "misses", "reused_tokens", "computed_tokens", "promoted_tokens")
         return {name: getattr(self, name) for name in names}
 
 
