@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from blockattn_rag.model.tolerances import LOGITS
 from blockattn_rag.prompts.blocks import Block
 
 _BLOCK_TOKENS = (24, 1, 17, 12)  # context blocks, one of them of a single token, and a final one
+_SINK_TOKENS = 4
 _NEW_TOKENS = 8
 _BOUNDARY_TEXT = "Halden Tower is 214 metres tall.\n\nIt was built in 1931."
 
@@ -63,6 +64,9 @@ def check_model(model: BlockModel) -> CheckReport:
         full = name.startswith("one block")
         error = _logits_error(model, [*context, blocks[-1]], full=full)
         rows.append(CheckRow(name, error <= budget, error, budget, "relative error of the logits"))
+    error = _logits_error(model, blocks, full=False, sink=blocks[0][:_SINK_TOKENS])
+    name, detail = "blocks after a sink = oracle", "relative error of the logits"
+    rows.append(CheckRow(name, error <= budget, error, budget, detail))
     rows.append(_greedy_row(model, blocks))
     rows.append(_boundary_row(model))
     return CheckReport(model.name, tuple(rows))
@@ -85,22 +89,26 @@ def _random_blocks(model: BlockModel) -> list[list[int]]:
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in _BLOCK_TOKENS]
 
 
-def _placed_context(model: BlockModel, blocks: list[list[int]]) -> Context:
-    """The blocks, encoded and placed in this order."""
-    requests = [EncodeRequest(ids, str(i), "") for i, ids in enumerate(blocks)]
+def _placed_context(
+    model: BlockModel, blocks: list[list[int]], sink: Sequence[int] = ()
+) -> Context:
+    """The blocks, placed in this order; all but the first are encoded after ``sink``."""
+    requests = [EncodeRequest(ids, str(i), "", sink if i else ()) for i, ids in enumerate(blocks)]
     encoded = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
     return place([encoded[request.digest] for request in requests])
 
 
-def _logits_error(model: BlockModel, blocks: list[list[int]], *, full: bool) -> float:
+def _logits_error(
+    model: BlockModel, blocks: list[list[int]], *, full: bool, sink: Sequence[int] = ()
+) -> float:
     """Error of the logits after the final block through encode, place and assemble: against full
     attention, or against the oracle."""
-    context = _placed_context(model, blocks[:-1])
+    context = _placed_context(model, blocks[:-1], sink)
     found = model.next_logits(torch.tensor([blocks[-1]]), model.cache_for(context)).float()
     if full:
         expected = model.next_logits(torch.tensor([[t for ids in blocks for t in ids]])).float()
     else:
-        expected = oracle_logits(model.hf_model, blocks)[-1]
+        expected = oracle_logits(model.hf_model, blocks, sink)[-1]
     return relative_error(found, expected)
 
 

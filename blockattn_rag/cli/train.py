@@ -15,6 +15,7 @@ import typer
 
 from blockattn_rag.cli.figures import count, duration
 from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, note, working
+from blockattn_rag.prompts.sinks import NO_SINK
 from blockattn_rag.rag.model_names import existing_model, loading
 from blockattn_rag.training.config import FinetuneConfig, LoraConfig, OnError, Range
 
@@ -48,7 +49,7 @@ def train(**options: Any) -> None:
         config = _config(options)
         with loading(config.model):
             report = finetune(config)
-    _show(report, as_json, adapters=config.lora is not None)
+    _show(report, as_json, config)
 
 
 def _options() -> Iterator[Parameter]:
@@ -113,7 +114,7 @@ def _adapters(options: dict[str, Any]) -> LoraConfig | None:
     return LoraConfig(**{"alpha": 2 * given.get("rank", LoraConfig().rank), **given})
 
 
-def _show(report: FinetuneReport, as_json: bool, *, adapters: bool) -> None:
+def _show(report: FinetuneReport, as_json: bool, config: FinetuneConfig) -> None:
     skipped = [*report.train.skipped, *report.evaluation.skipped]
     for reason in skipped:
         note(f"left out: {reason}")
@@ -127,12 +128,13 @@ def _show(report: FinetuneReport, as_json: bool, *, adapters: bool) -> None:
         "skipped": skipped,
         "history": report.history,
     }
-    what = "adapter" if adapters else "model"
+    what = "adapter" if config.lora else "model"
+    modes = "" if config.sink == NO_SINK else f" --modes full,sink={config.sink}"
     emit(
         as_json,
         data,
         f"The {what} is in {report.output}. Measure it: blockattn-rag eval --model {report.output} "
-        "--data FILE",
+        f"--data FILE{modes}",
         f"{count(report.steps, 'step')} in {duration(report.seconds)}; training loss over the last "
         f"logged steps: {report.loss:.4f}.",
         _evaluation(report),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,14 +14,24 @@ from torch.utils.data import Dataset, Sampler
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.training.data import IGNORED, EncodedSample
-from blockattn_rag.training.masks import TokenLayout, row_layout
+from blockattn_rag.training.masks import BlockLengths, TokenLayout, row_layout
 
 
 @dataclass(frozen=True, slots=True)
 class Item(EncodedSample):
-    """One sample in one mode. ``context_weight``: in the loss, of tokens not in an answer."""
+    """One sample in one mode.
+
+    ``context_weight``: in the loss, of tokens not in an answer. ``sink_tokens``: of the sink that
+    ``input_ids`` and ``labels`` hold before each block but the first and the final one;
+    ``block_lengths`` do not count it.
+    """
 
     context_weight: float
+    sink_tokens: int = 0
+
+    @property
+    def lengths(self) -> BlockLengths:
+        return BlockLengths(self.block_lengths, self.sink_tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,21 +43,51 @@ class ModeDataset(Dataset[Item]):
         modes: the modes, ``("block", "full")`` for the papers' recipe. A sample in full mode is a
             sample of one block, the final one.
         context_weight: weight in the loss of tokens that are not in an answer.
+        sink: token ids that blocks are encoded after in block mode, or None for those of each
+            sample's first block; see :mod:`blockattn_rag.prompts.sinks`.
     """
 
     samples: Any
     modes: Sequence[Mode]
     context_weight: float = 0.0
+    sink: Sequence[int] | None = ()
 
     def __len__(self) -> int:
         return len(self.samples) * len(self.modes)
 
     def __getitem__(self, index: int) -> Item:
         sample = self.samples[index // len(self.modes)]
-        ids, lengths = sample["input_ids"], sample["block_lengths"]
+        ids, labels, blocks = (sample[k] for k in ("input_ids", "labels", "block_lengths"))
         if self.modes[index % len(self.modes)] == "full":
-            lengths = [len(ids)]
-        return Item(ids, sample["labels"], lengths, self.context_weight)
+            return Item(ids, labels, [len(ids)], self.context_weight)
+        sink = ids[: blocks[0]] if self.sink is None else list(self.sink)
+        lengths = BlockLengths(blocks, len(sink))
+        return Item(
+            _with_sinks(ids, sink, lengths),
+            _with_sinks(labels, [IGNORED] * len(sink), lengths),
+            blocks,
+            self.context_weight,
+            len(sink),
+        )
+
+    def token_counts(self) -> list[int]:
+        """Tokens of each item, sinks included, without the items themselves."""
+        counts = []
+        for blocks in self.samples["block_lengths"]:
+            sink = blocks[0] if self.sink is None else len(self.sink)
+            in_mode = {"block": BlockLengths(blocks, sink).num_tokens, "full": sum(blocks)}
+            counts += [in_mode[mode] for mode in self.modes]
+        return counts
+
+
+def _with_sinks(values: list[int], sink: list[int], lengths: BlockLengths) -> list[int]:
+    """The values of a sample's tokens with those of the sink before each block that has one."""
+    joined: list[int] = []
+    start = 0
+    for own, count in zip(lengths.blocks, lengths.sinks, strict=True):
+        joined += sink[:count] + values[start : start + own]
+        start += own
+    return joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +99,7 @@ class Collator:
 
     Args:
         pad_token_id: what fills up rows.
-        positions: see ``masks.sample_positions``.
+        positions: see ``masks.row_layout``.
         packing: put several samples into a row where they fit in the longest one's length, instead
             of one sample a row. The gradient is the same.
     """
@@ -72,7 +111,7 @@ class Collator:
     def __call__(self, items: Sequence[Item]) -> dict[str, Tensor]:
         length = max(len(item.input_ids) for item in items)
         rows = pack(items, length) if self.packing else [[item] for item in items]
-        blocks = ([item.block_lengths for item in row] for row in rows)
+        blocks = ([item.lengths for item in row] for row in rows)
         layouts = (row_layout(lengths, length, self.positions) for lengths in blocks)
         layout = TokenLayout(*map(torch.stack, zip(*layouts, strict=True)))
         return {
@@ -106,13 +145,16 @@ def _targets(item: Item) -> list[int]:
 
 
 def _weights(item: Item) -> list[float]:
-    """1 for answers, the context weight for the rest, 0 for the first token of every block.
+    """1 for answers, the context weight for the rest, 0 for sinks and every block's first token.
 
-    The first token of a block is predicted from the end of another one, which does not see it.
+    The first token of a block is predicted from the end of another one or of a sink, which it does
+    not follow in any text.
     """
     weights = [1.0 if label != IGNORED else item.context_weight for label in item.labels]
-    for start in accumulate(item.block_lengths[:-1], initial=0):
-        weights[start] = 0.0
+    start = 0
+    for own, sink in zip(item.lengths.blocks, item.lengths.sinks, strict=True):
+        weights[start : start + sink + 1] = [0.0] * (sink + 1)
+        start += sink + own
     return weights
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args, get_or
 
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.prompts.checkpoints import format_for
+from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 
 if TYPE_CHECKING:
     from blockattn_rag.kv.context import Positions
@@ -109,6 +110,8 @@ class FinetuneConfig:
         modes: ``("block", "full")`` trains every sample in both, as the paper does;
             ``("full",)`` is the baseline.
         positions: ``"composite"`` leaves position re-encoding out (ablation).
+        sink: what context blocks are encoded after in block mode; the engine must then be given
+            the same. See :mod:`blockattn_rag.prompts.sinks`.
         prompt_format: of records with passages; a name of ``prompts.FORMATS``, or ``"auto"`` for
             the model's own if it is a known checkpoint and ``"chat"`` elsewhere.
         blocks_per_turn: of records with messages: into how many blocks a turn may be cut. 1 keeps
@@ -142,6 +145,7 @@ class FinetuneConfig:
         ("block", "full"), "block,full (the papers'), block or full."
     )
     positions: Positions = _learned("reordered", "reordered, or composite (ablation).")
+    sink: str = _learned(NO_SINK, "What blocks are encoded after: none, bos, head:N, first-block.")
     prompt_format: str = _learned(
         "auto", "auto (a known checkpoint's own, else chat), chat, block-attention, turborag, ..."
     )
@@ -187,6 +191,8 @@ class FinetuneConfig:
             if (found := getattr(self, name)) not in choices:
                 raise ValueError(f"{name} must be of {choices}, found {found!r}")
         _check_numbers(self)
+        if check_sink(self.sink) != NO_SINK and "block" not in self.modes:
+            raise ValueError(f"sink is {self.sink!r}, but modes has no 'block', which it is for")
         chosen = format_for(self.prompt_format, self.model).name
         object.__setattr__(self, "prompt_format", chosen)  # what a run notes and is resumed with
         if not Path(self.output).name.strip("."):
@@ -202,7 +208,8 @@ class FinetuneConfig:
     @property
     def marker(self) -> dict[str, object]:
         """What is written into the model's config: how it was block fine-tuned."""
-        return {"version": 1, "modes": list(self.modes), "positions": self.positions}
+        how = {"positions": self.positions, "sink": self.sink}
+        return {"version": 1, "modes": list(self.modes), **how}
 
     def decisive(self) -> dict[str, object]:
         """The settings that decide the result."""

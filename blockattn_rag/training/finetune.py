@@ -23,10 +23,12 @@ from datasets import Dataset
 from datasets.arrow_writer import ArrowWriter
 from transformers import PrinterCallback, TrainingArguments
 
+from blockattn_rag.engine.results import Mode
 from blockattn_rag.errors import DataError
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.model.gguf import SMOLLM2, is_gguf
 from blockattn_rag.model.loading import BUNDLED, SIDECAR, load_tokenizer
+from blockattn_rag.prompts.sinks import FIRST_BLOCK, sink_ids
 from blockattn_rag.training import work
 from blockattn_rag.training.batches import Collator, ModeDataset
 from blockattn_rag.training.config import FinetuneConfig
@@ -79,7 +81,10 @@ def _run(config: FinetuneConfig, arguments: TrainingArguments) -> FinetuneReport
     if "block" in config.modes:
         _check_context(train_report)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    trainer = _trainer(config, arguments, model, pad or 0, train, held)
+    sink = None if config.sink == FIRST_BLOCK else sink_ids(config.sink, encoder.tokenizer)
+    train_items = ModeDataset(train, config.modes, config.context_loss_weight, sink)
+    held_items = {m: ModeDataset(held, [m], sink=sink) for m in config.modes} if len(held) else None
+    trainer = _trainer(config, arguments, model, pad or 0, train_items, held_items)
     checkpoint = work.last_checkpoint(config.work / work.CHECKPOINTS) if config.resume else None
     started = time.monotonic()
     trainer.train_from(checkpoint)
@@ -169,18 +174,22 @@ def _arguments(config: FinetuneConfig) -> TrainingArguments:
 
 
 def _trainer(
-    config: FinetuneConfig, args: TrainingArguments, model: Any, pad: int, train: Any, held: Any
+    config: FinetuneConfig,
+    args: TrainingArguments,
+    model: Any,
+    pad: int,
+    train: ModeDataset,
+    held: dict[Mode, ModeDataset] | None,
 ) -> BlockTrainer:
-    lengths = [sum(blocks) for blocks in train["block_lengths"] for _ in config.modes]
     trainer = BlockTrainer(
         model=model,
         args=args,
-        train_dataset=ModeDataset(train, config.modes, config.context_loss_weight),
+        train_dataset=train,
         data_collator=Collator(pad, config.positions, config.packing),
         callbacks=[Watch()],
         masks=ModelMasks(model.config, model.config._attn_implementation),
-        lengths=lengths if config.group_by_length else None,
-        eval_dataset={m: ModeDataset(held, [m]) for m in config.modes} if len(held) else None,
+        lengths=train.token_counts() if config.group_by_length else None,
+        eval_dataset=held,
     )
     if not config.progress:
         trainer.remove_callback(PrinterCallback)

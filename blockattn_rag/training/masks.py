@@ -14,8 +14,21 @@ blocks of 2, 1, 2 and 3 tokens, the last one final::
                 f      x x x x x x x .
                 f      x x x x x x x x
 
-Full mode is the case of one block, the final one. All is computed from two numbers per token, its
-sample and its block; FlexAttention evaluates them inside the kernel, without any n x n tensor.
+Full mode is the case of one block, the final one. With a sink (:mod:`blockattn_rag.prompts.sinks`),
+each block but the first and the final one has the sink's tokens right before it, which that block
+sees and nothing else does; blocks of 2, 2 and 2 tokens and a sink of one::
+
+                keys   a a s b b f f
+        queries a      x . . . . . .
+                a      x x . . . . .
+                s      . . x . . . .
+                b      . . x x . . .
+                b      . . x x x . .
+                f      x x . x x x .
+                f      x x . x x x x
+
+All is computed from a few numbers per token; FlexAttention evaluates them inside the kernel,
+without any n x n tensor.
 """
 
 from __future__ import annotations
@@ -40,54 +53,81 @@ class TokenLayout(NamedTuple):
 
     Args:
         sample: 1, 2, … within its row; 0 for padding.
-        block: 1, 2, … within its sample; 0 for the final block (and padding).
-        position_ids: see :func:`sample_positions`.
+        block: 1, 2, … within its sample; 0 for the final block (and padding); -2, -3, … for the
+            sink of block 2, 3, ….
+        place: in its sample, 0, 1, 2, …; a sink takes no places and has those right before its
+            block, below 0 where it is longer than what precedes. Sliding windows count places.
+        position_ids: what the model is told, see :func:`row_layout`.
     """
 
     sample: Tensor
     block: Tensor
+    place: Tensor
     position_ids: Tensor
 
 
+class BlockLengths(NamedTuple):
+    """Tokens of each block of a sample, the final one last, and of the sink before each but the
+    first and the final one."""
+
+    blocks: Sequence[int]
+    sink: int = 0
+
+    @property
+    def sinks(self) -> list[int]:
+        """Tokens of the sink before each block."""
+        last = len(self.blocks) - 1
+        return [self.sink if 0 < number < last else 0 for number in range(last + 1)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all, sinks included."""
+        return sum(self.blocks) + sum(self.sinks)
+
+
 def row_layout(
-    samples: Sequence[Sequence[int]], length: int, positions: Positions = "reordered"
+    samples: Sequence[BlockLengths], length: int, positions: Positions = "reordered"
 ) -> TokenLayout:
-    """The layout of one row (tensors ``[length]``) from the block lengths of the samples in it."""
-    used = sum(map(sum, samples))
+    """The layout of one row (tensors ``[length]``) from the block lengths of the samples in it.
+
+    Args:
+        samples: one after the other in the row.
+        length: of the row; what is left is padding.
+        positions: ``"reordered"``: positions are places, every block is re-encoded to its place.
+            ``"composite"`` (TurboRAG's name; the ablation "without position re-encoding"): every
+            context block starts at 0, and the final block follows the total length of the context.
+    """
+    used = sum(sample.num_tokens for sample in samples)
     if used > length:
         raise ValueError(f"samples of {used} tokens do not fit in a row of {length}")
-    parts = []
-    for number, lengths in enumerate(samples, start=1):
-        block = torch.arange(1, len(lengths) + 1)
-        block[-1] = FINAL
-        block = block.repeat_interleave(torch.tensor(lengths))
-        places = sample_positions(lengths, positions)
-        parts.append(torch.stack([torch.full_like(block, number), block, places]))
-    # Padding is 0 in all three: as the number of a sample, of a block, and as position.
+    parts = [_sample_layout(number, one, positions) for number, one in enumerate(samples, start=1)]
+    # Padding is 0 in all four: as the number of a sample, of a block, as place and position.
     return TokenLayout(*F.pad(torch.cat(parts, dim=1), (0, length - used)))
 
 
-def sample_positions(block_lengths: Sequence[int], positions: Positions = "reordered") -> Tensor:
-    """Position ids ``[tokens]`` of a sample.
-
-    ``"reordered"``: 0, 1, 2, … through the sample: every block is re-encoded to its place.
-    ``"composite"`` (TurboRAG's name; the ablation "without position re-encoding"): every context
-    block starts at 0, and the final block follows the total length of the context.
-    """
-    places = torch.arange(sum(block_lengths))
-    if positions == "composite":
-        lengths = torch.tensor(block_lengths)
-        starts = lengths.cumsum(0) - lengths
-        starts[-1] = 0
-        places -= starts.repeat_interleave(lengths)
-    return places
+def _sample_layout(number: int, lengths: BlockLengths, positions: Positions) -> Tensor:
+    """The fields of a ``TokenLayout`` for one sample: ``[4, tokens]``."""
+    blocks: list[int] = []
+    places: list[int] = []
+    starts: list[int] = []  # of each token's block, as far as positions know
+    start, last = 0, len(lengths.blocks) - 1
+    for index, (own, sink) in enumerate(zip(lengths.blocks, lengths.sinks, strict=True)):
+        block = FINAL if index == last else index + 1
+        blocks += [-block] * sink + [block] * own
+        places += range(start - sink, start + own)
+        is_moved = positions == "composite" and index != last
+        starts += [start if is_moved else 0] * (sink + own)
+        start += own
+    place = torch.tensor(places)
+    sample = torch.full_like(place, number)
+    return torch.stack([sample, torch.tensor(blocks), place, place - torch.tensor(starts)])
 
 
 def block_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
     """The mask as a bool tensor ``[batch, 1, tokens, tokens]``, True where attention is allowed.
 
     Args:
-        window: sliding window of the layer, in tokens, the token itself included.
+        window: sliding window of the layer, in places, the token itself included.
     """
     batch, length = layout.sample.shape
     allowed, device = mask_function(layout, window=window), layout.sample.device
@@ -109,12 +149,13 @@ def flex_block_mask(layout: TokenLayout, *, window: int | None = None) -> BlockM
 
 def mask_function(layout: TokenLayout, *, window: int | None = None) -> Callable[..., Tensor]:
     """``(batch, head, query, key) -> allowed``, all tensors, as FlexAttention's ``mask_mod``."""
-    sample, block, _ = layout
+    sample, block, place, _ = layout
+    owner = block.abs()  # a sink belongs to its block
 
     def allowed(b: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        inside = (block[b, q] == block[b, k]) | (block[b, q] == FINAL)
-        seen = (sample[b, q] == sample[b, k]) & (q >= k) & inside
-        return seen if window is None else seen & (q - k < window)
+        by_final = (block[b, q] == FINAL) & (block[b, k] >= 0)
+        seen = (sample[b, q] == sample[b, k]) & (q >= k) & ((owner[b, q] == owner[b, k]) | by_final)
+        return seen if window is None else seen & (place[b, q] - place[b, k] < window)
 
     return allowed
 

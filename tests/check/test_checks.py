@@ -14,7 +14,7 @@ from torch import Tensor
 from blockattn_rag.check.checks import CheckReport, check_model
 from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
-from blockattn_rag.model import BlockModel, caches
+from blockattn_rag.model import BlockModel, caches, encoding
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
 
@@ -72,6 +72,13 @@ def test_one_wrong_layer_of_values_fails(
 
     monkeypatch.setattr(caches, "assemble", wrong)
     assert "assembled = oracle" in failed(check_model(model))
+
+
+def test_keys_that_are_not_turned_back_from_behind_a_sink_fail(
+    model: BlockModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "rotate", lambda keys, *_: keys)
+    assert failed(check_model(model)) == {"blocks after a sink = oracle"}
 
 
 def test_a_tokenizer_that_loses_text_fails(model: BlockModel) -> None:

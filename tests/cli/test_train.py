@@ -33,6 +33,18 @@ def test_train_writes_a_model_that_is_known_to_be_block_tuned(
     assert cli("check", tmp_path / "tuned", "--json").json["block_tuned"]
 
 
+def test_a_sink_is_in_the_command_that_measures_the_model(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "train.jsonl"
+    sample = {"question": "How high?", "passages": [{"text": "214 metres"}], "answer": "214"}
+    data.write_text((json.dumps(sample) + "\n") * 2, encoding="utf-8")
+    command = ("train", "--model", model, "--data", data, "--output", tmp_path / "tuned",
+               "--max-steps", 1, "--batch-size", 2)  # fmt: skip
+    assert "--modes full,sink=bos" in cli(*command, "--sink", "bos").stdout
+    assert "--modes" not in cli(*command, "--overwrite").stdout
+
+
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_adapters_end_with_their_losses_by_mode_before_and_after(
     cli: Command, model: Path, tmp_path: Path
@@ -95,7 +107,8 @@ def test_every_option_reaches_the_setting_of_its_name(
 ) -> None:
     given: dict[str, object] = {
         "model": "bundled", "output": "out", "train_data": ["a", "b"], "eval_data": ["c"],
-        "modes": "full, block", "positions": "composite", "prompt_format": "turborag",
+        "modes": "full, block", "positions": "composite", "sink": "bos",
+        "prompt_format": "turborag",
         "blocks_per_turn": 2, "on_error": "skip", "max_tokens": 3, "context_loss_weight": 0.25,
         "epochs": 1.5, "max_steps": 4, "learning_rate": 0.5, "lr_scheduler": "cosine",
         "batch_size": 5, "per_device_batch_size": 6, "warmup_steps": 7, "weight_decay": 0.125,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -28,6 +29,17 @@ SAMPLES = [
     {"input_ids": [6, 7, 8], "labels": [-100, 7, 8], "block_lengths": [3]},
 ]
 
+THREE = [
+    {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [-100] * 5 + [6], "block_lengths": [2, 1, 1, 2]}
+]
+
+
+class Columns(list[Any]):
+    """Rows that also give columns, as ``datasets.Dataset`` does."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
+
 
 def items(count: int, *, context_weight: float = 0.0) -> list[Item]:
     """Random samples of two context blocks and a final block whose latter half is learned."""
@@ -46,6 +58,28 @@ class TestModes:
     def test_every_sample_comes_once_in_each_mode(self) -> None:
         dataset = ModeDataset(SAMPLES, ["block", "full"])
         assert [dataset[i].block_lengths for i in range(len(dataset))] == [[2, 3], [5], [3], [3]]
+
+    def test_in_block_mode_a_sink_stands_before_all_blocks_but_the_first_and_the_final_one(
+        self,
+    ) -> None:
+        block, full = (ModeDataset(THREE, ["block", "full"], sink=[8, 9])[i] for i in range(2))
+        assert block.input_ids == [1, 2, 8, 9, 3, 8, 9, 4, 5, 6]
+        assert block.labels == [-100] * 9 + [6]
+        assert (block.block_lengths, block.sink_tokens) == ([2, 1, 1, 2], 2)
+        assert (full.input_ids, full.block_lengths, full.sink_tokens) == ([*range(1, 7)], [6], 0)
+
+    def test_the_first_block_of_each_sample_may_be_its_sink(self) -> None:
+        found = ModeDataset([*THREE, *SAMPLES], ["block"], sink=None)
+        assert found[0].input_ids == [1, 2, 1, 2, 3, 1, 2, 4, 5, 6]
+        assert found[1].input_ids == [1, 2, 3, 4, 5]
+        assert found[2].input_ids == [6, 7, 8]
+
+    @pytest.mark.parametrize("sink", [[], [8, 9], None])
+    def test_tokens_are_counted_with_their_sinks(self, sink: list[int] | None) -> None:
+        dataset = ModeDataset(Columns([*THREE, *SAMPLES]), ["full", "block"], sink=sink)
+        items = [dataset[i] for i in range(len(dataset))]
+        assert dataset.token_counts() == [len(item.input_ids) for item in items]
+        assert [item.lengths.num_tokens for item in items] == dataset.token_counts()
 
     def test_one_mode_alone_keeps_the_number_of_samples(self) -> None:
         dataset = ModeDataset(SAMPLES, ["full"])
@@ -66,19 +100,28 @@ class TestCollator:
         assert batch["weights"].tolist() == [[0, 0.25, 0, 0.25, 1]]
         assert batch["labels"].tolist() == [[1, 2, 3, 4, 5]]
 
+    def test_sinks_and_first_tokens_after_them_are_not_learned(self) -> None:
+        batch = Collator(0)([ModeDataset(THREE, ["block"], context_weight=0.5, sink=[8, 9])[0]])
+        assert batch["weights"].tolist() == [[0, 0.5, 0, 0, 0, 0, 0, 0, 0, 1]]
+        assert batch["block"].tolist() == [[1, 1, -2, -2, 2, -3, -3, 3, 0, 0]]
+        assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 1, 2, 3, 4, 5]]
+
     def test_packing_puts_short_samples_together_within_the_longest_length(self) -> None:
         rows = pack([Item([0] * n, [0] * n, [n], 0.0) for n in (3, 8, 4, 5, 1)], 8)
         assert [[len(item.input_ids) for item in row] for row in rows] == [[8], [5, 3], [4, 1]]
 
+    @pytest.mark.parametrize("sink", [[], [7, 8, 9]])
     @pytest.mark.parametrize("positions", ["reordered", "composite"])
     def test_packed_equals_padded_equals_one_by_one_gradients_included(
-        self, positions: Any
+        self, positions: Any, sink: list[int]
     ) -> None:
-        found = [*items(6, context_weight=0.3), Item([*range(40)], [*range(40)], [15, 15, 10], 0.3)]
+        plain = [*items(6, context_weight=0.3), Item([*range(40)], [*range(40)], [15, 15, 10], 0.3)]
+        dataset = ModeDataset([*map(dataclasses.asdict, plain)], ["block"], 0.3, sink)
+        found = [dataset[i] for i in range(len(dataset))]
         padded = loss_and_gradients(Collator(0, positions)(found))
         packed_batch = Collator(0, positions, packing=True)(found)
         assert len(packed_batch["input_ids"]) < 7
-        for other in (loss_and_gradients(packed_batch), plain_loop(found, positions)):
+        for other in (loss_and_gradients(packed_batch), plain_loop(plain, positions, sink)):
             for a, b in zip(padded, other, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -92,23 +135,29 @@ def loss_and_gradients(batch: Any) -> list[torch.Tensor]:
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
 
-def plain_loop(samples: list[Item], positions: str) -> list[torch.Tensor]:
+def plain_loop(samples: list[Item], positions: str, sink: list[int]) -> list[torch.Tensor]:
     """The same by the oracle's mask, one sample at a time, without any shared code."""
     model: Any = tiny_model("llama", num_hidden_layers=2)
     model.set_attn_implementation("eager")
     total = torch.zeros(())
     for item in samples:
-        ids, lengths = torch.tensor([item.input_ids]), item.block_lengths
-        bias = torch.zeros(len(item.input_ids), len(item.input_ids))
-        bias[~reference.block_mask(lengths)] = torch.finfo(torch.float32).min
-        places = [i for n in lengths[:-1] for i in range(n)] + list(
-            range(sum(lengths[:-1]), sum(lengths))
-        )
-        where = torch.tensor([places]) if positions == "composite" else None
-        out = model(input_ids=ids, attention_mask=bias[None, None], position_ids=where)
+        first, second, _ = lengths = item.block_lengths
+        after = first + len(sink)  # where the second block begins
+        ids = torch.tensor([[*item.input_ids[:first], *sink, *item.input_ids[first:]]])
+        own = torch.ones(ids.shape[1], dtype=torch.bool)
+        own[first:after] = False
+        bias = torch.zeros(len(own), len(own))
+        bias[~reference.block_mask(lengths, None, len(sink))] = torch.finfo(torch.float32).min
+        where = reference.layout_of(lengths, len(sink)).position
+        if positions == "composite":
+            where[first : after + second] -= first
+        out = model(input_ids=ids, attention_mask=bias[None, None], position_ids=where[None])
         losses = F.cross_entropy(out.logits[0, :-1], ids[0, 1:], reduction="none")
-        weights = torch.tensor([item.context_weight if i == -100 else 1.0 for i in item.labels])
-        weights[[0, lengths[0], lengths[0] + lengths[1]]] = 0
+        weights = torch.zeros(len(own))
+        weights[own] = torch.tensor(
+            [item.context_weight if i == -100 else 1.0 for i in item.labels]
+        )
+        weights[[0, after, after + second]] = 0
         total = total + (losses * weights[1:]).sum()
     total.backward()  # type: ignore[no-untyped-call]
     return [total.detach(), *(p.grad for p in model.parameters())]

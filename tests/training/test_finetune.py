@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -16,14 +17,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from blockattn_rag.check.oracle import oracle_logits
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import DataError, DivergedError, UnsupportedModelError
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import load_config
+from blockattn_rag.prompts.sinks import sink_ids
+from blockattn_rag.training.batches import Collator, ModeDataset, layout_of
 from blockattn_rag.training.config import LoraConfig
 from blockattn_rag.training.data import SampleEncoder
 from blockattn_rag.training.finetune import _arguments, finetune
-from blockattn_rag.training.masks import ModelMasks, TokenLayout, row_layout
+from blockattn_rag.training.masks import BlockLengths, ModelMasks, TokenLayout, row_layout
 from blockattn_rag.training.trainer import BlockTrainer
 from blockattn_rag.training.work import check_folders, last_checkpoint
 from tests.models import tiny_model, tiny_tokenizer
@@ -71,9 +75,18 @@ class TestResult:
         finetune(config(settings(folder, max_steps=1)))
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "out")
         marker = {"version": 1, "modes": ["block", "full"], "positions": "reordered"}
-        assert loaded.config.block_attention == marker
+        assert loaded.config.block_attention == {**marker, "sink": "none"}
         assert loaded.config.use_cache
         assert BlockModel.from_pretrained(folder / "out").is_block_tuned
+
+    @pytest.mark.parametrize("sink", ["bos", "head:4", "first-block"])
+    def test_a_model_that_was_trained_after_a_sink_says_so(self, folder: Path, sink: str) -> None:
+        plain = finetune(config(settings(folder, "plain", max_steps=1)))
+        report = finetune(config(settings(folder, max_steps=1, sink=sink)))
+        assert report.loss != plain.loss  # the sink was seen
+        assert load_config(folder / "out").block_attention["sink"] == sink
+        card = (folder / "out" / "README.md").read_text(encoding="utf-8")
+        assert f'from_pretrained("out", sink="{sink}")' in card
 
     def test_full_mode_alone_leaves_no_mark(self, folder: Path) -> None:
         finetune(config(settings(folder, max_steps=1, modes=("full",))))
@@ -418,6 +431,9 @@ class TestRefusals:
             ({"modes": ("blocks",)}, "modes"),
             ({"modes": ("block", "block")}, "modes must be distinct"),
             ({"positions": "none"}, "positions"),
+            ({"sink": "tail"}, "sink must be 'none', 'bos', 'first-block' or 'head:N'"),
+            ({"sink": "bos", "modes": ("full",)}, "sink is 'bos', but modes has no 'block'"),
+            ({"sink": "head:999"}, "the head of a prompt has"),
             ({"attention": "flash"}, "attention"),
             ({"on_error": "ignore"}, "on_error"),
             ({"context_loss_weight": 2.0}, "context_loss_weight"),
@@ -475,7 +491,7 @@ def test_training_computes_what_the_engine_computes(mode: Any, positions: Any) -
         record = {"blocks": texts[:-1], "prompt": texts[-1], "response": "x"}
         sample = SampleEncoder(tokenizer).encode_record(record)
         lengths = sample.block_lengths if mode == "block" else [len(sample.input_ids)]
-        row = row_layout([lengths], len(sample.input_ids), positions)
+        row = row_layout([BlockLengths(lengths)], len(sample.input_ids), positions)
         layout = TokenLayout(*(part[None] for part in row))
         mask = ModelMasks(model.config, "eager")(layout, torch.float32)
         ids = torch.tensor([sample.input_ids])
@@ -485,6 +501,38 @@ def test_training_computes_what_the_engine_computes(mode: Any, positions: Any) -
         expected = int(out.logits[0, answered - 1].argmax())
         found = engine.generate(texts, mode=mode, positions=positions, max_new_tokens=1)
         assert [*found.token_ids, *engine.model.end_token_ids][0] == expected
+
+
+@pytest.mark.parametrize("positions", ["reordered", "composite"])
+@pytest.mark.parametrize("sink", ["none", "bos", "head:3", "first-block"])
+def test_after_a_sink_training_computes_the_logits_of_the_engine_and_of_the_oracle(
+    sink: str, positions: Any
+) -> None:
+    model: Any = tiny_model("llama")
+    model.set_attn_implementation("eager")
+    encoder = SampleEncoder(tiny_tokenizer())
+    texts = ["You answer.", "fact 1 is here. ", "and 7 there. ", "what is 1?"]
+    record = {"blocks": texts[:-1], "prompt": texts[-1], "response": "xyz"}
+    sample = dataclasses.asdict(encoder.encode_record(record))
+    before = None if sink == "first-block" else sink_ids(sink, encoder.tokenizer)
+    item = ModeDataset([sample], ["block"], sink=before)[0]
+    batch = Collator(0, positions)([item])
+    mask = ModelMasks(model.config, "eager")(layout_of(batch), torch.float32)
+    with torch.no_grad():
+        logits = model(
+            input_ids=batch["input_ids"], attention_mask=mask, position_ids=batch["position_ids"]
+        ).logits[0]
+    answer = [label for label in item.labels if label != -100]
+    found = logits[-len(answer) - 1 : -1]
+    engine = BlockAttentionEngine.from_pretrained(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    expected = engine.answer_logits(texts, answer, sink=sink, positions=positions)
+    # The law of the design: logits in float32 agree to 1e-4.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    if positions == "reordered":
+        ids = encoder.tokenizer.prompt_ids(encoder.parse(record).prompt)
+        blocks = [*ids.context, [*ids.final, *answer[:-1]]]
+        expected = oracle_logits(model, blocks, ids.context[0] if before is None else before)
+        torch.testing.assert_close(found, expected[-len(answer) :], rtol=1e-4, atol=1e-4)
 
 
 def test_lora_settings_default_to_all_linear_layers() -> None:

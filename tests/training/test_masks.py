@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from blockattn_rag.check import oracle as reference
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.training.masks import (
+    BlockLengths,
     ModelMasks,
     TokenLayout,
     additive,
@@ -21,17 +22,19 @@ from blockattn_rag.training.masks import (
     flex_block_mask,
     mask_function,
     row_layout,
-    sample_positions,
 )
 from tests.models import tiny_model
 
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
 
-def layout(*rows: list[list[int]], length: int | None = None) -> TokenLayout:
-    """A batch layout of rows of samples of block lengths."""
-    length = length or max(sum(map(sum, row)) for row in rows)
-    parts = zip(*(row_layout(row, length) for row in rows), strict=True)
+def layout(
+    *rows: list[list[int]], length: int | None = None, sink: int = 0, positions: Any = "reordered"
+) -> TokenLayout:
+    """A batch layout of rows of samples of block lengths, all with a sink of so many tokens."""
+    samples = [[BlockLengths(lengths, sink) for lengths in row] for row in rows]
+    length = length or max(sum(one.num_tokens for one in row) for row in samples)
+    parts = zip(*(row_layout(row, length, positions) for row in samples), strict=True)
     return TokenLayout(*(torch.stack(part) for part in parts))
 
 
@@ -70,25 +73,35 @@ class TestBlockMask:
         mask = block_mask(layout([[2, 3]]), window=2)[0, 0]
         assert torch.equal(mask, drawn("x.... xx... .xx.. ..xx. ...xx"))
 
-    @given(LENGTHS, st.sampled_from([None, 1, 3, 50]))
-    def test_it_equals_the_oracle(self, lengths: list[int], window: int | None) -> None:
-        found = block_mask(layout([lengths]), window=window)[0, 0]
-        assert torch.equal(found, reference.block_mask(lengths, window))
+    def test_a_sink_is_seen_by_its_own_block_alone_as_drawn_in_the_module(self) -> None:
+        picture = "x...... xx..... ..x.... ..xx... ..xxx.. xx.xxx. xx.xxxx"
+        assert torch.equal(block_mask(layout([[2, 2, 2]], sink=1))[0, 0], drawn(picture))
 
-    @given(st.lists(st.lists(LENGTHS, min_size=1, max_size=3), min_size=1, max_size=3))
+    @given(LENGTHS, st.sampled_from([None, 1, 3, 50]), st.integers(0, 4))
+    @example([1, 1, 1, 2], 3, 2)  # the window of the final block reaches over a sink
+    def test_it_equals_the_oracle(self, lengths: list[int], window: int | None, sink: int) -> None:
+        found = block_mask(layout([lengths], sink=sink), window=window)[0, 0]
+        assert torch.equal(found, reference.block_mask(lengths, window, sink))
+
+    @given(
+        st.lists(st.lists(LENGTHS, min_size=1, max_size=3), min_size=1, max_size=3),
+        st.integers(0, 3),
+    )
     def test_a_batch_of_packed_rows_equals_the_oracle_sample_by_sample(
-        self, rows: list[list[list[int]]]
+        self, rows: list[list[list[int]]], sink: int
     ) -> None:
-        mask = block_mask(layout(*rows))[:, 0]
+        mask = block_mask(layout(*rows, sink=sink))[:, 0]
         for row, found in zip(rows, mask, strict=True):
-            expected = diagonal([reference.block_mask(sample) for sample in row])
+            expected = diagonal([reference.block_mask(one, sink_length=sink) for one in row])
             used = len(expected)
             assert torch.equal(found[:used, :used], expected)
             assert not found[used:, :used].any()
 
     def test_samples_longer_than_their_row_are_refused(self) -> None:
         with pytest.raises(ValueError, match="do not fit"):
-            row_layout([[3], [3]], 5)
+            row_layout([BlockLengths([3]), BlockLengths([3])], 5)
+        with pytest.raises(ValueError, match="samples of 6 tokens do not fit in a row of 5"):
+            row_layout([BlockLengths([1, 1, 1], 3)], 5)
 
     def test_as_a_summand_it_is_zero_or_the_lowest_number(self) -> None:
         summand = additive(torch.tensor([[True, False]]), torch.bfloat16)
@@ -97,21 +110,36 @@ class TestBlockMask:
 
 class TestPositions:
     def test_reordered_positions_run_through_the_sample(self) -> None:
-        assert sample_positions([2, 1, 2]).tolist() == [0, 1, 2, 3, 4]
+        assert layout([[2, 1, 2]]).position_ids.tolist() == [[0, 1, 2, 3, 4]]
 
     def test_composite_positions_restart_in_context_blocks_and_go_on_in_the_final_one(self) -> None:
-        assert sample_positions([2, 1, 2], "composite").tolist() == [0, 1, 0, 3, 4]
+        found = layout([[2, 1, 2]], positions="composite")
+        assert found.position_ids.tolist() == [[0, 1, 0, 3, 4]]
+        assert found.place.tolist() == [[0, 1, 2, 3, 4]]
+
+    @given(LENGTHS, st.integers(0, 4))
+    def test_a_sink_stands_right_before_its_block_as_the_oracle_has_it(
+        self, lengths: list[int], sink: int
+    ) -> None:
+        found = layout([lengths], sink=sink)
+        assert torch.equal(found.position_ids[0], reference.layout_of(lengths, sink).position)
+        assert torch.equal(found.place, found.position_ids)
+
+    def test_composite_positions_of_a_sink_are_those_before_0(self) -> None:
+        found = layout([[2, 2, 2]], sink=2, positions="composite")
+        assert found.position_ids.tolist() == [[0, 1, -2, -1, 0, 1, 4, 5]]
+        assert found.place.tolist() == [[0, 1, 0, 1, 2, 3, 4, 5]]
 
     def test_positions_restart_with_each_sample_of_a_row(self) -> None:
         assert layout([[2], [1, 1]], length=5).position_ids.tolist() == [[0, 1, 0, 1, 0]]
 
 
 class TestFlexAttention:
-    @given(st.lists(LENGTHS, min_size=1, max_size=3), st.sampled_from([None, 3]))
+    @given(st.lists(LENGTHS, min_size=1, max_size=3), st.sampled_from([None, 3]), st.integers(0, 3))
     def test_the_mask_function_equals_the_dense_mask(
-        self, row: list[list[int]], window: int | None
+        self, row: list[list[int]], window: int | None, sink: int
     ) -> None:
-        where = layout(row)
+        where = layout(row, sink=sink)
         length = where.sample.shape[1]
         allowed = mask_function(where, window=window)
         b, q, k = torch.meshgrid(*map(torch.arange, (1, length, length)), indexing="ij")
@@ -181,6 +209,23 @@ class TestModelMasks:
             found = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, -7:]
         model.set_attn_implementation("eager")
         torch.testing.assert_close(found, reference.oracle_logits(model, blocks))
+
+    @pytest.mark.parametrize("family", MODELS)
+    def test_a_sink_gives_the_logits_of_the_oracle(self, family: str) -> None:
+        model: Any = tiny_model(family, **MODELS[family])
+        model.set_attn_implementation("eager")
+        ids, sink = (torch.arange(16) * 7 % 250).tolist(), (7, 8, 9)
+        blocks = [ids[:4], ids[4:9], ids[9:]]
+        where = layout([[4, 5, 7]], sink=len(sink))
+        with torch.no_grad():
+            out = model(
+                input_ids=torch.tensor([[*blocks[0], *sink, *blocks[1], *blocks[2]]]),
+                attention_mask=ModelMasks(model.config, "eager")(where, torch.float32),
+                position_ids=where.position_ids,
+                use_cache=False,
+            )
+        expected = reference.oracle_logits(model, blocks, sink)
+        torch.testing.assert_close(out.logits[0, -7:], expected)
 
     @pytest.mark.parametrize("family", MODELS)
     def test_one_final_block_is_the_models_own_attention(self, family: str) -> None:
