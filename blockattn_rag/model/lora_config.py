@@ -144,7 +144,7 @@ class PlainLora:
             return {path: layer for path, layer in linears.items() if self._targets(path)}
         except (re.error, TypeError) as error:
             raise ValueError(
-                f"{self._path} is damaged: its target_modules, exclude_modules, layers_to_transform "
+                f"{self._path} is damaged: target_modules, exclude_modules, layers_to_transform "
                 f"or layers_pattern name no layers ({error})"
             ) from error
 

@@ -165,10 +165,12 @@ def _check_keys(folder: Path, tensors: Mapping[str, Tensor], targeted: Iterable[
     """Raises ``ValueError`` unless every tensor is used, and none is missing."""
     expected = {path + end for path in targeted for end in (_DOWN, _UP)}
     unknown, missing = sorted(tensors.keys() - expected), sorted(expected - tensors.keys())
-    if any("lora_embedding" in name for name in unknown):
+    whole = [name for name in unknown if "lora_embedding" in name or "lora_" not in name]
+    if whole:
         raise ValueError(
-            f"the adapter in {folder} adapts embeddings ({unknown[0]}); a reader adapts linear "
-            "layers alone. Train one without embeddings among the target_modules"
+            f"the adapter in {folder} holds {whole[0]}; a reader is plain LoRA on linear layers "
+            "alone. Train one without embeddings among the target_modules, and save it with "
+            "save_embedding_layers=False"
         )
     if unknown:
         raise ValueError(
