@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -61,6 +61,14 @@ def ask(
     reader: Annotated[
         str | None, typer.Option(help="Folder of a reader adapter.", callback=_known_option)
     ] = None,
+    retry: Annotated[
+        str | None,
+        typer.Option(
+            help="How to answer again when the answer says that it is not in the passages: full or "
+            "promote:2.",
+            callback=_known_option,
+        ),
+    ] = None,
     top_k: Annotated[int, typer.Option(min=1, max=200, help="Passages to retrieve.")] = 5,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
@@ -74,8 +82,15 @@ def ask(
         database = Database.open(db, model=model, device=device, dtype=dtype)
         if not database.collection.count():
             raise ValueError(f"{db} holds no passage; run `blockattn-rag ingest PATH --db {db}`")
-        repairs: dict[str, Any] = {"promote": promote, "merge": merge, "reader": reader}
-        assistant = Assistant(database, top_k=top_k, max_new_tokens=max_new_tokens, **repairs)
+        assistant = Assistant(
+            database,
+            top_k=top_k,
+            max_new_tokens=max_new_tokens,
+            merge=merge,
+            promote=promote,
+            reader=reader,
+            retry=retry,
+        )
         answer = assistant.ask(question, mode=mode, on_text=None if as_json else piece)
         if not as_json:
             piece(_cut_off(answer) + "\n")
@@ -114,7 +129,8 @@ def _reuse_line(stats: ReuseStats) -> str:
     if stats.mode == "full":
         return f"full mode: nothing reused, {tokens} computed; {first}"
     promoted = f", {stats.promoted_tokens:,} promoted" if stats.promoted_tokens else ""
+    retried = "" if stats.retried == "none" else f"; answered again: {stats.retried}"
     return (
         f"block mode: {count(stats.hits, 'block')} reused, {stats.misses} computed; "
-        f"{stats.reused_tokens:,} of {tokens} reused{promoted}; {first}"
+        f"{stats.reused_tokens:,} of {tokens} reused{promoted}; {first}{retried}"
     )

@@ -21,6 +21,7 @@ from blockattn_rag.engine.options import (
 )
 from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingRequest
 from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
+from blockattn_rag.engine.retry import check_abstentions
 from blockattn_rag.engine.runner import Runner
 from blockattn_rag.engine.scheduler import scheduler_of
 from blockattn_rag.kv.context import Assembly, Positions
@@ -96,12 +97,13 @@ class BlockAttentionEngine:
         merge: str | None = None,
         promote: str | int | None = None,
         reader: str | Path | None = None,
+        retry: str | None = None,
         resident_bytes: int = DEFAULT_RESIDENT_BYTES,
         **model_kwargs: Any,
     ) -> BlockAttentionEngine:
         """Load a model (path, hub id, ``"bundled"``, or ready with its tokenizer), open a store.
 
-        For ``on_miss`` to ``reader`` see ``BlockOptions``.
+        For ``on_miss`` to ``retry`` see ``BlockOptions``.
         """
         loaded = BlockModel.from_pretrained(
             model, tokenizer=tokenizer, device=device, dtype=dtype, **model_kwargs
@@ -116,6 +118,7 @@ class BlockAttentionEngine:
             merge=merge,
             promote=promote,
             reader=reader,
+            retry=retry,
             resident_bytes=resident_bytes,
         )
 
@@ -129,6 +132,16 @@ class BlockAttentionEngine:
         """The store's calibration for this model, whose settings are in use where no others were
         given; None if there is none."""
         return self._calibration
+
+    @property
+    def abstentions(self) -> tuple[str, ...]:
+        """Phrases of answers that give none, for ``retry``; case does not matter. Set your own for
+        other languages than English, such as ``("steht nicht im Text", "weiß ich nicht")``."""
+        return self._runner.abstentions
+
+    @abstentions.setter
+    def abstentions(self, phrases: Sequence[str]) -> None:
+        self._runner.abstentions = check_abstentions(phrases)
 
     # -- ingestion ---------------------------------------------------------------------------
 
@@ -192,6 +205,7 @@ class BlockAttentionEngine:
         merge: str | None = None,
         promote: str | int | None = None,
         reader: str | Path | None = None,
+        retry: str | None = None,
         max_new_tokens: int = 256,
         temperature: float | None = None,
         top_p: float | None = None,
@@ -205,8 +219,8 @@ class BlockAttentionEngine:
         Args:
             prompt: a ``BlockPrompt``, or a list whose last item is the final block.
             mode: ``"block"`` reuses blocks; ``"full"`` is ordinary attention over the same tokens.
-            positions, on_miss, assembly, sink, merge, promote, reader: override the engine's own;
-                see ``BlockOptions``.
+            positions, on_miss, assembly, sink, merge, promote, reader, retry: override the engine's
+                own; see ``BlockOptions``.
             max_new_tokens: at most this many, less if the context window ends before.
             temperature: 0 or None is greedy; ``top_p`` and ``top_k`` apply above 0.
             stop: strings that end the answer; they are not part of it.
@@ -226,6 +240,7 @@ class BlockAttentionEngine:
             "merge": merge,
             "promote": promote,
             "reader": reader,
+            "retry": retry,
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
             "top_p": top_p,

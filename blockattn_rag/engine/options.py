@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from blockattn_rag.attention.merge_file import load_merge
 from blockattn_rag.engine.results import Mode
+from blockattn_rag.engine.retry import FULL, NO_RETRY, PROMOTE, check_retry
 from blockattn_rag.kv.context import Assembly, Positions
 from blockattn_rag.model.lora_files import read_metadata
 from blockattn_rag.model.sampling import Sampling
@@ -28,7 +29,7 @@ _SAMPLING = {one.name for one in fields(Sampling)} - {"extra"}
 class BlockOptions(TypedDict, total=False):
     """How block mode works. What is left out or None is the engine's own.
 
-    The last four repair block mode on models that were not block-fine-tuned. In full mode they have
+    The last five repair block mode on models that were not block-fine-tuned. In full mode they have
     no effect.
 
     on_miss: ``"compute"`` encodes and stores a block that is not in the store; ``"error"`` raises
@@ -44,6 +45,9 @@ class BlockOptions(TypedDict, total=False):
     promote: passages that move to the final block: ``"none"``, a number, ``"last:1"`` or
         ``"attention:1"``; see ``prompts.promotion``.
     reader: folder of a reader adapter, or ``"none"``; see ``model.reader``.
+    retry: how a question is answered again when block mode says that the passages do not hold the
+        answer: ``"none"``, ``"full"`` or ``"promote:2"``; see ``engine.retry``. The beginning of a
+        stream waits until it is clear.
     """
 
     on_miss: OnMiss | None
@@ -53,6 +57,7 @@ class BlockOptions(TypedDict, total=False):
     merge: str | None
     promote: str | int | None
     reader: str | Path | None
+    retry: str | None
 
 
 _BLOCK = tuple(BlockOptions.__annotations__)
@@ -104,11 +109,13 @@ class GenerateOptions:
     merge: str = NO_MERGE
     promote: str = NO_PROMOTION
     reader: str = NO_READER
+    retry: str = NO_RETRY
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
         check_sink(self.sink)
         load_merge(self.merge)
+        check_retry(self.retry)
         object.__setattr__(self, "promote", check_promotion(self.promote))
         object.__setattr__(self, "reader", str(self.reader))
         if self.reader != NO_READER and not Path(self.reader).is_dir():
@@ -136,6 +143,15 @@ class GenerateOptions:
             **{name: word for name, word in words.items() if word is not None},
             sampling=Sampling(**named, stop=stop, extra=rest),
         )
+
+    def of_retry(self) -> GenerateOptions | None:
+        """How to answer again when the answer is an abstention; None: not at all."""
+        if self.mode == "full" or self.retry == NO_RETRY:
+            return None
+        if self.retry == FULL:
+            return replace(self, mode="full", retry=NO_RETRY)
+        promote = self.retry.removeprefix(PROMOTE)
+        return replace(self, promote=promote, retry=NO_RETRY) if promote != self.promote else None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, GenerateOptions):

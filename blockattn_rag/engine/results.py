@@ -71,6 +71,9 @@ class ReuseStats:
         prefill_s: from there to the first token: the final block's forward and the choice.
         ttft_s: from the call to the first token, waiting for the model included.
         total_s: from the call to the last token.
+        retried: how the question was answered again since block mode abstained, such as ``"full"``
+            (see ``engine.retry``): the answer is the second one, tokens and seconds are of both,
+            and ``ttft_s`` runs to the second one's first token. ``"none"``: it was not.
         certificate: what is known of answers like this one; None in full mode and where nothing
             was measured for its model, options and kind of prompt.
     """
@@ -87,6 +90,7 @@ class ReuseStats:
     prefill_s: float = 0.0
     ttft_s: float = 0.0
     total_s: float = 0.0
+    retried: str = "none"
     certificate: Certificate | None = None
 
     @classmethod
@@ -102,14 +106,24 @@ class ReuseStats:
         return self.reused_tokens + self.computed_tokens
 
     def __add__(self, other: ReuseStats) -> ReuseStats:
-        """The figures of both requests together: counts and seconds added, mode kept. The
-        certificate is the one of both, if there is one of both."""
-        apart = ("mode", "certificate")
+        """The figures of both requests together: counts and seconds added, mode and retry
+        kept. The certificate is the one of both, if there is one of both."""
+        apart = ("mode", "retried", "certificate")
         names = [field.name for field in fields(self) if field.name not in apart]
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         found = {stats.certificate for stats in (self, other) if stats.prompt_tokens}
         certificate = found.pop() if len(found) == 1 else None
         return replace(self, **sums, certificate=certificate)
+
+    def with_first(self, first: ReuseStats, retried: str) -> ReuseStats:
+        """The figures of an answer together with those of the abstention before it."""
+        return replace(
+            first + self,
+            ttft_s=self.ttft_s,  # since the request came, as is the next
+            total_s=self.total_s,
+            retried=retried,
+            certificate=self.certificate,
+        )
 
     def reuse(self) -> dict[str, int]:
         """Blocks and prompt tokens, found and computed, as fields of a JSON object; the promoted

@@ -7,17 +7,18 @@ import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from itertools import chain, groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from blockattn_rag.attention.merge_file import load_merge
+from blockattn_rag.engine.answer import Answer, Prepared
 from blockattn_rag.engine.calibration import Calibration
-from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.engine.fetcher import BlockFetcher, Fetched
 from blockattn_rag.engine.options import NO_READER, GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
-from blockattn_rag.engine.results import Certificate, Clock, Generation, ReuseStats
+from blockattn_rag.engine.results import Certificate, ReuseStats
+from blockattn_rag.engine.retry import ABSTENTIONS
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel
@@ -25,74 +26,7 @@ from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.prompts.promotion import by_attention, promoted
 
 
-class Prepared(NamedTuple):
-    """A prompt ready for the model: token ids, placed blocks (block mode), figures so far.
-
-    ``limit``: tokens that may be generated.
-    """
-
-    context_ids: list[int]
-    final_ids: list[int]
-    context: Context | None
-    limit: int
-    stats: ReuseStats
-
-
-class _Answer:
-    """One answer in the making."""
-
-    def __init__(self, request: PendingRequest, prepared: Prepared, model: BlockModel) -> None:
-        stop = request.options.sampling.stop
-        self.request = request
-        self.prepared = prepared
-        self.clock = Clock(request.started)
-        self._detokenizer = Detokenizer(model.tokenizer.tokenizer, stop)
-        self._end_ids = model.end_ids(request.options.sampling)
-        self._ids: list[int] = []
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string has come."""
-        return self._detokenizer.stopped
-
-    def push(self, token: int) -> None:
-        """Take the next token, and hand on the text that has become certain."""
-        self.clock.note_token()
-        self._ids.append(token)
-        self.request.emit(self._detokenizer.push(token))
-
-    def push_batched(self, token: int | None) -> None:
-        """The same in a batch, which goes on with padding or None when this answer has ended."""
-        if self.request.left or self.request.answer.done():
-            return
-        if token is not None:
-            self.push(token)
-        if token is None or self.stopped or token in self._end_ids:
-            self.complete(self._ids)
-
-    def complete(self, ids: Sequence[int]) -> None:
-        """All tokens of the answer are there: tell the caller, who may know of some or none yet."""
-        if self.request.answer.done():
-            return
-        for token in ids[len(self._ids) :]:
-            self.push(token)
-        self.request.emit(self._detokenizer.finish())
-        self.request.answer.set_result(self._generation(list(ids)))
-
-    @property
-    def can_start_anew(self) -> bool:
-        """Whether the caller has got nothing yet."""
-        return not (self.request.answer.done() or (self._ids and self.request.on_text))
-
-    def _generation(self, ids: list[int]) -> Generation:
-        ids = ids[: self._detokenizer.num_tokens]  # a token may come after the stop string
-        ended = bool(ids) and ids[-1] in self._end_ids
-        stopped = self.stopped or ended or len(ids) < self.prepared.limit
-        stats = self.clock.complete(self.prepared.stats, len(ids))
-        return Generation(self._detokenizer.text, ids, "stop" if stopped else "length", stats)
-
-
-def _limit(answer: _Answer) -> int:
+def _limit(answer: Answer) -> int:
     return answer.prepared.limit
 
 
@@ -111,6 +45,7 @@ class Runner:
         self._model = model
         self._fetcher = fetcher
         self._calibration = calibration
+        self.abstentions: tuple[str, ...] = ABSTENTIONS
 
     def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
         """Give every request its answer or its own error.
@@ -119,6 +54,12 @@ class Runner:
         that each gets alone.
         """
         answers = [answer for one in requests if (answer := self._begin(one)) is not None]
+        self._answer_all(answers)
+        abstained = [one for one in answers if one.abstained]
+        again = [self._begin(one.request, one) for one in abstained]
+        self._answer_all([answer for answer in again if answer is not None])
+
+    def _answer_all(self, answers: list[Answer]) -> None:
         answers.sort(key=_limit)  # because a batch generates as many tokens for each of its rows
         for _, alike in groupby(answers, key=_limit):
             for run in self._runs(list(alike)):
@@ -129,17 +70,20 @@ class Runner:
 
     # -- preparing ---------------------------------------------------------------------------
 
-    def _begin(self, request: PendingRequest) -> _Answer | None:
+    def _begin(self, request: PendingRequest, first: Answer | None = None) -> Answer | None:
+        """An answer that is ready to be computed; ``first``: after this abstention."""
         try:
             if request.left:  # while others were prepared
                 raise CancelledError
-            prepared = self.prepare(request.prompt(), request.options)
+            prompt = request.prompt() if first is None else first.prompt
+            options = (first and first.again) or request.options
+            prepared = self.prepare(prompt, options)
         except KeyboardInterrupt:  # which is no request's own error: it ends the whole batch
             raise
         except BaseException as error:  # noqa: BLE001 -- raised again by the caller
             request.fail(error)
             return None
-        return _Answer(request, prepared, self._model)
+        return Answer(request, prompt, prepared, options, self._model, self.abstentions, first)
 
     def prepare(self, prompt: BlockPrompt, options: GenerateOptions) -> Prepared:
         """Tokenise a prompt (full mode), or fetch and place its blocks (block mode)."""
@@ -226,7 +170,7 @@ class Runner:
 
     # -- answering ---------------------------------------------------------------------------
 
-    def _answer_alone(self, answer: _Answer) -> None:
+    def _answer_alone(self, answer: Answer) -> None:
         try:
             answer.complete(self._ids_alone(answer))
         except KeyboardInterrupt:
@@ -235,9 +179,9 @@ class Runner:
             traceback.clear_frames(error.__traceback__)  # which hold the cache
             answer.request.fail(error)
 
-    def _ids_alone(self, answer: _Answer) -> list[int]:
+    def _ids_alone(self, answer: Answer) -> list[int]:
         request, prepared = answer.request, answer.prepared
-        sampling = request.options.sampling
+        sampling = answer.options.sampling
         with self._model.running(sampling):
             if request.left:  # while others had the model
                 raise CancelledError
@@ -250,7 +194,7 @@ class Runner:
                 is_cancelled=lambda: answer.stopped or request.left,
             )
 
-    def _answer_together(self, answers: Sequence[_Answer]) -> None:
+    def _answer_together(self, answers: Sequence[Answer]) -> None:
         """Answer several requests in one forward for each token. A batch fails as a whole; then
         each request gets its own answer or its own error."""
         try:
@@ -263,15 +207,15 @@ class Runner:
             traceback.clear_frames(error.__traceback__)  # which hold the cache
         for answer in answers:
             if answer.can_start_anew:
-                self._answer_alone(_Answer(answer.request, answer.prepared, self._model))
-            else:
+                self._answer_alone(answer.anew())
+            elif not answer.abstained:
                 answer.request.fail(failure)
 
-    def _run_batch(self, answers: Sequence[_Answer]) -> None:
-        sampling = answers[0].request.options.sampling
+    def _run_batch(self, answers: Sequence[Answer]) -> None:
+        sampling = answers[0].options.sampling
 
         def nobody_waits() -> bool:
-            return all(one.request.left or one.request.answer.done() for one in answers)
+            return all(one.request.left or one.has_ended for one in answers)
 
         def on_tokens(tokens: Sequence[int | None]) -> None:
             for answer, token in zip(answers, tokens, strict=True):
@@ -290,9 +234,9 @@ class Runner:
         for answer, ids in zip(answers, rows, strict=True):
             answer.complete(ids)
 
-    def _runs(self, answers: Sequence[_Answer]) -> list[list[_Answer]]:
+    def _runs(self, answers: Sequence[Answer]) -> list[list[Answer]]:
         """Cut a batch so that no forward has more tokens than the model encodes at once."""
-        runs: list[list[_Answer]] = []
+        runs: list[list[Answer]] = []
         widest = 0
         for answer in answers:
             context_ids, final_ids, context, *_ = answer.prepared
@@ -304,14 +248,14 @@ class Runner:
             runs[-1].append(answer)
         return runs
 
-    def _cache(self, answers: Sequence[_Answer]) -> Any:
+    def _cache(self, answers: Sequence[Answer]) -> Any:
         """The prompts' contexts as a cache for the model; None in full mode."""
         assembling = time.perf_counter()
         contexts = [one.prepared.context or Context(()) for one in answers]
         cache = None
         if any(context.blocks for context in contexts):
             longest = max(len(one.prepared.final_ids) for one in answers)
-            cache = self._cache_for(contexts, longest, answers[0].request.options)
+            cache = self._cache_for(contexts, longest, answers[0].options)
         for answer in answers:
             answer.clock.assembling = assembling
             answer.clock.prefilling = time.perf_counter()

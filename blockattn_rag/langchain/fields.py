@@ -39,7 +39,7 @@ PROVIDER = "blockattn_rag"
 
 _SOURCE_FIELDS = ("model_name", "tokenizer_name", "kv_store", "device_map", "model_kwargs")
 _OPTION_FIELDS = (
-    *("mode", "on_miss", "positions", "sink", "merge", "promote", "reader"),
+    *("mode", "on_miss", "positions", "sink", "merge", "promote", "reader", "retry"),
     *("temperature", "top_p", "top_k", "seed"),
 )
 _ALIASES = {"model": "model_name", "tokenizer": "tokenizer_name", "device": "device_map"}
@@ -127,7 +127,7 @@ class GenerationFields(EngineFields):
         mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
         on_miss: ``"compute"`` what is not stored, or ``"error"``.
         positions: ``"reordered"``, or ``"composite"``, the papers' ablation.
-        merge, promote, reader: further repairs for models that are not block-fine-tuned; see
+        merge, promote, reader, retry: further repairs for models that are not block-fine-tuned; see
             ``BlockOptions``. ``promote=1`` takes the first passage, which is the best one in the
             retriever's order. Where a transformer reorders documents (``LongContextReorder`` puts
             the best at both ends), take ``"attention:1"``. Default: the engine's own.
@@ -144,6 +144,7 @@ class GenerationFields(EngineFields):
     merge: str | None = None
     promote: str | None = None
     reader: str | None = None
+    retry: str | None = None
     max_tokens: int = Field(default=256, alias="max_new_tokens", gt=0)
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = None
@@ -152,7 +153,7 @@ class GenerationFields(EngineFields):
     seed: int | None = None
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
 
-    @field_validator("merge", "promote", "reader", mode="before")
+    @field_validator("merge", "promote", "reader", "retry", mode="before")
     @classmethod
     def _check_repair(cls, value: Any, info: ValidationInfo) -> Any:
         return checked_option(str(info.field_name), value)

@@ -47,7 +47,7 @@ from blockattn_rag.store import KVStore
 
 dispatcher = get_dispatcher(__name__)
 
-_OPTION_FIELDS = ("mode", "on_miss", "positions", "sink", "merge", "promote", "reader")
+_OPTION_FIELDS = ("mode", "on_miss", "positions", "sink", "merge", "promote", "reader", "retry")
 
 PromptLike = str | Sequence[ChatMessage]
 MakePrompt = Callable[[], BlockPrompt]
@@ -75,7 +75,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         sink: what passages are encoded after, such as ``"head:4"`` for models that are not
             block-fine-tuned (see ``prompts.sinks``); must be that of ``BlockKVTransform``. Default:
             the engine's own.
-        merge, promote, reader: further repairs for models that are not block-fine-tuned; see
+        merge, promote, reader, retry: further repairs for models that are not block-fine-tuned; see
             ``BlockOptions``. ``promote=1`` takes the first passage, which is the best one in the
             retriever's order. Where a postprocessor reorders passages (``LongContextReorder`` puts
             the best at both ends), take ``"attention:1"``; after ``BlockKVPostprocessor``'s
@@ -96,8 +96,8 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
 
     Per call, ``complete`` and ``chat`` take ``max_new_tokens``, ``temperature``, ``top_p``,
     ``top_k``, ``stop``, ``seed``, ``mode``, ``positions``, ``sink``, ``merge``, ``promote``,
-    ``reader``, ``on_miss`` and whatever transformers' ``generate`` takes; anything else raises.
-    ``raw["usage"]`` has the tokens and what was reused.
+    ``reader``, ``retry``, ``on_miss`` and whatever transformers' ``generate`` takes; anything else
+    raises. ``raw["usage"]`` has the tokens and what was reused.
 
     Raises:
         ContextOverflowError: (from a call) the prompt does not fit the model; LlamaIndex packs
@@ -112,6 +112,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
     merge: str | None = Field(description="How attention to passages is weighted.")
     promote: str | None = Field(description="Passages that move to the final block.")
     reader: str | None = Field(description="Folder of a reader adapter.")
+    retry: str | None = Field(description="How to answer again after an abstention.")
     context_window: int | None = Field(description="Tokens to fill; None for the model's limit.")
     max_new_tokens: int = Field(description="Longest answer, in tokens.", gt=0)
     generate_kwargs: dict[str, Any] = Field(description="Defaults of every call.")
@@ -135,6 +136,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         merge: str | None = None,
         promote: str | int | None = None,
         reader: str | Path | None = None,
+        retry: str | None = None,
         context_window: int | None = None,
         max_new_tokens: int = 256,
         generate_kwargs: dict[str, Any] | None = None,
@@ -159,6 +161,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
             "merge": checked_option("merge", merge),
             "promote": checked_option("promote", promote),
             "reader": checked_option("reader", reader),
+            "retry": checked_option("retry", retry),
             "context_window": context_window,
             "max_new_tokens": max_new_tokens,
             "generate_kwargs": generate_kwargs or {},

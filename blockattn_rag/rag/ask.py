@@ -51,6 +51,7 @@ class Answer:
             "mode": self.stats.mode,
             "sources": [asdict(source) for source in self.sources],
             **self.stats.reuse(),
+            "retried": self.stats.retried,
             "generated_tokens": self.stats.generated_tokens,
             "finish_reason": self.finish_reason,
             "certificate": self.stats.certificate and asdict(self.stats.certificate),
@@ -66,7 +67,7 @@ class Assistant:
         database: an open database.
         top_k: passages to retrieve.
         max_new_tokens: longest answer.
-        merge, promote, reader: see ``BlockOptions``; default: the engine's own.
+        merge, promote, reader, retry: see ``BlockOptions``; default: the engine's own.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Assistant:
         merge: str | None = None,
         promote: str | int | None = None,
         reader: str | Path | None = None,
+        retry: str | None = None,
     ) -> None:
         from llama_index.core import VectorStoreIndex
         from llama_index.vector_stores.chroma import ChromaVectorStore
@@ -85,7 +87,12 @@ class Assistant:
         self._database = database
         self._top_k = top_k
         self._max_new_tokens = max_new_tokens
-        self._repairs: dict[str, Any] = {"merge": merge, "promote": promote, "reader": reader}
+        self._repairs: dict[str, Any] = {
+            "merge": merge,
+            "promote": promote,
+            "reader": reader,
+            "retry": retry,
+        }
         self._has_head = False
         self._index = VectorStoreIndex.from_vector_store(
             ChromaVectorStore(chroma_collection=database.collection), embed_model=database.embedding
@@ -130,7 +137,8 @@ def _total(mode: Mode, calls: Sequence[Any]) -> ReuseStats:
     used = [ReuseStats.from_dict(call["usage"]) for call in calls]
     total = sum(used, ReuseStats(mode))
     *_, last = used or [total]
-    return replace(total, ttft_s=total.total_s - last.total_s + last.ttft_s)
+    ttft_s = total.total_s - last.total_s + last.ttft_s
+    return replace(total, ttft_s=ttft_s, retried=last.retried)
 
 
 def _source(found: NodeWithScore) -> Source:

@@ -147,10 +147,27 @@ def test_repairs_are_options_of_a_question(cli: Command, database: Path) -> None
     assert answer["promoted_tokens"] > 0
     assert answer["promoted_tokens"] < answer["computed_tokens"]
     assert f"{answer['promoted_tokens']} promoted" in cli(*command, "--promote", "1").stdout
-    for option, found in (("--promote", "best"), ("--merge", "more:2"), ("--reader", "nowhere")):
+    for option, found in (
+        ("--promote", "best"),
+        ("--merge", "more:2"),
+        ("--reader", "nowhere"),
+        ("--retry", "block"),
+    ):
         output = cli(*command, option, found)
         assert output.status == 2
         assert f"'{found}'" in " ".join(output.stderr.replace("│", " ").split())
+
+
+def test_an_abstention_is_answered_again_and_the_reader_is_told(
+    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockattn_rag.engine.answer.abstains", lambda *_: True)
+    command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3)
+    answer = cli(*command, "--retry", "full", "--json").json
+    assert (answer["mode"], answer["retried"]) == ("block", "full")
+    assert answer["answer"] == cli(*command, "--mode", "full", "--json").json["answer"]
+    assert "; answered again: full" in cli(*command, "--retry", "full").stdout
+    assert cli(*command, "--json").json["retried"] == "none"
 
 
 def test_another_model_computes_the_passages_and_says_so(

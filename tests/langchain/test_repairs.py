@@ -97,3 +97,12 @@ def test_ingestion_takes_a_sink_that_is_bound_or_in_generate_kwargs(
     compressor.wait_until_warm()
     figures = reuse(given.invoke(MESSAGES))
     assert (figures["hits"], figures["misses"]) == (3, 1)
+
+
+def test_an_abstention_is_answered_again(chat: ChatBlockAttention) -> None:
+    retrying = ChatBlockAttention(llm=chat, max_tokens=6, retry="full")
+    chat.engine.abstentions = (str(chat.invoke(MESSAGES).content),)
+    full = chat.bind(mode="full").invoke(MESSAGES)
+    answers = [retrying.invoke(MESSAGES), chat.bind(retry="full").invoke(MESSAGES)]
+    assert [answer.content for answer in answers] == [full.content] * 2
+    assert [reuse(answer)["retried"] for answer in answers] == ["full"] * 2

@@ -71,3 +71,12 @@ def test_ingestion_takes_a_sink_from_generate_kwargs(engine: RecordingEngine) ->
     BlockKVTransform(llm=llm)(passages(3))
     usage = llm.complete(MARKED, formatted=True).raw["usage"]
     assert (usage["hits"], usage["misses"]) == (3, 1)
+
+
+def test_an_abstention_is_answered_again(engine: RecordingEngine) -> None:
+    llm = BlockAttentionLLM(engine=engine, max_new_tokens=4, retry="full")
+    engine.abstentions = (engine.generate(llm.to_prompt(MARKED), max_new_tokens=4).text,)
+    answer = llm.complete(MARKED, formatted=True)
+    assert answer.raw["usage"]["retried"] == "full"
+    assert answer.text == llm.complete(MARKED, formatted=True, mode="full").text
+    assert llm.complete(MARKED, formatted=True, retry="none").raw["usage"]["retried"] == "none"

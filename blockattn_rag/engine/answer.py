@@ -1,0 +1,149 @@
+"""One answer in the making: from tokens to text, to whoever waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from blockattn_rag.engine.detokenizer import Detokenizer
+from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.engine.pending import PendingRequest
+from blockattn_rag.engine.results import Clock, Generation, ReuseStats
+from blockattn_rag.engine.retry import abstains, is_too_long
+from blockattn_rag.kv.context import Context
+from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.blocks import BlockPrompt
+
+
+class Prepared(NamedTuple):
+    """A prompt ready for the model: token ids, placed blocks (block mode), figures so far.
+
+    ``limit``: tokens that may be generated.
+    """
+
+    context_ids: list[int]
+    final_ids: list[int]
+    context: Context | None
+    limit: int
+    stats: ReuseStats
+
+
+class Answer:
+    """One answer in the making. An abstention is not given if it can be answered again.
+
+    Args:
+        request: whose answer it is.
+        prompt: the request's, made.
+        prepared: the prompt for these options.
+        options: how it is answered.
+        model: what answers.
+        abstentions: phrases by which abstentions are known.
+        first: the abstention after which the request is answered again.
+    """
+
+    def __init__(
+        self,
+        request: PendingRequest,
+        prompt: BlockPrompt,
+        prepared: Prepared,
+        options: GenerateOptions,
+        model: BlockModel,
+        abstentions: Sequence[str],
+        first: Answer | None = None,
+    ) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.prepared = prepared
+        self.options = options
+        self.clock = Clock(request.started)
+        self.generation: Generation | None = None
+        self._model = model
+        self._abstentions = abstentions
+        self._first = first
+        self._detokenizer = Detokenizer(model.tokenizer.tokenizer, options.sampling.stop)
+        self._end_ids = model.end_ids(options.sampling)
+        self._ids: list[int] = []
+        self._held = ""  # text that may be the beginning of an abstention
+        self._has_given = False
+        # How to answer again, as long as this may be an abstention.
+        has_passages = any(block.is_passage for block in prompt.context)
+        self.again = options.of_retry() if has_passages else None
+
+    def anew(self) -> Answer:
+        """The same answer, from its beginning."""
+        return Answer(
+            self.request,
+            self.prompt,
+            self.prepared,
+            self.options,
+            self._model,
+            self._abstentions,
+            self._first,
+        )
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return self._detokenizer.stopped
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it needs no more tokens."""
+        return self.generation is not None or self.request.answer.done()
+
+    @property
+    def abstained(self) -> bool:
+        """Whether it has ended, and the request is to be answered again."""
+        return self.generation is not None and self.again is not None
+
+    @property
+    def can_start_anew(self) -> bool:
+        """Whether the caller has got nothing yet."""
+        return not (self.has_ended or self._has_given)
+
+    def push(self, token: int) -> None:
+        """Take the next token, and hand on the text that has become certain."""
+        self.clock.note_token()
+        self._ids.append(token)
+        self._give(self._detokenizer.push(token))
+
+    def push_batched(self, token: int | None) -> None:
+        """The same in a batch, which goes on with padding or None when this answer has ended."""
+        if self.request.left or self.has_ended:
+            return
+        if token is not None:
+            self.push(token)
+        if token is None or self.stopped or token in self._end_ids:
+            self.complete(self._ids)
+
+    def complete(self, ids: Sequence[int]) -> None:
+        """All tokens of the answer are there: tell the caller, who may know of some or none yet."""
+        if self.has_ended:
+            return
+        for token in ids[len(self._ids) :]:
+            self.push(token)
+        self._give(self._detokenizer.finish())
+        self.generation = self._generation(list(ids))
+        if self.again is not None and abstains(self._detokenizer.text, self._abstentions):
+            return
+        self.again = None
+        self._give("")
+        self.request.answer.set_result(self.generation)
+
+    def _give(self, text: str) -> None:
+        """Hand text to whoever reads it as it comes, once it cannot be an abstention's."""
+        self._held += text
+        if self.again is not None and is_too_long(self._detokenizer.text):
+            self.again = None
+        if self.again is None and self._held:
+            text, self._held, self._has_given = self._held, "", self.request.on_text is not None
+            self.request.emit(text)
+
+    def _generation(self, ids: list[int]) -> Generation:
+        ids = ids[: self._detokenizer.num_tokens]  # a token may come after the stop string
+        ended = bool(ids) and ids[-1] in self._end_ids
+        stopped = self.stopped or ended or len(ids) < self.prepared.limit
+        stats = self.clock.complete(self.prepared.stats, len(ids))
+        if self._first is not None and self._first.generation is not None:
+            stats = stats.with_first(self._first.generation.stats, self._first.options.retry)
+        return Generation(self._detokenizer.text, ids, "stop" if stopped else "length", stats)
