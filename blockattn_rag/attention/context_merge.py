@@ -23,7 +23,7 @@ times the heads that share keys, tokens innermost), ``D`` head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
@@ -74,7 +74,7 @@ class FixedMerge:
             log_odds = self.value * heated - rest_lse
         return _weighted(context, rest, log_odds)
 
-    def ready_for(self, fingerprint: str, device: torch.device) -> FixedMerge:
+    def ready_for(self, fingerprint: Callable[[], str], device: torch.device) -> FixedMerge:
         """Itself: it fits every model."""
         return self
 
@@ -132,16 +132,16 @@ class LearnedMerge:
         shifted = context.output + self.shift[layer].unsqueeze(1)
         return _weighted(Partial(shifted, context.lse), rest, log_odds)
 
-    def ready_for(self, fingerprint: str, device: torch.device) -> LearnedMerge:
-        """This merge on ``device``.
+    def ready_for(self, fingerprint: Callable[[], str], device: torch.device) -> LearnedMerge:
+        """This merge on ``device``; ``fingerprint`` gives the model's, if it is needed.
 
         Raises:
             ValueError: it was fitted to a model of another fingerprint.
         """
-        if self.fingerprint and self.fingerprint != fingerprint:
+        if self.fingerprint and self.fingerprint != (found := fingerprint()):
             raise ValueError(
                 f"found a learned merge of the model {self.fingerprint[:12]}..., expected one of "
-                f"this model, {fingerprint[:12]}...; fit it anew for this model, in this dtype"
+                f"this model, {found[:12]}...; fit it anew for this model, in this dtype"
             )
         if self.bias.device == device:
             return self

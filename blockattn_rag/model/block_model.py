@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from blockattn_rag.attention.block_mass import BlockMass
+from blockattn_rag.attention.context_merge import ContextMerge
 from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.attention.tuning import tuning_of
 from blockattn_rag.errors import ContextOverflowError, UnsupportedModelError
@@ -251,7 +252,7 @@ class BlockModel:
         self,
         *contexts: Context,
         assembly: Literal["relay", "copy"] = "copy",
-        merge: Any = None,
+        merge: ContextMerge | None = None,
         reader: Reader | None = None,
     ) -> DynamicCache | None:
         """A transformers cache that holds the contexts, one a row, ready for the final blocks.
@@ -259,26 +260,41 @@ class BlockModel:
         Shorter contexts are padded on the left (copy path only; relay has nothing to pad). None if
         no context holds a token.
 
+        ``merge``: how the blocks after the first are weighted; None: as the model's attention does.
         ``reader``: acts in forwards over the cache. Over the prompt's first block alone, block mode
         is exact without it, and it does not act.
 
         Raises:
-            ValueError: only some of several contexts need the reader, or it does not fit the model.
+            ValueError: only some of several contexts need the reader, or it or the merge does not
+                fit the model.
+            UnsupportedModelError: there is a merge, and relay attention is not exact for the model.
         """
         if not any(context.num_tokens for context in contexts):
             return None
         layouts = self.profile.layouts
-        cache: ContextCache
-        if assembly == "relay":
+        merge = None if merge is None else self._ready(merge)
+        if assembly == "relay" or merge is not None:
             # Enabled again, because other users of the model may have set another attention.
             enable_relay(self.hf_model)
-            cache = RelayCache(RelayPlan(contexts, layouts, self.device))
+        cache: ContextCache
+        if assembly == "relay":
+            cache = RelayCache(RelayPlan(contexts, layouts, self.device, merge=merge))
         else:
-            cache = copied_cache(self.hf_model.config, contexts, layouts)
+            cache = copied_cache(self.hf_model.config, contexts, layouts, merge=merge)
         if reader is not None and is_needed(contexts):
             reader.attach(self.hf_model)
             cache.reader = reader
         return cache
+
+    def _ready(self, merge: ContextMerge) -> ContextMerge:
+        """The merge on this model's device, if this model's attention can be replaced."""
+        if not self.supports_relay:
+            raise UnsupportedModelError(
+                f"{self.name} cannot use a merge other than 'none': it replaces the attention, "
+                "which sliding windows, soft caps, attention sinks and attention outside "
+                "transformers' interface do not allow"
+            )
+        return merge.ready_for(lambda: self.fingerprint, self.device)
 
     def load_reader(self, folder: str | Path) -> Reader:
         """The reader adapter in a folder; it is read once while its files stay as they are.

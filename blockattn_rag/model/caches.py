@@ -11,6 +11,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from blockattn_rag.attention.block_mass import BlockMass
+from blockattn_rag.attention.context_merge import ContextMerge
+from blockattn_rag.attention.copied import CopiedContexts
 from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
@@ -45,11 +47,16 @@ class ContextCache(DynamicCache):
 
 
 def copied_cache(
-    config: Any, contexts: Sequence[Context], layouts: Sequence[RotaryLayout]
+    config: Any,
+    contexts: Sequence[Context],
+    layouts: Sequence[RotaryLayout],
+    *,
+    merge: ContextMerge | None = None,
 ) -> ContextCache:
     """The contexts' keys and values, re-encoded and joined, in a new cache (the copy path).
 
-    One row a context, padded with zeros on the left.
+    One row a context, padded with zeros on the left. ``merge``: as for ``RelayPlan``; the model
+    must be ready for relay attention then.
     """
     cache = ContextCache(config=config)
     width = max(context.num_tokens for context in contexts)
@@ -65,6 +72,8 @@ def copied_cache(
                 layer.keys, layer.values = keys, values
             else:
                 cache.update(keys, values, index)  # a sliding window keeps the end of its states
+    if merge is not None:
+        cache.attention = CopiedContexts(contexts, merge, keys.device)
     return cache
 
 

@@ -200,12 +200,12 @@ def test_a_learned_merge_of_other_layers_or_heads_is_refused() -> None:
 def test_a_learned_merge_serves_the_model_that_it_was_fitted_to() -> None:
     unnamed, weight = learned(), replace(learned(), fingerprint="ab" * 32)
     device = torch.get_default_device()
-    assert unnamed.ready_for("cd" * 32, device) is unnamed
-    assert weight.ready_for("ab" * 32, device) is weight
+    assert unnamed.ready_for(lambda: "cd" * 32, device) is unnamed
+    assert weight.ready_for(lambda: "ab" * 32, device) is weight
     with pytest.raises(ValueError, match=r"found a learned merge of the model abab.*cdcd.*anew"):
-        weight.ready_for("cd" * 32, device)
-    assert FIXED[0].ready_for("cd" * 32, device) is FIXED[0]
-    elsewhere = weight.ready_for("ab" * 32, torch.device("meta"))
+        weight.ready_for(lambda: "cd" * 32, device)
+    assert FIXED[0].ready_for(lambda: "cd" * 32, device) is FIXED[0]
+    elsewhere = weight.ready_for(lambda: "ab" * 32, torch.device("meta"))
     assert {tensor.device.type for tensor in elsewhere.parameters()} == {"meta"}
 
 
