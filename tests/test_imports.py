@@ -28,7 +28,7 @@ FLOORS = {
     "store": "errors files kv lazy",
     "model": "attention errors files kv lazy prompts",
     "engine": "attention errors files kv lazy model prompts store",
-    "check": "kv model prompts",
+    "check": "attention kv model prompts",
     "adapters": "engine errors model prompts store",
     "llama_index": "adapters engine kv lazy prompts store",
     "langchain": "adapters engine kv lazy prompts store",

@@ -7,38 +7,16 @@ stored, moved or merged. Only tests and ``check`` import this module; fast code 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-
-class Layout(NamedTuple):
-    """Where the tokens of a prompt stand, one entry a token.
-
-    ``block``: the block that a token belongs to, or whose sink it belongs to; ``position``: in the
-    prompt, where a sink takes none and stands right before its block.
-    """
-
-    block: Tensor
-    position: Tensor
-    is_sink: Tensor
-
-
-def layout_of(block_lengths: Sequence[int], sink_length: int = 0) -> Layout:
-    """The layout of a prompt with a sink before each block but the first and the final one."""
-    block: list[int] = []
-    position: list[int] = []
-    is_sink: list[bool] = []
-    start, final = 0, len(block_lengths) - 1
-    for number, length in enumerate(block_lengths):
-        sink = sink_length if 0 < number < final else 0
-        block += [number] * (sink + length)
-        position += range(start - sink, start + length)
-        is_sink += [True] * sink + [False] * length
-        start += length
-    return Layout(torch.tensor(block), torch.tensor(position), torch.tensor(is_sink))
+from blockattn_rag.attention.context_merge import ContextMerge
+from blockattn_rag.check.layout import layout_of
+from blockattn_rag.check.weighing import weighing
+from blockattn_rag.kv.context import Positions
 
 
 def block_mask(
@@ -69,24 +47,37 @@ def block_mask(
 
 
 def oracle_logits(
-    hf_model: PreTrainedModel, block_ids: Sequence[Sequence[int]], sink_ids: Sequence[int] = ()
+    hf_model: PreTrainedModel,
+    block_ids: Sequence[Sequence[int]],
+    sink_ids: Sequence[int] = (),
+    *,
+    merge: ContextMerge | None = None,
+    positions: Positions = "reordered",
 ) -> Tensor:
     """Logits ``[final tokens, vocab]`` of the final block (the last of ``block_ids``), float32.
 
-    ``sink_ids``: tokens that each block but the first and the final one sees right before itself,
-    and nothing else sees.
+    Args:
+        sink_ids: tokens that each block but the first and the final one sees right before itself,
+            and nothing else sees.
+        merge: how the final block weighs the blocks between the first and itself.
+        positions: where keys of context blocks stand.
     """
     lengths = [len(block) for block in block_ids]
     layout = layout_of(lengths, len(sink_ids))
     first, *middle, final = block_ids if len(block_ids) > 1 else ((), *block_ids)
     ids = [*first, *(token for block in middle for token in (*sink_ids, *block)), *final]
-    positions = {"position_ids": layout.position[None].to(hf_model.device)}
-    with torch.inference_mode():
+    position = layout.position
+    if positions == "composite":
+        starts = torch.tensor([sum(lengths[:number]) for number in range(len(lengths))])
+        is_final = layout.block == len(lengths) - 1
+        position = torch.where(is_final, position, position - starts[layout.block])
+    is_plain = positions == "reordered" and not layout.is_sink.any()
+    with torch.inference_mode(), weighing(hf_model, merge, layout):
         out = hf_model(
             input_ids=torch.tensor([ids], device=hf_model.device),
             attention_mask=_masks(hf_model, lengths, len(sink_ids)),
             use_cache=False,
-            **(positions if layout.is_sink.any() else {}),
+            **({} if is_plain else {"position_ids": position[None].to(hf_model.device)}),
         )
     return out.logits[0, -lengths[-1] :].float()
 
@@ -97,12 +88,14 @@ def oracle_generate(
     max_new_tokens: int,
     end_ids: Sequence[int] = (),
     sink_ids: Sequence[int] = (),
+    *,
+    merge: ContextMerge | None = None,
 ) -> list[int]:
     """Greedy tokens, one dense forward each; the new tokens belong to the final block."""
     blocks = [list(block) for block in block_ids]
     new: list[int] = []
     while len(new) < max_new_tokens and not (new and new[-1] in end_ids):
-        token = int(oracle_logits(hf_model, blocks, sink_ids)[-1].argmax())
+        token = int(oracle_logits(hf_model, blocks, sink_ids, merge=merge)[-1].argmax())
         new.append(token)
         blocks[-1].append(token)
     return new
