@@ -104,15 +104,12 @@ class _Run:
 
     def run(self, material: Sequence[Question] | Collection) -> AdaptReport:
         config, model = self.config, self.model
-        if self.store is None:
-            path = config.work / "kv"
-            self.store = DirectoryStore(path, max_bytes=config.store_bytes, fsync=False)
         questions = self._questions(material)
         train, held = self._prompts(questions)
         teacher = Teacher(model, config.answers_folder, config.max_new_tokens, config.top_k)
         with self._stage("teacher") as tick:
             teacher.answer_all([*train, *held], tick)
-        source = BlockSource(model, self.store)
+        source = BlockSource(model, self.store or self._own_store())
         with self._stage("block mode") as tick:
             block = self._block_mode(held, teacher, source, tick)
         model.hf_model.requires_grad_(False)
@@ -129,6 +126,10 @@ class _Run:
         self._publish(trainer.student, report)
         return report
 
+    def _own_store(self) -> KVStore:
+        path = self.config.work / "kv"
+        return DirectoryStore(path, max_bytes=self.config.store_bytes, fsync=False)
+
     @contextmanager
     def _stage(self, name: str) -> Iterator[Callable[[int, int], None]]:
         started = time.monotonic()
@@ -139,7 +140,7 @@ class _Run:
         if not isinstance(material, Collection):
             return material
         config = self.config
-        engine = BlockAttentionEngine(self.model, self.store)
+        engine = BlockAttentionEngine(self.model)
         path = config.work / "questions.jsonl"
         count = round(config.samples / (1 - config.held_out))
         with self._stage("questions") as tick:
@@ -160,6 +161,11 @@ class _Run:
             fewest, most = config.min_passages, config.max_passages
             samples = draw_samples(part, count, fewest, most, config.seed + number)
             made.append([form.prompt(s.question, s.passages, tokenizer) for s in samples])
+        if any(len(prompt.context) < 2 for prompts in made for prompt in prompts):
+            raise DataError(
+                "found a prompt of one context block, whose block mode is the same as full mode; "
+                "show more passages (min_passages, --min-passages), or questions that have more"
+            )
         return tuple(made)
 
     def _block_mode(
@@ -175,9 +181,9 @@ class _Run:
             return Fidelity(**json.loads(path.read_text(encoding="utf-8")))
 
         def logits_of(prompt: BlockPrompt, answer_ids: list[int]) -> torch.Tensor:
-            ready = source(prompt, NO_SINK, len(answer_ids))
-            cache = None if ready.context is None else self.model.cache_for(ready.context)
-            return self.model.answer_logits(ready.context_ids, ready.final_ids, answer_ids, cache)
+            ready = source(prompt, NO_SINK)
+            cache = self.model.cache_for(ready.context)
+            return self.model.answer_logits([], ready.final_ids, answer_ids, cache)
 
         found = measure(held, teacher, logits_of, tick)
         write_json(path, found._asdict())

@@ -29,6 +29,7 @@ _ASK = (
 _MAX_NEW_TOKENS = 48
 _BATCH = 8
 _FEWEST_WORDS = 3
+_QUOTES = " \t\"'*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def clean_question(text: str) -> str | None:
     """The first line of what the model wrote, up to its question mark; None if there is none, or
     hardly a word before it."""
     line = next(iter(text.strip().splitlines()), "")
-    question = line.partition("?")[0].removeprefix("Question:").strip(" \t\"'*")
+    question = line.partition("?")[0].strip(_QUOTES).removeprefix("Question:").strip(_QUOTES)
     is_one = "?" in line and len(question.split()) >= _FEWEST_WORDS
     return f"{question}?" if is_one else None
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from blockattn_rag.attention.context_merge import ContextMerge, LearnedMerge
 from blockattn_rag.engine.fetcher import BlockFetcher
-from blockattn_rag.engine.options import GenerateOptions
-from blockattn_rag.engine.runner import Prepared, Runner
+from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.encoding import logits_to_keep
 from blockattn_rag.model.reader import Reader
@@ -19,7 +18,12 @@ from blockattn_rag.model.running_cache import running_with
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.store.base import KVStore
 
-_DEFAULTS = GenerateOptions()
+
+class ReadyPrompt(NamedTuple):
+    """A prompt of block mode: its placed blocks, and the token ids of its final block."""
+
+    context: Context
+    final_ids: list[int]
 
 
 class BlockSource:
@@ -32,16 +36,15 @@ class BlockSource:
     """
 
     def __init__(self, model: BlockModel, store: KVStore) -> None:
-        self._runner = Runner(model, BlockFetcher(model, store))
+        self._model = model
+        self._fetcher = BlockFetcher(model, store)
 
-    def __call__(self, prompt: BlockPrompt, sink: str, answer_tokens: int) -> Prepared:
-        """Token ids and placed blocks, encoded after ``sink``.
-
-        Raises:
-            ContextOverflowError: prompt and answer do not fit in the context window.
-        """
-        options = GenerateOptions.parse({"sink": sink, "max_new_tokens": answer_tokens}, _DEFAULTS)
-        return self._runner.prepare(prompt, options)
+    def __call__(self, prompt: BlockPrompt, sink: str) -> ReadyPrompt:
+        """The prompt with its blocks, which are encoded after ``sink``."""
+        context, final_ids = self._model.tokenizer.with_final_ids(prompt)
+        return ReadyPrompt(
+            place(self._fetcher.fetch(context, "compute", sink=sink).blocks), final_ids
+        )
 
 
 class Student(nn.Module):
@@ -74,22 +77,20 @@ class Student(nn.Module):
         else:
             raise ValueError("expected a reader or a learned merge to train, found neither")
 
-    def forward(self, prepared: Prepared, answer_ids: Sequence[int]) -> Tensor:
+    def forward(self, ready: ReadyPrompt, answer_ids: Sequence[int]) -> Tensor:
         """Logits ``[answer tokens, vocab]``, the first row before the answer's first token.
 
         Args:
-            prepared: the prompt, of block mode.
+            ready: the prompt.
             answer_ids: token ids of an answer, at least one.
         """
         model = self.model
-        given = torch.tensor([[*prepared.final_ids, *answer_ids[:-1]]], device=model.device)
+        given = torch.tensor([[*ready.final_ids, *answer_ids[:-1]]], device=model.device)
         with model.lock, running_with():
-            cache = None
-            if prepared.context is not None:
-                cache = model.cache_for(
-                    prepared.context, assembly="copy", reader=self.reader, merge=self.merge
-                )
-                _make_ordinary(cache)
+            cache = model.cache_for(
+                ready.context, assembly="copy", reader=self.reader, merge=self.merge
+            )
+            _make_ordinary(cache)
             out = model.hf_model(
                 input_ids=given,
                 past_key_values=cache,

@@ -1,0 +1,276 @@
+"""Whole runs on a tiny model: what is learned, what is written, and what survives a kill."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.errors import DataError, DivergedError
+from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.formats import BLANK_LINE, FORMATS, PromptFormat
+from blockattn_rag.store import MemoryStore
+from blockattn_rag.training.distillation import adapt as module
+from blockattn_rag.training.distillation import questions
+from blockattn_rag.training.distillation.adapt import adapt
+from blockattn_rag.training.distillation.questions import Collection
+from blockattn_rag.training.distillation.trainer import stale_measurements
+from tests.training.distillation.runs import (
+    PASSAGES,
+    PROMPT,
+    QUESTIONS,
+    block_model,
+    config,
+    nearest,
+)
+
+LONGER: dict[str, Any] = {"epochs": 8.0, "eval_steps": 6}
+MERGE: dict[str, Any] = {"fit": "merge", "learning_rate": None, "epochs": 8.0, "eval_steps": 6}
+
+
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    return block_model()
+
+
+@pytest.fixture(scope="module")
+def folder(model: BlockModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The result of a run."""
+    folder: Path = tmp_path_factory.mktemp("result") / "mine"
+    adapt(model, QUESTIONS, config(folder))
+    return folder
+
+
+def result(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
+class TestWhatIsLearned:
+    @pytest.mark.parametrize("settings", [LONGER, MERGE], ids=["reader", "merge"])
+    def test_the_held_out_divergence_falls_and_answers_use_the_result(
+        self, model: BlockModel, tmp_path: Path, settings: dict[str, Any]
+    ) -> None:
+        stages: dict[str, tuple[int, int]] = {}
+
+        def tell(stage: str, done: int, total: int) -> None:
+            stages[stage] = done, total
+
+        fingerprint = model.fingerprint
+        report = adapt(model, QUESTIONS, config(tmp_path / "out", **settings), on_progress=tell)
+        assert report.improved
+        assert report.after.kl < report.before.kl
+        assert report.steps == 24
+        assert report.before.kl == report.history[0]["eval_kl"]
+        assert {entry["step"] for entry in report.history if "eval_kl" in entry} == {
+            0,
+            6,
+            12,
+            18,
+            24,
+        }
+        assert stages == {"teacher": (7, 7), "block mode": (1, 1), "training": (24, 24)}
+        assert model.fingerprint == fingerprint
+        assert not (tmp_path / "out.work").exists()
+        engine = BlockAttentionEngine(model, sink="head:4")
+        fit = "merge" if settings is MERGE else "reader"
+        path = tmp_path / "out" / "merge.safetensors" if fit == "merge" else tmp_path / "out"
+        given: dict[str, Any] = {fit: str(path)}
+        stock, found = (
+            engine.answer_logits(PROMPT, [70, 80], **options) for options in ({}, given)
+        )
+        assert (stock - found).abs().max() > 1e-3
+
+    def test_the_best_state_measured_is_the_result(self, model: BlockModel, tmp_path: Path) -> None:
+        wild = {"learning_rate": 0.3, "eval_steps": 1, "warmup_steps": 3, "epochs": 2.0}
+        report = adapt(model, QUESTIONS, config(tmp_path / "out", **wild))
+        kls = {e["step"]: e["eval_kl"] for e in report.history if e["step"] and "eval_kl" in e}
+        assert report.best_step == min(kls, key=lambda step: kls[step])
+        assert report.best_step < report.steps
+        # What the saved file gives is what was measured at the best step.
+        found = adapt_measure(model, tmp_path / "out", report)
+        assert found == pytest.approx(report.after.kl, rel=1e-3)
+
+    def test_a_run_without_gain_ends_early_and_says_so(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        wild = {"learning_rate": 1.0, "eval_steps": 1, "epochs": 8.0, "patience": 2}
+        report = adapt(model, QUESTIONS, config(tmp_path / "out", **wild, warmup_steps=0))
+        assert report.steps < 24
+        assert not report.improved
+        assert "did not fall" in (tmp_path / "out" / "README.md").read_text()
+
+    def test_a_loss_that_is_not_finite_ends_the_run(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        with pytest.raises(DivergedError):
+            adapt(
+                model, QUESTIONS,
+                config(tmp_path / "out", learning_rate=1e30, max_grad_norm=1e30, epochs=4.0),
+            )  # fmt: skip
+
+    def test_stale_measurements_are_those_after_the_best(self) -> None:
+        history = [{"eval_kl": kl} for kl in (3.0, 1.0, 2.0, 1.0)]
+        assert stale_measurements([]) == 0
+        assert stale_measurements(history[:2]) == 0
+        assert stale_measurements([*history, {"loss": 1.0}]) == 2
+
+
+def adapt_measure(model: BlockModel, folder: Path, report: Any) -> float:
+    """Mean divergence of the saved reader on the held-out prompts of the run, by the engine."""
+    from blockattn_rag.training.distillation.teacher import Teacher
+    from blockattn_rag.training.distillation.trainer import measure
+
+    run = module._Run(model, config(folder), MemoryStore(1 << 30), lambda *_: None)
+    _, held = run._prompts(QUESTIONS)
+    teacher = Teacher(model, folder.parent / "answers", 5, 64)
+    engine = BlockAttentionEngine(model, sink="head:4")
+    return measure(
+        held,
+        teacher,
+        lambda prompt, ids: engine.answer_logits(prompt, ids, reader=str(folder), assembly="copy"),
+    ).kl
+
+
+class TestResult:
+    def test_the_card_tells_base_data_settings_and_figures(
+        self, model: BlockModel, folder: Path
+    ) -> None:
+        card = (folder / "README.md").read_text()
+        for told in (
+            "base_model: tiny", model.fingerprint, 'reader="mine", sink="head:4"',
+            "6 samples to train on and 1 held out, of 6 distinct questions, given.",
+            "| rank | 4 |", "| block mode, each block alone | 0.", "torch 2.",
+        ):  # fmt: skip
+            assert told in card, told
+
+    def test_the_log_has_the_curve(self, folder: Path) -> None:
+        log = json.loads((folder / "training_log.json").read_text())
+        assert [e["step"] for e in log if "eval_kl" in e] == [0, 2, 4, 6]
+        assert [e["step"] for e in log if "loss" in e] == [1, 2, 3, 4, 5, 6]
+
+    def test_it_is_the_readers_own_format(self, model: BlockModel, folder: Path) -> None:
+        reader = model.load_reader(folder)
+        assert reader.metadata["sink"] == "head:4"
+        assert reader.metadata["base_model"] == "tiny"
+
+
+class TestMaterial:
+    def test_questions_are_written_from_passages(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # The tiny model writes no question, so one is made of whatever it says.
+        numbers = count()
+        monkeypatch.setattr(questions, "clean_question", lambda _: f"what is {next(numbers)}?")
+        report = adapt(model, Collection(PASSAGES, nearest), config(tmp_path / "out"))
+        assert report.tried == 6
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert "written by the model from 6 passages" in card
+
+    def test_answers_are_kept_for_further_runs_where_asked(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        told: list[tuple[int, int]] = []
+
+        def tell(stage: str, done: int, total: int) -> None:
+            told.extend([(done, total)] if stage == "teacher" else [])
+
+        for name in ("one", "two"):
+            told.clear()
+            settings = config(tmp_path / name, answers=tmp_path / "answers", epochs=0.5)
+            adapt(model, QUESTIONS, settings, on_progress=tell)
+        assert told == [(7, 7)]
+        assert len(list((tmp_path / "answers").iterdir())) == 7
+
+    def test_one_question_is_refused_and_leaves_nothing(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        with pytest.raises(DataError, match="expected at least 2"):
+            adapt(model, QUESTIONS[:1], config(tmp_path / "out"))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_prompts_of_one_block_are_refused(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bare = PromptFormat("bare", "", "", "{text}", BLANK_LINE, "{question}")
+        monkeypatch.setattr(model.tokenizer.tokenizer, "chat_template", None)
+        monkeypatch.setitem(FORMATS, "bare", bare)
+        with pytest.raises(DataError, match="a prompt of one context block"):
+            adapt(model, QUESTIONS, config(tmp_path / "out", prompt_format="bare"))
+
+
+class TestInterruption:
+    @pytest.mark.parametrize("stage", ["teacher", "5"])
+    def test_a_killed_run_ends_as_if_uninterrupted(
+        self, model: BlockModel, folder: Path, tmp_path: Path, stage: str
+    ) -> None:
+        output = tmp_path / "killed"
+        _kill(output, stage)
+        assert not output.exists()
+        with pytest.raises(FileExistsError, match="interrupted run; go on with it"):
+            adapt(model, QUESTIONS, config(output))
+        resumed = adapt(model, QUESTIONS, config(output, resume=True))
+        log = json.loads((folder / "training_log.json").read_text())
+        # A prompt's answer comes from another batch of the teacher, and rounds otherwise: by some
+        # 1e-6 of logits whose divergence is some 1e-4.
+        assert [e["step"] for e in resumed.history] == [e["step"] for e in log]
+        assert resumed.history[-1]["eval_kl"] == pytest.approx(log[-1]["eval_kl"], rel=0.02)
+        found, expected = result(output), result(folder)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
+
+    def test_a_run_that_ended_before_its_result_was_written_takes_no_further_step(
+        self, model: BlockModel, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(module._Run, "_publish", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                adapt(model, QUESTIONS, config(tmp_path / "out"))
+        resumed = adapt(model, QUESTIONS, config(tmp_path / "out", resume=True))
+        assert resumed.history == json.loads((folder / "training_log.json").read_text())
+        for name, tensor in result(folder).items():
+            assert torch.equal(result(tmp_path / "out")[name], tensor), name
+
+    def test_other_settings_or_questions_are_no_resumption(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module._Run, "_publish", lambda *_: 1 / 0)
+        output = tmp_path / "out"
+        with pytest.raises(ZeroDivisionError):
+            adapt(model, QUESTIONS, config(output))
+        with pytest.raises(ValueError, match="had other settings for rank"):
+            adapt(model, QUESTIONS, config(output, resume=True, rank=2))
+        with pytest.raises(ValueError, match="had other settings for material"):
+            adapt(model, QUESTIONS[1:], config(output, resume=True))
+
+    def test_a_result_is_replaced_only_if_asked_and_no_other_folder_is(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        output = tmp_path / "out"
+        adapt(model, QUESTIONS, config(output, epochs=0.5))
+        with pytest.raises(FileExistsError, match="exists; choose another output"):
+            adapt(model, QUESTIONS, config(output))
+        before = result(output)
+        adapt(model, QUESTIONS, config(output, overwrite=True, seed=1, epochs=0.5))
+        assert any(not torch.equal(t, before[name]) for name, t in result(output).items())
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "note.txt").write_text("mine")
+        with pytest.raises(FileExistsError, match="no earlier result"):
+            adapt(model, QUESTIONS, config(tmp_path / "other", overwrite=True))
+
+
+def _kill(output: Path, stage: str) -> None:
+    """A run in another process, killed at a stage."""
+    program = "tests.training.distillation.runs"
+    command = [sys.executable, "-m", program, str(output), stage]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
