@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from blockattn_rag.attention.copied import CopiedContexts
 from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
-
-if TYPE_CHECKING:
-    from blockattn_rag.model.reader import Reader
+from blockattn_rag.model.lora import Lora
 
 
 class Attention(Protocol):
@@ -35,6 +33,13 @@ class Attention(Protocol):
     ) -> Tensor: ...
 
 
+class LayerAdapters(Protocol):
+    """What is added to linear layers, by the path of each; see ``Reader``."""
+
+    @property
+    def layers(self) -> Mapping[str, Lora]: ...
+
+
 class ContextCache(DynamicCache):
     """A cache whose first tokens are the blocks of a context.
 
@@ -43,7 +48,7 @@ class ContextCache(DynamicCache):
     """
 
     attention: Attention | None = None
-    reader: Reader | None = None
+    reader: LayerAdapters | None = None
 
 
 def copied_cache(
