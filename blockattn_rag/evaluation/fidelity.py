@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -26,7 +26,7 @@ from blockattn_rag.evaluation.metrics import (
     bootstrap_ratio,
     plain_figures,
 )
-from blockattn_rag.evaluation.records import RecordFile
+from blockattn_rag.evaluation.records import RecordFile, Sample
 from blockattn_rag.evaluation.run import make_prompt, mode_options
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import place
@@ -71,7 +71,7 @@ class FidelityRecord:
 
     @classmethod
     def compared(
-        cls, sample: EvaluationSample, mode: str, logits: Tensor, expected: Tensor
+        cls, sample: Sample, mode: str, logits: Tensor, expected: Tensor
     ) -> FidelityRecord:
         """Compare a mode's ``logits`` with full mode's log-probabilities.
 
@@ -189,14 +189,13 @@ def measure_fidelity(
     return compare_each(shown, wanted, compare, noted, records_path, on_progress)
 
 
-Compare = Callable[[EvaluationSample, Sequence[str]], list[FidelityRecord]]
-"""Compares one sample in the modes named with full mode."""
+S = TypeVar("S", bound=Sample)
 
 
 def compare_each(
-    samples: Sequence[EvaluationSample],
+    samples: Sequence[S],
     modes: Sequence[str],
-    compare: Compare,
+    compare: Callable[[S, Sequence[str]], list[FidelityRecord]],
     noted: Mapping[str, Any],
     records_path: str | Path | None,
     on_progress: Callable[[int, int], None] | None,
@@ -205,6 +204,7 @@ def compare_each(
 
     Args:
         samples: as they are shown.
+        compare: compares one sample in the modes named with full mode.
         noted: what the records depend on.
     """
     parse = FidelityRecord.from_dict
@@ -252,15 +252,34 @@ def _compare(
     max_new_tokens: int,
 ) -> list[FidelityRecord]:
     """One sample in several modes, which share full mode's answer and predictions."""
-    prompt = make_prompt(engine, form, sample, "full")
-    answer, expected = full_answer(engine, prompt, max_new_tokens)
+
+    def prompt_in(mode: str) -> BlockPrompt:
+        return make_prompt(engine, form, sample, mode)
+
+    full = full_answer(engine, prompt_in("full"), max_new_tokens)
+    return compare_modes(engine, sample, modes, prompt_in, *full)
+
+
+def compare_modes(
+    engine: BlockAttentionEngine,
+    sample: Sample,
+    modes: Sequence[str],
+    prompt_in: Callable[[str], BlockPrompt],
+    answer: Sequence[int],
+    expected: Tensor,
+) -> list[FidelityRecord]:
+    """One sample in several modes.
+
+    Args:
+        prompt_in: its prompt in a mode.
+        answer, expected: of ``full_answer``.
+    """
     records = []
     for mode in modes:
         if mode == FLOOR:
-            logits = _in_two_steps(engine.model, prompt, answer)
+            logits = _in_two_steps(engine.model, prompt_in("full"), answer)
         else:
-            how = mode_options(mode)
-            logits = engine.answer_logits(make_prompt(engine, form, sample, mode), answer, **how)
+            logits = engine.answer_logits(prompt_in(mode), answer, **mode_options(mode))
         records.append(FidelityRecord.compared(sample, mode, logits, expected))
     return records
 

@@ -10,7 +10,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.errors import DataError
-from blockattn_rag.evaluation.datasets import EvaluationSample
 
 _COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_tokens")
 
@@ -57,13 +56,18 @@ class EvaluationRecord:
         return {**line, **counts, "finish_reason": reason, "ttft_s": stats["ttft_s"]}
 
 
-class Record(Protocol):
-    """One question in one mode, as a record file holds it."""
+class Sample(Protocol):
+    """What is asked: its name within a run, and the hash of all that its records depend on."""
 
     @property
     def id(self) -> str: ...
     @property
     def digest(self) -> str: ...
+
+
+class Record(Sample, Protocol):
+    """One sample in one mode, as a record file holds it."""
+
     @property
     def mode(self) -> str: ...
     def to_dict(self) -> dict[str, Any]:
@@ -117,7 +121,7 @@ class RecordFile(Generic[R]):
             with self.path.open("r+b") as file:
                 file.truncate(len(whole))
 
-    def check_samples(self, samples: Iterable[EvaluationSample]) -> None:
+    def check_samples(self, samples: Iterable[Sample]) -> None:
         """Refuse records, of any mode, of other samples under the same ids.
 
         Raises:

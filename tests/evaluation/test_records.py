@@ -26,7 +26,7 @@ RECORD = EvaluationRecord(
     accuracy=1.0,
     exact_match=0.0,
     f1=0.5,
-    stats=ReuseStats("block", 3, 1, 30, 12, 4, ttft_s=0.125),
+    stats=ReuseStats("block", 3, 1, 30, 12, generated_tokens=4, ttft_s=0.125),
     finish_reason="length",
 )
 
