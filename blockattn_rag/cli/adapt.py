@@ -5,8 +5,7 @@ The options are made from the fields of ``AdaptConfig``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from blockattn_rag.cli.figures import duration
-from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, note, stderr, table, working
+from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, note, stages, table, working
 from blockattn_rag.rag.model_names import existing_model, loading
 from blockattn_rag.training.distillation.config import AdaptConfig
 
@@ -69,7 +68,7 @@ def adapt(**options: Any) -> None:
         given = {**options, "sink": options["sink"] or sink or "none"}
         config = AdaptConfig(**given)
         material = _material(own["questions"], passages, nearest, config)
-        with _stages() as tell:
+        with stages() as tell:
             report = run(model, material, config, store=store, on_progress=tell)
     _show(report, config, as_json)
 
@@ -177,23 +176,6 @@ def _material(
         return read_questions(questions, nearest, config.max_passages)
     assert nearest is not None  # because passages were given
     return Collection(passages, nearest)
-
-
-@contextmanager
-def _stages() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar for each stage, on stderr; yields a function of (stage, done, total)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=stderr, transient=False) as bar:
-        tasks: dict[str, Any] = {}
-
-        def tell(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done, total=total)
-
-        yield tell
 
 
 def _show(report: AdaptReport, config: AdaptConfig, as_json: bool) -> None:

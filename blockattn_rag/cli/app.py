@@ -15,6 +15,7 @@ from blockattn_rag.cli import (
     adapt,
     ask,
     bench,
+    calibrate,
     check,
     demo,
     evaluate,
@@ -86,6 +87,7 @@ for command in (
     check.check,
     train.train,
     adapt.adapt,
+    calibrate.calibrate,
 ):
     app.command()(command)
 app.command("eval")(evaluate.evaluate)

@@ -40,7 +40,8 @@ logger = logging.getLogger("blockattn_rag.rag")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a database was made with. ``fingerprint``: of the model that encoded last."""
+    """What a database was made with. ``fingerprint``: of the model that encoded last; ``sink``:
+    what it encoded passages after, or what a calibration of it chose since."""
 
     model: str
     fingerprint: str
@@ -83,7 +84,8 @@ class Database:
     ) -> Database:
         """Open a folder for ingestion; make it if it does not exist.
 
-        ``wanted.fingerprint`` is filled in from the loaded model.
+        ``wanted.fingerprint`` is filled in from the loaded model, and the sink from its calibration
+        if the passages were another model's so far.
 
         Raises:
             DatabaseError: the folder was embedded by another embedding: its vectors do not compare.
@@ -96,11 +98,12 @@ class Database:
                 f"{path} was made with embedding {old.embedding!r}, found {wanted.embedding!r}: "
                 "use the same, or ingest into a new folder"
             )
-        engine = _load_engine(path, wanted, device, dtype)
+        engine = _with_sink(_load_engine(path, wanted.model, device, dtype), old, wanted.sink)
         if old and old.model != wanted.model:
             names = (path, old.model, wanted.model)
             logger.warning("%s was made with %s; from now on it is %s's", *names)
-        manifest = replace(wanted, fingerprint=engine.model.fingerprint)
+        fingerprint, sink = engine.model.fingerprint, engine.defaults.sink
+        manifest = replace(wanted, fingerprint=fingerprint, sink=sink)
         path.mkdir(parents=True, exist_ok=True)
         write_json(path / MANIFEST, asdict(manifest))
         return cls(path, manifest, engine)
@@ -117,7 +120,8 @@ class Database:
             DatabaseError: the folder is no database.
         """
         manifest = require_manifest(path)
-        engine = _load_engine(path, replace(manifest, model=model or manifest.model), device, dtype)
+        loaded = _load_engine(path, model or manifest.model, device, dtype)
+        engine = _with_sink(loaded, manifest, manifest.sink)
         if engine.model.fingerprint != manifest.fingerprint:
             logger.warning(
                 "%s was encoded by %s in another state (weights, dtype, tokenizer, model, or "
@@ -126,6 +130,15 @@ class Database:
                 path, manifest.model,
             )  # fmt: skip
         return cls(path, manifest, engine)
+
+    def note_sink(self, sink: str) -> bool:
+        """Note that passages are encoded after this sink from now on, if the database is the
+        engine's model's; whether that is a change."""
+        is_own = self.engine.model.fingerprint == self.manifest.fingerprint
+        if not is_own or sink == self.manifest.sink:
+            return False
+        write_json(self.path / MANIFEST, asdict(replace(self.manifest, sink=sink)))
+        return True
 
     @property
     def template(self) -> BlockTemplate:
@@ -188,10 +201,23 @@ def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
     return chromadb.PersistentClient(str(path), settings=Settings(anonymized_telemetry=False))
 
 
-def _load_engine(path: Path, made: Manifest, device: str, dtype: str) -> BlockAttentionEngine:
+def _load_engine(path: Path, model: str, device: str, dtype: str) -> BlockAttentionEngine:
     from blockattn_rag.engine.engine import BlockAttentionEngine
 
-    with loading(made.model):
+    with loading(model):
         return BlockAttentionEngine.from_pretrained(
-            made.model, store=path / "kv", device=device, dtype=dtype, sink=made.sink
+            model, store=path / "kv", device=device, dtype=dtype
         )
+
+
+def _with_sink(
+    engine: BlockAttentionEngine, made: Manifest | None, sink: str
+) -> BlockAttentionEngine:
+    """The engine with a sink, unless passages were another model's and this one's calibration
+    says what it needs."""
+    from blockattn_rag.engine.engine import BlockAttentionEngine
+
+    is_own = made is not None and made.fingerprint == engine.model.fingerprint
+    if engine.calibration and not is_own:
+        return engine
+    return BlockAttentionEngine(engine.model, engine.store, sink=sink)

@@ -1,0 +1,244 @@
+"""``calibrate``: from a database to settings that its questions use, through a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag.demo.corpus import bundled_corpus
+from blockattn_rag.engine.calibration import read_calibrations
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.rag.ask import Assistant
+from blockattn_rag.rag.database import Database, require_manifest
+from blockattn_rag.rag.passages import retriever
+from blockattn_rag.rag.prompts import prompt_maker
+from tests.cli.conftest import Command
+from tests.holding import LONGEST_S
+from tests.models import tiny_model, tiny_tokenizer
+
+QUESTIONS = 6
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    """A log of questions, one of them twice."""
+    asked = [f"How tall is {passage.title}?" for passage in bundled_corpus()[:QUESTIONS]]
+    path = tmp_path / "log.jsonl"
+    lines = [*asked, asked[0].upper()]
+    path.write_text("".join(json.dumps({"question": one, "user": 7}) + "\n" for one in lines))
+    return path
+
+
+def ingested(cli: Command, folder: Path, model: object, count: int = 4) -> Path:
+    """A database of some of the demo's passages."""
+    texts = folder / "texts"
+    texts.mkdir()
+    for number, passage in enumerate(bundled_corpus()[:count]):
+        text = f"title: {passage.title}\n\n{passage.text}"
+        (texts / f"{number}.txt").write_text(text, encoding="utf-8")
+    output = cli("ingest", texts, "--db", folder / "db", "--model", model)
+    assert output.status == 0, output.stderr
+    return folder / "db"
+
+
+def command(db: Path, questions: Path, *options: object) -> list[object]:
+    numbers = ("--passages", 2, "--max-new-tokens", 3, "--promote", 1)
+    return ["calibrate", "--db", db, "--questions", questions, *numbers, *options]
+
+
+def test_the_bundled_model_is_calibrated_through_a_kill_and_asked_with_what_was_chosen(
+    cli: Command, tmp_path: Path, questions: Path
+) -> None:
+    db = ingested(cli, tmp_path, "bundled")
+    asked = [str(word) for word in command(db, questions, "--keep-records", "--json")]
+    before = _records_before_a_kill(asked, db)
+    report = cli(*asked)
+    assert report.status == 0, report.stderr
+    found = report.json
+    (records,) = db.glob("calibrate-*.work/records.jsonl")
+    assert records.read_bytes().startswith(before)
+    assert found["chosen_on"] == 3
+    (certificate,) = found["certificates"]
+    assert (certificate["passages"], certificate["questions"]) == (2, 3)
+    assert found["qualified"] is False  # three answers of three tokens prove little
+    store = db / "kv"
+    (kept,) = read_calibrations(store / "calibration.json").values()
+    assert kept.settings == found["settings"]
+    assert found["path"] == str(store / "calibration.json")
+
+    engine = Database.open(db).engine
+    assert engine.calibration == kept
+    assert {name: getattr(engine.defaults, name) for name in kept.settings} == kept.settings
+    assert require_manifest(db).sink == kept.settings["sink"]
+    ask = ("ask", "How tall is Halden Tower?", "--db", db, "--top-k", 2, "--max-new-tokens", 2)
+    answer = cli(*ask, "--json").json
+    assert answer["certificate"] == certificate
+    assert cli("ask", *ask[1:5], 3, *ask[6:], "--json").json["certificate"] is None
+
+
+def _records_before_a_kill(arguments: list[str], db: Path) -> bytes:
+    """The whole lines of a run that was killed after some of its comparisons."""
+    code = "from blockattn_rag.cli.app import main; main()"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    running = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    until = time.monotonic() + 6 * LONGEST_S
+    data = b""
+    while data.count(b"\n") < 8:
+        assert running.poll() is None, "it ended before it was killed"
+        assert time.monotonic() < until
+        time.sleep(0.02)
+        files = list(db.glob("calibrate-*.work/records.jsonl"))
+        data = files[0].read_bytes() if files else b""
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    assert not (db / "kv" / "calibration.json").exists()
+    return data[: data.rfind(b"\n") + 1]
+
+
+@pytest.fixture
+def db(cli: Command, tmp_path: Path, model: Path) -> Path:
+    """A database of a tiny model."""
+    return ingested(cli, tmp_path, model)
+
+
+def test_the_tables_tell_what_was_compared_and_what_to_do_next(
+    cli: Command, db: Path, questions: Path
+) -> None:
+    output = cli(*command(db, questions))
+    assert output.status == 0, output.stderr
+    shown = " ".join(output.stdout.split())
+    assert "of them on all 3 questions. The best:" in shown
+    assert "Certified on other questions:" in shown
+    assert "the simplest within one standard error of the best" in shown
+    assert "No setting reaches the targets (agreement 90.0 %, lower bounds). Next: " in shown
+    assert f"`blockattn-rag adapt --model {require_manifest(db).model} --passages {db}" in shown
+    assert "note: 6 distinct questions in place of 100" in output.stderr
+    assert not list(db.glob("calibrate-*"))  # all went well
+    again = cli(*command(db, questions, "--agreement", 0))
+    assert "It reaches the targets." in again.stdout
+
+
+def test_another_model_is_calibrated_beside_the_first_and_keeps_its_own_sink(
+    cli: Command, db: Path, questions: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    tiny_model(seed=1).save_pretrained(other)
+    tiny_tokenizer().save_pretrained(other)
+    before = require_manifest(db)
+    second = cli(*command(db, questions, "--model", other, "--json")).json
+    assert require_manifest(db) == before  # it is still the first one's
+    assert Database.open(db).engine.calibration is None
+    engine = Database.open(db, model=str(other)).engine
+    assert engine.defaults.sink == second["settings"]["sink"]
+    first = cli(*command(db, questions, "--json")).json
+    known = read_calibrations(db / "kv" / "calibration.json")
+    assert known.keys() == {first["fingerprint"], second["fingerprint"]}
+    assert require_manifest(db).sink == first["settings"]["sink"]
+    # A later ingestion by the other model takes what was chosen for it.
+    assert cli("ingest", tmp_path / "texts", "--db", db, "--model", other).status == 0
+    assert require_manifest(db).sink == second["settings"]["sink"]
+
+
+def test_a_sink_given_at_ingestion_later_holds(
+    cli: Command, db: Path, questions: Path, tmp_path: Path
+) -> None:
+    cli(*command(db, questions))
+    for sink in ("head:3", "none"):
+        output = cli("ingest", tmp_path / "texts", "--db", db, "--sink", sink, "--json")
+        assert output.json["sink"] == sink
+        assert Database.open(db).engine.defaults.sink == sink
+
+
+def test_a_changed_sink_is_noted_in_the_manifest_and_told(
+    cli: Command, db: Path, questions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockattn_rag.evaluation.calibration.settings.SINKS", ("head:2",))
+    # Without plain block mode in reach, the sink wins.
+    simplest = "blockattn_rag.evaluation.calibration.search.simplest"
+    monkeypatch.setattr(simplest, lambda found: next(s for s in found if s.mode == "sink=head:2"))
+    output = cli(*command(db, questions))
+    assert output.status == 0, output.stderr
+    assert "encoded after 'head:2' when they are first used" in output.stderr
+    assert require_manifest(db).sink == "head:2"
+
+
+def test_an_output_of_ones_own_changes_nothing_in_the_database(
+    cli: Command, db: Path, questions: Path, tmp_path: Path
+) -> None:
+    before = require_manifest(db)
+    path = tmp_path / "calibration.json"
+    found = cli(*command(db, questions, "--output", path, "--json")).json
+    assert read_calibrations(path).keys() == {found["fingerprint"]}
+    assert not (db / "kv" / "calibration.json").exists()
+    assert require_manifest(db) == before
+
+
+def test_pairs_are_what_ask_retrieves_and_shows_the_model(
+    db: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = Database.open(db)
+    question = "How tall is Halden Tower?"
+    asked: list[BlockPrompt] = []
+    stream = database.engine.stream
+
+    def noting(prompt: Any, **options: Any) -> Any:
+        asked.append(prompt)
+        return stream(prompt, **options)
+
+    monkeypatch.setattr(database.engine, "stream", noting)
+    Assistant(database, top_k=3, max_new_tokens=1).ask(question)
+    found = retriever(database)(question, 3)
+    assert [prompt_maker(database)(question, found)] == asked
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"question": "One?"}'], "found 1 distinct question, expected at least 4"),
+        (['{"question": "One?"}', "{"], "line 2: found no valid JSON"),
+        (['{"answer": "One."}'], "line 1: found no 'question'"),
+    ],
+)
+def test_questions_that_cannot_be_used_are_refused(
+    cli: Command, db: Path, tmp_path: Path, lines: list[str], message: str
+) -> None:
+    log = tmp_path / "bad.jsonl"
+    log.write_text("\n".join(lines))
+    output = cli(*command(db, log))
+    assert output.status == 1
+    assert message in output.stderr
+
+
+def test_a_model_that_writes_no_question_is_told_of(cli: Command, db: Path) -> None:
+    output = cli("calibrate", "--db", db, "--pairs", 4)
+    assert output.status == 1
+    assert "give questions (--questions FILE)" in output.stderr
+
+
+def test_prompts_that_do_not_fit_are_left_out_and_told(
+    cli: Command, db: Path, questions: Path
+) -> None:
+    output = cli(*command(db, questions, "--max-new-tokens", 4000))
+    assert output.status == 1
+    assert "left out: 3 prompts longer than the model's context window" in output.stderr
+    assert "found 0 pairs to choose on" in output.stderr
+
+
+def test_overwriting_starts_again(cli: Command, db: Path, questions: Path) -> None:
+    assert cli(*command(db, questions, "--keep-records")).status == 0
+    changed = command(db, questions, "--max-new-tokens", 2)
+    assert "records made with other settings" in cli(*changed).stderr
+    assert cli(*changed, "--overwrite").status == 0
