@@ -55,31 +55,24 @@ class Answer:
         self.prompt = prompt
         self.prepared = prepared
         self.options = options
-        self.clock = Clock(request.started)
-        self.generation: Generation | None = None
         self._model = model
         self._abstentions = abstentions
         self._first = first
-        self._detokenizer = Detokenizer(model.tokenizer.tokenizer, options.sampling.stop)
-        self._end_ids = model.end_ids(options.sampling)
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Begin, or forget what has come."""
+        self.clock = Clock(self.request.started)
+        self.generation: Generation | None = None
+        sampling = self.options.sampling
+        self._detokenizer = Detokenizer(self._model.tokenizer.tokenizer, sampling.stop)
+        self._end_ids = self._model.end_ids(sampling)
         self._ids: list[int] = []
         self._held = ""  # text that may be the beginning of an abstention
         self._has_given = False
         # How to answer again, as long as this may be an abstention.
-        has_passages = any(block.is_passage for block in prompt.context)
-        self.again = options.of_retry() if has_passages else None
-
-    def anew(self) -> Answer:
-        """The same answer, from its beginning."""
-        return Answer(
-            self.request,
-            self.prompt,
-            self.prepared,
-            self.options,
-            self._model,
-            self._abstentions,
-            self._first,
-        )
+        has_passages = any(block.is_passage for block in self.prompt.context)
+        self.again = self.options.of_retry() if has_passages else None
 
     @property
     def stopped(self) -> bool:

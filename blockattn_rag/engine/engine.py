@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 from weakref import WeakSet
 
+from blockattn_rag.engine.audit import Auditor, AuditStats
 from blockattn_rag.engine.calibration import Calibration, find_calibration
 from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.ingest import EncodeStats, precompute
@@ -55,6 +56,8 @@ class BlockAttentionEngine:
         store: where KV lives: a store, the path of a ``DirectoryStore``, or None for memory.
         resident_bytes: blocks that were read from the store stay ready on the model's device, up
             to this many bytes; 0 reads and checks them anew for every answer.
+        audit_rate: share of block mode's greedy answers that are compared with full mode while
+            nothing else waits, such as 0.01; see ``engine.audit`` and ``audits``.
         options: how block mode works unless a call says otherwise; see ``BlockOptions``. What is
             not given is taken from the store's calibration for this model, if there is one.
     """
@@ -65,6 +68,7 @@ class BlockAttentionEngine:
         store: KVStore | str | Path | None = None,
         *,
         resident_bytes: int = DEFAULT_RESIDENT_BYTES,
+        audit_rate: float = 0.0,
         **options: Unpack[BlockOptions],
     ) -> None:
         check_names(options)
@@ -78,8 +82,9 @@ class BlockAttentionEngine:
             self.defaults = self._options({**self._calibration.settings, **given})
             logger.info("%s: calibrated: %s", model.name, self._calibration)
         self._fetcher = BlockFetcher(model, self.store, resident_bytes)
-        self._runner = Runner(model, self._fetcher, self._calibration)
         self._scheduler = scheduler_of(model.lock)
+        self._auditor = Auditor(model, audit_rate, self._scheduler.submit_in_background)
+        self._runner = Runner(model, self._fetcher, self._auditor, self._calibration)
 
     @classmethod
     def from_pretrained(
@@ -99,6 +104,7 @@ class BlockAttentionEngine:
         reader: str | Path | None = None,
         retry: str | None = None,
         resident_bytes: int = DEFAULT_RESIDENT_BYTES,
+        audit_rate: float = 0.0,
         **model_kwargs: Any,
     ) -> BlockAttentionEngine:
         """Load a model (path, hub id, ``"bundled"``, or ready with its tokenizer), open a store.
@@ -120,6 +126,7 @@ class BlockAttentionEngine:
             reader=reader,
             retry=retry,
             resident_bytes=resident_bytes,
+            audit_rate=audit_rate,
         )
 
     @property
@@ -132,6 +139,11 @@ class BlockAttentionEngine:
         """The store's calibration for this model, whose settings are in use where no others were
         given; None if there is none."""
         return self._calibration
+
+    @property
+    def audits(self) -> AuditStats:
+        """What comparing answers with full mode has found so far."""
+        return self._auditor.stats
 
     @property
     def abstentions(self) -> tuple[str, ...]:

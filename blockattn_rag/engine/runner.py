@@ -13,6 +13,7 @@ from torch import Tensor
 
 from blockattn_rag.attention.merge_file import load_merge
 from blockattn_rag.engine.answer import Answer, Prepared
+from blockattn_rag.engine.audit import Auditor
 from blockattn_rag.engine.calibration import Calibration
 from blockattn_rag.engine.fetcher import BlockFetcher, Fetched
 from blockattn_rag.engine.options import NO_READER, GenerateOptions
@@ -36,14 +37,20 @@ class Runner:
     Args:
         model: the model.
         fetcher: gets the blocks of prompts.
+        auditor: is offered each answer that was given.
         calibration: of the model, whose certificates come with the answers that they are of.
     """
 
     def __init__(
-        self, model: BlockModel, fetcher: BlockFetcher, calibration: Calibration | None = None
+        self,
+        model: BlockModel,
+        fetcher: BlockFetcher,
+        auditor: Auditor,
+        calibration: Calibration | None = None,
     ) -> None:
         self._model = model
         self._fetcher = fetcher
+        self._auditor = auditor
         self._calibration = calibration
         self.abstentions: tuple[str, ...] = ABSTENTIONS
 
@@ -56,8 +63,10 @@ class Runner:
         answers = [answer for one in requests if (answer := self._begin(one)) is not None]
         self._answer_all(answers)
         abstained = [one for one in answers if one.abstained]
-        again = [self._begin(one.request, one) for one in abstained]
-        self._answer_all([answer for answer in again if answer is not None])
+        again = [answer for one in abstained if (answer := self._begin(one.request, one))]
+        self._answer_all(again)
+        for answer in (*answers, *again):
+            self._auditor.offer(answer)
 
     def _answer_all(self, answers: list[Answer]) -> None:
         answers.sort(key=_limit)  # because a batch generates as many tokens for each of its rows
@@ -207,7 +216,8 @@ class Runner:
             traceback.clear_frames(error.__traceback__)  # which hold the cache
         for answer in answers:
             if answer.can_start_anew:
-                self._answer_alone(answer.anew())
+                answer.start_anew()
+                self._answer_alone(answer)
             elif not answer.abstained:
                 answer.request.fail(failure)
 

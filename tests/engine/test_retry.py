@@ -131,16 +131,21 @@ def test_what_abstained_in_a_batch_that_fails_is_answered_again_and_the_rest_ane
     expected = [engine.generate(A, max_new_tokens=NEW, mode="full").text]
     expected += [engine.generate(B, max_new_tokens=NEW).text]
 
+    original = engine.model.generate_batch
+
     def fail(*_: Any, on_tokens: Any, **__: Any) -> None:
+        monkeypatch.setattr(engine.model, "generate_batch", original)  # of the second answers
         for token in abstention:
             on_tokens([token, token])
         on_tokens([None, abstention[0]])  # the first row has ended
         raise MemoryError
 
-    monkeypatch.setattr(engine.model, "generate_batch", fail)
-    found = engine.generate_batch([A, B], max_new_tokens=NEW, retry="full")
-    assert [one.text for one in found] == expected
-    assert [one.stats.retried for one in found] == ["full", "none"]
+    for texts in ([A, B], [A, A]):  # of the latter, the second one is yet to abstain
+        monkeypatch.setattr(engine.model, "generate_batch", fail)
+        found = engine.generate_batch(texts, max_new_tokens=NEW, retry="full")
+        retried = ["none" if one is B else "full" for one in texts]
+        assert [one.text for one in found] == [expected[one is B] for one in texts]
+        assert [one.stats.retried for one in found] == retried
 
 
 async def test_tasks_get_the_second_answer(engine: BlockAttentionEngine) -> None:
