@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from blockattn_rag.attention.context_merge import ContextMerge, LearnedMerge
-from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.engine.fetcher import BlockFetcher, HowEncoded
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.encoding import logits_to_keep
@@ -43,7 +43,7 @@ class BlockSource:
         """The prompt with its blocks, which are encoded after ``sink``."""
         context, final_ids = self._model.tokenizer.with_final_ids(prompt)
         return ReadyPrompt(
-            place(self._fetcher.fetch(context, "compute", sink=sink).blocks), final_ids
+            place(self._fetcher.fetch(context, "compute", how=HowEncoded(sink)).blocks), final_ids
         )
 
 
@@ -90,7 +90,6 @@ class Student(nn.Module):
             cache = model.cache_for(
                 ready.context, assembly="copy", reader=self.reader, merge=self.merge
             )
-            _make_ordinary(cache)
             out = model.hf_model(
                 input_ids=given,
                 past_key_values=cache,
@@ -103,11 +102,3 @@ class Student(nn.Module):
     def distance_from_identity(self) -> Tensor:
         """Mean square of a merge's parameters, which are all 0 in plain attention."""
         return torch.cat([tensor.flatten() for tensor in self.trained]).square().mean()
-
-
-def _make_ordinary(cache: Any) -> None:
-    """Copy the context's states: made in inference mode, they cannot be saved for a backward
-    pass."""
-    for layer in cache.layers if cache is not None else ():
-        if layer.is_initialized:
-            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()

@@ -62,16 +62,21 @@ def test_answers_are_those_of_full_mode_with_its_predictions(
         torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(len(expected)))
 
 
-def test_an_answer_ends_with_its_end_token(
+def test_an_answer_ends_with_its_end_token_though_its_batch_goes_on(
     model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Teacher(model, tmp_path, 6, 8)(PROMPT).ids.tolist()
-    end = next(token for at, token in enumerate(whole[:-1]) if token not in whole[:at])
+    teacher = Teacher(model, tmp_path, 6, 8)
+    teacher.answer_all(PROMPTS, silent)
+    answers = [teacher(prompt).ids.tolist() for prompt in PROMPTS]
+    end = next(token for token in answers[0][:-1] if not all(token in ids for ids in answers))
     monkeypatch.setitem(vars(model), "end_token_ids", {end})
-    length = whole.index(end) + 1
-    cut = Teacher(model, tmp_path / "ends", 6, 8)(PROMPT)
-    assert cut.ids.tolist() == whole[:length]
-    assert len(cut.predictions.tokens) == length
+    again = Teacher(model, tmp_path / "ends", 6, 8)
+    again.answer_all(PROMPTS, silent)
+    for prompt, whole in zip(PROMPTS, answers, strict=True):
+        length = whole.index(end) + 1 if end in whole else 6
+        cut = again(prompt)
+        assert cut.ids.tolist() == whole[:length]
+        assert len(cut.predictions.tokens) == length
 
 
 def test_what_was_answered_before_is_not_computed_again(
