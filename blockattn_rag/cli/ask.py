@@ -100,7 +100,7 @@ def ask(
             f"note: {count(misses, 'block')} {'was' if one else 'were'} computed now; "
             "passages are stored for the next question"
         )
-    emit(as_json, answer.to_dict(), "", *_sources(answer), _reuse_line(answer.stats))
+    emit(as_json, answer.to_dict(), "", *_sources(answer), *_figures(answer.stats))
 
 
 def _cut_off(answer: Answer) -> str:
@@ -120,6 +120,12 @@ def _sources(answer: Answer) -> list[str]:
         text = " ".join(source.text.split())
         lines.append(f"[{number}] {name}{score}: {text[:100]}{'...' if len(text) > 100 else ''}")
     return lines
+
+
+def _figures(stats: ReuseStats) -> list[str]:
+    """What an answer reused, and what is known of answers like it."""
+    known = stats.certificate
+    return [_reuse_line(stats), *([f"calibrated with {known}"] if known else [])]
 
 
 def _reuse_line(stats: ReuseStats) -> str:

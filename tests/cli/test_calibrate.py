@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 
 from blockattn_rag.demo.corpus import bundled_corpus
 from blockattn_rag.engine.calibration import read_calibrations
+from blockattn_rag.evaluation.calibration import settings
+from blockattn_rag.model.reader import Reader
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.rag.ask import Assistant
 from blockattn_rag.rag.database import Database, require_manifest
@@ -25,6 +28,13 @@ from tests.holding import LONGEST_S
 from tests.models import tiny_model, tiny_tokenizer
 
 QUESTIONS = 6
+
+
+@pytest.fixture(autouse=True)
+def few_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One weight of the context in place of all, for speed."""
+    few = partial(settings.stages, merges=settings.MERGES[:1])
+    monkeypatch.setattr(f"{settings.__name__}.stages", few)
 
 
 @pytest.fixture
@@ -81,6 +91,8 @@ def test_the_bundled_model_is_calibrated_through_a_kill_and_asked_with_what_was_
     ask = ("ask", "How tall is Halden Tower?", "--db", db, "--top-k", 2, "--max-new-tokens", 2)
     answer = cli(*ask, "--json").json
     assert answer["certificate"] == certificate
+    shown = cli(*ask).stdout.splitlines()[-1]
+    assert shown.startswith("calibrated with 2 passages: agreement with full mode ")
     assert cli("ask", *ask[1:5], 3, *ask[6:], "--json").json["certificate"] is None
 
 
@@ -165,7 +177,7 @@ def test_a_sink_given_at_ingestion_later_holds(
 def test_a_changed_sink_is_noted_in_the_manifest_and_told(
     cli: Command, db: Path, questions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockattn_rag.evaluation.calibration.settings.SINKS", ("head:2",))
+    monkeypatch.setattr(f"{settings.__name__}.SINKS", ("head:2",))
     # Without plain block mode in reach, the sink wins.
     simplest = "blockattn_rag.evaluation.calibration.search.simplest"
     monkeypatch.setattr(simplest, lambda found: next(s for s in found if s.mode == "sink=head:2"))
@@ -173,6 +185,22 @@ def test_a_changed_sink_is_noted_in_the_manifest_and_told(
     assert output.status == 0, output.stderr
     assert "encoded after 'head:2' when they are first used" in output.stderr
     assert require_manifest(db).sink == "head:2"
+
+
+def test_a_reader_is_tried_and_noted_with_its_digest(
+    cli: Command, db: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Database.open(db).engine.model
+    reader = Reader.new(model.hf_model, rank=2, seed=1)
+    reader.save(tmp_path / "reader", {"fingerprint": model.fingerprint})
+    monkeypatch.chdir(tmp_path)
+    mode = f"reader={tmp_path / 'reader'}"
+    simplest = "blockattn_rag.evaluation.calibration.search.simplest"
+    monkeypatch.setattr(simplest, lambda found: next(s for s in found if s.mode.endswith(mode)))
+    found = cli(*command(db, questions, "--reader", "reader", "--json")).json
+    assert found["settings"]["reader"] == str(tmp_path / "reader")
+    assert found["reader_digest"] == reader.digest
+    assert Database.open(db).engine.defaults.reader == str(tmp_path / "reader")
 
 
 def test_an_output_of_ones_own_changes_nothing_in_the_database(
