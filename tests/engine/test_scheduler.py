@@ -614,8 +614,12 @@ def test_background_work_is_done_one_after_the_other_with_one_thread_of_pytorch(
         elif name == "b":
             raise ValueError("an error ends its own work alone")
 
-    gate = threading.Event()
-    scheduler.submit(Job(lambda: gate.wait(LONGEST_S)))
+    gate, before = threading.Event(), torch.get_num_threads()
+    torch.set_num_threads(2)  # of the job, after which the model's thread has two as well
+    try:
+        scheduler.submit(Job(lambda: gate.wait(LONGEST_S)))
+    finally:
+        torch.set_num_threads(before)
     for name in "abc":
         scheduler.submit_in_background(steps(name))
     gate.set()
