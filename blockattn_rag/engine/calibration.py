@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from blockattn_rag.engine.options import NO_MERGE, NO_READER, GenerateOptions
+from blockattn_rag.engine.options import NO_MERGE, NO_READER, BlockOptions, GenerateOptions
 from blockattn_rag.engine.results import Certificate
 from blockattn_rag.errors import StoreError
 from blockattn_rag.files.atomic import write_json
@@ -36,6 +36,9 @@ PLAIN_SETTINGS: Mapping[str, str] = {
     "reader": NO_READER,
 }
 """Block mode as published. These are the options that a calibration chooses."""
+
+_HARMLESS = ("on_miss", "assembly", "retry")
+"""Options that leave block mode's predictions as they are."""
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -127,9 +130,11 @@ class Calibration:
         return ""
 
     def _mismatch(self, options: GenerateOptions, prompt: BlockPrompt) -> str:
-        others = [name for name, value in self.settings.items() if getattr(options, name) != value]
-        if others or options.positions != "reordered":
-            return f"other {', '.join(others or ['positions'])} was asked for"
+        expected = GenerateOptions.parse(self.settings, GenerateOptions())
+        names = (name for name in BlockOptions.__annotations__ if name not in _HARMLESS)
+        others = [name for name in names if getattr(options, name) != getattr(expected, name)]
+        if others:
+            return f"other {', '.join(others)} was asked for"
         if prompt_digest(prompt) != self.prompt_digest:
             return "the prompt has another head or block template than the prompts measured"
         return ""
