@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from blockattn_rag.engine.audit import Auditor, AuditStats
 from blockattn_rag.engine.calibration import Calibration, find_calibration
-from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.engine.fetcher import BlockFetcher, how_encoded
 from blockattn_rag.engine.ingest import EncodeStats, precompute
 from blockattn_rag.engine.options import (
     NO_READER,
@@ -28,7 +28,6 @@ from blockattn_rag.engine.scheduler import scheduler_of
 from blockattn_rag.kv.context import Assembly, Positions
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
-from blockattn_rag.prompts.sinks import check_sink
 from blockattn_rag.store import DEFAULT_RESIDENT_BYTES, KVStore, open_store
 
 if TYPE_CHECKING:
@@ -99,6 +98,7 @@ class BlockAttentionEngine:
         positions: Positions | None = None,
         assembly: Assembly | None = None,
         sink: str | None = None,
+        correction: str | Path | None = None,
         merge: str | None = None,
         promote: str | int | None = None,
         reader: str | Path | None = None,
@@ -121,6 +121,7 @@ class BlockAttentionEngine:
             positions=positions,
             assembly=assembly,
             sink=sink,
+            correction=correction,
             merge=merge,
             promote=promote,
             reader=reader,
@@ -163,18 +164,26 @@ class BlockAttentionEngine:
         *,
         show_progress: bool = False,
         sink: str | None = None,
+        correction: str | Path | None = None,
     ) -> list[str]:
         """Compute and store the KV of texts that are not stored yet; their handles, in order.
 
         Of a ``BlockPrompt``, the context is encoded, its first block as the beginning of a prompt:
-        a block of its own, since it holds the BOS token.
+        a block of its own, since it holds the BOS token. ``sink`` and ``correction`` override the
+        engine's own.
         """
         if isinstance(texts, str):
             raise TypeError("encode takes a list of texts, found one str; pass [text]")
         as_prompt = isinstance(texts, BlockPrompt)
         given = texts.context if isinstance(texts, BlockPrompt) else texts
         blocks = [text if isinstance(text, Block) else Block(text) for text in given]
-        self.precompute(blocks, as_prompt=as_prompt, show_progress=show_progress, sink=sink)
+        self.precompute(
+            blocks,
+            as_prompt=as_prompt,
+            show_progress=show_progress,
+            sink=sink,
+            correction=correction,
+        )
         return [block.handle for block in blocks]
 
     def precompute(
@@ -186,8 +195,10 @@ class BlockAttentionEngine:
         on_progress: Callable[[int, int], None] | None = None,
         batch_tokens: int | None = None,
         sink: str | None = None,
+        correction: str | Path | None = None,
     ) -> EncodeStats:
         """``encode`` with figures of what was done; see ``ingest.precompute``."""
+        options = self._options({"sink": sink, "correction": correction})
         return precompute(
             self._fetcher,
             blocks,
@@ -196,12 +207,13 @@ class BlockAttentionEngine:
             show_progress=show_progress,
             on_progress=on_progress,
             batch_tokens=batch_tokens,
-            sink=self.defaults.sink if sink is None else check_sink(sink),
+            how=how_encoded(self.model, options.sink, options.correction),
         )
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether a block's KV is stored. ``first``: as the first block of a prompt."""
-        return self._fetcher.contains(block, first=first, sink=self.defaults.sink)
+        how = how_encoded(self.model, self.defaults.sink, self.defaults.correction)
+        return self._fetcher.contains(block, first=first, how=how)
 
     # -- answering ---------------------------------------------------------------------------
 
@@ -214,6 +226,7 @@ class BlockAttentionEngine:
         on_miss: OnMiss | None = None,
         assembly: Assembly | None = None,
         sink: str | None = None,
+        correction: str | Path | None = None,
         merge: str | None = None,
         promote: str | int | None = None,
         reader: str | Path | None = None,
@@ -231,8 +244,8 @@ class BlockAttentionEngine:
         Args:
             prompt: a ``BlockPrompt``, or a list whose last item is the final block.
             mode: ``"block"`` reuses blocks; ``"full"`` is ordinary attention over the same tokens.
-            positions, on_miss, assembly, sink, merge, promote, reader, retry: override the engine's
-                own; see ``BlockOptions``.
+            positions, on_miss, assembly, sink, correction, merge, promote, reader, retry: override
+                the engine's own; see ``BlockOptions``.
             max_new_tokens: at most this many, less if the context window ends before.
             temperature: 0 or None is greedy; ``top_p`` and ``top_k`` apply above 0.
             stop: strings that end the answer; they are not part of it.
@@ -249,6 +262,7 @@ class BlockAttentionEngine:
             "on_miss": on_miss,
             "assembly": assembly,
             "sink": sink,
+            "correction": correction,
             "merge": merge,
             "promote": promote,
             "reader": reader,
@@ -367,6 +381,7 @@ class BlockAttentionEngine:
         parsed = GenerateOptions.parse(given, self.defaults)
         if parsed.reader != NO_READER:
             self.model.load_reader(parsed.reader)
+        how_encoded(self.model, parsed.sink, parsed.correction)
         return parsed
 
     def _checked(self, prompt: LatePrompt, options: GenerateOptions) -> BlockPrompt:

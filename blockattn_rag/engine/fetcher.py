@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakSet
 
-from blockattn_rag.engine.options import OnMiss
+from blockattn_rag.engine.options import NO_CORRECTION, OnMiss
 from blockattn_rag.engine.transfer import to_device
 from blockattn_rag.errors import MissError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV, store_key
 from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model.correction import Correction
 from blockattn_rag.prompts.blocks import Block, Origin
 from blockattn_rag.prompts.sinks import FIRST_BLOCK, NO_SINK, digest_after, sink_ids
 from blockattn_rag.store.base import KVStore, keep
@@ -56,11 +57,36 @@ class Fetched(NamedTuple):
         return {digest: tokens for digest, tokens in self.missed.items() if digest in digests}
 
 
+class HowEncoded(NamedTuple):
+    """How context blocks are encoded, the first one of a prompt aside.
+
+    ``sink``: after what; see ``prompts.sinks``. ``correction``: corrects their keys and values.
+    """
+
+    sink: str = NO_SINK
+    correction: Correction | None = None
+
+
+ALONE = HowEncoded()
+
+
+def how_encoded(model: BlockModel, sink: str, correction: str) -> HowEncoded:
+    """What a sink and a correction's file, or ``"none"``, mean for a model.
+
+    Raises:
+        ValueError: the correction is for another model or another sink.
+    """
+    if correction == NO_CORRECTION:
+        return HowEncoded(sink)
+    return HowEncoded(sink, model.load_correction(correction, sink))
+
+
 class Wanted(NamedTuple):
     """A block to look up.
 
-    ``first``: it opens a prompt; ``sink_ids``: it is encoded after these; ``origin``: decides where
-    it may be kept, and is that of the first block where that is the sink.
+    ``first``: it opens a prompt; ``sink_ids``: it is encoded after these; ``correction``: what
+    corrects it; ``origin``: decides where it may be kept, and is that of the first block where that
+    is the sink.
     """
 
     key: str
@@ -68,6 +94,7 @@ class Wanted(NamedTuple):
     block: Block
     first: bool
     sink_ids: Sequence[int]
+    correction: Correction | None
     origin: Origin
 
 
@@ -96,9 +123,9 @@ class BlockFetcher:
         # origin: system messages that were used once, and what was stored and is damaged.
         self._to_store: set[str] = set()
 
-    def contains(self, block: Block, *, first: bool = False, sink: str = NO_SINK) -> bool:
+    def contains(self, block: Block, *, first: bool = False, how: HowEncoded = ALONE) -> bool:
         """Whether there is an entry for the block; whether it is sound is seen when it is read."""
-        return self.wanted([block], as_prompt=first, sink=sink)[0].key in self.store
+        return self.wanted([block], as_prompt=first, how=how)[0].key in self.store
 
     def fetch(
         self,
@@ -106,7 +133,7 @@ class BlockFetcher:
         on_miss: OnMiss,
         check_room: Callable[[int], object] | None = None,
         *,
-        sink: str = NO_SINK,
+        how: HowEncoded = ALONE,
     ) -> Fetched:
         """KV of a prompt's context blocks; absent ones are computed together.
 
@@ -118,9 +145,9 @@ class BlockFetcher:
             on_miss: whether passages may be computed.
             check_room: called with the tokens of all blocks before anything is computed; raises if
                 there are too many. Default: a context may have any length.
-            sink: what blocks are encoded after; see ``prompts.sinks``.
+            how: how blocks are encoded.
         """
-        wanted = self.wanted(context, as_prompt=True, sink=sink)
+        wanted = self.wanted(context, as_prompt=True, how=how)
         distinct = {one.digest: one for one in wanted}
         found = self._look_up(distinct.values())
         absent = [one for one in distinct.values() if found[one.digest] is None]
@@ -146,24 +173,26 @@ class BlockFetcher:
         return Fetched(blocks, missed)
 
     def wanted(
-        self, blocks: Sequence[Block], *, as_prompt: bool, sink: str = NO_SINK
+        self, blocks: Sequence[Block], *, as_prompt: bool, how: HowEncoded = ALONE
     ) -> list[Wanted]:
         """What to look up for blocks; ``as_prompt``: the first of them opens a prompt."""
         # Read once, because the model checks at each reading whether its weights have changed.
         fingerprint, has_bos = self._model.fingerprint, bool(self._model.tokenizer.prefix_ids)
         has_sink = len(blocks) > as_prompt  # the first block of a prompt has none
-        sink_ids = self._sink_ids(sink, blocks if as_prompt else ()) if has_sink else ()
-        is_whole = sink == FIRST_BLOCK and as_prompt  # the first block is the sink
+        sink_ids = self._sink_ids(how.sink, blocks if as_prompt else ()) if has_sink else ()
+        is_whole = how.sink == FIRST_BLOCK and as_prompt  # the first block is the sink
         head = blocks[0] if is_whole and blocks and not blocks[0].is_passage else None
         wanted = []
         for index, block in enumerate(blocks):
             first = as_prompt and index == 0
-            before = () if first else sink_ids
+            before, correction = ((), None) if first else (sink_ids, how.correction)
             origin = block.origin if head is None else head.origin
             # Without BOS, a block is the same at the start of a prompt as later.
             digest = digest_after(before, block.digest(first=first and has_bos))
+            if correction is not None:
+                digest = correction.digest_of(digest)
             key = store_key(fingerprint, digest)
-            wanted.append(Wanted(key, digest, block, first, before, origin))
+            wanted.append(Wanted(key, digest, block, first, before, correction, origin))
         return wanted
 
     def _sink_ids(self, sink: str, prompt: Sequence[Block]) -> Sequence[int]:
@@ -182,7 +211,7 @@ class BlockFetcher:
         """Compute blocks, given with their token ids, batch by batch as ``BlockModel.encode``;
         those of no tokens are left out."""
         requests = [
-            EncodeRequest(ids, one.digest, one.block.handle, one.sink_ids)
+            EncodeRequest(ids, one.digest, one.block.handle, one.sink_ids, one.correction)
             for one, ids in wanted
             if ids
         ]

@@ -10,10 +10,9 @@ from functools import partial
 
 from tqdm.auto import tqdm
 
-from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.engine.fetcher import ALONE, BlockFetcher, HowEncoded
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.prompts.blocks import Block
-from blockattn_rag.prompts.sinks import NO_SINK
 from blockattn_rag.store.base import touch
 
 Run = Callable[[Callable[[], list[BlockKV] | None]], list[BlockKV] | None]
@@ -52,7 +51,7 @@ def precompute(
     show_progress: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
     batch_tokens: int | None = None,
-    sink: str = NO_SINK,
+    how: HowEncoded = ALONE,
 ) -> EncodeStats:
     """Compute and store what is absent. Each batch is stored when it is computed, so an
     interruption loses one batch at most.
@@ -63,14 +62,14 @@ def precompute(
         as_prompt: the first of the blocks begins a prompt, and so holds the BOS token.
         on_progress: called with (blocks done, distinct blocks in all).
         batch_tokens: tokens of one encoding batch, padding included.
-        sink: what blocks are encoded after; see ``prompts.sinks``.
+        how: how blocks are encoded.
 
     Raises:
         ContextOverflowError: a block alone is longer than the model's context window.
         StoreError: a block cannot be stored.
     """
     started = time.perf_counter()
-    found = fetcher.wanted(blocks, as_prompt=as_prompt, sink=sink)
+    found = fetcher.wanted(blocks, as_prompt=as_prompt, how=how)
     wanted = list({one.digest: one for one in found}.values())
     absent = [one for one in wanted if not touch(fetcher.store, one.key)]
     stats = EncodeStats(reused=len(wanted) - len(absent))

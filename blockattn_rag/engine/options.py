@@ -11,6 +11,7 @@ from blockattn_rag.attention.merge_file import load_merge
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.engine.retry import FULL, NO_RETRY, PROMOTE, check_retry
 from blockattn_rag.kv.context import Assembly, Positions
+from blockattn_rag.model.correction_file import load_correction
 from blockattn_rag.model.lora_files import read_metadata
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.promotion import NO_PROMOTION, check_promotion
@@ -19,6 +20,7 @@ from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 OnMiss = Literal["compute", "error"]
 """``compute``: a block that is not in the store is encoded and stored. ``error``: ``MissError``."""
 
+NO_CORRECTION = "none"
 NO_MERGE = "none"
 NO_READER = "none"
 
@@ -39,6 +41,8 @@ class BlockOptions(TypedDict, total=False):
         ``"auto"`` takes relay where the model allows it.
     sink: what context blocks are encoded after: ``"none"``, ``"bos"``, ``"head:4"`` or
         ``"first-block"``; see ``prompts.sinks``. After another sink, a passage is another block.
+    correction: file of a correction of keys and values, or ``"none"``; see ``model.correction``.
+        Corrected passages are other blocks, too.
     merge: how attention to the passages is weighted against the rest: ``"none"``,
         ``"scale:0.95"``, ``"bias:-0.5"``, or the file of a learned merge; see
         ``attention.context_merge``.
@@ -54,6 +58,7 @@ class BlockOptions(TypedDict, total=False):
     positions: Positions | None
     assembly: Assembly | None
     sink: str | None
+    correction: str | Path | None
     merge: str | None
     promote: str | int | None
     reader: str | Path | None
@@ -106,6 +111,7 @@ class GenerateOptions:
     positions: Positions = "reordered"
     assembly: Assembly = "auto"
     sink: str = NO_SINK
+    correction: str = NO_CORRECTION
     merge: str = NO_MERGE
     promote: str = NO_PROMOTION
     reader: str = NO_READER
@@ -118,6 +124,9 @@ class GenerateOptions:
         check_retry(self.retry)
         object.__setattr__(self, "promote", check_promotion(self.promote))
         object.__setattr__(self, "reader", str(self.reader))
+        object.__setattr__(self, "correction", str(self.correction))
+        if self.correction != NO_CORRECTION:
+            load_correction(self.correction)
         if self.reader != NO_READER and not Path(self.reader).is_dir():
             raise FileNotFoundError(
                 f"found no folder {self.reader!r}; expected that of a reader adapter, or 'none'"

@@ -15,7 +15,7 @@ from blockattn_rag.attention.merge_file import load_merge
 from blockattn_rag.engine.answer import Answer, Prepared
 from blockattn_rag.engine.audit import Auditor
 from blockattn_rag.engine.calibration import Calibration
-from blockattn_rag.engine.fetcher import BlockFetcher, Fetched
+from blockattn_rag.engine.fetcher import BlockFetcher, Fetched, how_encoded
 from blockattn_rag.engine.options import NO_READER, GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.engine.results import Certificate, ReuseStats
@@ -157,7 +157,8 @@ class Runner:
         def check_room(tokens: int) -> int:
             return self._model.room_for(tokens + final_tokens, options.sampling)
 
-        return self._fetcher.fetch(context, options.on_miss, check_room, sink=options.sink)
+        how = how_encoded(self._model, options.sink, options.correction)
+        return self._fetcher.fetch(context, options.on_miss, check_room, how=how)
 
     def answer_logits(
         self, prompt: BlockPrompt, answer_ids: Sequence[int], options: GenerateOptions

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.options import NO_MERGE, NO_READER, BlockOptions, GenerateOptions
+from blockattn_rag.engine.options import NO_CORRECTION, NO_MERGE, NO_READER, BlockOptions, GenerateOptions
 from blockattn_rag.engine.results import Generation, ReuseStats
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.evaluation.datasets import EvaluationSample
@@ -36,6 +36,7 @@ from blockattn_rag.prompts.sinks import NO_SINK
 # Nothing of what the engine may have been told to repair block mode with.
 _AS_PUBLISHED = {
     "sink": NO_SINK,
+    "correction": NO_CORRECTION,
     "merge": NO_MERGE,
     "promote": NO_PROMOTION,
     "reader": NO_READER,
@@ -240,7 +241,7 @@ def _answer(
     how = mode_options(mode)
     if how["mode"] == "block":
         for prompt in prompts:
-            engine.precompute(prompt.context, as_prompt=True, sink=how["sink"])
+            engine.precompute(prompt.context, as_prompt=True, sink=how["sink"], correction=how["correction"])
     return engine.generate_batch(prompts, **how, batch_size=len(batch), **options)
 
 

@@ -21,6 +21,8 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Assembly, Context
 from blockattn_rag.model import decoding, loading
 from blockattn_rag.model.caches import ContextCache, RelayCache, copied_cache
+from blockattn_rag.model.correction import Correction
+from blockattn_rag.model.correction_file import load_correction
 from blockattn_rag.model.encoding import EncodeRequest, batches, encode_batch
 from blockattn_rag.model.exclusion import lock_of, turn_to_draw
 from blockattn_rag.model.fingerprint import Identity
@@ -304,6 +306,26 @@ class BlockModel:
                 for another model than this one as it is set now.
         """
         return self._readers.load(folder, self.hf_model, self.fingerprint)
+
+    def load_correction(self, path: str | Path, sink: str) -> Correction:
+        """The correction in a file, for blocks that are encoded after ``sink``.
+
+        Raises:
+            ValueError: there is none, or it was fitted to another model, or to other blocks.
+        """
+        found = load_correction(path)
+        if found.fingerprint != self.fingerprint:
+            raise ValueError(
+                f"the correction in {path} was fitted to the model {found.fingerprint[:12]}..., "
+                f"found {self.fingerprint[:12]}...; fit one for this model, in this dtype: "
+                "blockattn-rag adapt --fit correction"
+            )
+        if found.sink != sink:
+            raise ValueError(
+                f"the correction in {path} was fitted to blocks that are encoded after "
+                f"sink={found.sink!r}, found sink={sink!r}; give it that sink"
+            )
+        return found
 
     def attention_to_blocks(self, context: Context, final_ids: Sequence[int]) -> dict[str, float]:
         """How much the final block attends to each context block, by handle; see ``BlockMass``.

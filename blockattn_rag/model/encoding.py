@@ -14,16 +14,19 @@ from transformers import DynamicCache, PreTrainedModel
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
+from blockattn_rag.model.correction import Correction
 from blockattn_rag.model.probe import check_ready, layer_states
 
 
 class EncodeRequest(NamedTuple):
-    """Tokens of one block, the digest and handle that its KV gets, and the tokens of its sink."""
+    """Tokens of one block, the digest and handle that its KV gets, the tokens of its sink, and
+    what corrects its KV."""
 
     token_ids: list[int]
     digest: str
     handle: str
     sink_ids: Sequence[int] = ()
+    correction: Correction | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -113,17 +116,20 @@ def _cut_out(
     """One row's real tokens, copied: a view would keep the whole batch alive in the store."""
     own = slice(len(request.sink_ids), request.num_tokens)
     angles: Angles = {}
-    keys = []
-    for layout, (layer_keys, _) in zip(layouts, states, strict=True):
-        own_keys = layer_keys[row, :, own]
+    keys, values = [], []
+    for index, layout in enumerate(layouts):
+        own_keys, own_values = (tensor[row, :, own] for tensor in states[index])
         if request.sink_ids and layout.rotates:
             if layout not in angles:
                 angles[layout] = layout.cos_sin(-len(request.sink_ids), own_keys.device)
             own_keys = rotate(own_keys, *angles[layout], layout)
+        if request.correction is not None:
+            own_keys, own_values = request.correction.apply(index, own_keys, own_values, layout)
         keys.append(own_keys.clone())
+        values.append(own_values.clone())
     return BlockKV(
         keys=tuple(keys),
-        values=tuple(values[row, :, own].clone() for _, values in states),
+        values=tuple(values),
         token_ids=torch.tensor(request.token_ids, dtype=torch.long),
         fingerprint=fingerprint,
         digest=request.digest,

@@ -1,0 +1,116 @@
+"""Correction: keys and values of a block, moved towards those that full attention would compute.
+
+In full mode a passage sees the passages before it; in block mode it sees itself alone. Much of what
+this changes in its keys and values does not depend on the other passages: it is a linear function
+of the block's own keys and values, and a constant for each of its first tokens. Both are fitted
+once for a model, in closed form, from passages alone (``training.correction``), and applied when a
+block is encoded. So a corrected block costs nothing more per answer; it is another block than the
+uncorrected one.
+
+For each layer and key-value head, with keys ``k`` before their rotation and values ``v``::
+
+    [k'; v'] = [k; v] + W [k; v] + b(place of the token in its block)
+
+Shapes: ``K`` key-value heads, ``n`` tokens, ``D`` size of a head's key and value together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockattn_rag.kv.rope import RotaryLayout, rotate
+
+PLACES = (1, 2, 4, 8, 16, 32, 64)
+"""Ends of the groups of places in a block that share a constant; the last group has no end."""
+
+NUM_PLACES = len(PLACES) + 1
+
+
+class LayerCorrection(NamedTuple):
+    """One layer's: ``weight`` ``[K, D, D]``, of which a row vector of states is the left factor,
+    and ``bias`` ``[K, NUM_PLACES, D]``, float32."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True)  # with no slots, which would leave no room for the digest
+class Correction:
+    """The correction of one model's blocks.
+
+    Args:
+        layers: one per layer.
+        sink: what blocks must be encoded after; it was fitted to such blocks.
+        fingerprint: of the model.
+    """
+
+    layers: tuple[LayerCorrection, ...]
+    sink: str
+    fingerprint: str
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of the contents, 64 hex digits: part of the identity of corrected blocks."""
+        digest = hashlib.sha256(f"{self.sink} {self.fingerprint} {len(self.layers)}".encode())
+        for layer in self.layers:
+            for tensor in layer:
+                digest.update(f"{tuple(tensor.shape)}".encode())
+                digest.update(tensor.float().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def digest_of(self, digest: str) -> str:
+        """The digest of a block that is corrected; ``digest`` is that of the block without."""
+        return hashlib.sha256(f"corrected by {self.digest}: {digest}".encode()).hexdigest()
+
+    def apply(
+        self, layer: int, keys: Tensor, values: Tensor, layout: RotaryLayout
+    ) -> tuple[Tensor, Tensor]:
+        """One layer of a block, corrected.
+
+        Args:
+            layer: index of the layer.
+            keys: ``[K, n, key size]``, rotated for the positions 0..n-1.
+            values: ``[K, n, value size]``.
+            layout: how the keys are rotated.
+
+        Returns:
+            New keys and values of the same shapes and dtypes. Computed in float32.
+        """
+        weight, bias = (tensor.to(keys.device) for tensor in self.layers[layer])
+        states = bare_states(keys, values, layout)
+        change = states @ weight + bias[:, places(states.shape[1]).to(keys.device)]
+        of_keys, of_values = change.split([keys.shape[-1], values.shape[-1]], dim=-1)
+        if layout.rotates:
+            positions = torch.arange(keys.shape[1])
+            of_keys = rotate(of_keys, *layout.cos_sin(positions, keys.device), layout)
+        new_keys = (keys.float() + of_keys).to(keys.dtype)
+        return new_keys, (values.float() + of_values).to(values.dtype)
+
+
+def bare_states(
+    keys: Tensor, values: Tensor, layout: RotaryLayout, positions: Sequence[int] | None = None
+) -> Tensor:
+    """Keys without their rotation, and values beside them: ``[K, n, D]``, float32.
+
+    Args:
+        keys, values, layout: as for ``Correction.apply``.
+        positions: for which the keys are rotated; default: 0..n-1.
+    """
+    bare = keys.float()
+    if layout.rotates:
+        at = range(keys.shape[1]) if positions is None else positions
+        offsets = -torch.tensor(at)
+        bare = rotate(bare, *layout.cos_sin(offsets, keys.device), layout)
+    return torch.cat([bare, values.float()], dim=-1)
+
+
+def places(num_tokens: int) -> Tensor:
+    """The group of places of each token of a block, ``[num_tokens]``."""
+    return torch.bucketize(torch.arange(num_tokens), torch.tensor(PLACES), right=True)

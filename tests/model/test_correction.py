@@ -1,0 +1,195 @@
+"""Corrections: what they do to keys and values, which blocks are corrected, and their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.context import place
+from blockattn_rag.kv.rope import relative_error
+from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model.correction import NUM_PLACES, Correction, LayerCorrection, places
+from blockattn_rag.model.correction_file import load_correction, save_correction
+from blockattn_rag.prompts.blocks import Block
+from tests.models import tiny_model, tiny_tokenizer
+
+A, B, Q = "Halden Tower is 214 metres tall.", "It was built in 1931.", "How tall?"
+
+
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    return BlockModel(tiny_model(), tiny_tokenizer())
+
+
+def correction_of(model: BlockModel, *, sink: str = "none", size: float = 0.1) -> Correction:
+    """A random correction for a model."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return size * torch.randn(*shape, generator=generator)
+
+    outline = model.profile.token_outline
+    layers = []
+    for (heads, key_size, _), (_, value_size, _) in zip(outline[::2], outline[1::2], strict=True):
+        states = key_size + value_size
+        layers.append(
+            LayerCorrection(random(heads, states, states), random(heads, NUM_PLACES, states))
+        )
+    return Correction(tuple(layers), sink, model.fingerprint)
+
+
+def saved(correction: Correction, folder: Path) -> str:
+    path = folder / "kv.safetensors"
+    save_correction(correction, path)
+    return str(path)
+
+
+def encoded(model: BlockModel, correction: Correction | None = None, tokens: int = 9) -> BlockKV:
+    ids = list(range(1, tokens + 1))
+    [[kv]] = model.encode([EncodeRequest(ids, "digest", "handle", (5, 6), correction)])
+    return kv
+
+
+def test_places_share_constants_in_groups_that_grow() -> None:
+    assert places(70).tolist() == [0, 1, 2, 2, *[3] * 4, *[4] * 8, *[5] * 16, *[6] * 32, *[7] * 6]
+
+
+def test_each_head_gets_its_map_of_unrotated_states_and_its_constants(model: BlockModel) -> None:
+    """Token by token, with the rotation of a Llama written out."""
+    correction = correction_of(model)
+    plain, found = encoded(model), encoded(model, correction)
+    layout = model.profile.layouts[1]
+    weight, bias = correction.layers[1]
+    half = plain.keys[1].shape[-1] // 2
+
+    def turned(key: torch.Tensor, position: int) -> torch.Tensor:
+        angle = position * layout.frequencies.float()
+        first, second = key[:half], key[half:]
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin])
+
+    for head in range(2):
+        for at in (0, 3, 8):
+            key, value = plain.keys[1][head, at], plain.values[1][head, at]
+            states = torch.cat([turned(key, -at), value])
+            change = states @ weight[head] + bias[head, (0, 0, 0, 2, 0, 0, 0, 0, 4)[at]]
+            expected = key + turned(change[: 2 * half], at)
+            assert relative_error(found.keys[1][head, at], expected) < 1e-5
+            assert relative_error(found.values[1][head, at], value + change[2 * half :]) < 1e-5
+
+
+def test_a_correction_of_zeros_changes_nothing(model: BlockModel) -> None:
+    plain, found = encoded(model), encoded(model, correction_of(model, size=0))
+    assert all(map(torch.equal, plain.keys + plain.values, found.keys + found.values))
+
+
+@pytest.mark.parametrize("assembly", ["relay", "copy"])
+def test_every_block_of_a_prompt_but_its_first_is_corrected(
+    model: BlockModel, tmp_path: Path, assembly: Any
+) -> None:
+    correction = correction_of(model)
+    engine = BlockAttentionEngine(model, correction=saved(correction, tmp_path))
+    tokenizer = model.tokenizer
+    ids = [tokenizer.block_ids(Block(t), first=not i) for i, t in enumerate(("first", A, B))]
+    requests = [
+        EncodeRequest(one, str(i), "", (), correction if i else None) for i, one in enumerate(ids)
+    ]
+    blocks = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
+    context = place([blocks[str(i)] for i in range(3)])
+    final = tokenizer.final_ids(Q, first=False)
+    expected = model.answer_logits(
+        context.token_ids, final, [0], model.cache_for(context, assembly="copy")
+    )
+    prompt = ["first", A, B, Q]
+    found = engine.answer_logits(prompt, [0], assembly=assembly)
+    assert relative_error(found, expected) < 1e-4
+    plain = engine.answer_logits(prompt, [0], assembly=assembly, correction="none")
+    assert relative_error(plain, expected) > 1e-2
+
+
+def test_corrected_and_plain_blocks_are_two_entries(model: BlockModel, tmp_path: Path) -> None:
+    path = saved(correction_of(model), tmp_path)
+    engine = BlockAttentionEngine(model)
+    handles = engine.encode([A], correction=path)
+    assert handles == [Block(A).handle]
+    assert not engine.contains(Block(A))
+    corrected = BlockAttentionEngine(model, engine.store, correction=path)
+    assert corrected.contains(Block(A))
+    assert corrected.generate(["x", A, Q], max_new_tokens=1).stats.hits == 1
+    assert engine.generate(["x", A, Q], max_new_tokens=1).stats.hits == 1  # "x", not A
+
+
+def test_a_correction_is_for_one_model_and_one_sink(model: BlockModel, tmp_path: Path) -> None:
+    path = saved(correction_of(model, sink="head:2"), tmp_path)
+    engine = BlockAttentionEngine(model, sink="head:2", correction=path)
+    with pytest.raises(ValueError, match=r"after sink='head:2', found sink='none'"):
+        engine.generate([A, Q], sink="none")
+    with pytest.raises(ValueError, match="found sink='none'"):
+        BlockAttentionEngine(model, correction=path)
+    other = BlockModel(tiny_model(seed=1), tiny_tokenizer())
+    with pytest.raises(ValueError, match=r"was fitted to the model .*adapt --fit correction"):
+        BlockAttentionEngine(other, sink="head:2", correction=path)
+
+
+def test_a_file_gives_back_what_was_saved(model: BlockModel, tmp_path: Path) -> None:
+    correction = correction_of(model, sink="bos")
+    path = saved(correction, tmp_path)
+    found = load_correction(path)
+    assert (found.sink, found.fingerprint) == ("bos", model.fingerprint)
+    assert found.digest == correction.digest
+    assert load_correction(path) is found  # read once
+    save_correction(correction_of(model, sink="bos", size=0.2), Path(path))
+    assert load_correction(path).digest != found.digest
+
+
+def test_digests_tell_contents_and_sinks_apart(model: BlockModel) -> None:
+    one, other = correction_of(model), correction_of(model, sink="bos")
+    assert len({one.digest, other.digest, correction_of(model, size=0.2).digest}) == 3
+    assert one.digest_of("block") != other.digest_of("block") != "block"
+
+
+def without(held: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in held.items() if key != name}
+
+
+def test_files_of_other_kinds_are_refused(model: BlockModel, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"found no file .*adapt --fit correction"):
+        load_correction(tmp_path / "none.safetensors")
+    path = Path(saved(correction_of(model), tmp_path))
+    tensors = load_file(path)
+    metadata = {
+        "format": "blockattn_rag.correction", "version": "1", "sink": "none", "fingerprint": "f"
+    }  # fmt: skip
+    broken: list[tuple[dict[str, torch.Tensor], dict[str, str], str]] = [
+        (
+            tensors,
+            {**metadata, "version": "9"},
+            "found format 'blockattn_rag.correction', version '9'",
+        ),
+        (tensors, {}, "found format None"),
+        ({"weight.0": tensors["weight.0"]}, metadata, "found 1 tensors"),
+        (
+            {k: v for k, v in tensors.items() if k != "bias.1"} | {"x": torch.ones(1)},
+            metadata,
+            "found no tensor bias.1",
+        ),
+        ({**tensors, "bias.0": tensors["bias.0"][:, 1:].contiguous()}, metadata, "found shapes"),
+        ({**tensors, "bias.0": tensors["bias.0"] / 0}, metadata, "NaN or infinity in layer 0"),
+        (tensors, without(metadata, "sink"), "does not tell sink"),
+    ]
+    for number, (held, told, message) in enumerate(broken):
+        file = tmp_path / f"{number}.safetensors"
+        save_file(held, file, told)
+        with pytest.raises(ValueError, match=message):
+            load_correction(file)
+    (tmp_path / "text.safetensors").write_text("no tensors")
+    with pytest.raises(ValueError, match="is no file of a correction"):
+        load_correction(tmp_path / "text.safetensors")
+    with pytest.raises(ValueError, match="one that ends in"):
+        save_correction(correction_of(model), tmp_path / "kv.bin")
