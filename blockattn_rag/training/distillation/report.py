@@ -24,9 +24,10 @@ tags:
 
 # {title}
 
-{what} of `{base}` for block mode, made with `blockattn_rag`. {how} The passages' keys and values
-stay the base model's own, so one store serves answers with and without it. Trained without labels:
-the teacher is `{base}` in full mode.
+{what} of `{base}` for block mode, made with `blockattn_rag`.
+{how}
+The passages' keys and values stay the base model's own, so one store serves answers with and
+without it. Trained without labels: the teacher is `{base}` in full mode.
 
 ## Use
 
@@ -46,7 +47,7 @@ of the whole vocabulary; agreement is the share of tokens at which the first cho
 |---|---:|---:|
 {rows}
 
-{verdict} {note}
+{verdict}{note}
 
 ## Data
 
@@ -153,7 +154,7 @@ def write_card(config: AdaptConfig, report: AdaptReport, path: Path) -> None:
         held=report.held_samples,
         top_k=config.top_k,
         rows="\n".join(f"| {n} | {f.kl:.4f} | {100 * f.agreement:.1f} % |" for n, f in rows),
-        verdict="" if report.improved else "**The divergence did not fall: do not use this.**",
+        verdict="" if report.improved else "**The divergence did not fall: do not use this.** ",
         note=(
             "The best of the measured states was kept, so the last row is slightly flattered. All "
             "measurements are in `training_log.json`."

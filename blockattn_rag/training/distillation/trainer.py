@@ -1,7 +1,8 @@
 """transformers' Trainer for distillation: the student against the teacher, sample by sample.
 
-Prompts go through the model one at a time, and a batch is reached by accumulation: on a CPU the few
-rows of a final block already keep it busy, and contexts of unequal lengths need no padding.
+Prompts go through the model one at a time, and a batch is reached by accumulation: the rows of one
+final block keep a CPU core busy (four together take 15 % less time on SmolLM2, less what contexts
+of unequal lengths lose by padding), and most of a run is the teacher and the encoding of passages.
 """
 
 from __future__ import annotations
