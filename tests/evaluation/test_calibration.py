@@ -94,6 +94,13 @@ def test_the_pairs_double_and_the_worse_half_goes() -> None:
     assert {count for *_, count in measure.calls} == {9}
 
 
+def test_plain_block_mode_is_measured_to_the_end_even_if_it_is_the_worst() -> None:
+    measure = Losses(**dict.fromkeys((f"sink={sink}" for sink in SINKS), 0.05))
+    found = search({"sinks": stages(SINKS)["sinks"]}, measure, 50)
+    assert len(found.finalists[PLAIN]) == 50
+    assert len(found.finalists) < len(SINKS)
+
+
 def test_what_is_within_one_standard_error_of_the_best_is_as_good_and_the_simplest_is_taken() -> (
     None
 ):
