@@ -53,9 +53,10 @@ _OWN: tuple[tuple[str, Any, Any, str], ...] = (
 def adapt(**options: Any) -> None:
     """Repair block mode of a model that was not block-fine-tuned, without labels.
 
-    The model in full mode is the teacher. What is trained acts while the final block and the answer
-    are computed, so passages' stored keys and values stay as they are. Use it with reader=OUTPUT,
-    or merge=OUTPUT/merge.safetensors.
+    The model in full mode is the teacher. A reader and a merge act while the final block and the
+    answer are computed, so passages' stored keys and values stay as they are: use them with
+    reader=OUTPUT, or merge=OUTPUT/merge.safetensors. A correction (correction=
+    OUTPUT/correction.safetensors) acts when passages are encoded.
     """
     as_json = options.pop("as_json")
     own = {name: options.pop(name) for name, *_ in _OWN}
@@ -179,20 +180,13 @@ def _material(
 
 
 def _show(report: AdaptReport, config: AdaptConfig, as_json: bool) -> None:
-    after = f"after {report.best_step} of {report.steps} steps"
-    start = "block mode before training"
+    from blockattn_rag.training.distillation.report import result_in
+
     rows = [
-        (name, f"{found.kl:.4f}", f"{100 * found.agreement:.1f} %")
-        for name, found in (
-            ("block mode, each block alone", report.block),
-            (start, report.before),
-            (after, report.after),
-        )
+        (name, f"{found.kl:.4f}", f"{100 * found.agreement:.1f} %") for name, found in report.rows
     ]
     times = ", ".join(f"{stage} {duration(took)}" for stage, took in report.seconds.items())
-    use = f"reader={report.output}"
-    if config.fit == "merge":
-        use = f"merge={report.output / 'merge.safetensors'}"
+    use = f"{config.fit}={result_in(str(report.output), config.fit)}"
     emit(
         as_json,
         report.to_dict(),

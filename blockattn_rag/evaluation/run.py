@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.options import NO_CORRECTION, NO_MERGE, NO_READER, BlockOptions, GenerateOptions
+from blockattn_rag.engine.options import (
+    NO_CORRECTION,
+    NO_MERGE,
+    NO_READER,
+    BlockOptions,
+    GenerateOptions,
+)
 from blockattn_rag.engine.results import Generation, ReuseStats
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.evaluation.datasets import EvaluationSample
@@ -241,7 +247,8 @@ def _answer(
     how = mode_options(mode)
     if how["mode"] == "block":
         for prompt in prompts:
-            engine.precompute(prompt.context, as_prompt=True, sink=how["sink"], correction=how["correction"])
+            encoded = {name: how[name] for name in ("sink", "correction")}
+            engine.precompute(prompt.context, as_prompt=True, **encoded)
     return engine.generate_batch(prompts, **how, batch_size=len(batch), **options)
 
 

@@ -29,6 +29,9 @@ from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
 """Penalties on the weights, relative to the mean square of the states; held-out prompts choose."""
 
+TokenBlocks = Sequence[Sequence[int]]
+"""Token ids of a prompt's blocks."""
+
 # Squared differences below this share of the states' squares are rounding, in 32 bits.
 _ROUNDING = 1e-9
 
@@ -42,13 +45,11 @@ class FitReport:
 
     ``explained``: the share of the squared difference between blocks' and full attention's states
     that it takes away, in each layer, of keys and of values, 0 where they do not differ; ``ridge``:
-    the penalty chosen.
+    the penalty chosen; ``tokens``: of the passages that it was fitted to.
     """
 
     ridge: float
-    prompts: int
     tokens: int
-    held_out: int
     keys_explained: tuple[float, ...]
     values_explained: tuple[float, ...]
 
@@ -102,10 +103,10 @@ class _Sums:
 
 def fit_correction(
     model: BlockModel,
-    contexts: Sequence[Sequence[Sequence[int]]],
+    contexts: Sequence[TokenBlocks],
+    held_out: Sequence[TokenBlocks],
     *,
     sink: str = NO_SINK,
-    held_out: float = 0.1,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Correction, FitReport]:
     """Fit a correction of blocks that are encoded after ``sink``.
@@ -114,40 +115,35 @@ def fit_correction(
         model: the model.
         contexts: of each prompt, the token ids of its blocks; the first is the prompt's beginning
             and is not corrected.
+        held_out: further prompts, which choose the penalty and are reported on.
         sink: what blocks but the first are encoded after; not ``"first-block"``.
-        held_out: share of the prompts, the last ones, that choose the penalty and are reported on;
-            at least one.
         on_progress: called with prompts done and all prompts.
 
     Raises:
-        ValueError: fewer than two prompts, or one without a block behind its first.
+        ValueError: no prompt to fit or none held out, or one without a block behind its first.
         ContextOverflowError: a context is longer than the model's context window.
     """
-    if len(contexts) < 2 or any(len(context) < 2 for context in contexts):
+    every = [*contexts, *held_out]
+    if not contexts or not held_out or any(len(context) < 2 for context in every):
         raise ValueError(
-            "a correction is fitted to two prompts at least, each with a passage behind its "
-            f"beginning; found {len(contexts)} prompts"
+            "a correction is fitted to one prompt at least and judged by another, each with a "
+            f"passage behind its beginning; found {len(contexts)} and {len(held_out)} prompts"
         )
     before = sink_ids(sink, model.tokenizer)
-    num_held_out = max(1, round(held_out * len(contexts)))
     fitted, tested = (_empty_sums(model) for _ in range(2))
-    tokens = 0
-    for number, context in enumerate(contexts):
-        if on_progress:
-            on_progress(number, len(contexts))
-        is_fitted = number < len(contexts) - num_held_out
-        _add_prompt(model, context, before, fitted if is_fitted else tested)
-        tokens += is_fitted * sum(map(len, context[1:]))
-    if on_progress:
-        on_progress(len(contexts), len(contexts))
+    tell = on_progress or (lambda *_: None)
+    for number, context in enumerate(every):
+        tell(number, len(every))
+        _add_prompt(model, context, before, fitted if number < len(contexts) else tested)
+    tell(len(every), len(every))
     ridge, solutions = _best(fitted, tested)
     correction = Correction(
         tuple(_layer(solution) for solution in solutions), sink, model.fingerprint
     )
     key_sizes = [size for _, size, _ in model.profile.token_outline[::2]]
     of_keys, of_values = _explained(tested, solutions, key_sizes)
-    prompts = len(contexts) - num_held_out
-    return correction, FitReport(ridge, prompts, tokens, num_held_out, of_keys, of_values)
+    tokens = sum(len(ids) for context in contexts for ids in context[1:])
+    return correction, FitReport(ridge, tokens, of_keys, of_values)
 
 
 def _empty_sums(model: BlockModel) -> list[_Sums]:
@@ -157,7 +153,7 @@ def _empty_sums(model: BlockModel) -> list[_Sums]:
 
 def _add_prompt(
     model: BlockModel,
-    context: Sequence[Sequence[int]],
+    context: TokenBlocks,
     before: Sequence[int],
     sums: Sequence[_Sums],
 ) -> None:

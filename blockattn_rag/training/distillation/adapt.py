@@ -22,17 +22,25 @@ import torch
 from blockattn_rag.attention.context_merge import LearnedMerge
 from blockattn_rag.attention.merge_file import load_merge, save_merge
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.fetcher import ALONE, HowEncoded, how_encoded
 from blockattn_rag.errors import DataError
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.correction_file import save_correction
 from blockattn_rag.model.reader import Reader
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import prompt_format
 from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 from blockattn_rag.store import DirectoryStore, KVStore
+from blockattn_rag.training.correction import fit_correction
 from blockattn_rag.training.distillation.config import AdaptConfig
 from blockattn_rag.training.distillation.questions import Collection, write_questions
-from blockattn_rag.training.distillation.report import MERGE_FILE, AdaptReport, write_card
+from blockattn_rag.training.distillation.report import (
+    CORRECTION_FILE,
+    MERGE_FILE,
+    AdaptReport,
+    write_card,
+)
 from blockattn_rag.training.distillation.run_folder import check_run, replace_output, run_folder
 from blockattn_rag.training.distillation.samples import Question, draw_samples, split
 from blockattn_rag.training.distillation.student import BlockSource, Student
@@ -53,7 +61,8 @@ def adapt(
     store: KVStore | None = None,
     on_progress: Progress = lambda *_: None,
 ) -> AdaptReport:
-    """Train a reader adapter or a merge as ``config`` says and write it to ``config.output``.
+    """Fit a reader adapter, a merge or a correction as ``config`` says and write it to
+    ``config.output``.
 
     The model's own weights are frozen from here on, and are not changed.
 
@@ -73,6 +82,7 @@ def adapt(
     """
     check_sink(config.sink)
     load_merge(config.merge)
+    how_encoded(model, config.sink, config.correction)
     settings = {
         **config.decisive(),
         "fingerprint": model.fingerprint,
@@ -108,10 +118,13 @@ class _Run:
         train, held = self._prompts(questions)
         teacher = Teacher(model, config.answers_folder, config.max_new_tokens, config.top_k)
         with self._stage("teacher") as tick:
-            teacher.answer_all([*train, *held], tick)
+            teacher.answer_all([*([] if config.fit == "correction" else train), *held], tick)
         source = BlockSource(model, self.store or self._own_store())
         with self._stage("block mode") as tick:
             block = self._block_mode(held, teacher, source, tick)
+        distinct = len({question.text for question in questions})
+        if config.fit == "correction":
+            return self._corrected(train, held, teacher, source, block, distinct)
         model.hf_model.requires_grad_(False)
         checkpoint = last_checkpoint(config.work / "checkpoints") if config.resume else None
         with self._stage("training") as tick:
@@ -121,9 +134,50 @@ class _Run:
             )  # fmt: skip
             trainer.train_from(checkpoint)
         self.seconds["fetching"] = trainer.fetch_s
-        distinct = len({question.text for question in questions})
         report = self._report(trainer, block, len(train), len(held), distinct)
-        self._publish(trainer.student, report)
+        self._publish(report, partial(_save_student, trainer.student, model.name, config.sink))
+        return report
+
+    def _corrected(
+        self,
+        train: Sequence[BlockPrompt],
+        held: Sequence[BlockPrompt],
+        teacher: Teacher,
+        source: BlockSource,
+        block: Fidelity,
+        questions: int,
+    ) -> AdaptReport:
+        """Fit a correction, and measure it."""
+        model, sink = self.model, self.config.sink
+        fitted, tested = (
+            [model.tokenizer.prompt_ids(prompt).context for prompt in prompts]
+            for prompts in (train, held)
+        )
+        with self._stage("fitting") as tick:
+            correction, fit = fit_correction(model, fitted, tested, sink=sink, on_progress=tick)
+        with self._stage("measuring") as tick:
+            is_alone = sink == NO_SINK
+            before = block if is_alone else self._measured(held, teacher, source, HowEncoded(sink))
+            how = HowEncoded(sink, correction)
+            after = self._measured(held, teacher, source, how, tick)
+        report = AdaptReport(
+            output=Path(self.config.output),
+            base=model.name,
+            fingerprint=model.fingerprint,
+            steps=0,
+            best_step=0,
+            train_samples=len(train),
+            held_samples=len(held),
+            questions=questions,
+            tried=self.tried,
+            block=block,
+            before=before,
+            after=after,
+            history=[],
+            seconds=self.seconds,
+            correction=fit,
+        )
+        self._publish(report, lambda folder: save_correction(correction, folder / CORRECTION_FILE))
         return report
 
     def _own_store(self) -> KVStore:
@@ -142,7 +196,7 @@ class _Run:
         config = self.config
         engine = BlockAttentionEngine(self.model)
         path = config.work / "questions.jsonl"
-        count = round(config.samples / (1 - config.held_out))
+        count = round(config.num_samples / (1 - config.held_out))
         with self._stage("questions") as tick:
             written = write_questions(
                 engine, material, count, config.max_passages, path, config.seed, tick
@@ -157,7 +211,7 @@ class _Run:
         made = []
         for number, part in enumerate(split(questions, config.held_out, config.seed)):
             share = 1.0 if number == 0 else config.held_out / (1 - config.held_out)
-            count = max(1, round(share * config.samples))
+            count = max(1, round(share * config.num_samples))
             fewest, most = config.min_passages, config.max_passages
             samples = draw_samples(part, count, fewest, most, config.seed + number)
             made.append([form.prompt(s.question, s.passages, tokenizer) for s in samples])
@@ -179,15 +233,26 @@ class _Run:
         path = self.config.work / "block.json"
         if path.is_file():
             return Fidelity(**json.loads(path.read_text(encoding="utf-8")))
+        found = self._measured(held, teacher, source, ALONE, tick)
+        write_json(path, found._asdict())
+        return found
+
+    def _measured(
+        self,
+        held: Sequence[BlockPrompt],
+        teacher: Teacher,
+        source: BlockSource,
+        how: HowEncoded,
+        tick: Callable[[int, int], None] = lambda *_: None,
+    ) -> Fidelity:
+        """Held-out figures of block mode with blocks that are encoded as ``how`` says."""
 
         def logits_of(prompt: BlockPrompt, answer_ids: list[int]) -> torch.Tensor:
-            ready = source(prompt, NO_SINK)
+            ready = source(prompt, how)
             cache = self.model.cache_for(ready.context)
             return self.model.answer_logits([], ready.final_ids, answer_ids, cache)
 
-        found = measure(held, teacher, logits_of, tick)
-        write_json(path, found._asdict())
-        return found
+        return measure(held, teacher, logits_of, tick)
 
     def _student(self) -> Student:
         config, model = self.config, self.model
@@ -238,22 +303,26 @@ class _Run:
             seconds=self.seconds,
         )
 
-    def _publish(self, student: Student, report: AdaptReport) -> None:
+    def _publish(self, report: AdaptReport, save: Callable[[Path], None]) -> None:
         """Write the result, its card, log and plot beside the output, then rename."""
         staging = self.config.work / "result"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
-        if student.reader is not None:
-            student.reader.save(staging, {
-                "base_model": report.base,
-                "fingerprint": report.fingerprint,
-                "sink": self.config.sink,
-            })  # fmt: skip
-        else:
-            assert isinstance(student.merge, LearnedMerge)
-            save_merge(student.merge, staging / MERGE_FILE, report.fingerprint)
-        write_json(staging / LOG, report.history)
-        curve = [{k: v for k, v in e.items() if k != "eval_agreement"} for e in report.history]
-        write_plot(curve, staging / "training_curves.png")
+        save(staging)
+        if report.history:
+            write_json(staging / LOG, report.history)
+            curve = [{k: v for k, v in e.items() if k != "eval_agreement"} for e in report.history]
+            write_plot(curve, staging / "training_curves.png")
         write_card(self.config, report, staging / "README.md")
         replace_output(self.config, staging)
+
+
+def _save_student(student: Student, base: str, sink: str, folder: Path) -> None:
+    """Write what was trained; ``base``: the model, as it was named."""
+    fingerprint = student.model.fingerprint
+    if student.reader is not None:
+        told = {"base_model": base, "fingerprint": fingerprint, "sink": sink}
+        student.reader.save(folder, told)
+    else:
+        assert isinstance(student.merge, LearnedMerge)
+        save_merge(student.merge, folder / MERGE_FILE, fingerprint)

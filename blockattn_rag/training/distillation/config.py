@@ -14,10 +14,12 @@ from typing import Literal, TypeVar, get_args
 from blockattn_rag.training.config import work_of
 
 T = TypeVar("T")
-Fit = Literal["reader", "merge"]
-"""What is trained: a reader adapter (LoRA), or the merge of context and final block (CalMerge)."""
+Fit = Literal["reader", "merge", "correction"]
+"""What is fitted: a reader adapter (LoRA), the merge of context and final block (CalMerge), both by
+gradients; or a correction of keys and values, in closed form."""
 
 LEARNING_RATE: dict[Fit, float] = {"reader": 5e-4, "merge": 1e-2}
+SAMPLES: dict[Fit, int] = {"reader": 300, "merge": 300, "correction": 40}
 
 # These settings do not change the result, so a resumed run may have other values of them.
 _INCIDENTAL = ("output", "answers", "resume", "overwrite", "store_bytes")
@@ -44,10 +46,13 @@ class AdaptConfig:
             needs to go on after an interruption lies beside it in ``<output>.work``.
         fit: what is trained.
         sink: what context blocks are encoded after; see ``prompts.sinks``.
+        correction: of the passages' keys and values, while a reader or a merge is trained; see
+            ``model.correction``.
         merge: how attention to the passages is weighted while a reader is trained; see
             ``attention.context_merge``.
         prompt_format: how a question and its passages become a prompt.
-        samples: questions with passages to train on; a question may serve in several.
+        samples: questions with passages to train on; a question may serve in several. None: 300,
+            and 40 for a correction, which needs no more.
         min_passages, max_passages: passages of a sample; the number is drawn for each.
         held_out: share of the questions that are not trained on.
         max_new_tokens: longest answer of the teacher.
@@ -75,11 +80,16 @@ class AdaptConfig:
     """
 
     output: str | Path
-    fit: Fit = _setting("reader", "reader: LoRA; merge: weights of the context by head (CalMerge).")
+    fit: Fit = _setting(
+        "reader",
+        "reader: LoRA; merge: weights of the context by head (CalMerge); correction: of passages' "
+        "keys and values, which takes a minute or two.",
+    )
     sink: str = _setting("none", "What passages are encoded after: none, bos, head:4, first-block.")
+    correction: str = _setting("none", "File of a correction of the passages' keys and values.")
     merge: str = _setting("none", "Merge of the context that a reader is trained on top of.")
     prompt_format: str = _setting("chat", "chat, block-attention, turborag, ...")
-    samples: int = _setting(300, "Prompts to train on.")
+    samples: int | None = _setting(None, "Prompts to train on: 300; 40 for a correction.")
     min_passages: int = _setting(1, "Fewest passages of a prompt.")
     max_passages: int = _setting(5, "Most passages of a prompt; as many as will be retrieved.")
     held_out: float = _setting(0.1, "Share of questions that measure what was learned.")
@@ -120,10 +130,12 @@ class AdaptConfig:
                 found = getattr(self, name)
                 if found is not None and not (math.isfinite(found) and fits(found)):
                     raise ValueError(f"{name} is {found}, expected {words}")
-        if self.fit == "merge" and self.merge != "none":
-            raise ValueError(
-                f"found merge={self.merge!r} where a merge is trained, expected 'none'"
-            )
+        for own in ("merge", "correction"):
+            if self.fit == own and getattr(self, own) != "none":
+                found = getattr(self, own)
+                raise ValueError(f"found {own}={found!r} where a {own} is fitted, expected 'none'")
+        if self.fit == "correction" and self.merge != "none":
+            raise ValueError(f"found merge={self.merge!r}, which does not matter to a correction")
         if self.min_passages > self.max_passages:
             raise ValueError(
                 f"min_passages is {self.min_passages}, expected at most max_passages "
@@ -148,6 +160,10 @@ class AdaptConfig:
     def peak_learning_rate(self) -> float:
         rate = self.learning_rate
         return LEARNING_RATE[self.fit] if rate is None else rate
+
+    @property
+    def num_samples(self) -> int:
+        return SAMPLES[self.fit] if self.samples is None else self.samples
 
     def decisive(self) -> dict[str, object]:
         """The settings that decide the result."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from blockattn_rag.training.distillation.config import AdaptConfig
+from blockattn_rag.training.correction import RIDGES, FitReport
+from blockattn_rag.training.distillation.config import AdaptConfig, Fit
 from blockattn_rag.training.distillation.trainer import Fidelity
 
 MERGE_FILE = "merge.safetensors"
+CORRECTION_FILE = "correction.safetensors"
 
 _CARD = """\
 ---
@@ -26,8 +29,7 @@ tags:
 
 {what} of `{base}` for block mode, made with `blockattn_rag`.
 {how}
-The passages' keys and values stay the base model's own, so one store serves answers with and
-without it. Trained without labels: the teacher is `{base}` in full mode.
+Made without labels: the teacher is `{base}` in full mode.
 
 ## Use
 
@@ -62,11 +64,26 @@ of the whole vocabulary; agreement is the share of tokens at which the first cho
 Fingerprint of the base: `{fingerprint}`. {versions}.
 """
 
-_READER = "A LoRA adapter that acts while the final block and the answer are computed, and not on "
-_MERGE = "Weights per layer and head by which attention to passages is merged with the rest (no "
+_STOCK = (
+    "The passages' keys and values stay the base model's own, so one store serves answers with\n"
+    "and without it."
+)
 _HOW = {
-    "reader": ("Reader adapter", _READER + "passages."),
-    "merge": ("Learned merge", _MERGE + "weights of the model are changed)."),
+    "reader": (
+        "Reader adapter",
+        "A LoRA adapter that acts while the final block and the answer are computed, and not on\n"
+        f"passages. {_STOCK}",
+    ),
+    "merge": (
+        "Learned merge",
+        "Weights per layer and head by which attention to passages is merged with the rest; no\n"
+        f"weight of the model is changed. {_STOCK}",
+    ),
+    "correction": (
+        "Correction",
+        "A linear map, per layer and key-value head, that moves passages' keys and values towards\n"
+        "those of full attention when they are encoded. It costs nothing per answer.",
+    ),
 }
 _PACKAGES = ("blockattn_rag", "torch", "transformers", "peft")
 
@@ -86,6 +103,7 @@ class AdaptReport:
         block: held-out figures of block mode with each block alone; ``before``: with the sink and
             merge of the settings, untrained; ``after``: of the result.
         history: dicts with ``step`` and ``loss`` (training) or ``eval_kl``, ``eval_agreement``.
+        correction: how well a correction fits the held-out prompts; it takes no steps.
         seconds: wall time of this process by stage; ``fetching``, part of ``training``, is what
             getting passages' keys and values took.
     """
@@ -104,11 +122,38 @@ class AdaptReport:
     after: Fidelity
     history: list[dict[str, float]]
     seconds: dict[str, float]
+    correction: FitReport | None = None
 
     @property
     def improved(self) -> bool:
         """Whether the held-out divergence fell."""
         return self.after.kl < self.before.kl
+
+    @property
+    def rows(self) -> list[tuple[str, Fidelity]]:
+        """The held-out figures, named."""
+        after = f"after {self.best_step} of {self.steps} steps"
+        return [
+            ("block mode, each block alone", self.block),
+            ("before, with the settings below", self.before),
+            ("corrected" if self.correction else after, self.after),
+        ]
+
+    @property
+    def note(self) -> str:
+        """What to know of the figures."""
+        if self.correction is None:
+            return (
+                "The best of the measured states was kept, so the last row is slightly flattered. "
+                "All measurements are in `training_log.json`."
+            )
+        keys, values = self.correction.keys_explained, self.correction.values_explained
+        return (
+            f"It takes away {_mean_percent(keys)} of the squared difference of keys and "
+            f"{_mean_percent(values)} of that of values, the mean over layers. The held-out "
+            f"prompts chose the penalty of the fit, {self.correction.ridge:g} of "
+            f"{len(RIDGES)} tried."
+        )
 
     @property
     def data(self) -> str:
@@ -126,23 +171,27 @@ class AdaptReport:
         figures = {name: getattr(self, name) for name in self.__slots__}
         for name in ("block", "before", "after"):
             figures[name] = figures[name]._asdict()
+        figures["correction"] = self.correction and asdict(self.correction)
         return {**figures, "output": str(self.output), "improved": self.improved}
+
+
+def _mean_percent(shares: Sequence[float]) -> str:
+    return f"{100 * sum(shares) / len(shares):.0f} %"
+
+
+def result_in(folder: str, fit: Fit) -> str:
+    """What to name where the result is used."""
+    files = {"merge": f"/{MERGE_FILE}", "correction": f"/{CORRECTION_FILE}"}
+    return f"{folder}{files.get(fit, '')}"
 
 
 def write_card(config: AdaptConfig, report: AdaptReport, path: Path) -> None:
     """Write the model card."""
     what, how = _HOW[config.fit]
     title, base = Path(config.output).name, report.base
-    result = f"{title}/{MERGE_FILE}" if config.fit == "merge" else title
-    use = {
-        config.fit: result,
-        **{n: v for n in ("sink", "merge") if (v := getattr(config, n)) != "none"},
-    }
-    rows = (
-        ("block mode, each block alone", report.block),
-        ("before training", report.before),
-        (f"after {report.best_step} steps", report.after),
-    )
+    use: dict[str, str] = {config.fit: result_in(title, config.fit)}
+    names = ("sink", "correction", "merge")
+    use |= {name: value for name in names if (value := getattr(config, name)) != "none"}
     settings = {k: v for k, v in config.decisive().items() if v is not None}
     card = _CARD.format(
         base=base,
@@ -153,12 +202,9 @@ def write_card(config: AdaptConfig, report: AdaptReport, path: Path) -> None:
         use=", ".join(f'{name}="{value}"' for name, value in use.items()),
         held=report.held_samples,
         top_k=config.top_k,
-        rows="\n".join(f"| {n} | {f.kl:.4f} | {100 * f.agreement:.1f} % |" for n, f in rows),
+        rows="\n".join(f"| {n} | {f.kl:.4f} | {100 * f.agreement:.1f} % |" for n, f in report.rows),
         verdict="" if report.improved else "**The divergence did not fall: do not use this.** ",
-        note=(
-            "The best of the measured states was kept, so the last row is slightly flattered. All "
-            "measurements are in `training_log.json`."
-        ),
+        note=report.note,
         data=report.data,
         settings="\n".join(f"| {name} | {value} |" for name, value in settings.items()),
         fingerprint=report.fingerprint,

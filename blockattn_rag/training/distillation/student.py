@@ -39,12 +39,11 @@ class BlockSource:
         self._model = model
         self._fetcher = BlockFetcher(model, store)
 
-    def __call__(self, prompt: BlockPrompt, sink: str) -> ReadyPrompt:
-        """The prompt with its blocks, which are encoded after ``sink``."""
+    def __call__(self, prompt: BlockPrompt, how: HowEncoded) -> ReadyPrompt:
+        """The prompt with its blocks, encoded as ``how`` says."""
         context, final_ids = self._model.tokenizer.with_final_ids(prompt)
-        return ReadyPrompt(
-            place(self._fetcher.fetch(context, "compute", how=HowEncoded(sink)).blocks), final_ids
-        )
+        blocks = self._fetcher.fetch(context, "compute", how=how).blocks
+        return ReadyPrompt(place(blocks), final_ids)
 
 
 class Student(nn.Module):

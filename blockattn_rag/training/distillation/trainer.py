@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
+from blockattn_rag.engine.fetcher import how_encoded
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.training.distillation.config import AdaptConfig
 from blockattn_rag.training.distillation.divergence import (
@@ -121,6 +122,7 @@ class DistillationTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         self.student, self.teacher, self.source = student, teacher, source
         self.config, self.held = config, held
+        self._how = how_encoded(student.model, config.sink, config.correction)
         self.fetch_s = 0.0
 
     def train_from(self, checkpoint: Path | None) -> None:
@@ -158,7 +160,7 @@ class DistillationTrainer(Trainer):
 
     def _logits(self, prompt: BlockPrompt, answer_ids: list[int]) -> Tensor:
         started = time.monotonic()
-        ready = self.source(prompt, self.config.sink)
+        ready = self.source(prompt, self._how)
         self.fetch_s += time.monotonic() - started
         logits: Tensor = self.student(ready, answer_ids)
         return logits

@@ -90,6 +90,52 @@ class TestWhatIsLearned:
         )
         assert (stock - found).abs().max() > 1e-3
 
+    def test_a_correction_is_fitted_measured_and_used_when_passages_are_encoded(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        stages: dict[str, tuple[int, int]] = {}
+
+        def tell(stage: str, done: int, total: int) -> None:
+            stages[stage] = done, total
+
+        settings = {"fit": "correction", "samples": 40, "min_passages": 3}
+        report = adapt(model, QUESTIONS, config(tmp_path / "out", **settings), on_progress=tell)
+        # Full mode answers held-out questions alone.
+        held = report.held_samples
+        every = {"teacher", "block mode", "fitting", "measuring"}
+        assert stages == dict.fromkeys(every, (held, held)) | {"fitting": (40 + held,) * 2}
+        assert report.correction is not None
+        assert min(report.correction.keys_explained[1:]) > 0.3
+        path = str(tmp_path / "out" / "correction.safetensors")
+        engine = BlockAttentionEngine(model, sink="head:4", correction=path)
+        stock = engine.answer_logits(PROMPT, [70], correction="none")
+        full = engine.answer_logits(PROMPT, [70], mode="full")
+        found = engine.answer_logits(PROMPT, [70])
+        assert (found - full).norm() < (stock - full).norm()
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert "| corrected | " in card
+        assert 'correction="out/correction.safetensors", sink="head:4"' in card
+
+    def test_a_reader_is_trained_on_top_of_a_correction(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        adapt(model, QUESTIONS, config(tmp_path / "kv", fit="correction"))
+        path = str(tmp_path / "kv" / "correction.safetensors")
+        report = adapt(model, QUESTIONS, config(tmp_path / "out", correction=path))
+        plain = adapt(model, QUESTIONS, config(tmp_path / "plain"))
+        assert report.before != plain.before
+        assert report.block.kl == pytest.approx(plain.block.kl, rel=0.02)
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert f'sink="head:4", correction="{path}"' in card
+        with pytest.raises(ValueError, match="found sink='bos'"):
+            adapt(model, QUESTIONS, config(tmp_path / "bos", sink="bos", correction=path))
+
+    def test_a_correction_is_not_fitted_on_top_of_another(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="where a correction is fitted, expected 'none'"):
+            config(tmp_path, fit="correction", correction="kv.safetensors")
+        with pytest.raises(ValueError, match="which does not matter to a correction"):
+            config(tmp_path, fit="correction", merge="scale:0.9")
+
     def test_the_best_state_measured_is_the_result(self, model: BlockModel, tmp_path: Path) -> None:
         wild = {"learning_rate": 0.3, "eval_steps": 1, "warmup_steps": 3, "epochs": 2.0}
         report = adapt(model, QUESTIONS, config(tmp_path / "out", **wild))

@@ -9,6 +9,7 @@ import torch
 
 from blockattn_rag.attention.context_merge import FixedMerge, LearnedMerge
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.fetcher import HowEncoded
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.reader import Reader
 from blockattn_rag.store import MemoryStore
@@ -33,7 +34,7 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def ready(model: BlockModel, store: MemoryStore) -> ReadyPrompt:
-    return BlockSource(model, store)(PROMPT, SINK)
+    return BlockSource(model, store)(PROMPT, HowEncoded(SINK))
 
 
 def reader_student(model: BlockModel, **settings: Any) -> Student:
@@ -72,7 +73,7 @@ def test_gradients_reach_all_that_is_trained_and_nothing_else(
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in student.parameters())
     assert all(p.grad is None for p in model.hf_model.parameters())
     torch.optim.SGD(student.parameters(), lr=1.0).step()
-    again = BlockSource(model, MemoryStore(1 << 30))(PROMPT, SINK)
+    again = BlockSource(model, MemoryStore(1 << 30))(PROMPT, HowEncoded(SINK))
     fresh = {block.kv.key: block.kv for block in again.context.blocks}
     for key, tensors in copies.items():
         kv = store.get(key)
