@@ -121,7 +121,8 @@ def dense_shares(model: BlockModel, blocks: list[list[int]]) -> list[float]:
     for hook in hooks:
         hook.remove()
     rows = torch.stack(weights)[:, 0, :, -len(blocks[-1]) :]  # [layers, heads, question, tokens]
-    sums = [part.sum(-1) for part in rows.split([len(one) for one in blocks], dim=-1)][:-1]
+    parts = torch.split(rows, [len(one) for one in blocks], dim=-1)
+    sums = [part.sum(-1) for part in parts][:-1]
     masses = torch.stack(sums)
     return (masses / masses.sum(0)).flatten(1).mean(1).tolist()
 

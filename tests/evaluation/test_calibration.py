@@ -210,6 +210,7 @@ def test_a_certificate_holds_the_reports_figures() -> None:
     assert expected.recovery is not None
     assert (found.recovery, found.recovery_low, found.recovery_high) == expected.recovery
     assert found.agreement == pytest.approx(0.95)
+    assert found.agreement_high == clopper_pearson(57, 60).high > expected.agreement.high - 1e-9
     assert (found.identical, found.identical_low, found.identical_high) == clopper_pearson(4, 6)
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from blockattn_rag.check import layout
 from blockattn_rag.check import oracle as reference
+from blockattn_rag.check.layout import layout_of as expected_layout
 from blockattn_rag.training.batches import (
     Collator,
     Item,
@@ -149,7 +149,7 @@ def plain_loop(samples: list[Item], positions: str, sink: list[int]) -> list[tor
         own[first:after] = False
         bias = torch.zeros(len(own), len(own))
         bias[~reference.block_mask(lengths, None, len(sink))] = torch.finfo(torch.float32).min
-        where = layout.layout_of(lengths, len(sink)).position
+        where = expected_layout(lengths, len(sink)).position
         if positions == "composite":
             where[first : after + second] -= first
         out = model(input_ids=ids, attention_mask=bias[None, None], position_ids=where[None])

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from blockattn_rag.check import layout
 from blockattn_rag.check import oracle as reference
+from blockattn_rag.check.layout import layout_of as expected_layout
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.training.masks import (
     BlockLengths,
@@ -123,7 +123,7 @@ class TestPositions:
         self, lengths: list[int], sink: int
     ) -> None:
         found = layout([lengths], sink=sink)
-        assert torch.equal(found.position_ids[0], layout.layout_of(lengths, sink).position)
+        assert torch.equal(found.position_ids[0], expected_layout(lengths, sink).position)
         assert torch.equal(found.place, found.position_ids)
 
     def test_composite_positions_of_a_sink_are_those_before_0(self) -> None:

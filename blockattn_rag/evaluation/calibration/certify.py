@@ -17,9 +17,10 @@ def certificate(
 ) -> Certificate:
     """What a report on prompts of so many passages says of a mode.
 
-    The bound of the agreement is the lower one of two: a bootstrap over questions, which knows that
-    the tokens of an answer depend on each other, and Clopper-Pearson over tokens, which knows that
-    a few tokens prove little, even if they all agree. ``identical`` has Clopper-Pearson's bounds.
+    The bounds of the agreement are the outer ones of two intervals: a bootstrap over questions,
+    which knows that the tokens of an answer depend on each other, and Clopper-Pearson over tokens,
+    which knows that a few tokens prove little, even if they all agree. ``identical`` has
+    Clopper-Pearson's bounds.
 
     Args:
         report: of the mode and of plain block mode.
@@ -46,7 +47,7 @@ def certificate(
         kl_high=found.kl.high,
         agreement=found.agreement.mean,
         agreement_low=agreement_low,
-        agreement_high=found.agreement.high,
+        agreement_high=max(found.agreement.high, by_tokens.high),
         identical=identical.mean,
         identical_low=identical.low,
         identical_high=identical.high,
