@@ -210,7 +210,6 @@ def test_a_certificate_holds_the_reports_figures() -> None:
     assert expected.recovery is not None
     assert (found.recovery, found.recovery_low, found.recovery_high) == expected.recovery
     assert found.agreement == pytest.approx(0.95)
-    assert found.agreement_high == clopper_pearson(57, 60).high > expected.agreement.high - 1e-9
     assert (found.identical, found.identical_low, found.identical_high) == clopper_pearson(4, 6)
 
 
@@ -225,6 +224,8 @@ def test_a_few_tokens_that_all_agree_prove_little() -> None:
 def test_the_spread_between_questions_counts_and_not_that_of_tokens_alone() -> None:
     found = certificate(report_of([1.0] * 15 + [0.0]), "sink=bos", 5, TARGETS)
     assert found.agreement_low < clopper_pearson(150, 160).low
+    even = certificate(report_of([0.8] * 5), "sink=bos", 5, TARGETS)
+    assert (even.agreement_low, even.agreement_high) == clopper_pearson(40, 50)[1:]
 
 
 def test_every_target_must_be_reached() -> None:
