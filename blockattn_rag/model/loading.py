@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from blockattn_rag.model.gguf import SMOLLM2, dequantised, is_gguf, smollm2
+from blockattn_rag.model.lora_files import SIDECAR as READER_FILE
 from blockattn_rag.prompts.checkpoints import known_checkpoint
 
 BUNDLED = "bundled"
@@ -27,6 +28,7 @@ def resolve_name(model: str | Path) -> str:
 
     Raises:
         FileNotFoundError: a folder without a model, or no such GGUF file.
+        ValueError: the folder of a reader adapter, which must not act while blocks are encoded.
     """
     if str(model) == BUNDLED:
         return str(_BUNDLED_FOLDER)
@@ -39,6 +41,12 @@ def resolve_name(model: str | Path) -> str:
         raise FileNotFoundError(
             f"{folder} holds no model: expected {' or '.join(_MODEL_FILES)} there, as "
             "save_pretrained writes them"
+        )
+    if (folder / READER_FILE).is_file():
+        raise ValueError(
+            f"{folder} is a reader adapter (it holds {READER_FILE}), and no model: merged into its "
+            "base, it would change the passages' keys and values too. Load the base model, and "
+            f"pass reader={str(folder)!r}"
         )
     return str(model)
 
@@ -71,6 +79,8 @@ def load_model(
         dtype: ``"auto"`` is the checkpoint's own on an accelerator; on the CPU, 16-bit types become
             float32, which is faster there and exact.
         kwargs: passed to ``from_pretrained`` (``device_map``, ``quantization_config``, ...).
+
+    Raises as ``resolve_name``.
     """
     name = resolve_name(model)
     loaded: Any
