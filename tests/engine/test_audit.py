@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -157,6 +158,25 @@ def test_answers_come_between_the_steps_of_an_audit(
     finished(engine)
     assert steps[:3] == ["step", "answer", "step"]
     assert len(steps) > 10
+
+
+def test_audits_are_done_one_after_the_other_and_hold_one_prompt(
+    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "_STEP_TOKENS", (5, 5))
+    caches: list[Any] = []
+    original = engine.model.next_logits
+
+    def step(tokens: Any, cache: Any) -> Any:
+        caches.append(cache)
+        return original(tokens, cache)
+
+    monkeypatch.setattr(engine.model, "next_logits", step)
+    engine.generate_batch([A, B, A], max_new_tokens=NEW)  # one batch, so they wait together
+    assert finished(engine, 3).audited == 3
+    turns = [len([*steps]) for _, steps in groupby(caches, key=id)]
+    assert len(turns) == 3
+    assert min(turns) > 5
 
 
 def test_more_than_a_few_that_wait_are_dropped(engine: BlockAttentionEngine) -> None:
