@@ -61,7 +61,7 @@ def test_one_option_is_checked_by_itself() -> None:
 
 def test_names_that_are_no_block_options_are_refused_where_nothing_else_is_taken() -> None:
     check_names({"sink": "bos", "reader": None})
-    with pytest.raises(TypeError, match="unknown options sinks; known are on_miss.*reader"):
+    with pytest.raises(TypeError, match=r"unknown options sinks; known are on_miss.*reader"):
         check_names({"sinks": "bos"})
 
 
