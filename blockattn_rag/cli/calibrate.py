@@ -61,6 +61,9 @@ def calibrate(
             min=1, help="Passages of a prompt; repeat it for several. Default: 3, 5 and 10."
         ),
     ] = None,
+    correction: Annotated[
+        Path | None, typer.Option(help="File of a correction to try; see `adapt --fit correction`.")
+    ] = None,
     reader: Annotated[
         Path | None, typer.Option(help="Folder of a reader adapter to try; see `adapt`.")
     ] = None,
@@ -111,7 +114,14 @@ def calibrate(
         targets = {"agreement": agreement, **({} if recovery is None else {"recovery": recovery})}
         with stages() as tell:
             report = _run(
-                database, plan, work, tell, reader=reader, most=most_promoted, targets=targets
+                database,
+                plan,
+                work,
+                tell,
+                correction=correction,
+                reader=reader,
+                most=most_promoted,
+                targets=targets,
             )
         path = _write(database, report, output)
         if keep_records:
@@ -144,15 +154,19 @@ def _run(
     work: Path,
     tell: Progress,
     *,
+    correction: Path | None,
     reader: Path | None,
     most: int,
     targets: dict[str, float],
 ) -> CalibrationReport:
     """Choose and certify, in a store of its own: it fills with blocks after each sink tried."""
+    from blockattn_rag.engine.calibration import file_digests
     from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.engine.options import GenerateOptions
     from blockattn_rag.evaluation.calibration.run import calibrate as run
-    from blockattn_rag.evaluation.calibration.settings import SINKS, usable_sinks
+    from blockattn_rag.evaluation.calibration.settings import SINKS, Setting, usable_sinks
     from blockattn_rag.evaluation.calibration.settings import stages as stages_of
+    from blockattn_rag.model.correction_file import load_correction
     from blockattn_rag.prompts.sinks import FIRST_BLOCK
     from blockattn_rag.store import DirectoryStore
 
@@ -160,7 +174,11 @@ def _run(
     store = DirectoryStore(work / "kv", max_bytes=_STORE_BYTES, fsync=False)
     engine = BlockAttentionEngine(loaded, store)
     folder = None if reader is None else str(reader.resolve())
-    digest = None if folder is None else loaded.load_reader(folder).digest
+    corrected = None
+    if correction is not None:
+        corrected = Setting(load_correction(correction).sink, str(correction.resolve()))
+    named = {**({} if corrected is None else corrected.options), "reader": folder}
+    digests = file_digests(loaded, GenerateOptions.parse(named, GenerateOptions()))
     choose, certify = _pairs(database, engine, plan, work, tell)
     # Passages are ingested alone, where there is no first block to encode them after.
     sinks = usable_sinks(loaded.tokenizer, [sink for sink in SINKS if sink != FIRST_BLOCK])
@@ -168,13 +186,13 @@ def _run(
         engine,
         choose,
         certify,
-        stages_of(sinks, reader=folder, most_promoted=most),
+        stages_of(sinks, corrected=corrected, reader=folder, most_promoted=most),
         records_path=work / "records.jsonl",
         targets=targets,
         max_new_tokens=plan.max_new_tokens,
         seed=plan.seed,
         package_version=__version__,
-        noted={"reader": digest},
+        noted={"files": digests},
         on_progress=tell,
     )
 

@@ -16,7 +16,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from blockattn_rag.engine.options import NO_MERGE, NO_READER, BlockOptions, GenerateOptions
+from blockattn_rag.engine.options import (
+    NO_CORRECTION,
+    NO_MERGE,
+    NO_READER,
+    BlockOptions,
+    GenerateOptions,
+)
 from blockattn_rag.engine.results import Certificate
 from blockattn_rag.errors import StoreError
 from blockattn_rag.files.atomic import write_json
@@ -31,6 +37,7 @@ VERSION = 1
 
 PLAIN_SETTINGS: Mapping[str, str] = {
     "sink": NO_SINK,
+    "correction": NO_CORRECTION,
     "merge": NO_MERGE,
     "promote": NO_PROMOTION,
     "reader": NO_READER,
@@ -51,7 +58,7 @@ class Calibration:
         fingerprint: of the model, without adapters of the reader.
         model, dtype: for people.
         settings: the options of ``PLAIN_SETTINGS``.
-        reader_digest: of the reader's contents; empty without a reader.
+        digests: of the contents of the files that settings name; see :func:`file_digests`.
         prompt_digest: of the prompts' common parts; see :func:`prompt_digest`.
         chosen_on: questions that the settings were chosen on; none of them was certified on.
         compared: settings that were compared.
@@ -68,7 +75,7 @@ class Calibration:
     model: str
     dtype: str
     settings: Mapping[str, str]
-    reader_digest: str
+    digests: Mapping[str, str]
     prompt_digest: str
     chosen_on: int
     compared: int
@@ -103,6 +110,16 @@ class Calibration:
     def qualified(self) -> bool:
         """Whether every certificate reached the targets."""
         return all(one.qualified for one in self.certificates)
+
+    def options_beside(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings where an engine was given none, with those given.
+
+        A correction belongs to its sink: with another sink given, it is left out.
+        """
+        settings = dict(self.settings)
+        if given.get("sink", settings["sink"]) != settings["sink"]:
+            del settings["correction"]
+        return {**settings, **given}
 
     def certificate(self, options: GenerateOptions, prompt: BlockPrompt) -> Certificate | None:
         """What was measured for an answer's options and prompts like its own; None if nothing.
@@ -223,12 +240,26 @@ def _check_usable(calibration: Calibration, model: BlockModel) -> None:
     """Raises ``StoreError`` unless the settings can be used as they were measured."""
     try:
         options = GenerateOptions.parse(calibration.settings, GenerateOptions())
-        reader = options.reader
-        digest = "" if reader == NO_READER else model.load_reader(reader).digest
+        digests = file_digests(model, options)
     except (OSError, ValueError) as error:
         raise StoreError(f"its settings cannot be used ({error}); calibrate anew") from error
-    if digest != calibration.reader_digest:
-        raise StoreError(f"the reader in {reader} has changed since; calibrate anew")
+    if changed := [k for k, v in digests.items() if v != calibration.digests.get(k)]:
+        named = ", ".join(f"the {name} in {getattr(options, name)}" for name in changed)
+        raise StoreError(f"{named} has changed since; calibrate anew")
+
+
+def file_digests(model: BlockModel, options: GenerateOptions) -> dict[str, str]:
+    """sha256 of the contents of the reader and the correction that options name.
+
+    Raises:
+        OSError, ValueError: one is not there, or is for another model or sink.
+    """
+    found = {}
+    if options.reader != NO_READER:
+        found["reader"] = model.load_reader(options.reader).digest
+    if options.correction != NO_CORRECTION:
+        found["correction"] = model.load_correction(options.correction, options.sink).digest
+    return found
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:

@@ -78,7 +78,7 @@ class BlockAttentionEngine:
         self._calibration, self._uncalibrated = find_calibration(self.store, model)
         if self._calibration:
             given = {name: value for name, value in options.items() if value is not None}
-            self.defaults = self._options({**self._calibration.settings, **given})
+            self.defaults = self._options(self._calibration.options_beside(given))
             logger.info("%s: calibrated: %s", model.name, self._calibration)
         self._fetcher = BlockFetcher(model, self.store, resident_bytes)
         self._scheduler = scheduler_of(model.lock)

@@ -199,7 +199,7 @@ def test_a_reader_is_tried_and_noted_with_its_digest(
     monkeypatch.setattr(simplest, lambda found: next(s for s in found if s.mode.endswith(mode)))
     found = cli(*command(db, questions, "--reader", "reader", "--json")).json
     assert found["settings"]["reader"] == str(tmp_path / "reader")
-    assert found["reader_digest"] == reader.digest
+    assert found["digests"] == {"reader": reader.digest}
     assert Database.open(db).engine.defaults.reader == str(tmp_path / "reader")
 
 

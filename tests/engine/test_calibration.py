@@ -26,6 +26,7 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.model.reader import Reader
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
 from blockattn_rag.store import DirectoryStore, MemoryStore, gc, verify
+from tests.model.test_correction import correction_of, saved
 from tests.models import tiny_model, tiny_tokenizer
 
 SETTINGS = {**PLAIN_SETTINGS, "sink": "head:3", "merge": "scale:0.95"}
@@ -66,7 +67,7 @@ def calibration(fingerprint: str, **changed: Any) -> Calibration:
         model="some/model",
         dtype="float32",
         settings=SETTINGS,
-        reader_digest="",
+        digests={},
         prompt_digest=prompt_digest(prompt(1)),
         chosen_on=50,
         compared=24,
@@ -322,6 +323,23 @@ def test_a_damaged_file_is_warned_of_and_the_engine_answers_without_it(
     assert "Its calibration cannot be used." in second
 
 
+def test_a_correction_comes_with_its_sink_and_is_used_as_it_was_measured(
+    store: DirectoryStore, model: BlockModel, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    correction = correction_of(model, sink="head:3")
+    path = saved(correction, tmp_path)
+    settings = {**PLAIN_SETTINGS, "sink": "head:3", "correction": path}
+    calibrated(model, store, settings=settings, digests={"correction": correction.digest})
+    found = BlockAttentionEngine(model, store).defaults
+    assert (found.sink, found.correction) == ("head:3", path)
+    other = BlockAttentionEngine(model, store, sink="none").defaults
+    assert (other.sink, other.correction) == ("none", "none")
+    assert not caplog.records
+    saved(correction_of(model, sink="head:3", size=0.2), tmp_path)
+    assert BlockAttentionEngine(model, store).calibration is None
+    assert f"the correction in {path} has changed since; calibrate anew" in caplog.text
+
+
 def test_a_reader_that_is_gone_or_another_is_warned_of_and_not_used(
     store: DirectoryStore, model: BlockModel, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -329,7 +347,7 @@ def test_a_reader_that_is_gone_or_another_is_warned_of_and_not_used(
     reader = Reader.new(model.hf_model, rank=2, seed=1)
     reader.save(folder, {"fingerprint": model.fingerprint})
     settings = {**PLAIN_SETTINGS, "reader": str(folder)}
-    calibrated(model, store, settings=settings, reader_digest=reader.digest)
+    calibrated(model, store, settings=settings, digests={"reader": reader.digest})
     assert BlockAttentionEngine(model, store).defaults.reader == str(folder)
     assert not caplog.records
     Reader.new(model.hf_model, rank=2, seed=2).save(folder, {"fingerprint": model.fingerprint})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,14 @@ class Losses:
 def test_the_search_finds_the_best_of_every_stage() -> None:
     measure = Losses()
     found = search(stages(SINKS), measure, 50)
-    assert found.setting == Setting("head:4", "scale:0.95", "1")
+    assert found.setting == Setting("head:4", merge="scale:0.95", promote="1")
     assert found.compared == len(SINKS) + len(MERGES) + 4
     assert found.stability > 0.95
-    assert {PLAIN, Setting("head:4"), Setting("head:4", "scale:0.95")} <= found.finalists.keys()
+    assert {
+        PLAIN,
+        Setting("head:4"),
+        Setting("head:4", merge="scale:0.95"),
+    } <= found.finalists.keys()
     assert all(len(losses) == 50 for losses in found.finalists.values())
 
 
@@ -107,7 +112,7 @@ def test_what_is_within_one_standard_error_of_the_best_is_as_good_and_the_simple
     rng = np.random.default_rng(0)
     common, own = rng.normal(size=50), rng.normal(size=50)
     own -= own.mean()
-    best, simple = Setting("head:4", "scale:0.95", "1"), Setting("head:4")
+    best, simple = Setting("head:4", merge="scale:0.95", promote="1"), Setting("head:4")
     error = 0.1 * own.std(ddof=1) / math.sqrt(50)
     for step, expected in ((0.9, simple), (1.1, best)):
         # All questions are harder or easier alike; that is no error of the difference.
@@ -120,7 +125,7 @@ def test_settings_that_compute_nothing_per_question_come_before_those_that_do() 
         PLAIN,
         Setting("head:4"),
         Setting(reader="folder"),
-        Setting("head:4", "scale:0.95"),
+        Setting("head:4", merge="scale:0.95"),
         Setting("head:4", "scale:0.95", reader="folder"),
         Setting(promote="1"),
         Setting("head:4", promote="1"),
@@ -142,7 +147,7 @@ def test_a_choice_by_chance_is_not_stable() -> None:
 def test_every_setting_is_a_mode_of_the_evaluation() -> None:
     of_all = stages(SINKS)
     assert list(of_all) == ["sinks", "merges", "promotion"]
-    best = Setting("head:4", "scale:0.9:0.8")
+    best = Setting("head:4", merge="scale:0.9:0.8")
     for stage in of_all.values():
         for setting in stage(best):
             options = GenerateOptions.parse(mode_options(setting.mode), GenerateOptions())
@@ -153,9 +158,19 @@ def test_every_setting_is_a_mode_of_the_evaluation() -> None:
 def test_a_reader_is_tried_with_the_best_and_with_the_sink_alone() -> None:
     of_all = stages(["none"], merges=(), reader="folder", most_promoted=0)
     assert list(of_all) == ["sinks", "reader"]
-    tried = of_all["reader"](Setting("bos", "scale:0.9"))
-    assert tried == [Setting("bos", "scale:0.9", reader="folder"), Setting("bos", reader="folder")]
+    best = Setting("bos", correction="kv.safetensors", merge="scale:0.9")
+    tried = of_all["reader"](best)
+    assert tried == [replace(best, reader="folder"), replace(best, merge="none", reader="folder")]
     assert of_all["reader"](Setting("bos")) == [Setting("bos", reader="folder")]
+
+
+def test_a_correction_is_tried_with_its_own_sink_before_merges() -> None:
+    corrected = Setting("head:4", correction="kv.safetensors")
+    of_all = stages(["none", "bos"], ["scale:0.9"], None, 0, corrected)
+    assert list(of_all) == ["sinks", "correction", "merges"]
+    assert of_all["correction"](Setting("bos")) == [corrected]
+    assert of_all["merges"](corrected) == [replace(corrected, merge="scale:0.9")]
+    assert corrected.mode == "sink=head:4+correction=kv.safetensors"
 
 
 def test_sinks_that_a_model_lacks_or_that_are_the_same_are_left_out() -> None:

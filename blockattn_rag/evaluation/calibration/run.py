@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from blockattn_rag.engine.calibration import Calibration, prompt_digest
+from blockattn_rag.engine.calibration import Calibration, file_digests, prompt_digest
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.options import NO_READER
+from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.results import Certificate
 from blockattn_rag.errors import DataError
 from blockattn_rag.evaluation.calibration.certify import PLAIN_MODE, certificate
@@ -97,7 +97,7 @@ def calibrate(
         records_path: every comparison is kept there, and not made again.
         targets: see ``certify.certificate``.
         max_new_tokens: longest answer of full mode.
-        noted: what else the comparisons depend on, such as a reader's digest.
+        noted: what else the comparisons depend on, such as digests of files.
 
     Raises:
         DataError: too few pairs, the halves share a question, or prompts do not have the same head
@@ -114,13 +114,14 @@ def calibrate(
     run = _Run(engine, records_path, settled, Teacher(engine, max_new_tokens), on_progress)
     choice = search(stages, run.measure_on(choose), len(choose), seed=seed)
     plain, certificates = run.certify(certify, choice.setting, targets)
-    model, reader = engine.model, choice.setting.reader
+    model = engine.model
+    options = GenerateOptions.parse(choice.setting.options, GenerateOptions())
     calibration = Calibration(
         fingerprint=model.fingerprint,
         model=model.name,
         dtype=str(model.dtype).removeprefix("torch."),
         settings=choice.setting.options,
-        reader_digest="" if reader == NO_READER else model.load_reader(reader).digest,
+        digests=file_digests(model, options),
         prompt_digest=prompt_digest(choose[0].prompt),
         chosen_on=len(choose),
         compared=choice.compared,

@@ -28,6 +28,7 @@ class Setting:
     """The block options that calibration chooses; see ``BlockOptions``."""
 
     sink: str = PLAIN_SETTINGS["sink"]
+    correction: str = PLAIN_SETTINGS["correction"]
     merge: str = PLAIN_SETTINGS["merge"]
     promote: str = PLAIN_SETTINGS["promote"]
     reader: str = PLAIN_SETTINGS["reader"]
@@ -63,17 +64,20 @@ def stages(
     merges: Sequence[str] = MERGES,
     reader: str | None = None,
     most_promoted: int = 2,
+    corrected: Setting | None = None,
 ) -> dict[str, Stage]:
     """The stages of the search by name: each varies one option, cheapest first.
 
     Args:
         reader: folder of a reader adapter to try; None: there is none.
         most_promoted: 0 tries no promotion, which costs tokens per question.
+        corrected: a correction to try, with its sink.
     """
 
     def with_reader(best: Setting) -> list[Setting]:
         assert reader is not None  # or there is no such stage
-        return [replace(one, reader=reader) for one in dict.fromkeys((best, Setting(best.sink)))]
+        bare = Setting(best.sink, best.correction)
+        return [replace(one, reader=reader) for one in dict.fromkeys((best, bare))]
 
     def with_promotion(best: Setting) -> list[Setting]:
         counts = range(1, most_promoted + 1)
@@ -81,6 +85,8 @@ def stages(
         return [replace(best, promote=form) for form in forms]
 
     found: dict[str, Stage] = {"sinks": lambda best: [replace(best, sink=s) for s in sinks]}
+    if corrected is not None:
+        found["correction"] = lambda _: [corrected]
     if merges:
         found["merges"] = lambda best: [replace(best, merge=merge) for merge in merges]
     if reader is not None:
