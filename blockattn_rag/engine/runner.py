@@ -23,12 +23,17 @@ from blockattn_rag.engine.retry import ABSTENTIONS
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.reader import is_needed
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.prompts.promotion import by_attention, promoted
 
 
-def _limit(answer: Answer) -> int:
-    return answer.prepared.limit
+def _shared(answer: Answer) -> tuple[int, bool]:
+    """What the rows of a batch must have in common: how many tokens may be generated, because each
+    row gets as many, and whether the reader acts."""
+    context = answer.prepared.context or Context(())
+    has_reader = answer.options.reader != NO_READER
+    return answer.prepared.limit, has_reader and is_needed([context])
 
 
 class Runner:
@@ -69,8 +74,8 @@ class Runner:
             self._auditor.offer(answer)
 
     def _answer_all(self, answers: list[Answer]) -> None:
-        answers.sort(key=_limit)  # because a batch generates as many tokens for each of its rows
-        for _, alike in groupby(answers, key=_limit):
+        answers.sort(key=_shared)
+        for _, alike in groupby(answers, key=_shared):
             for run in self._runs(list(alike)):
                 if len(run) == 1:
                     self._answer_alone(run[0])

@@ -21,6 +21,7 @@ from blockattn_rag.engine.results import GenerationChunk
 from blockattn_rag.errors import ContextOverflowError, MissError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.reader import Reader
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Origin, Span
 from blockattn_rag.prompts.marked_text import segment
 from blockattn_rag.prompts.markers import wrap
@@ -357,6 +358,31 @@ def test_every_row_of_a_batch_has_its_own_figures(engine: BlockAttentionEngine) 
     assert [a.stats.generated_tokens for a in answers] == [len(a.token_ids) for a in answers]
     assert [a.token_ids for a in answers] == [oracle(engine.model, p) for p in prompts]
     assert engine.generate_batch([]) == []
+
+
+@pytest.fixture
+def reader(model: BlockModel, tmp_path: Path) -> Path:
+    """The folder of a reader that changes answers."""
+    made = Reader.new(model.hf_model, rank=2)
+    for matrix in made.parameters():
+        matrix.requires_grad_(False).add_(0.3)
+    made.save(tmp_path / "reader", {"fingerprint": model.fingerprint})
+    return tmp_path / "reader"
+
+
+@pytest.mark.parametrize("assembly", ["copy", "relay"])
+def test_a_batch_with_a_reader_mixes_prompts_that_it_acts_on_and_others(
+    engine: BlockAttentionEngine, reader: Path, monkeypatch: pytest.MonkeyPatch, assembly: Any
+) -> None:
+    prompts = [[A, B, Q], [A, Q], [B, A, A, Q], [Q], [B, Q]]
+    options: dict[str, Any] = {"max_new_tokens": NEW, "assembly": assembly}
+    stock = [engine.generate(one, **options).token_ids for one in prompts]
+    alone = [engine.generate(one, reader=reader, **options).token_ids for one in prompts]
+    acts = [one != other for one, other in zip(alone, stock, strict=True)]
+    assert acts == [True, False, True, False, False]
+    monkeypatch.setattr(engine._runner, "_answer_alone", None)  # where rows of a failed batch go
+    found = engine.generate_batch(prompts, reader=reader, **options)
+    assert [one.token_ids for one in found] == alone
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, 4.0, "2", None])
