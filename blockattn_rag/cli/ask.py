@@ -50,6 +50,14 @@ def ask(
             callback=_known_option,
         ),
     ] = None,
+    correction: Annotated[
+        str | None,
+        typer.Option(
+            help="File of a correction of passages' keys and values, fitted to the database's "
+            "sink; passages are encoded again when they are first used.",
+            callback=_known_option,
+        ),
+    ] = None,
     merge: Annotated[
         str | None,
         typer.Option(
@@ -86,6 +94,7 @@ def ask(
             database,
             top_k=top_k,
             max_new_tokens=max_new_tokens,
+            correction=correction,
             merge=merge,
             promote=promote,
             reader=reader,

@@ -12,7 +12,6 @@ from blockattn_rag.engine.results import Mode
 from blockattn_rag.engine.retry import FULL, NO_RETRY, PROMOTE, check_retry
 from blockattn_rag.kv.context import Assembly, Positions
 from blockattn_rag.model.correction_file import load_correction
-from blockattn_rag.model.lora_files import read_metadata
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.promotion import NO_PROMOTION, check_promotion
 from blockattn_rag.prompts.sinks import NO_SINK, check_sink
@@ -85,14 +84,6 @@ def check_names(options: Mapping[str, Any]) -> None:
     """
     if others := sorted(options.keys() - set(_BLOCK)):
         raise TypeError(f"unknown options {', '.join(others)}; known are {', '.join(_BLOCK)}")
-
-
-def reader_digest(reader: str | None) -> str | None:
-    """The digest that a saved reader was noted with; None if there is none, as in PEFT's files."""
-    if reader in (None, NO_READER):
-        return None
-    digest: str | None = read_metadata(Path(str(reader))).get("digest")
-    return digest
 
 
 @dataclass(frozen=True, slots=True, eq=False)

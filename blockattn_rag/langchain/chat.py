@@ -35,8 +35,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
 
     For the arguments see ``EngineFields`` (model, store) and ``GenerationFields`` (answers). A call
     takes ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
-    ``positions``, ``sink``, ``merge``, ``promote``, ``reader``, ``retry``, ``on_miss`` and
-    whatever transformers' ``generate`` takes; anything else raises.
+    ``positions``, ``sink``, ``correction``, ``merge``, ``promote``, ``reader``, ``retry``,
+    ``on_miss`` and whatever transformers' ``generate`` takes; anything else raises.
 
     ``usage_metadata["input_token_details"]`` tells the prompt tokens that came from the store
     (``cache_read``) and that were computed (``cache_creation``);

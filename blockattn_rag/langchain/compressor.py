@@ -96,7 +96,7 @@ class BlockKVCompressor(BaseDocumentCompressor):
 
 def _warm(llm: EngineFields, blocks: list[Block]) -> EncodeStats:
     try:
-        return llm.engine.precompute(blocks, sink=llm.passage_sink)
+        return llm.engine.precompute(blocks, **llm.passage_encoding)
     except Exception as error:
         # It is logged because nobody may wait for it: the answer computes what is missing anyway.
         logger.warning("warming the KV store failed: %s", error)

@@ -27,8 +27,10 @@ from pydantic import (
 
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.engine_source import EngineSource
+from blockattn_rag.adapters.passage_encoding import PassageEncoding, passage_encoding
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.options import OnMiss, checked_option, reader_digest
+from blockattn_rag.engine.option_files import file_digests
+from blockattn_rag.engine.options import OnMiss, checked_option
 from blockattn_rag.engine.results import GenerationChunk, Mode
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.langchain.cleaning import without_markers
@@ -39,7 +41,8 @@ PROVIDER = "blockattn_rag"
 
 _SOURCE_FIELDS = ("model_name", "tokenizer_name", "kv_store", "device_map", "model_kwargs")
 _OPTION_FIELDS = (
-    *("mode", "on_miss", "positions", "sink", "merge", "promote", "reader", "retry"),
+    *("mode", "on_miss", "positions"),
+    *("sink", "correction", "merge", "promote", "reader", "retry"),
     *("temperature", "top_p", "top_k", "seed"),
 )
 _ALIASES = {"model": "model_name", "tokenizer": "tokenizer_name", "device": "device_map"}
@@ -52,7 +55,7 @@ class EngineFields(BaseModel):
         model_name (or model): path, hub id, ``"bundled"``, or a loaded transformers model.
         engine: a ready engine, shared with others; instead of all that says how to load one.
         llm: another component of this package, with options bound to it or not, to share model,
-            store, template and sink with.
+            store, template, sink and correction with.
         tokenizer: a transformers tokenizer or where to load it; default: the model's.
         kv_store: directory of the KV store, or a store object; default: 1 GiB of memory.
         device_map (or device): a torch device, or ``"auto"``.
@@ -62,6 +65,9 @@ class EngineFields(BaseModel):
         sink: what passages are encoded after, such as ``"head:4"`` for models that are not
             block-fine-tuned (see ``prompts.sinks``). Ingestion and answers must agree on it;
             default: the engine's own.
+        correction: file of a correction of the passages' keys and values (see
+            ``model.correction``), which belongs to one sink. Ingestion and answers must agree on
+            it, too; default: the engine's own.
 
     Raises:
         ValueError: no model, or more than one source of it.
@@ -79,19 +85,19 @@ class EngineFields(BaseModel):
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     block_template: BlockTemplate = BLANK_LINE
     sink: str | None = None
+    correction: str | None = None
     source: EngineSource = Field(exclude=True, repr=False)
     """Where the engine comes from; copies share it, and so one set of weights."""
 
-    @field_validator("sink")
+    @field_validator("sink", "correction", mode="before")
     @classmethod
-    def _check_sink(cls, sink: str | None) -> str | None:
-        checked: str | None = checked_option("sink", sink)
-        return checked
+    def _check_encoding(cls, value: Any, info: ValidationInfo) -> Any:
+        return checked_option(str(info.field_name), value)
 
     @property
-    def passage_sink(self) -> str | None:
-        """What passages are encoded after; None: the engine's own."""
-        return self.sink
+    def passage_encoding(self) -> PassageEncoding:
+        """How passages are encoded."""
+        return {"sink": self.sink, "correction": self.correction}
 
     @model_validator(mode="before")
     @classmethod
@@ -107,7 +113,7 @@ class EngineFields(BaseModel):
                 raise ValueError("give either llm=, or the model and store, not both")
             source = llm.source
             rest.setdefault("block_template", llm.block_template)
-            rest.setdefault("sink", _passage_sink(llm))
+            rest = {**_passage_encoding(llm), **rest}
         known = source.fields() if source is not None else {}
         # configurable_fields gives a source and fields that may ask for another one.
         if source is None or any(known[name] != value for name, value in given.items()):
@@ -159,9 +165,8 @@ class GenerationFields(EngineFields):
         return checked_option(str(info.field_name), value)
 
     @property
-    def passage_sink(self) -> str | None:
-        sink: str | None = self.generate_kwargs.get("sink")
-        return self.sink if sink is None else sink
+    def passage_encoding(self) -> PassageEncoding:
+        return passage_encoding(self.engine_options(None, {}))
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
@@ -169,8 +174,7 @@ class GenerationFields(EngineFields):
         names = [n for n in GenerationFields.model_fields if n not in ("source", "block_template")]
         template = {"before": self.block_template.before, "after": self.block_template.after}
         known = {**{name: getattr(self, name) for name in names}, "block_template": template}
-        # Another reader may come to the same folder.
-        return {**known, "reader_digest": reader_digest(self.reader)}
+        return {**known, **file_digests(self.engine_options(None, {}))}
 
     def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
         """The engine's keyword arguments for one call: what the call says, else the fields."""
@@ -246,14 +250,13 @@ class GenerationFields(EngineFields):
         return Runnable.with_fallbacks(cast(Runnable[Any, Any], self), cleaned, **kwargs)
 
 
-def _passage_sink(llm: Any) -> str | None:
-    """What the calls of a component look passages up after, with options bound to it or not."""
+def _passage_encoding(llm: Any) -> PassageEncoding:
+    """How the calls of a component expect passages, with options bound to it or not."""
+    bound: dict[str, Any] = {}
     while isinstance(llm, RunnableBindingBase):
-        if (sink := llm.kwargs.get("sink")) is not None:
-            return str(sink)
+        bound = {**llm.kwargs, **bound}
         llm = llm.bound
-    own: str | None = llm.passage_sink
-    return own
+    return passage_encoding({**llm.passage_encoding, **bound})
 
 
 def _is_own(runnable: Any) -> bool:

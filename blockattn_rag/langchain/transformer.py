@@ -25,8 +25,8 @@ class BlockKVTransformer(EngineFields, BaseDocumentTransformer):
     ``metadata["kv_handle"]`` and ``metadata["kv_source"]``; documents without text get none.
 
     Args:
-        model, engine, llm, kv_store, block_template, sink, ...: see ``EngineFields``;
-            ``llm=chat`` is the usual one.
+        model, engine, llm, kv_store, block_template, sink, correction, ...: see
+            ``EngineFields``; ``llm=chat`` is the usual one.
         document_prompt: formats one document; must be that of the chain. Default: its text.
         show_progress: show a progress bar.
 
@@ -54,6 +54,6 @@ class BlockKVTransformer(EngineFields, BaseDocumentTransformer):
         texts = [self.document_prompt.canonical_text(document) for document in documents]
         blocks = [Block(text, self.block_template) for text in texts if text]
         self._stats = self.engine.precompute(
-            blocks, show_progress=self.show_progress, sink=self.sink
+            blocks, show_progress=self.show_progress, **self.passage_encoding
         )
         return [self.document_prompt.stamp(document) for document in documents]

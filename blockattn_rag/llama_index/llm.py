@@ -31,6 +31,7 @@ from llama_index_instrumentation import get_dispatcher
 
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.engine_source import EngineSource
+from blockattn_rag.adapters.passage_encoding import PassageEncoding, passage_encoding
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.options import OnMiss, checked_option
 from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
@@ -47,7 +48,10 @@ from blockattn_rag.store import KVStore
 
 dispatcher = get_dispatcher(__name__)
 
-_OPTION_FIELDS = ("mode", "on_miss", "positions", "sink", "merge", "promote", "reader", "retry")
+_OPTION_FIELDS = (
+    *("mode", "on_miss", "positions"),
+    *("sink", "correction", "merge", "promote", "reader", "retry"),
+)
 
 PromptLike = str | Sequence[ChatMessage]
 MakePrompt = Callable[[], BlockPrompt]
@@ -75,6 +79,9 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         sink: what passages are encoded after, such as ``"head:4"`` for models that are not
             block-fine-tuned (see ``prompts.sinks``); must be that of ``BlockKVTransform``. Default:
             the engine's own.
+        correction: file of a correction of the passages' keys and values (see
+            ``model.correction``); must be that of ``BlockKVTransform``, and belongs to one sink.
+            Default: the engine's own.
         merge, promote, reader, retry: further repairs for models that are not block-fine-tuned; see
             ``BlockOptions``. ``promote=1`` takes the first passage, which is the best one in the
             retriever's order. Where a postprocessor reorders passages (``LongContextReorder`` puts
@@ -95,9 +102,9 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
             user message, else the text as it stands.
 
     Per call, ``complete`` and ``chat`` take ``max_new_tokens``, ``temperature``, ``top_p``,
-    ``top_k``, ``stop``, ``seed``, ``mode``, ``positions``, ``sink``, ``merge``, ``promote``,
-    ``reader``, ``retry``, ``on_miss`` and whatever transformers' ``generate`` takes; anything else
-    raises. ``raw["usage"]`` has the tokens and what was reused.
+    ``top_k``, ``stop``, ``seed``, ``mode``, ``positions``, ``sink``, ``correction``,
+    ``merge``, ``promote``, ``reader``, ``retry``, ``on_miss`` and whatever transformers'
+    ``generate`` takes; anything else raises. ``raw["usage"]`` has the tokens and what was reused.
 
     Raises:
         ContextOverflowError: (from a call) the prompt does not fit the model; LlamaIndex packs
@@ -109,6 +116,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
     positions: Positions = Field(description="'reordered' or 'composite' positions of blocks.")
     block_template: BlockTemplate = Field(description="What stands around each passage.")
     sink: str | None = Field(description="What passages are encoded after.")
+    correction: str | None = Field(description="File of a correction of keys and values.")
     merge: str | None = Field(description="How attention to passages is weighted.")
     promote: str | None = Field(description="Passages that move to the final block.")
     reader: str | None = Field(description="Folder of a reader adapter.")
@@ -133,6 +141,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         positions: Positions = "reordered",
         block_template: BlockTemplate = BLANK_LINE,
         sink: str | None = None,
+        correction: str | Path | None = None,
         merge: str | None = None,
         promote: str | int | None = None,
         reader: str | Path | None = None,
@@ -158,6 +167,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
             "positions": positions,
             "block_template": block_template,
             "sink": checked_option("sink", sink),
+            "correction": checked_option("correction", correction),
             "merge": checked_option("merge", merge),
             "promote": checked_option("promote", promote),
             "reader": checked_option("reader", reader),
@@ -176,10 +186,9 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         return "BlockAttentionLLM"
 
     @property
-    def passage_sink(self) -> str | None:
-        """What its answers expect passages to be encoded after; None: the engine's own."""
-        sink: str | None = self.generate_kwargs.get("sink")
-        return self.sink if sink is None else sink
+    def passage_encoding(self) -> PassageEncoding:
+        """How its answers expect passages to be encoded."""
+        return passage_encoding(self._options({}))
 
     @property
     def metadata(self) -> LLMMetadata:

@@ -17,15 +17,19 @@ from llama_index.core.schema import (
 )
 
 from blockattn_rag.adapters.engine_source import EngineSource
+from blockattn_rag.adapters.passage_encoding import passage_encoding
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.ingest import EncodeStats
-from blockattn_rag.engine.options import checked_option
+from blockattn_rag.engine.option_files import correction_digest
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.llama_index.nodes import canonical_text, stamp
 from blockattn_rag.llama_index.source import EngineComponent
 from blockattn_rag.prompts.blocks import Block, BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import KVStore
+
+_NO_FIELDS = ("fingerprint", "store", "correction_digest")
+"""What ``to_dict`` tells besides the fields."""
 
 
 class BlockKVTransform(EngineComponent, TransformComponent):
@@ -43,9 +47,10 @@ class BlockKVTransform(EngineComponent, TransformComponent):
     Args:
         model_name, model, tokenizer, tokenizer_name, engine, kv_store, model_kwargs, device_map: as
             for ``BlockAttentionLLM``.
-        llm: takes model, store, template and sink from this LLM; instead of the above.
+        llm: takes model, store, template, sink and correction from this LLM; instead of the above.
         block_template: what stands around each passage; must be that of the LLM.
         sink: what passages are encoded after; must be that of the LLM.
+        correction: file of a correction of their keys and values; must be that of the LLM.
         show_progress: show a progress bar.
         hide_file_paths: False leaves the reader's paths in the blocks.
 
@@ -56,6 +61,9 @@ class BlockKVTransform(EngineComponent, TransformComponent):
 
     block_template: BlockTemplate = Field(description="What stands around each passage.")
     sink: str | None = Field(default=None, description="What passages are encoded after.")
+    correction: str | None = Field(
+        default=None, description="File of a correction of keys and values."
+    )
     show_progress: bool = Field(default=False, description="Show a progress bar.")
     hide_file_paths: bool = Field(
         default=True, description="Keep SimpleDirectoryReader's file_path out of the blocks."
@@ -75,24 +83,29 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         kv_store: KVStore | str | Path | None = None,
         block_template: BlockTemplate | None = None,
         sink: str | None = None,
+        correction: str | Path | None = None,
         model_kwargs: dict[str, Any] | None = None,
         device_map: str = "auto",
         show_progress: bool = False,
         hide_file_paths: bool = True,
     ) -> None:
-        checked_option("sink", sink)
+        encoding = passage_encoding({"sink": sink, "correction": correction})
         model = model if model is not None else model_name
         tokenizer = tokenizer if tokenizer is not None else tokenizer_name
         if llm is not None:
             given = (model, tokenizer, engine, kv_store, model_kwargs)
             if any(value is not None for value in given):
                 raise ValueError("give either llm=, or the model and store, not both")
-            source = llm.source
-            block_template, sink = block_template or llm.block_template, sink or llm.passage_sink
+            source, block_template = llm.source, block_template or llm.block_template
+            own = llm.passage_encoding
+            encoding = {
+                "sink": encoding["sink"] or own["sink"],
+                "correction": encoding["correction"] or own["correction"],
+            }
         else:
             source = EngineSource(engine, model, tokenizer, kv_store, device_map, model_kwargs)
-        fields = {**source.fields(), "block_template": block_template or BLANK_LINE}
-        fields |= {"sink": sink, "show_progress": show_progress, "hide_file_paths": hide_file_paths}
+        fields = {**source.fields(), **encoding, "block_template": block_template or BLANK_LINE}
+        fields |= {"show_progress": show_progress, "hide_file_paths": hide_file_paths}
         super().__init__(**fields)
         self._source = source
 
@@ -110,7 +123,10 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         texts = [canonical_text(view) for view in views]
         blocks = [Block(text, self.block_template) for text in texts if text]
         self._stats = self.engine.precompute(
-            blocks, show_progress=self.show_progress, sink=self.sink
+            blocks,
+            show_progress=self.show_progress,
+            sink=self.sink,
+            correction=self.correction,
         )
         return [
             stamp(view, text) if text else node
@@ -128,11 +144,13 @@ class BlockKVTransform(EngineComponent, TransformComponent):
             "fingerprint": self.engine.model.fingerprint,
             # A store in memory lives as long as its object.
             "store": self.kv_store or f"{type(store).__name__} {id(store)}",
+            # Another one may come to the same file.
+            "correction_digest": correction_digest(self.correction),
         }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> BlockKVTransform:
-        fields = {k: v for k, v in data.items() if k not in ("fingerprint", "store")}
+        fields = {k: v for k, v in data.items() if k not in _NO_FIELDS}
         return super().from_dict(fields, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -67,7 +67,8 @@ class Assistant:
         database: an open database.
         top_k: passages to retrieve.
         max_new_tokens: longest answer.
-        merge, promote, reader, retry: see ``BlockOptions``; default: the engine's own.
+        correction, merge, promote, reader, retry: see ``BlockOptions``; default: the engine's own.
+            A correction is of the database's sink. Passages are corrected when they are first used.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Assistant:
         *,
         top_k: int = 5,
         max_new_tokens: int = 256,
+        correction: str | Path | None = None,
         merge: str | None = None,
         promote: str | int | None = None,
         reader: str | Path | None = None,
@@ -88,6 +90,7 @@ class Assistant:
         self._top_k = top_k
         self._max_new_tokens = max_new_tokens
         self._repairs: dict[str, Any] = {
+            "correction": correction,
             "merge": merge,
             "promote": promote,
             "reader": reader,

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from blockattn_rag.engine.results import ReuseStats
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.correction_file import save_correction
 from blockattn_rag.rag.ask import Answer
 from blockattn_rag.rag.database import MANIFEST, Database
 from tests.cli.conftest import Command
+from tests.model.test_correction import correction_of
 from tests.models import tiny_model, tiny_tokenizer
 from tests.rag.test_documents import two_pages
 
@@ -150,12 +153,29 @@ def test_repairs_are_options_of_a_question(cli: Command, database: Path) -> None
     for option, found in (
         ("--promote", "best"),
         ("--merge", "more:2"),
+        ("--correction", "nowhere"),
         ("--reader", "nowhere"),
         ("--retry", "block"),
     ):
         output = cli(*command, option, found)
         assert output.status == 2
-        assert f"'{found}'" in " ".join(output.stderr.replace("│", " ").split())
+        assert found in " ".join(output.stderr.replace("│", " ").split())
+
+
+def test_a_correction_is_an_option_of_a_question(
+    cli: Command, database: Path, model: Path, tmp_path: Path
+) -> None:
+    path, other = tmp_path / "kv.safetensors", tmp_path / "other.safetensors"
+    loaded = BlockModel.from_pretrained(model)
+    save_correction(correction_of(loaded), path)
+    save_correction(correction_of(loaded, sink="bos"), other)
+    command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3, "--json")
+    plain = cli(*command).json
+    found = [cli(*command, "--correction", path).json for _ in range(2)]
+    assert (plain["misses"], found[0]["misses"], found[1]["misses"]) == (0, 1, 0)
+    refused = cli(*command, "--correction", other)
+    assert refused.status == 1
+    assert "encoded after sink='bos', found sink='none'" in refused.stderr
 
 
 def test_an_abstention_is_answered_again_and_the_reader_is_told(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,18 @@ import pytest
 from langchain_core.caches import InMemoryCache
 
 from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.attention.context_merge import LearnedMerge
+from blockattn_rag.attention.merge_file import save_merge
 from blockattn_rag.langchain import (
     BlockKVCompressor,
     BlockKVTransformer,
     ChatBlockAttention,
     format_blocks,
 )
+from blockattn_rag.model.correction_file import save_correction
 from blockattn_rag.model.reader import Reader
 from tests.langchain.conftest import passages
+from tests.model.test_correction import correction_of
 
 MESSAGES = [("system", format_blocks(passages())), ("human", "Which?")]
 
@@ -35,9 +40,31 @@ def saved_reader(engine: BlockAttentionEngine, folder: Path, seed: int) -> Reade
     return reader
 
 
+def saved_correction(
+    engine: BlockAttentionEngine, path: Path, sink: str = "none", size: float = 0.1
+) -> Path:
+    """The file of a correction that changes answers; an earlier one is replaced."""
+    save_correction(correction_of(engine.model, sink=sink, size=size), path)
+    return path
+
+
+def saved_merge(engine: BlockAttentionEngine, path: Path, bias: float) -> str:
+    """The file of a learned merge; an earlier one is replaced."""
+    config = engine.model.config
+    heads = config.num_attention_heads, config.num_key_value_heads
+    merge = LearnedMerge.identity(config.num_hidden_layers, *heads, config.head_dim)
+    save_merge(replace(merge, bias=merge.bias + bias), path, engine.model.fingerprint)
+    return str(path)
+
+
 def test_fields_and_bound_options_are_the_engines(chat: ChatBlockAttention, tmp_path: Path) -> None:
     saved_reader(chat.engine, tmp_path / "reader", 0)
-    options: dict[str, Any] = {"merge": "scale:0.5", "promote": 1, "reader": tmp_path / "reader"}
+    options: dict[str, Any] = {
+        "correction": saved_correction(chat.engine, tmp_path / "kv.safetensors"),
+        "merge": "scale:0.5",
+        "promote": 1,
+        "reader": tmp_path / "reader",
+    }
     prompt = chat.to_prompt(chat._convert_input(MESSAGES).to_messages())
     for name, value in options.items():
         expected = chat.engine.generate(prompt, max_new_tokens=6, **{name: value}).text
@@ -55,12 +82,18 @@ def test_promoted_tokens_are_shown(chat: ChatBlockAttention) -> None:
     assert reuse(streamed[-1])["promoted_tokens"] == reuse(promoted)["promoted_tokens"]
 
 
-@pytest.mark.parametrize("option", [{"merge": "more:2"}, {"promote": "best"}, {"sink": "head"}])
+@pytest.mark.parametrize(
+    "option",
+    [{"merge": "more:2"}, {"promote": "best"}, {"sink": "head"}, {"correction": "nowhere"}],
+)
 def test_an_option_of_no_known_form_is_refused_at_once(
     chat: ChatBlockAttention, option: dict[str, Any]
 ) -> None:
     with pytest.raises(ValueError, match=str(*option.values())):
         ChatBlockAttention(llm=chat, **option)
+    if option.keys() <= {"sink", "correction"}:
+        with pytest.raises(ValueError, match=str(*option.values())):
+            BlockKVTransformer(llm=chat, **option)
 
 
 def test_a_reader_that_is_not_there_is_refused_at_once(chat: ChatBlockAttention) -> None:
@@ -85,6 +118,25 @@ def test_an_answer_cache_tells_repairs_apart(chat: ChatBlockAttention, tmp_path:
     assert len(cache._cache) == 5
 
 
+@pytest.mark.parametrize("given", ["field", "generate_kwargs"])
+def test_an_answer_cache_tells_contents_of_files_apart(
+    chat: ChatBlockAttention, tmp_path: Path, given: str
+) -> None:
+    cache, path = InMemoryCache(), tmp_path / "file.safetensors"
+
+    def ask(**option: Any) -> str:
+        options = option if given == "field" else {"generate_kwargs": option}
+        model = ChatBlockAttention(source=chat.source, max_tokens=6, cache=cache, **options)
+        return str(model.invoke(MESSAGES).content)
+
+    for number, size in enumerate((0.1, 0.1, 0.2)):
+        ask(correction=str(saved_correction(chat.engine, path, size=size)))
+        assert len(cache._cache) == (1, 1, 2)[number]
+    for number, bias in enumerate((0.1, 0.1, 0.2)):
+        ask(merge=saved_merge(chat.engine, path, bias))
+        assert len(cache._cache) == (3, 3, 4)[number]
+
+
 def test_ingestion_takes_a_sink_that_is_bound_or_in_generate_kwargs(
     chat: ChatBlockAttention,
 ) -> None:
@@ -97,6 +149,29 @@ def test_ingestion_takes_a_sink_that_is_bound_or_in_generate_kwargs(
     compressor.wait_until_warm()
     figures = reuse(given.invoke(MESSAGES))
     assert (figures["hits"], figures["misses"]) == (3, 1)
+
+
+def test_ingestion_takes_a_correction_that_is_a_field_bound_or_in_generate_kwargs(
+    chat: ChatBlockAttention, tmp_path: Path
+) -> None:
+    path = saved_correction(chat.engine, tmp_path / "kv.safetensors", "head:4")
+    encoding: dict[str, Any] = {"sink": "head:4", "correction": path}
+    given = ChatBlockAttention(llm=chat, generate_kwargs=encoding)
+    own = ChatBlockAttention(llm=chat, **encoding)
+    expected = {"sink": "head:4", "correction": str(path)}
+    for llm in (given, own, chat.bind(**encoding), own.with_config(tags=["a"])):
+        assert BlockKVTransformer(llm=llm).passage_encoding == expected
+    outer = own.bind(correction="none").bind(sink="bos")
+    assert BlockKVTransformer(llm=outer).passage_encoding == {"sink": "bos", "correction": "none"}
+    BlockKVTransformer(engine=chat.engine, **encoding).transform_documents(passages())
+    compressor = BlockKVCompressor(llm=given, warm=True)
+    compressor.compress_documents(passages(), "Which?")
+    warmed = compressor.wait_until_warm()
+    assert warmed is not None
+    assert warmed.reused == 3
+    for llm in (own, given, chat.bind(**encoding)):
+        assert reuse(llm.invoke(MESSAGES))["hits"] >= 3
+    assert reuse(own.invoke(MESSAGES, correction="none"))["misses"] == 3
 
 
 def test_an_abstention_is_answered_again(chat: ChatBlockAttention) -> None:
