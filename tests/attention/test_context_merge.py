@@ -33,6 +33,11 @@ FIXED = [
 PLAIN = [FixedMerge("scale", 1.0), FixedMerge("bias", 0.0), FixedMerge("ape", 1.0)]
 
 
+def name_of(weight: object) -> str:
+    """A test's name, the same in every process."""
+    return "learned" if callable(weight) else str(weight)
+
+
 def learned(layers: int = 2, heads: int = HEADS, kv_heads: int = KV_HEADS) -> LearnedMerge:
     """Far from plain attention, everywhere otherwise."""
     return LearnedMerge(
@@ -128,7 +133,7 @@ def test_without_weights_it_is_plain_attention(weight: Any) -> None:
     assert (merged(weight, query, key, value) - whole).abs().max() <= budget(torch.float32, 42)
 
 
-@pytest.mark.parametrize("weight", [*FIXED, learned], ids=str)
+@pytest.mark.parametrize("weight", [*FIXED, learned], ids=name_of)
 def test_only_apes_form_changes_when_all_scores_grow_by_a_constant(weight: Any) -> None:
     weight = weight() if callable(weight) else weight
     query, key, value = states()
@@ -145,7 +150,7 @@ def test_only_apes_form_changes_when_all_scores_grow_by_a_constant(weight: Any) 
         assert error <= 4 * budget(torch.float32, 42)
 
 
-@pytest.mark.parametrize("weight", [*FIXED, learned], ids=str)
+@pytest.mark.parametrize("weight", [*FIXED, learned], ids=name_of)
 def test_a_request_without_context_attends_to_the_rest_alone(weight: Any) -> None:
     weight = weight() if callable(weight) else weight
     query, key, value = states()
