@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from langchain_core.caches import InMemoryCache
+from langchain_core.runnables.base import RunnableBinding
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.attention.context_merge import LearnedMerge
@@ -163,6 +164,8 @@ def test_ingestion_takes_a_correction_that_is_a_field_bound_or_in_generate_kwarg
         assert BlockKVTransformer(llm=llm).passage_encoding == expected
     outer = own.bind(correction="none").bind(sink="bos")
     assert BlockKVTransformer(llm=outer).passage_encoding == {"sink": "bos", "correction": "none"}
+    outermost = RunnableBinding(bound=outer, kwargs={"sink": "none"})
+    assert BlockKVTransformer(llm=outermost).sink == "none"
     BlockKVTransformer(engine=chat.engine, **encoding).transform_documents(passages())
     compressor = BlockKVCompressor(llm=given, warm=True)
     compressor.compress_documents(passages(), "Which?")

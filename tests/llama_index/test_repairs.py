@@ -138,6 +138,8 @@ def test_a_cached_ingestion_ends_with_the_contents_of_its_correction(
     saved_correction(engine, correction, size=0.2)
     assert transform.to_dict() != first
     assert BlockKVTransform(engine=engine).to_dict()["correction_digest"] is None
+    loaded = BlockKVTransform.from_dict({**first, "model_name": "bundled", "kv_store": None})
+    assert (loaded.sink, loaded.correction) == ("head:4", str(correction))
 
 
 def test_an_abstention_is_answered_again(engine: RecordingEngine) -> None:
