@@ -35,7 +35,7 @@ class FakeEngine:
             name="fake", fingerprint="f" * 64, tokenizer=tokenizer, max_context_tokens=3
         )
 
-    def precompute(self, blocks: Sequence[Any], *, as_prompt: bool, sink: str | None) -> None:
+    def precompute(self, blocks: Sequence[Any], *, as_prompt: bool, **_: Any) -> None:
         assert as_prompt
         self.encoded += len(blocks)
 

@@ -19,7 +19,7 @@ from blockattn_rag.training.distillation.config import AdaptConfig
         ({"held_out": 1.0}, "held_out is 1.0, expected above 0 and below 1"),
         ({"adam_beta2": 1.0}, "adam_beta2 is 1.0, expected 0 to below 1"),
         ({"min_passages": 6}, "min_passages is 6, expected at most max_passages"),
-        ({"fit": "merge", "merge": "scale:0.9"}, "where a merge is trained"),
+        ({"fit": "merge", "merge": "scale:0.9"}, "where a merge is fitted"),
         ({"output": "."}, "output must name a folder"),
         ({"resume": True, "overwrite": True}, "exclude each other"),
     ],
