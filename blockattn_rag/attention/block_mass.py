@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blockattn_rag.attention.kernels import attend_plain, merge
+from blockattn_rag.attention.kernels import Partial, attend_plain, fold_heads, merge
 from blockattn_rag.attention.segments import SegmentTable
 from blockattn_rag.kv.context import Context
 from blockattn_rag.kv.rope import RotaryLayout
@@ -48,9 +48,8 @@ class BlockMass:
         mask: Tensor | None,
     ) -> Tensor:
         """As ``RelayPlan.attend``, for one row."""
-        batch, heads, tokens, size = query.shape
-        folded = query.reshape(batch, key.shape[1], -1, size)
-        repeated = None if mask is None else mask.repeat(1, 1, heads // key.shape[1], 1)
+        batch, heads, tokens, _ = query.shape
+        folded, repeated = fold_heads(query, mask, key.shape[1])
         rotated = self._table.rotated(layer, folded)
         parts, start = [], 0
         for segment, states in zip(self._table.segments, self._table.states(layer), strict=True):
@@ -61,7 +60,7 @@ class BlockMass:
         self._shares += shares.flatten(1).mean(dim=1)
         self._layers_seen += 1
         tail = attend_plain(folded, key, value, scale, repeated)
-        output = merge([*(type(tail)(*(s[None] for s in part)) for part in parts), tail]).output
+        output = merge([*(Partial(*(s[None] for s in part)) for part in parts), tail]).output
         return output.reshape(batch, heads, tokens, -1).to(query.dtype)
 
     def by_handle(self) -> dict[str, float]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.attention.context_merge import ContextMerge
-from blockattn_rag.attention.kernels import Partial, merge
+from blockattn_rag.attention.kernels import Partial, fold_heads, merge
 from blockattn_rag.attention.strategies import kernel_for
 from blockattn_rag.kv.context import Context
 
@@ -50,11 +50,10 @@ class CopiedContexts:
     ) -> Tensor:
         """As ``RelayPlan.attend``, but keys, values and mask have the context's columns too, padded
         on the left."""
-        batch, heads, tokens, size = query.shape
+        batch, heads, tokens, _ = query.shape
         kv_heads, width = key.shape[1], self._width
         self._weight.check_layer(layer, heads, kv_heads)
-        folded = query.reshape(batch, kv_heads, -1, size)
-        repeated = None if mask is None else mask.repeat(1, 1, heads // kv_heads, 1)
+        folded, repeated = fold_heads(query, mask, kv_heads)
         is_context = self._is_context.repeat_interleave(batch // len(self._is_context), dim=0)
 
         def part(

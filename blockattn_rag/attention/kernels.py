@@ -137,6 +137,22 @@ def exponentials(scores: Tensor, highest: Tensor) -> Tensor:
     return scores.sub_(highest).clamp_(min=CPU.least_log_weight).exp_()
 
 
+def fold_heads(query: Tensor, mask: Tensor | None, kv_heads: int) -> tuple[Tensor, Tensor | None]:
+    """Query heads that share keys as rows, so that keys are never repeated.
+
+    Args:
+        query: ``[B, H, tokens, D]``.
+        mask: ``[B, 1, tokens, N]``, or None.
+        kv_heads: K.
+
+    Returns:
+        ``[B, K, Q, D]`` and ``[B, 1, Q, N]``, or None.
+    """
+    batch, heads, _, size = query.shape
+    folded = query.reshape(batch, kv_heads, -1, size)
+    return folded, None if mask is None else mask.repeat(1, 1, heads // kv_heads, 1)
+
+
 def with_whole_rows(states: Tensor) -> Tensor:
     """States whose heads' numbers lie side by side in memory, as the fused kernels assume."""
     return states if states.stride(-1) == 1 else states.contiguous()

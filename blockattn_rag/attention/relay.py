@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.attention.context_merge import ContextMerge
+from blockattn_rag.attention.kernels import fold_heads
 from blockattn_rag.attention.segments import SegmentTable
 from blockattn_rag.attention.strategies import (
     LayerInputs,
@@ -102,11 +103,9 @@ class RelayPlan:
         Returns:
             ``[B, H, Q, D]`` in the query's dtype.
         """
-        batch, heads, tokens, size = query.shape
+        batch, heads, tokens, _ = query.shape
         kv_heads = tail_key.shape[1]
-        # Heads that share keys become rows, so keys are never repeated.
-        folded = query.reshape(batch, kv_heads, -1, size)
-        mask = None if tail_mask is None else tail_mask.repeat(1, 1, heads // kv_heads, 1)
+        folded, mask = fold_heads(query, tail_mask, kv_heads)
         inputs = LayerInputs(layer, folded, tail_key, tail_value, scale, mask)
         serves = query.shape, query.dtype, mask is None
         if layer == 0 or serves != self._serves:
