@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def check_folders(config: FinetuneConfig) -> dict[str, Any]:
     check_output(Path(config.output), config.overwrite)
     _check_read(config)
     check_work(config.work)
-    _check_interrupted(config, settings)
+    check_interrupted(config.work, settings, resume=config.resume, overwrite=config.overwrite)
     return settings
 
 
@@ -82,13 +82,18 @@ def check_work(work: Path) -> None:
         raise FileExistsError(f"{work} is no work folder of a run (it has no {RUN}); move it away")
 
 
-def _check_interrupted(config: FinetuneConfig, settings: dict[str, Any]) -> None:
-    """Raises an error if there is an interrupted run and the settings say neither to resume nor
-    to overwrite it (``FileExistsError``), or it cannot be resumed with them (``ValueError``)."""
-    work, run = config.work, config.work / RUN
-    if config.overwrite or not run.is_file():
+def check_interrupted(
+    work: Path, settings: Mapping[str, Any], *, resume: bool, overwrite: bool
+) -> None:
+    """Raises an error if there is an interrupted run in ``work`` that is neither to be resumed nor
+    overwritten (``FileExistsError``), or cannot be resumed with these settings (``ValueError``).
+
+    ``settings``: all that decides the result, as they are read back from a JSON file.
+    """
+    run = work / RUN
+    if overwrite or not run.is_file():
         return
-    if not config.resume:
+    if not resume:
         raise FileExistsError(
             f"{work} holds an interrupted run; go on with it (resume=True, --resume) or throw it "
             "away (overwrite=True, --overwrite)"

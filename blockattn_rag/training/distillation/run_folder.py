@@ -11,7 +11,7 @@ from typing import Any
 
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.training.distillation.config import AdaptConfig
-from blockattn_rag.training.work import RUN, check_output, check_work
+from blockattn_rag.training.work import RUN, check_interrupted, check_output, check_work
 
 
 def check_run(config: AdaptConfig, settings: Mapping[str, Any]) -> None:
@@ -25,29 +25,11 @@ def check_run(config: AdaptConfig, settings: Mapping[str, Any]) -> None:
             nor resumed.
         ValueError: the interrupted run was of other settings, or is damaged.
     """
-    work, run = config.work, config.work / RUN
     check_output(Path(config.output), config.overwrite)
-    check_work(work)
-    if config.overwrite or not run.is_file():
-        return
-    if not config.resume:
-        raise FileExistsError(
-            f"{work} holds an interrupted run; go on with it (resume=True, --resume) or throw it "
-            "away (overwrite=True, --overwrite)"
-        )
-    try:
-        before = dict(json.loads(run.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{run} is damaged ({error}), so that the run cannot be resumed; start again "
-            "(overwrite=True, --overwrite)"
-        ) from error
-    wanted = _plain(settings)
-    if changed := sorted(k for k in wanted if wanted[k] != before.get(k)):
-        raise ValueError(
-            f"the interrupted run in {work} had other settings for {', '.join(changed)}; give the "
-            "same ones, or start again (overwrite=True, --overwrite)"
-        )
+    check_work(config.work)
+    check_interrupted(
+        config.work, _plain(settings), resume=config.resume, overwrite=config.overwrite
+    )
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
