@@ -84,13 +84,14 @@ def how_encoded(model: BlockModel, sink: str, correction: str) -> HowEncoded:
 class Wanted(NamedTuple):
     """A block to look up.
 
-    ``first``: it opens a prompt; ``sink_ids``: it is encoded after these; ``correction``: what
-    corrects it; ``origin``: decides where it may be kept, and is that of the first block where that
-    is the sink.
+    ``encoded_digest``: of the block before a correction changes it; ``first``: it opens a prompt;
+    ``sink_ids``: it is encoded after these; ``correction``: what corrects it; ``origin``: decides
+    where it may be kept, and is that of the first block where that is the sink.
     """
 
     key: str
     digest: str
+    encoded_digest: str
     block: Block
     first: bool
     sink_ids: Sequence[int]
@@ -188,11 +189,11 @@ class BlockFetcher:
             before, correction = ((), None) if first else (sink_ids, how.correction)
             origin = block.origin if head is None else head.origin
             # Without BOS, a block is the same at the start of a prompt as later.
-            digest = digest_after(before, block.digest(first=first and has_bos))
-            if correction is not None:
-                digest = correction.digest_of(digest)
+            encoded = digest_after(before, block.digest(first=first and has_bos))
+            digest = encoded if correction is None else correction.digest_of(encoded)
             key = store_key(fingerprint, digest)
-            wanted.append(Wanted(key, digest, block, first, before, correction, origin))
+            one = Wanted(key, digest, encoded, block, first, before, correction, origin)
+            wanted.append(one)
         return wanted
 
     def _sink_ids(self, sink: str, prompt: Sequence[Block]) -> Sequence[int]:
@@ -209,13 +210,37 @@ class BlockFetcher:
         self, wanted: Sequence[tuple[Wanted, list[int]]], batch_tokens: int | None = None
     ) -> Iterator[list[BlockKV]]:
         """Compute blocks, given with their token ids, batch by batch as ``BlockModel.encode``;
-        those of no tokens are left out."""
-        requests = [
-            EncodeRequest(ids, one.digest, one.block.handle, one.sink_ids, one.correction)
-            for one, ids in wanted
-            if ids
-        ]
-        return self._model.encode(requests, batch_tokens=batch_tokens)
+        those of no tokens are left out. A corrected block is made of the uncorrected one where
+        that is stored."""
+        requests = []
+        corrected = {one.encoded_digest: one for one, _ in wanted if one.correction is not None}
+        for one, ids in wanted:
+            encoded = self._encoded(one) if ids else None
+            if encoded is not None:
+                yield [self._corrected(encoded, one)]
+            elif ids:
+                requests.append(
+                    EncodeRequest(ids, one.encoded_digest, one.block.handle, one.sink_ids)
+                )
+        for batch in self._model.encode(requests, batch_tokens=batch_tokens):
+            yield [self._corrected(kv, corrected.get(kv.digest)) for kv in batch]
+
+    def _encoded(self, one: Wanted) -> BlockKV | None:
+        """What a correction is to change, where that is stored."""
+        if one.correction is None:
+            return None
+        key = store_key(self._model.fingerprint, one.encoded_digest)
+        try:
+            if (stored := self.store.get(key)) is not None:
+                self._check(stored, one._replace(key=key, digest=one.encoded_digest))
+        except StoreError:  # told to whoever asks for that entry itself
+            return None
+        return None if stored is None else stored.to(self._model.device)
+
+    def _corrected(self, encoded: BlockKV, one: Wanted | None) -> BlockKV:
+        if one is None or one.correction is None:
+            return encoded
+        return one.correction.corrected(encoded, self._model.profile.layouts)
 
     def _look_up(self, wanted: Collection[Wanted]) -> dict[str, BlockKV | None]:
         """Each block's KV by its digest, on the model's device; None if it must be computed."""

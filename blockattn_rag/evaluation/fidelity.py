@@ -31,6 +31,8 @@ from blockattn_rag.evaluation.run import make_prompt, mode_options
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import place
 from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model.greedy import greedy_answers
+from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.checkpoints import AUTO, format_for
 from blockattn_rag.prompts.formats import PromptFormat
@@ -288,9 +290,16 @@ def full_answer(
     engine: BlockAttentionEngine, prompt: BlockPrompt, max_new_tokens: int
 ) -> tuple[list[int], Tensor]:
     """Full mode's greedy answer, and its log-probabilities ``[answer tokens, vocab]`` in float64
-    along that answer."""
-    answer = engine.generate(prompt, mode="full", max_new_tokens=max_new_tokens).token_ids
-    return answer, _log_probabilities(engine.answer_logits(prompt, answer, mode="full"))
+    along that answer.
+
+    Raises:
+        ContextOverflowError: the prompt leaves no room for one token.
+    """
+    model = engine.model
+    ids = model.tokenizer.prompt_ids(prompt).flat
+    limit = model.room_for(len(ids), Sampling(max_new_tokens=max_new_tokens))
+    ((answer, logits),) = greedy_answers(model, [ids], limit)
+    return answer.tolist(), _log_probabilities(logits)
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ In full mode a passage sees the passages before it; in block mode it sees itself
 this changes in its keys and values does not depend on the other passages: it is a linear function
 of the block's own keys and values, and a constant for each of its first tokens. Both are fitted
 once for a model, in closed form, from passages alone (``training.correction``), and applied when a
-block is encoded. So a corrected block costs nothing more per answer; it is another block than the
-uncorrected one.
+block is encoded, or to what is stored of it. So a corrected block costs nothing more per answer; it
+is another block than the uncorrected one.
 
 For each layer and key-value head, with keys ``k`` before their rotation and values ``v``::
 
@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.rope import RotaryLayout, rotate
 
 PLACES = (1, 2, 4, 8, 16, 32, 64)
@@ -69,7 +70,26 @@ class Correction:
         """The digest of a block that is corrected; ``digest`` is that of the block without."""
         return hashlib.sha256(f"corrected by {self.digest}: {digest}".encode()).hexdigest()
 
-    def apply(
+    def corrected(self, kv: BlockKV, layouts: Sequence[RotaryLayout]) -> BlockKV:
+        """A block, corrected.
+
+        Args:
+            kv: as the model encoded it, its keys rotated for the positions 0..n-1.
+            layouts: how the keys of each layer are rotated.
+
+        Returns:
+            A new block under its own digest, of the same dtypes and shapes.
+        """
+        with torch.inference_mode():
+            states = [
+                self._apply(index, *kv.states(index), layout)
+                for index, layout in enumerate(layouts)
+            ]
+        keys, values = zip(*states, strict=True)
+        digest = self.digest_of(kv.digest)
+        return replace(kv, keys=keys, values=values, digest=digest, pending_copy=None)
+
+    def _apply(
         self, layer: int, keys: Tensor, values: Tensor, layout: RotaryLayout
     ) -> tuple[Tensor, Tensor]:
         """One layer of a block, corrected.

@@ -14,19 +14,16 @@ from transformers import DynamicCache, PreTrainedModel
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
-from blockattn_rag.model.correction import Correction
 from blockattn_rag.model.probe import check_ready, layer_states
 
 
 class EncodeRequest(NamedTuple):
-    """Tokens of one block, the digest and handle that its KV gets, the tokens of its sink, and
-    what corrects its KV."""
+    """Tokens of one block, the digest and handle that its KV gets, and the tokens of its sink."""
 
     token_ids: list[int]
     digest: str
     handle: str
     sink_ids: Sequence[int] = ()
-    correction: Correction | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -123,8 +120,6 @@ def _cut_out(
             if layout not in angles:
                 angles[layout] = layout.cos_sin(-len(request.sink_ids), own_keys.device)
             own_keys = rotate(own_keys, *angles[layout], layout)
-        if request.correction is not None:
-            own_keys, own_values = request.correction.apply(index, own_keys, own_values, layout)
         keys.append(own_keys.clone())
         values.append(own_values.clone())
     return BlockKV(

@@ -12,12 +12,12 @@ import torch
 
 from blockattn_rag.check.oracle import oracle_logits
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.results import Generation
 from blockattn_rag.errors import ContextOverflowError, DataError
-from blockattn_rag.evaluation import EvaluationSample, measure_fidelity, read_samples
-from blockattn_rag.evaluation.fidelity import FLOOR, FidelityReport
+from blockattn_rag.evaluation import EvaluationSample, fidelity, measure_fidelity, read_samples
+from blockattn_rag.evaluation.fidelity import FLOOR, FidelityReport, full_answer
 from blockattn_rag.evaluation.run import make_prompt
 from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import CHAT
 from blockattn_rag.prompts.sinks import sink_ids
 from tests.evaluation.samples import record, write_jsonl
@@ -135,13 +135,12 @@ def test_a_stopped_run_goes_on_where_it_was(
     with pytest.raises(KeyboardInterrupt):
         measure(engine, samples, "block", records_path=path, on_progress=stop)
     asked: list[str] = []
-    generate = engine.generate
 
-    def noted(prompt: Any, **options: Any) -> Generation:
+    def noted(of: BlockAttentionEngine, prompt: BlockPrompt, limit: int) -> Any:
         asked.append(prompt.final)
-        return generate(prompt, **options)
+        return full_answer(of, prompt, limit)
 
-    monkeypatch.setattr(engine, "generate", noted)
+    monkeypatch.setattr(fidelity, "full_answer", noted)
     resumed = measure(engine, samples, "block", records_path=path)
     assert len(asked) == 1
     assert resumed.records == expected.records

@@ -17,6 +17,7 @@ from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.correction import NUM_PLACES, Correction, LayerCorrection, places
 from blockattn_rag.model.correction_file import load_correction, save_correction
 from blockattn_rag.prompts.blocks import Block
+from blockattn_rag.store import DirectoryStore
 from tests.models import tiny_model, tiny_tokenizer
 
 A, B, Q = "Halden Tower is 214 metres tall.", "It was built in 1931.", "How tall?"
@@ -52,8 +53,8 @@ def saved(correction: Correction, folder: Path) -> str:
 
 def encoded(model: BlockModel, correction: Correction | None = None, tokens: int = 9) -> BlockKV:
     ids = list(range(1, tokens + 1))
-    [[kv]] = model.encode([EncodeRequest(ids, "digest", "handle", (5, 6), correction)])
-    return kv
+    [[kv]] = model.encode([EncodeRequest(ids, "digest", "handle", (5, 6))])
+    return kv if correction is None else correction.corrected(kv, model.profile.layouts)
 
 
 def test_places_share_constants_in_groups_that_grow() -> None:
@@ -97,11 +98,10 @@ def test_every_block_of_a_prompt_but_its_first_is_corrected(
     engine = BlockAttentionEngine(model, correction=saved(correction, tmp_path))
     tokenizer = model.tokenizer
     ids = [tokenizer.block_ids(Block(t), first=not i) for i, t in enumerate(("first", A, B))]
-    requests = [
-        EncodeRequest(one, str(i), "", (), correction if i else None) for i, one in enumerate(ids)
-    ]
-    blocks = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
-    context = place([blocks[str(i)] for i in range(3)])
+    requests = [EncodeRequest(one, str(i), "") for i, one in enumerate(ids)]
+    plain_blocks = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
+    first, *others = [plain_blocks[str(i)] for i in range(3)]
+    context = place([first, *(correction.corrected(kv, model.profile.layouts) for kv in others)])
     final = tokenizer.final_ids(Q, first=False)
     expected = model.answer_logits(
         context.token_ids, final, [0], model.cache_for(context, assembly="copy")
@@ -123,6 +123,41 @@ def test_corrected_and_plain_blocks_are_two_entries(model: BlockModel, tmp_path:
     assert corrected.contains(Block(A))
     assert corrected.generate(["x", A, Q], max_new_tokens=1).stats.hits == 1
     assert engine.generate(["x", A, Q], max_new_tokens=1).stats.hits == 1  # "x", not A
+
+
+def test_what_is_stored_without_a_correction_is_corrected_and_not_computed_again(
+    model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(correction_of(model), tmp_path)
+    engine = BlockAttentionEngine(model)
+    fresh = BlockAttentionEngine(model, correction=path)
+    expected = fresh.answer_logits(["x", A, B, Q], [0])
+    engine.encode([A])
+    computed: list[str] = []
+    encode = BlockModel.encode
+
+    def noted(one: BlockModel, requests: Any, **options: Any) -> Any:
+        computed.extend(request.handle for request in requests)
+        return encode(one, requests, **options)
+
+    monkeypatch.setattr(BlockModel, "encode", noted)
+    found = engine.answer_logits(["x", A, B, Q], [0], correction=path)
+    assert relative_error(found, expected) < 1e-4  # batched otherwise
+    assert computed == [Block("x").handle, Block(B).handle]
+    assert engine.encode([A, B], correction=path) == [Block(A).handle, Block(B).handle]
+    assert engine.contains(Block(A))
+    assert not engine.contains(Block(B))
+
+
+def test_a_damaged_entry_is_not_corrected(model: BlockModel, tmp_path: Path) -> None:
+    path = saved(correction_of(model), tmp_path)
+    engine = BlockAttentionEngine(model, DirectoryStore(tmp_path / "kv"))
+    expected = engine.answer_logits(["x", A, Q], [0], correction=path)
+    engine = BlockAttentionEngine(model, DirectoryStore(tmp_path / "other"))
+    engine.encode([A])
+    [entry] = (tmp_path / "other").rglob("*.safetensors")
+    entry.write_bytes(entry.read_bytes()[:-8])
+    assert torch.equal(engine.answer_logits(["x", A, Q], [0], correction=path), expected)
 
 
 def test_a_correction_is_for_one_model_and_one_sink(model: BlockModel, tmp_path: Path) -> None:

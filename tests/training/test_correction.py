@@ -10,7 +10,7 @@ import torch
 from blockattn_rag.kv.context import assemble, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.model.correction import NUM_PLACES, places
+from blockattn_rag.model.correction import NUM_PLACES, Correction, places
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.training import correction as fitting
 from blockattn_rag.training.correction import fit_correction
@@ -71,18 +71,20 @@ def test_a_corrected_context_is_nearer_to_full_attention(model: BlockModel) -> N
 
 
 def distances(
-    model: BlockModel, contexts: list[list[list[int]]], correction: object
+    model: BlockModel, contexts: list[list[list[int]]], correction: Correction | None
 ) -> list[float]:
     """Squared differences between full attention's keys and the placed blocks', by layer."""
     before = sink_ids("head:2", model.tokenizer)
     sums = [0.0] * len(model.profile.layouts)
     for context in contexts:
         requests = [
-            EncodeRequest(ids, str(i), "", before if i else (), correction if i else None)  # type: ignore[arg-type]
-            for i, ids in enumerate(context)
+            EncodeRequest(ids, str(i), "", before if i else ()) for i, ids in enumerate(context)
         ]
-        blocks = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
-        placed = place([blocks[str(i)] for i in range(len(context))])
+        encoded = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
+        first, *others = [encoded[str(i)] for i in range(len(context))]
+        if correction is not None:
+            others = [correction.corrected(kv, model.profile.layouts) for kv in others]
+        placed = place([first, *others])
         [[full]] = model.encode([EncodeRequest([*chain(*context)], "", "")])
         for layer, (keys, _) in enumerate(assemble(placed, model.profile.layouts)):
             difference = (full.keys[layer] - keys)[:, len(context[0]) :]

@@ -6,17 +6,16 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.files.atomic import replacing
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.greedy import greedy_answers
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.training.distillation.divergence import TopPredictions, top_predictions
 
@@ -106,39 +105,12 @@ class Teacher:
             file.write(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
 
     def _compute(self, batch: Sequence[list[int]]) -> list[TeacherAnswer]:
-        """Answers from one run of transformers' ``generate``, padded on the left."""
-        model = self._model
-        rows = [torch.tensor(ids) for ids in batch]
-        ends = model.end_token_ids
-        ids = pad_sequence(rows, batch_first=True, padding_side="left")
-        mask = pad_sequence([torch.ones_like(r) for r in rows], True, padding_side="left")
-        with model.lock, torch.inference_mode():
-            run: Any = model.hf_model.generate
-            out = run(
-                ids.to(model.device),
-                attention_mask=mask.to(model.device),
-                max_new_tokens=self._max_new_tokens,
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                use_cache=True,
-                eos_token_id=sorted(ends) or None,
-                pad_token_id=min(ends, default=0),
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-            logits = torch.stack(out.logits, dim=1)  # [rows, answer tokens, vocab]
-            answers = out.sequences[:, ids.shape[1] :]
-            return [self._answer(row, of) for row, of in zip(answers, logits, strict=True)]
-
-    def _answer(self, ids: Tensor, logits: Tensor) -> TeacherAnswer:
-        """One row up to its end; padding follows."""
-        ends = self._model.end_token_ids
-        ended = (i for i, token in enumerate(ids.tolist()) if token in ends)
-        length = next(ended, len(ids) - 1) + 1
-        found = top_predictions(logits[:length], self._top_k)
-        return TeacherAnswer(ids[:length].cpu(), TopPredictions(*(t.cpu() for t in found)))
+        answers = []
+        for ids, logits in greedy_answers(self._model, batch, self._max_new_tokens):
+            found = top_predictions(logits, self._top_k)
+            kept = TopPredictions(*(tensor.cpu() for tensor in found))
+            answers.append(TeacherAnswer(ids.cpu(), kept))
+        return answers
 
 
 def _read(path: Path) -> TeacherAnswer | None:
