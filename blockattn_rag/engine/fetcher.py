@@ -212,18 +212,18 @@ class BlockFetcher:
         """Compute blocks, given with their token ids, batch by batch as ``BlockModel.encode``;
         those of no tokens are left out. A corrected block is made of the uncorrected one where
         that is stored."""
-        requests = []
-        corrected = {one.encoded_digest: one for one, _ in wanted if one.correction is not None}
+        requests: dict[str, EncodeRequest] = {}
+        waiting: dict[str, list[Wanted]] = {}  # a first block and a later one may be encoded alike
         for one, ids in wanted:
             encoded = self._encoded(one) if ids else None
             if encoded is not None:
                 yield [self._corrected(encoded, one)]
             elif ids:
-                requests.append(
-                    EncodeRequest(ids, one.encoded_digest, one.block.handle, one.sink_ids)
-                )
-        for batch in self._model.encode(requests, batch_tokens=batch_tokens):
-            yield [self._corrected(kv, corrected.get(kv.digest)) for kv in batch]
+                digest = one.encoded_digest
+                requests[digest] = EncodeRequest(ids, digest, one.block.handle, one.sink_ids)
+                waiting.setdefault(digest, []).append(one)
+        for batch in self._model.encode([*requests.values()], batch_tokens=batch_tokens):
+            yield [self._corrected(kv, one) for kv in batch for one in waiting[kv.digest]]
 
     def _encoded(self, one: Wanted) -> BlockKV | None:
         """What a correction is to change, where that is stored."""
@@ -237,8 +237,8 @@ class BlockFetcher:
             return None
         return None if stored is None else stored.to(self._model.device)
 
-    def _corrected(self, encoded: BlockKV, one: Wanted | None) -> BlockKV:
-        if one is None or one.correction is None:
+    def _corrected(self, encoded: BlockKV, one: Wanted) -> BlockKV:
+        if one.correction is None:
             return encoded
         return one.correction.corrected(encoded, self._model.profile.layouts)
 

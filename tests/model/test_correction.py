@@ -149,6 +149,17 @@ def test_what_is_stored_without_a_correction_is_corrected_and_not_computed_again
     assert not engine.contains(Block(B))
 
 
+def test_a_passage_that_opens_a_prompt_and_comes_again_is_two_blocks(tmp_path: Path) -> None:
+    """Without a BOS token both are encoded alike, and only the later one is corrected."""
+    model = BlockModel(tiny_model(), tiny_tokenizer(bos=False))
+    engine = BlockAttentionEngine(model, correction=saved(correction_of(model), tmp_path))
+    found = engine.answer_logits([A, A, Q], [0])  # neither was there
+    assert torch.equal(found, engine.answer_logits([A, A, Q], [0]))
+    apart = BlockAttentionEngine(model, engine.store, correction=engine.defaults.correction)
+    stats = apart.generate([A, A, Q], max_new_tokens=1).stats
+    assert (stats.hits, stats.misses, stats.reused_tokens) == (2, 0, 2 * len(A))
+
+
 def test_a_damaged_entry_is_not_corrected(model: BlockModel, tmp_path: Path) -> None:
     path = saved(correction_of(model), tmp_path)
     engine = BlockAttentionEngine(model, DirectoryStore(tmp_path / "kv"))
