@@ -14,7 +14,7 @@ from torch import Tensor
 from blockattn_rag.attention.merge_file import load_merge
 from blockattn_rag.engine.answer import Answer, Prepared
 from blockattn_rag.engine.audit import Auditor
-from blockattn_rag.engine.calibration import Calibration
+from blockattn_rag.engine.calibration import Calibration, file_digests
 from blockattn_rag.engine.fetcher import BlockFetcher, Fetched, how_encoded
 from blockattn_rag.engine.options import NO_READER, GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
@@ -142,7 +142,9 @@ class Runner:
         known = self._calibration
         if known is None or known.fingerprint != self._model.fingerprint:  # set otherwise since
             return None
-        return known.certificate(options, prompt)
+        found = known.certificate(options, prompt)
+        # The files that the settings name may have been replaced, too.
+        return found if found and file_digests(self._model, options) == known.digests else None
 
     def _promoted(
         self, context: Sequence[Block], question: Sequence[int], options: GenerateOptions

@@ -128,7 +128,11 @@ def test_calibrations_of_several_models_share_a_file(store: DirectoryStore) -> N
         (lambda found: _entry(found, more=1), "is damaged"),
         (lambda found: _entry(found, certificates=[]), "certificates 0, expected"),
         (lambda found: _entry(found, settings={"sink": "bos"}), "is damaged"),
-        (lambda found: _entry(found, certificates=[{**asdict(certificate()), "kl": "x"}]), "in kl"),
+        (lambda found: _entry(found, certificates=[{**asdict(certificate()), "kl": "x"}]), "for kl"),
+        (lambda found: _entry(found, certificates=[_numberless("passages")]), "for passages"),
+        (lambda found: _entry(found, certificates=[_numberless("recovery_low")]), "recovery_low"),
+        (lambda found: _entry(found, settings={**SETTINGS, "merge": None}), "no texts"),
+        (lambda found: _entry(found, digests=None), "is damaged"),
     ],
 )
 def test_a_file_that_is_none_is_refused_and_says_why(
@@ -142,6 +146,10 @@ def test_a_file_that_is_none_is_refused_and_says_why(
         read_calibrations(path)
     with pytest.raises(StoreError, match=message):
         write_calibration(path, calibration("2" * 64))
+
+
+def _numberless(name: str) -> dict[str, Any]:
+    return {**asdict(certificate()), name: None}
 
 
 def _entry(found: dict[str, Any], **changed: Any) -> dict[str, Any]:
@@ -356,3 +364,21 @@ def test_a_reader_that_is_gone_or_another_is_warned_of_and_not_used(
     folder.rename(tmp_path / "elsewhere")
     assert BlockAttentionEngine(model, store).calibration is None
     assert "its settings cannot be used" in caplog.text
+
+
+def test_a_reader_that_is_replaced_or_goes_while_it_is_in_use_is_certified_no_more(
+    store: DirectoryStore, model: BlockModel, tmp_path: Path
+) -> None:
+    folder = tmp_path / "reader"
+    reader = Reader.new(model.hf_model, rank=2, seed=1)
+    reader.save(folder, {"fingerprint": model.fingerprint})
+    settings = {**PLAIN_SETTINGS, "reader": str(folder)}
+    made = calibrated(model, store, settings=settings, digests={"reader": reader.digest})
+    engine = BlockAttentionEngine(model, store)
+    found = engine.generate(prompt(3), max_new_tokens=1).stats.certificate
+    assert found == made.certificates[0]
+    Reader.new(model.hf_model, rank=2, seed=2).save(folder, {"fingerprint": model.fingerprint})
+    assert engine.generate(prompt(3), max_new_tokens=1).stats.certificate is None
+    folder.rename(tmp_path / "elsewhere")
+    stats = engine.generate(prompt(3), reader="none", max_new_tokens=1).stats
+    assert (stats.hits, stats.certificate) == (4, None)
