@@ -128,9 +128,9 @@ def test_calibrations_of_several_models_share_a_file(store: DirectoryStore) -> N
         (lambda found: _entry(found, more=1), "is damaged"),
         (lambda found: _entry(found, certificates=[]), "certificates 0, expected"),
         (lambda found: _entry(found, settings={"sink": "bos"}), "is damaged"),
-        (lambda found: _entry(found, certificates=[{**asdict(certificate()), "kl": "x"}]), "for kl"),
-        (lambda found: _entry(found, certificates=[_numberless("passages")]), "for passages"),
-        (lambda found: _entry(found, certificates=[_numberless("recovery_low")]), "recovery_low"),
+        (lambda found: _entry(found, certificates=[_wrong("kl", "x")]), "for kl"),
+        (lambda found: _entry(found, certificates=[_wrong("passages", None)]), "for passages"),
+        (lambda found: _entry(found, certificates=[_wrong("recovery_low", None)]), "recovery_low"),
         (lambda found: _entry(found, settings={**SETTINGS, "merge": None}), "no texts"),
         (lambda found: _entry(found, digests=None), "is damaged"),
     ],
@@ -148,8 +148,8 @@ def test_a_file_that_is_none_is_refused_and_says_why(
         write_calibration(path, calibration("2" * 64))
 
 
-def _numberless(name: str) -> dict[str, Any]:
-    return {**asdict(certificate()), name: None}
+def _wrong(name: str, value: Any) -> dict[str, Any]:
+    return {**asdict(certificate()), name: value}
 
 
 def _entry(found: dict[str, Any], **changed: Any) -> dict[str, Any]:
