@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ logger = logging.getLogger("blockattn_rag")
 
 RUN, LOG, CHECKPOINTS = "run.json", "training_log.json", "checkpoints"
 """Settings of a run in its work folder; losses by step in a result; checkpoints of a run."""
+
+_OVERWRITE = "overwrite"  # in RUN, beside the settings
 
 
 def check_folders(config: FinetuneConfig) -> dict[str, Any]:
@@ -42,14 +44,32 @@ def check_folders(config: FinetuneConfig) -> dict[str, Any]:
         "evaluation data": [*map(_digest, config.eval_data)],
     }
     settings = json.loads(json.dumps(settings, default=str))
-    check_output(Path(config.output), config.overwrite)
-    _check_read(config)
-    check_work(config.work)
-    check_interrupted(config.work, settings, resume=config.resume, overwrite=config.overwrite)
+    check_run(Path(config.output), config.work, settings, config.resume, config.overwrite)
+    used = (config.model, resolve_name(config.model), *config.train_data, *config.eval_data)
+    check_used(Path(config.output), used)
     return settings
 
 
-def check_output(output: Path, overwrite: bool) -> None:
+def check_run(
+    output: Path, work: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool
+) -> None:
+    """Check that output and work folder may be written, before anything is computed.
+
+    Args:
+        settings: all that decides the result, as they are read back from a JSON file.
+
+    Raises:
+        FileExistsError: there is a result or an interrupted run, and it is to be neither replaced
+            nor resumed; or something else is there.
+        ValueError: the interrupted run was of other settings, or is damaged.
+    """
+    if os.path.lexists(work) and not (work / RUN).is_file():
+        raise FileExistsError(f"{work} is no work folder of a run (it has no {RUN}); move it away")
+    before = {} if overwrite else _interrupted(work, settings, resume)
+    _check_output(output, overwrite or bool(before.get(_OVERWRITE)))
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
     """Raises ``FileExistsError`` if there is something at ``output``, unless it is an earlier
     result or an empty folder and is to be overwritten."""
     if not os.path.lexists(output):
@@ -66,33 +86,22 @@ def check_output(output: Path, overwrite: bool) -> None:
         )
 
 
-def _check_read(config: FinetuneConfig) -> None:
-    """Raises ``ValueError`` if the model or data lie in the output folder."""
-    output = Path(config.output)
-    for used in map(
-        Path, (config.model, resolve_name(config.model), *config.train_data, *config.eval_data)
-    ):
-        if used.resolve().is_relative_to(output.resolve()):
-            raise ValueError(f"{output} holds {used}, which is read; choose another output")
+def check_used(output: Path, used: Iterable[str | Path]) -> None:
+    """Raises ``ValueError`` if something that a run reads or keeps lies in its output folder."""
+    for path in map(Path, used):
+        if path.resolve().is_relative_to(output.resolve()):
+            raise ValueError(f"{output} holds {path}, which is used; choose another output")
 
 
-def check_work(work: Path) -> None:
-    """Raises ``FileExistsError`` if ``work`` exists and is not the work folder of a run."""
-    if os.path.lexists(work) and not (work / RUN).is_file():
-        raise FileExistsError(f"{work} is no work folder of a run (it has no {RUN}); move it away")
+def _interrupted(work: Path, settings: Mapping[str, Any], resume: bool) -> Mapping[str, Any]:
+    """What the interrupted run in ``work`` noted; empty if there is none.
 
-
-def check_interrupted(
-    work: Path, settings: Mapping[str, Any], *, resume: bool, overwrite: bool
-) -> None:
-    """Raises an error if there is an interrupted run in ``work`` that is neither to be resumed nor
-    overwritten (``FileExistsError``), or cannot be resumed with these settings (``ValueError``).
-
-    ``settings``: all that decides the result, as they are read back from a JSON file.
+    Raises an error if it is not to be resumed (``FileExistsError``), or cannot be resumed with
+    these settings (``ValueError``).
     """
     run = work / RUN
-    if overwrite or not run.is_file():
-        return
+    if not run.is_file():
+        return {}
     if not resume:
         raise FileExistsError(
             f"{work} holds an interrupted run; go on with it (resume=True, --resume) or throw it "
@@ -110,6 +119,27 @@ def check_interrupted(
             f"the interrupted run in {work} had other settings for {', '.join(changed)}; give the "
             "same ones, or start again (overwrite=True, --overwrite)"
         )
+    return before
+
+
+def enter_work(work: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
+    """Make the work folder, empty unless resuming, and note in it the settings, and whether an
+    earlier result is to be replaced: a resumed run does what was asked of the first."""
+    if not resume:
+        remove_work(work)
+    work.mkdir(parents=True, exist_ok=True)
+    if not (work / RUN).is_file():
+        write_json(work / RUN, {**settings, _OVERWRITE: overwrite})
+
+
+def remove_work(work: Path) -> None:
+    """Remove the work folder. Its settings go last: what a kill leaves is known by them."""
+    for path in work.iterdir() if work.is_dir() else ():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != RUN:
+            path.unlink()
+    shutil.rmtree(work, ignore_errors=True)
 
 
 @contextmanager
@@ -119,15 +149,12 @@ def work_folder(config: FinetuneConfig, settings: dict[str, Any]) -> Iterator[No
     A run that fails before its first checkpoint leaves none: there is nothing to resume.
     Only one process of a run may enter: the one that writes.
     """
-    if not config.resume:
-        shutil.rmtree(config.work, ignore_errors=True)
-    config.work.mkdir(parents=True, exist_ok=True)
-    write_json(config.work / RUN, settings)
+    enter_work(config.work, settings, config.resume, config.overwrite)
     try:
         yield
     except BaseException:
         if not any((config.work / CHECKPOINTS).glob("checkpoint-*")):
-            shutil.rmtree(config.work, ignore_errors=True)
+            remove_work(config.work)
         raise
 
 
@@ -145,7 +172,10 @@ def replace_output(config: FinetuneConfig, result: Path) -> None:
     if output.exists():
         output.rename(replaced)
     result.rename(output)
-    shutil.rmtree(replaced if config.keep_checkpoints else config.work, ignore_errors=True)
+    if config.keep_checkpoints:
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        remove_work(config.work)
 
 
 def _digest(path: str | Path) -> str:

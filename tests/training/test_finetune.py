@@ -354,7 +354,7 @@ class TestRefusals:
             "train.jsonl": {"train_data": [str(out / "train.jsonl")]},
             "eval.jsonl": {"eval_data": [str(out / "eval.jsonl")]},
         }
-        with pytest.raises(ValueError, match="which is read"):
+        with pytest.raises(ValueError, match="which is used"):
             finetune(config(settings(folder, overwrite=True, **paths[used])))
         assert (out / used).exists()
 

@@ -23,6 +23,7 @@ from blockattn_rag.attention.context_merge import LearnedMerge
 from blockattn_rag.attention.merge_file import load_merge, save_merge
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.fetcher import ALONE, HowEncoded, how_encoded
+from blockattn_rag.engine.option_files import correction_digest, merge_digest
 from blockattn_rag.errors import DataError
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.model import BlockModel
@@ -41,7 +42,7 @@ from blockattn_rag.training.distillation.report import (
     AdaptReport,
     write_card,
 )
-from blockattn_rag.training.distillation.run_folder import check_run, replace_output, run_folder
+from blockattn_rag.training.distillation.run_folder import replace_output, run_folder
 from blockattn_rag.training.distillation.samples import Question, draw_samples, split
 from blockattn_rag.training.distillation.student import BlockSource, Student
 from blockattn_rag.training.distillation.teacher import Teacher
@@ -87,8 +88,9 @@ def adapt(
         **config.decisive(),
         "fingerprint": model.fingerprint,
         "material": _digest(material),
+        "the file of the correction": correction_digest(config.correction),
+        "the file of the merge": merge_digest(config.merge),
     }
-    check_run(config, settings)
     with run_folder(config, settings):
         return _Run(model, config, store, on_progress).run(material)
 
@@ -309,8 +311,8 @@ class _Run:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         save(staging)
+        write_json(staging / LOG, report.history)  # by which an earlier result is known
         if report.history:
-            write_json(staging / LOG, report.history)
             curve = [{k: v for k, v in e.items() if k != "eval_agreement"} for e in report.history]
             write_plot(curve, staging / "training_curves.png")
         write_card(self.config, report, staging / "README.md")

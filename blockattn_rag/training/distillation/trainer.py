@@ -132,6 +132,9 @@ class DistillationTrainer(Trainer):
             is_stale = 0 < self.config.patience <= stale_measurements(state.log_history)
             if state.global_step >= state.max_steps or is_stale:
                 self.state = state  # `train` would add one step more
+                # The path that is noted is of the interrupted run's working directory.
+                best = f"checkpoint-{state.best_global_step}"
+                state.best_model_checkpoint = str(checkpoint.parent / best)
                 self._load_best_model()
                 return
         self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

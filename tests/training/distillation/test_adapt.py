@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from blockattn_rag.training.distillation import adapt as module
 from blockattn_rag.training.distillation import questions
 from blockattn_rag.training.distillation.adapt import adapt
 from blockattn_rag.training.distillation.questions import Collection
+from blockattn_rag.training.distillation.report import AdaptReport
 from blockattn_rag.training.distillation.trainer import stale_measurements
 from tests.training.distillation.runs import (
     PASSAGES,
@@ -275,15 +278,24 @@ class TestInterruption:
             torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
 
     def test_a_run_that_ended_before_its_result_was_written_takes_no_further_step(
-        self, model: BlockModel, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        ended: list[AdaptReport] = []
+
+        def publish(_: Any, report: AdaptReport, save: Callable[[Path], None]) -> None:
+            save(tmp_path / "ended")
+            ended.append(report)
+            raise InterruptedError
+
+        monkeypatch.chdir(tmp_path)
         with monkeypatch.context() as patched:
-            patched.setattr(module._Run, "_publish", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                adapt(model, QUESTIONS, config(tmp_path / "out"))
+            patched.setattr(module._Run, "_publish", publish)
+            with pytest.raises(InterruptedError):
+                adapt(model, QUESTIONS, config(Path("out")))
+        monkeypatch.chdir("/")  # where a relative path of the checkpoints leads nowhere
         resumed = adapt(model, QUESTIONS, config(tmp_path / "out", resume=True))
-        assert resumed.history == json.loads((folder / "training_log.json").read_text())
-        for name, tensor in result(folder).items():
+        assert resumed.history == ended[0].history
+        for name, tensor in result(tmp_path / "ended").items():
             assert torch.equal(result(tmp_path / "out")[name], tensor), name
 
     def test_other_settings_or_questions_are_no_resumption(
@@ -297,6 +309,22 @@ class TestInterruption:
             adapt(model, QUESTIONS, config(output, resume=True, rank=2))
         with pytest.raises(ValueError, match="had other settings for material"):
             adapt(model, QUESTIONS[1:], config(output, resume=True))
+
+    def test_another_correction_in_the_same_file_is_no_resumption(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for samples in (2, 6):
+            adapt(
+                model, QUESTIONS, config(tmp_path / f"{samples}", fit="correction", samples=samples)
+            )
+        file = tmp_path / "kv.safetensors"
+        shutil.copy(tmp_path / "2" / "correction.safetensors", file)
+        monkeypatch.setattr(module._Run, "_publish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            adapt(model, QUESTIONS, config(tmp_path / "out", correction=str(file)))
+        shutil.copy(tmp_path / "6" / "correction.safetensors", file)
+        with pytest.raises(ValueError, match="had other settings for the file of the correction"):
+            adapt(model, QUESTIONS, config(tmp_path / "out", correction=str(file), resume=True))
 
     def test_a_result_is_replaced_only_if_asked_and_no_other_folder_is(
         self, model: BlockModel, tmp_path: Path
@@ -312,6 +340,60 @@ class TestInterruption:
         (tmp_path / "other" / "note.txt").write_text("mine")
         with pytest.raises(FileExistsError, match="no earlier result"):
             adapt(model, QUESTIONS, config(tmp_path / "other", overwrite=True))
+
+    def test_an_earlier_correction_is_replaced_if_asked(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        for overwrite in (False, True):
+            adapt(model, QUESTIONS, config(tmp_path / "out", fit="correction", overwrite=overwrite))
+
+    def test_a_run_that_replaces_a_result_is_resumed_however_often_it_is_interrupted(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        output = tmp_path / "out"
+        adapt(model, QUESTIONS, config(output, epochs=0.5))
+        with monkeypatch.context() as patched:
+            patched.setattr(module._Run, "_publish", lambda *_: 1 / 0)
+            for how in ("overwrite", "resume"):
+                with pytest.raises(ZeroDivisionError):
+                    adapt(model, QUESTIONS, config(output, **{how: True}))
+        before = result(output)
+        adapt(model, QUESTIONS, config(output, resume=True))
+        assert any(not torch.equal(t, before[name]) for name, t in result(output).items())
+        with pytest.raises(FileExistsError, match="exists; choose another output"):
+            adapt(model, QUESTIONS, config(output, resume=True))
+
+    def test_what_a_run_reads_or_keeps_does_not_lie_in_what_it_replaces(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        output = tmp_path / "out"
+        adapt(model, QUESTIONS, config(output, fit="correction"))
+        file = output / "correction.safetensors"
+        for used in ({"correction": str(file)}, {"answers": output / "answers"}):
+            with pytest.raises(ValueError, match="which is used; choose another output"):
+                adapt(model, QUESTIONS, config(output, overwrite=True, **used))
+        assert file.is_file()
+
+    def test_a_kill_while_the_work_folder_is_removed_leaves_a_work_folder(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        output, remove = tmp_path / "out", shutil.rmtree
+
+        def remove_files_and_end(path: Path, **how: Any) -> None:
+            if not output.exists():
+                return remove(path, **how)
+            for file in path.iterdir():
+                if file.is_file():
+                    file.unlink()
+            raise InterruptedError
+
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "rmtree", remove_files_and_end)
+            with pytest.raises(InterruptedError):
+                adapt(model, QUESTIONS, config(output, fit="correction"))
+        assert (output / "correction.safetensors").is_file()
+        adapt(model, QUESTIONS, config(output, fit="correction", overwrite=True))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def _kill(output: Path, stage: str) -> None:
