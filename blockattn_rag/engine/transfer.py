@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 
@@ -82,19 +81,20 @@ class _LayerwiseCopy:
 
     def _copy_layer(self, layer: int) -> None:
         for source, target in zip(self._sources, self.targets, strict=True):
-            filled = target.keys[layer], target.values[layer]
-            for states, empty in zip(source.states(layer), filled, strict=True):
+            source.stored(layer)  # waits for it
+            for states, empty in zip(source.tensors(layer), target.tensors(layer), strict=True):
                 empty.copy_(states if self._stream is None else pinned(states), non_blocking=True)
         if self._stream is not None:
             self._stream.mark()
 
     def _empty_copy(self, kv: BlockKV) -> BlockKV:
         """One piece of memory for all layers, so that a block can be freed by itself."""
-        states = [t for layer in zip(kv.keys, kv.values, strict=True) for t in layer]
+        layers = [kv.tensors(layer) for layer in range(kv.num_layers)]
         # Each begins at a multiple of the alignment, whatever the number type before it.
-        sizes = [-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in states]
+        sizes = [-(-t.nbytes // ALIGNMENT) * ALIGNMENT for layer in layers for t in layer]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-        parts = zip(states, torch.split(flat, sizes), strict=True)
-        copies = [part[: t.nbytes].view(t.dtype).view(t.shape) for t, part in parts]
-        keys, values, ids = tuple(copies[::2]), tuple(copies[1::2]), kv.token_ids.clone()
-        return replace(kv, keys=keys, values=values, token_ids=ids, pending_copy=self)
+        parts = iter(torch.split(flat, sizes))
+        copies = [
+            [next(parts)[: t.nbytes].view(t.dtype).view(t.shape) for t in layer] for layer in layers
+        ]
+        return kv.with_tensors(copies, pending_copy=self)

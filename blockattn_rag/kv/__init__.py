@@ -2,12 +2,15 @@
 
 from blockattn_rag.kv.block_kv import BlockKV, PendingCopy, store_key
 from blockattn_rag.kv.context import Assembly, Context, PlacedBlock, Positions, assemble, place
+from blockattn_rag.kv.quantization import KVDtype, KVScales
 from blockattn_rag.kv.rope import RotaryLayout, relative_error, rotate
 
 __all__ = [
     "Assembly",
     "BlockKV",
     "Context",
+    "KVDtype",
+    "KVScales",
     "PendingCopy",
     "PlacedBlock",
     "Positions",

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from blockattn_rag.kv.quantization import KVScales, dequantise, quantise
+
 
 class PendingCopy(Protocol):
     """A copy of keys and values to a device, made layer by layer while the model runs."""
@@ -28,13 +30,14 @@ class BlockKV:
 
     Args:
         keys: per layer ``[num_kv_heads, num_tokens, head_dim]``, rotated for positions
-            ``0..num_tokens-1``; model dtype.
+            ``0..num_tokens-1``; model dtype, or int8 if quantised.
         values: per layer, same shape but for the head size.
         token_ids: ``[num_tokens]``, int64, on the CPU: a hit needs no tokenising.
         fingerprint: identity of the model, tokenizer and dtype that computed it.
         digest: ``Block.digest`` of what was encoded; compared on every hit.
         handle: ``Block.handle``; lets ``store gc`` find the entries of a passage.
-        pending_copy: the copy that fills keys and values, if it may not be complete yet.
+        pending_copy: the copy that fills keys, values and scales, if it may not be complete yet.
+        scales: of a quantised block's keys and values; None: they are as the model computed them.
     """
 
     keys: tuple[Tensor, ...]
@@ -44,12 +47,62 @@ class BlockKV:
     digest: str
     handle: str
     pending_copy: PendingCopy | None = None
+    scales: KVScales | None = None
 
-    def states(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values; waits for a pending copy of that layer."""
+    def states(self, layer: int, *, exact_keys: bool = False) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values in the model's dtype; waits for a pending copy of that layer.
+
+        Those of a quantised block are new tensors, dequantised and rounded once. With
+        ``exact_keys`` its keys come in float32, for a caller who rotates them and rounds then.
+        """
+        keys, values = self.stored(layer)
+        scales = self.scales
+        if scales is None:
+            return keys, values
+        keys_dtype = torch.float32 if exact_keys else scales.dtype
+        return (
+            dequantise(keys, scales.keys[layer], keys_dtype),
+            dequantise(values, scales.values[layer], scales.dtype),
+        )
+
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values as they lie in memory, int8 in a quantised block; waits for a
+        pending copy of that layer."""
         if self.pending_copy is not None:
             self.pending_copy.wait(layer)
         return self.keys[layer], self.values[layer]
+
+    def tensors(self, layer: int) -> tuple[Tensor, ...]:
+        """A layer's keys and values, and the scales of both in a quantised block, as they lie in
+        memory. Does not wait for a pending copy."""
+        of_scales = self.scales and (self.scales.keys[layer], self.scales.values[layer])
+        return self.keys[layer], self.values[layer], *(of_scales or ())
+
+    def with_tensors(
+        self, layers: Sequence[Sequence[Tensor]], pending_copy: PendingCopy | None = None
+    ) -> BlockKV:
+        """This block in other memory: ``layers`` are as from ``tensors``, its token ids a copy."""
+        keys, values, *scales = zip(*layers, strict=True)
+        return replace(
+            self,
+            keys=keys,
+            values=values,
+            scales=self.scales and replace(self.scales, keys=scales[0], values=scales[1]),
+            token_ids=self.token_ids.clone(),
+            pending_copy=pending_copy,
+        )
+
+    def quantised(self) -> BlockKV:
+        """This block in int8 (``kv.quantization``); itself if it is quantised.
+
+        Raises:
+            ValueError: its keys and values are of several number types.
+        """
+        if self.scales is not None:
+            return self
+        states = [self.states(layer) for layer in range(self.num_layers)]
+        keys, values, scales = quantise(*zip(*states, strict=True))
+        return replace(self, keys=keys, values=values, scales=scales, pending_copy=None)
 
     @property
     def key(self) -> str:
@@ -70,13 +123,17 @@ class BlockKV:
 
     @property
     def token_outline(self) -> tuple[tuple[int, int, torch.dtype], ...]:
-        """Heads, head size and number type of each layer's keys, and then values."""
-        return outline((*self.keys, *self.values))
+        """Heads, head size and number type of each layer's keys, and then values, as ``states``
+        gives them."""
+        found = outline((*self.keys, *self.values))
+        if self.scales is None:
+            return found
+        return tuple((heads, size, self.scales.dtype) for heads, size, _ in found)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+        """Bytes of keys, values and scales."""
+        return sum(t.nbytes for layer in range(self.num_layers) for t in self.tensors(layer))
 
     def to(self, device: torch.device) -> BlockKV:
         """This block on ``device``; itself if it is there."""
@@ -84,11 +141,11 @@ class BlockKV:
 
     def copy_to(self, device: torch.device) -> BlockKV:
         """A copy on ``device`` that shares no memory with this one, not even its token ids."""
-        layers = range(self.num_layers)
-        keys, values = zip(*(self.states(layer) for layer in layers), strict=True)
-        copies, ids = _copies((*keys, *values), device), self.token_ids.clone()
-        keys, values = copies[: len(layers)], copies[len(layers) :]
-        return replace(self, keys=keys, values=values, token_ids=ids, pending_copy=None)
+        for layer in range(self.num_layers):
+            self.stored(layer)  # waits for it
+        layers = [self.tensors(layer) for layer in range(self.num_layers)]
+        copies = iter(_copies([t for layer in layers for t in layer], device))
+        return self.with_tensors([[next(copies) for _ in layer] for layer in layers])
 
 
 def outline(states: Sequence[Tensor]) -> tuple[tuple[int, int, torch.dtype], ...]:
@@ -101,10 +158,13 @@ def store_key(fingerprint: str, digest: str) -> str:
     return hashlib.sha256(f"{fingerprint}:{digest}".encode()).hexdigest()
 
 
-def _copies(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """Copies on ``device`` in one piece of memory, made by one transfer."""
-    if len({t.dtype for t in tensors}) > 1:  # joining them would convert them to the widest
-        return tuple(t.to(device, copy=True) for t in tensors)
-    joined = torch.cat([t.reshape(-1) for t in tensors]).to(device)
-    parts = torch.split(joined, [t.numel() for t in tensors])
-    return tuple(part.view(t.shape) for part, t in zip(parts, tensors, strict=True))
+def _copies(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies on ``device``: for each number type one piece of memory, made by one transfer."""
+    copies = list(tensors)
+    for dtype in {t.dtype for t in tensors}:
+        places = [place for place, t in enumerate(tensors) if t.dtype == dtype]
+        joined = torch.cat([tensors[place].reshape(-1) for place in places]).to(device)
+        parts = torch.split(joined, [tensors[place].numel() for place in places])
+        for place, part in zip(places, parts, strict=True):
+            copies[place] = part.view(tensors[place].shape)
+    return copies

@@ -65,8 +65,9 @@ def assemble(context: Context, layouts: Sequence[RotaryLayout]) -> Iterator[tupl
 
     Yields:
         Keys re-encoded by each block's shift, and values, both ``[num_kv_heads, tokens, head_dim]``
-        in the blocks' dtype. The stored tensors are not written; a context of one unshifted block
-        yields the stored tensors themselves.
+        in the blocks' dtype. Quantised blocks are dequantised, their keys rotated and then rounded,
+        once. The stored tensors are not written; a context of one unshifted block that is not
+        quantised yields the stored tensors themselves.
     """
     angles: Angles = {}
     for index, layout in enumerate(layouts):
@@ -77,13 +78,16 @@ def joined_states(
     blocks: Sequence[PlacedBlock], layer: int, layout: RotaryLayout, angles: Angles
 ) -> tuple[Tensor, Tensor]:
     """One layer of :func:`assemble`; ``angles`` has those of earlier layers and takes new ones."""
-    states = [block.kv.states(layer) for block in blocks]
+    rotates = layout.rotates and any(block.shift for block in blocks)
+    states = [block.kv.states(layer, exact_keys=rotates) for block in blocks]
     keys, values = states[0]
     if len(states) > 1:
         keys, values = (torch.cat(tensors, dim=-2) for tensors in zip(*states, strict=True))
-    if layout.rotates and any(block.shift for block in blocks):
-        if layout not in angles:
-            shifts = [torch.full((b.kv.num_tokens,), b.shift) for b in blocks]
-            angles[layout] = layout.cos_sin(torch.cat(shifts), keys.device)
-        keys = rotate(keys, *angles[layout], layout)
-    return keys, values
+    if not rotates:
+        return keys, values
+    if layout not in angles:
+        shifts = [torch.full((b.kv.num_tokens,), b.shift) for b in blocks]
+        angles[layout] = layout.cos_sin(torch.cat(shifts), keys.device)
+    rotated = rotate(keys, *angles[layout], layout)
+    scales = next((b.kv.scales for b in blocks if b.kv.scales is not None), None)
+    return rotated if scales is None else rotated.to(scales.dtype), values
