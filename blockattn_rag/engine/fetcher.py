@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakSet
 
 from blockattn_rag.engine.options import NO_CORRECTION, OnMiss
+from blockattn_rag.engine.tokenised import remembering
 from blockattn_rag.engine.transfer import to_device
 from blockattn_rag.errors import MissError, StoreError
-from blockattn_rag.kv.block_kv import BlockKV, store_key
+from blockattn_rag.kv.block_kv import BlockKV, corrected_digest, store_key, token_digest
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.prompts.blocks import Block, Origin
-from blockattn_rag.prompts.sinks import FIRST_BLOCK, NO_SINK, digest_after, sink_ids
-from blockattn_rag.store.base import KVStore, keep
-from blockattn_rag.store.device_cache import with_device_cache
+from blockattn_rag.prompts.sinks import FIRST_BLOCK, NO_SINK, sink_ids
+from blockattn_rag.store.base import Found, KVStore, get_many, keep, touch
+from blockattn_rag.store.device_cache import DeviceCache, with_device_cache
+from blockattn_rag.store.namespaces import OPEN, Access
 
 logger = logging.getLogger("blockattn_rag")
+
+
+Name = tuple[str, str]
+"""Namespace and digest of a block: what tells it from others of one model."""
 
 
 class Fetched(NamedTuple):
     """The KV of a prompt's context blocks, in order.
 
-    ``missed``: the tokens of each block that had to be computed, by digest.
+    ``missed``: the tokens of each block that had to be computed, by name.
     """
 
     blocks: list[BlockKV]
-    missed: Mapping[str, int]
+    missed: Mapping[Name, int]
 
     @property
     def hits(self) -> int:
@@ -51,10 +58,10 @@ class Fetched(NamedTuple):
         return sum(kv.num_tokens for kv in self.blocks) - sum(self._own_missed.values())
 
     @property
-    def _own_missed(self) -> dict[str, int]:
+    def _own_missed(self) -> dict[Name, int]:
         """Of ``missed``, what is among ``blocks``: a promoted passage may have been computed."""
-        digests = {kv.digest for kv in self.blocks}
-        return {digest: tokens for digest, tokens in self.missed.items() if digest in digests}
+        names = {(kv.namespace, kv.digest) for kv in self.blocks}
+        return {name: tokens for name, tokens in self.missed.items() if name in names}
 
 
 class HowEncoded(NamedTuple):
@@ -84,40 +91,64 @@ def how_encoded(model: BlockModel, sink: str, correction: str) -> HowEncoded:
 class Wanted(NamedTuple):
     """A block to look up.
 
-    ``encoded_digest``: of the block before a correction changes it; ``first``: it opens a prompt;
-    ``sink_ids``: it is encoded after these; ``correction``: what corrects it; ``origin``: decides
-    where it may be kept, and is that of the first block where that is the sink.
+    ``ids``: its token ids, none if it has no keys and values; ``digest``: of these and of how it is
+    encoded; ``encoded_digest``: the same before a correction changes it; ``namespaces``: where to
+    look, the first one is its own; ``keys``: in each of these; ``sink_ids``: it is encoded after
+    these; ``correction``: what corrects it; ``origin``: decides where it may be kept, and is that
+    of the first block where that is the sink.
     """
 
-    key: str
+    keys: tuple[str, ...]
+    namespaces: tuple[str, ...]
+    ids: list[int]
     digest: str
     encoded_digest: str
     block: Block
-    first: bool
     sink_ids: Sequence[int]
     correction: Correction | None
     origin: Origin
+
+    @property
+    def key(self) -> str:
+        """Where it is stored."""
+        return self.keys[0]
+
+    @property
+    def name(self) -> Name:
+        return self.namespaces[0], self.digest
 
 
 # What a miss may write to a store; a block of any other origin is private to its prompt.
 _STORABLE: frozenset[Origin] = frozenset({"passage"})
 
+# What shares a namespace with passages, because no user writes it.
+_COMMON: frozenset[Origin] = frozenset({"passage", "system"})
+
 _MOST_TO_STORE = 4096
 
 
 class BlockFetcher:
-    """A model and a store, and the promise that what comes out is this model's KV of this text.
+    """A model and a store, and the promise that what comes out is this model's KV of these tokens.
 
     Args:
         store: where blocks are stored.
         resident_bytes: keep as many bytes of blocks ready in memory, if the store itself does not
             hold them there; see ``DeviceCache``.
+        access: in which namespaces blocks are read and stored, and whether any is stored.
     """
 
-    def __init__(self, model: BlockModel, store: KVStore, resident_bytes: int = 0) -> None:
+    def __init__(
+        self, model: BlockModel, store: KVStore, resident_bytes: int = 0, access: Access = OPEN
+    ) -> None:
         self.store = store
+        self.access = access
         self._model = model
-        self._cache = with_device_cache(store, resident_bytes)
+        self._cache = (
+            DeviceCache(store, resident_bytes or 1)  # a store in memory is not written either
+            if access.read_only
+            else with_device_cache(store, resident_bytes)
+        )
+        self._tokenised = remembering(model.tokenizer)
         self._checked: WeakSet[BlockKV] = WeakSet()  # blocks never change: once is enough
         self._sinks: dict[str, Sequence[int]] = {}
         # Keys of blocks that are stored when they are computed or come again, whatever their
@@ -126,7 +157,12 @@ class BlockFetcher:
 
     def contains(self, block: Block, *, first: bool = False, how: HowEncoded = ALONE) -> bool:
         """Whether there is an entry for the block; whether it is sound is seen when it is read."""
-        return self.wanted([block], as_prompt=first, how=how)[0].key in self.store
+        (one,) = self.wanted([block], as_prompt=first, how=how)
+        return any(key in self.store for key in one.keys)
+
+    def touch(self, one: Wanted) -> bool:
+        """Whether there is an entry that looks sound; it counts as used now."""
+        return any(touch(self.store, key) for key in one.keys)
 
     def fetch(
         self,
@@ -148,37 +184,33 @@ class BlockFetcher:
                 there are too many. Default: a context may have any length.
             how: how blocks are encoded.
         """
-        wanted = self.wanted(context, as_prompt=True, how=how)
-        distinct = {one.digest: one for one in wanted}
-        found = self._look_up(distinct.values())
-        absent = [one for one in distinct.values() if found[one.digest] is None]
         # A text of no tokens has no KV: nothing is missing, and it leaves no trace in the prompt.
-        missing = [(one, ids) for one in absent if (ids := self.token_ids(one))]
-        passages = [one for one, _ in missing if one.block.origin in _STORABLE]
+        wanted = [one for one in self.wanted(context, as_prompt=True, how=how) if one.ids]
+        distinct = {one.name: one for one in wanted}
+        found = self._look_up(distinct.values())
+        missing = [one for one in distinct.values() if one.name not in found]
+        passages = [one for one in missing if one.block.origin in _STORABLE]
         if passages and on_miss == "error":
             raise MissError(
-                f"{len(passages)} of {len(wanted)} blocks are not in the store and "
+                f"{len(passages)} of {len(context)} blocks are not in the store and "
                 f"on_miss='error'; the first is {passages[0].block.text[:60]!r}. Encode them "
                 "before (engine.encode), or use on_miss='compute'"
             )
-        sizes = {one.digest: len(ids) for one, ids in missing}
-        sizes |= {digest: kv.num_tokens for digest, kv in found.items() if kv is not None}
         if check_room is not None:
-            check_room(sum(sizes.get(one.digest, 0) for one in wanted))
+            check_room(sum(len(one.ids) for one in wanted))
         for batch in self.encode(missing):
-            for computed in batch:
-                self._keep(computed, distinct[computed.digest].origin)
-                found[computed.digest] = computed
-        blocks = [kv for one in wanted if (kv := found[one.digest]) is not None]
-        missed = {one.digest: len(ids) for one, ids in missing}
-        return Fetched(blocks, missed)
+            for one, computed in batch:
+                self._keep(computed, one.origin)
+                found[one.name] = computed
+        missed = {one.name: len(one.ids) for one in missing}
+        return Fetched([found[one.name] for one in wanted], missed)
 
     def wanted(
         self, blocks: Sequence[Block], *, as_prompt: bool, how: HowEncoded = ALONE
     ) -> list[Wanted]:
         """What to look up for blocks; ``as_prompt``: the first of them opens a prompt."""
         # Read once, because the model checks at each reading whether its weights have changed.
-        fingerprint, has_bos = self._model.fingerprint, bool(self._model.tokenizer.prefix_ids)
+        fingerprint = self._model.fingerprint
         has_sink = len(blocks) > as_prompt  # the first block of a prompt has none
         sink_ids = self._sink_ids(how.sink, blocks if as_prompt else ()) if has_sink else ()
         is_whole = how.sink == FIRST_BLOCK and as_prompt  # the first block is the sink
@@ -188,94 +220,112 @@ class BlockFetcher:
             first = as_prompt and index == 0
             before, correction = ((), None) if first else (sink_ids, how.correction)
             origin = block.origin if head is None else head.origin
-            # Without BOS, a block is the same at the start of a prompt as later.
-            encoded = digest_after(before, block.digest(first=first and has_bos))
-            digest = encoded if correction is None else correction.digest_of(encoded)
-            key = store_key(fingerprint, digest)
-            one = Wanted(key, digest, encoded, block, first, before, correction, origin)
-            wanted.append(one)
+            ids, digest = self._tokenised(block, first)
+            encoded = token_digest(ids, before) if before else digest
+            digest = corrected_digest(encoded, correction.digest) if correction else encoded
+            names = self.access.namespaces(private=origin not in _COMMON)
+            keys = tuple(store_key(fingerprint, digest, name) for name in names)
+            wanted.append(
+                Wanted(keys, names, ids, digest, encoded, block, before, correction, origin)
+            )
         return wanted
 
     def _sink_ids(self, sink: str, prompt: Sequence[Block]) -> Sequence[int]:
         if sink == FIRST_BLOCK and prompt:
-            return self._model.tokenizer.block_ids(prompt[0], first=True)
+            return self._tokenised(prompt[0], True).ids
         if sink not in self._sinks:
             self._sinks[sink] = sink_ids(sink, self._model.tokenizer)
         return self._sinks[sink]
 
-    def token_ids(self, one: Wanted) -> list[int]:
-        return self._model.tokenizer.block_ids(one.block, first=one.first)
-
     def encode(
-        self, wanted: Sequence[tuple[Wanted, list[int]]], batch_tokens: int | None = None
-    ) -> Iterator[list[BlockKV]]:
-        """Compute blocks, given with their token ids, batch by batch as ``BlockModel.encode``;
-        those of no tokens are left out. A corrected block is made of the uncorrected one where
-        that is stored."""
+        self, wanted: Sequence[Wanted], batch_tokens: int | None = None
+    ) -> Iterator[list[tuple[Wanted, BlockKV]]]:
+        """Compute blocks, batch by batch as ``BlockModel.encode``; those of no tokens are left out.
+
+        A corrected block is made of the uncorrected one where that is stored.
+        """
         requests: dict[str, EncodeRequest] = {}
-        waiting: dict[str, list[Wanted]] = {}  # a first block and a later one may be encoded alike
-        for one, ids in wanted:
-            encoded = self._encoded(one) if ids else None
+        waiting: dict[str, list[Wanted]] = {}  # blocks of the same tokens may be kept apart
+        for one in wanted:
+            encoded = self._encoded(one) if one.ids else None
             if encoded is not None:
-                yield [self._corrected(encoded, one)]
-            elif ids:
+                yield [(one, self._finished(encoded, one))]
+            elif one.ids:
                 digest = one.encoded_digest
-                requests[digest] = EncodeRequest(ids, digest, one.block.handle, one.sink_ids)
+                requests[digest] = EncodeRequest(one.ids, digest, one.block.handle, one.sink_ids)
                 waiting.setdefault(digest, []).append(one)
         for batch in self._model.encode([*requests.values()], batch_tokens=batch_tokens):
-            yield [self._corrected(kv, one) for kv in batch for one in waiting[kv.digest]]
+            yield [(one, self._finished(kv, one)) for kv in batch for one in waiting[kv.digest]]
 
     def _encoded(self, one: Wanted) -> BlockKV | None:
-        """What a correction is to change, where that is stored."""
+        """What a correction is to change, where that is stored as the model computed it."""
         if one.correction is None:
             return None
-        key = store_key(self._model.fingerprint, one.encoded_digest)
+        key = store_key(self._model.fingerprint, one.encoded_digest, one.namespaces[0])
         try:
             if (stored := self.store.get(key)) is not None:
-                self._check(stored, one._replace(key=key, digest=one.encoded_digest))
+                self._check(stored, key, one.ids)
         except StoreError:  # told to whoever asks for that entry itself
             return None
-        return None if stored is None else stored.to(self._model.device)
+        if stored is None or stored.scales is not None:  # what was rounded is not changed again
+            return None
+        return stored.to(self._model.device)
 
-    def _corrected(self, encoded: BlockKV, one: Wanted) -> BlockKV:
-        if one.correction is None:
-            return encoded
-        return one.correction.corrected(encoded, self._model.profile.layouts)
+    def _finished(self, encoded: BlockKV, one: Wanted) -> BlockKV:
+        """A block as it is kept."""
+        if one.correction is not None:
+            encoded = one.correction.corrected(encoded, self._model.profile.layouts)
+        handle, namespace = one.block.handle, one.namespaces[0]
+        return replace(encoded, digest=one.digest, handle=handle, namespace=namespace)
 
-    def _look_up(self, wanted: Collection[Wanted]) -> dict[str, BlockKV | None]:
-        """Each block's KV by its digest, on the model's device; None if it must be computed."""
-        found = {one.digest: self._read(one) for one in wanted}
+    def _look_up(self, wanted: Collection[Wanted]) -> dict[Name, BlockKV]:
+        """The KV of the blocks that are stored, by name, on the model's device."""
+        read: dict[Name, BlockKV] = {}
+        for place in range(1 + len(self.access.read_namespaces)):
+            asked = [one for one in wanted if one.name not in read and place < len(one.keys)]
+            keys = [one.keys[place] for one in asked]
+            answers = get_many(self._cache, keys) if keys else []
+            for one, key, answer in zip(asked, keys, answers, strict=True):
+                if (kv := self._sound(answer, key, one)) is not None:
+                    read[one.name] = kv
         device = self._model.device
-        elsewhere = [kv for kv in found.values() if kv is not None and kv.device != device]
-        for kv in to_device(elsewhere, device):
+        elsewhere = [name for name, kv in read.items() if kv.device != device]
+        moved = to_device([read[name] for name in elsewhere], device)
+        for name, kv in zip(elsewhere, moved, strict=True):
             keep(self._cache, kv.key, kv)
-            found[kv.digest] = kv
-        return found
+            read[name] = kv
+        return read
 
-    def _read(self, one: Wanted) -> BlockKV | None:
-        """The stored KV if it is sound and is what was asked for. A bad entry is a miss."""
+    def _sound(self, answer: Found, key: str, one: Wanted) -> BlockKV | None:
+        """What the store said, if it is sound and is what was asked for. A bad entry is a miss."""
         try:
-            if (kv := self._cache.get(one.key)) is not None:
-                self._check(kv, one)
+            if isinstance(answer, StoreError):
+                raise answer
+            if answer is not None:
+                self._check(answer, key, one.ids)
         except StoreError as error:
-            logger.warning("%s. The block is computed again and the entry overwritten.", error)
+            done = "kept in memory" if self.access.read_only else "the entry overwritten"
+            logger.warning("%s. The block is computed again and %s.", error, done)
             self._to_store.add(one.key)
             return None
-        if kv is not None and one.key in self._to_store:
-            self._store(kv)
-        return kv
+        if answer is not None and key in self._to_store:
+            self._store(answer)
+        return answer
 
-    def _check(self, kv: BlockKV, one: Wanted) -> None:
+    def _check(self, kv: BlockKV, key: str, ids: list[int]) -> None:
         """Refuse, by a StoreError, KV that is not what was asked for."""
-        if kv.key != one.key or kv.digest != one.digest:
+        if kv.key != key:
             raise StoreError(
-                f"The store holds under {one.key} another block or another model's KV (digest "
+                f"The store holds under {key} another block or another model's KV (digest "
                 f"{kv.digest[:12]}, fingerprint {kv.fingerprint[:12]})"
             )
-        if kv not in self._checked and not self._model.could_have_computed(kv):
+        if kv in self._checked:
+            return
+        if kv.token_ids.tolist() != ids:
+            raise StoreError(f"The store holds under {key} the KV of other tokens")
+        if not self._model.could_have_computed(kv):
             raise StoreError(
-                f"The store holds under {one.key} keys and values of another shape than this "
-                "model's"
+                f"The store holds under {key} keys and values of another shape than this model's"
             )
         self._checked.add(kv)
 
@@ -295,6 +345,9 @@ class BlockFetcher:
     def _store(self, kv: BlockKV) -> None:
         """Store a block. That it cannot be stored is no reason not to answer."""
         self._to_store.discard(kv.key)
+        if self.access.read_only:
+            keep(self._cache, kv.key, kv)
+            return
         try:
             self._cache.put(kv.key, kv)
         except StoreError as error:

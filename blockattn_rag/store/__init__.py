@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING
 from blockattn_rag.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from blockattn_rag.store.base import KVStore, StoreStats, TouchableStore
-    from blockattn_rag.store.directory import DirectoryStore, EntryInfo
+    from blockattn_rag.store.base import (
+        BatchStore,
+        EntryInfo,
+        KVStore,
+        MaintainedStore,
+        StoredEntry,
+        StoreStats,
+        TouchableStore,
+    )
+    from blockattn_rag.store.directory import DirectoryStore
     from blockattn_rag.store.maintenance import (
         GcReport,
         ShrinkReport,
@@ -27,8 +35,8 @@ DEFAULT_RESIDENT_BYTES = 1 << 30
 """What an engine keeps ready on the model's device of the blocks that it read: 1 GiB."""
 
 _HOMES = {
-    "base": "KVStore StoreStats TouchableStore",
-    "directory": "DirectoryStore EntryInfo",
+    "base": "BatchStore EntryInfo KVStore MaintainedStore StoreStats StoredEntry TouchableStore",
+    "directory": "DirectoryStore",
     "maintenance": "GcReport ShrinkReport VerifyReport gc shrink verify",
     "memory": "MemoryStore",
 }
@@ -36,13 +44,16 @@ _HOMES = {
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
     "DEFAULT_RESIDENT_BYTES",
+    "BatchStore",
     "DirectoryStore",
     "EntryInfo",
     "GcReport",
     "KVStore",
+    "MaintainedStore",
     "MemoryStore",
     "ShrinkReport",
     "StoreStats",
+    "StoredEntry",
     "TouchableStore",
     "VerifyReport",
     "gc",

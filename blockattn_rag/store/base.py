@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
+from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 
 logger = logging.getLogger("blockattn_rag")
@@ -36,7 +37,8 @@ class StoreStats:
 class KVStore(Protocol):
     """A map from store keys (``kv.store_key``) to ``BlockKV``. Safe to use from many threads.
 
-    A store that forgets or collects entries should also have ``touch``: see ``TouchableStore``.
+    A store that forgets or collects entries should also have ``touch``: see ``TouchableStore``;
+    one that is far away ``get_many``: see ``BatchStore``.
     """
 
     def get(self, key: str) -> BlockKV | None:
@@ -77,6 +79,70 @@ class TouchableStore(KVStore, Protocol):
         """
 
 
+Found: TypeAlias = BlockKV | StoreError | None
+"""What a store says to one of many keys: the entry; None where there is none; the StoreError that
+``get`` would raise, so that one bad entry does not hide the others."""
+
+
+@runtime_checkable
+class BatchStore(KVStore, Protocol):
+    """A ``KVStore`` that answers for many keys faster than for one after the other."""
+
+    def get_many(self, keys: Sequence[str]) -> list[Found]:
+        """As ``get`` for each key, in order."""
+
+
+class StoredEntry(NamedTuple):
+    """What a listing says of an entry. ``nbytes``: as it is stored; ``used_ns``: when it was last
+    used, nanoseconds since 1970, as far as the store knows (see its ``entries``)."""
+
+    key: str
+    nbytes: int
+    used_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class EntryInfo:
+    """What an entry says of itself in its header, and its listing.
+
+    Args:
+        nbytes: size of the stored entry.
+        used_ns: as ``StoredEntry``.
+        age_s: seconds since then.
+    """
+
+    key: str
+    handle: str
+    digest: str
+    fingerprint: str
+    num_tokens: int
+    nbytes: int
+    used_ns: int
+    age_s: float
+
+
+@runtime_checkable
+class MaintainedStore(KVStore, Protocol):
+    """A ``KVStore`` that can be looked after: listed, checked and swept, without holding the names
+    of all its entries in memory."""
+
+    def entries(self) -> Iterator[StoredEntry]:
+        """All entries, as they are listed. One that goes meanwhile may be missing."""
+
+    def describe(self, key: str) -> EntryInfo | None:
+        """What the entry's header says, without reading its tensors; None if there is none.
+
+        Raises:
+            StoreError: as ``get``.
+        """
+
+    def peek(self, key: str) -> BlockKV | None:
+        """As ``get``, but looking at an entry is no use of it."""
+
+    def discard(self, key: str, used_ns: int) -> bool:
+        """Delete an entry unless it was used or replaced since ``used_ns``; True if deleted."""
+
+
 @runtime_checkable
 class ResidentStore(KVStore, Protocol):
     """A ``KVStore`` that holds blocks in the memory of this process, ready for a model."""
@@ -88,6 +154,21 @@ class ResidentStore(KVStore, Protocol):
 def touch(store: KVStore, key: str) -> bool:
     """Whether a store has an entry to be reused, which is marked as used now if the store can."""
     return store.touch(key) if isinstance(store, TouchableStore) else key in store
+
+
+def get_or_error(store: KVStore, key: str) -> Found:
+    """As ``get``, but a StoreError is returned."""
+    try:
+        return store.get(key)
+    except StoreError as error:
+        return error
+
+
+def get_many(store: KVStore, keys: Sequence[str]) -> list[Found]:
+    """What a store says to each of many keys: one call where it has one, else one by one."""
+    if isinstance(store, BatchStore):
+        return store.get_many(keys)
+    return [get_or_error(store, key) for key in keys]
 
 
 def keep(store: KVStore, key: str, kv: BlockKV) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.base import KVStore, ResidentStore, StoreStats, touch
+from blockattn_rag.store.base import Found, KVStore, ResidentStore, StoreStats, get_many, touch
 from blockattn_rag.store.memory import MemoryStore
 
 logger = logging.getLogger("blockattn_rag")
@@ -53,11 +53,26 @@ class DeviceCache:
 
     def get(self, key: str) -> BlockKV | None:
         """The block, from memory or else from the store."""
+        kv = self._resident(key)
+        return kv if kv is not None else self._read(key, self._store.get(key))
+
+    def get_many(self, keys: Sequence[str]) -> list[Found]:
+        """As ``get`` for each key; the store is asked once, for all that are not in memory."""
+        found: dict[str, Found] = {key: self._resident(key) for key in keys}
+        absent = [key for key, kv in found.items() if kv is None]
+        for key, answer in zip(absent, get_many(self._store, absent), strict=True):
+            found[key] = self._read(key, answer) if isinstance(answer, BlockKV) else answer
+        return [found[key] for key in keys]
+
+    def _resident(self, key: str) -> BlockKV | None:
         kv = self._kept.get(key)
-        if kv is not None and not (kv.pending_copy is not None and kv.pending_copy.failed):
-            self._tell_of_use(key)
-            return kv
-        kv = self._store.get(key)
+        if kv is None or (kv.pending_copy is not None and kv.pending_copy.failed):
+            return None
+        self._tell_of_use(key)
+        return kv
+
+    def _read(self, key: str, kv: BlockKV | None) -> BlockKV | None:
+        """Keep what was read from the store."""
         if kv is not None:
             with suppress(ValueError):  # not the block of this key: the caller's to judge
                 self.keep(key, kv)

@@ -10,7 +10,6 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
@@ -18,7 +17,14 @@ from blockattn_rag.errors import FingerprintMismatchError, StoreError
 from blockattn_rag.files.atomic import is_temporary, replacing, sync
 from blockattn_rag.kv.block_kv import BlockKV, store_key
 from blockattn_rag.store import files
-from blockattn_rag.store.base import StoreStats, check_key_of, is_key, warn_of_refused
+from blockattn_rag.store.base import (
+    EntryInfo,
+    StoredEntry,
+    StoreStats,
+    check_key_of,
+    is_key,
+    warn_of_refused,
+)
 from blockattn_rag.store.checks import check_storable, is_finite
 from blockattn_rag.store.eviction import SizeBound, StoredFile
 from blockattn_rag.store.format import FORMAT, VERSION, Header, decode, encode, read_header
@@ -35,27 +41,6 @@ _SHARD = re.compile(r"[0-9a-f]{2}")
 # (``touch``) so often: a store that is mostly read must not be written for every hit.
 _MARK_READ_S = 60.0
 _MARK_TOUCHED_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class EntryInfo:
-    """What an entry says of itself in its header, and its file.
-
-    Args:
-        nbytes: size of the file.
-        used_ns: when the entry was last used, nanoseconds since 1970: written, read (known to a
-            minute) or touched. It is the modification time of the file.
-        age_s: seconds since then.
-    """
-
-    key: str
-    handle: str
-    digest: str
-    fingerprint: str
-    num_tokens: int
-    nbytes: int
-    used_ns: int
-    age_s: float
 
 
 class DirectoryStore:
@@ -188,6 +173,11 @@ class DirectoryStore:
         for path in self._names():
             if _is_entry(path) and (status := _status(path)) is not None:
                 yield StoredFile(path, status.st_size, status.st_mtime_ns)
+
+    def entries(self) -> Iterator[StoredEntry]:
+        """The entries: one ``stat`` each. ``used_ns`` is the file's modification time: written,
+        read (known to a minute) or touched."""
+        return (StoredEntry(file.path.stem, file.nbytes, file.used_ns) for file in self.files())
 
     def stats(self) -> StoreStats:
         """Counts the files: one ``stat`` each."""
