@@ -13,7 +13,7 @@ are seen). Kernels for CUDA are in ``attention.cuda``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -100,7 +100,7 @@ def single_softmax(
 
 
 def online_softmax(
-    part: Partial, queries: Tensor, states: Sequence[tuple[Tensor, Tensor]]
+    part: Partial, queries: Tensor, states: Iterable[tuple[Tensor, Tensor]], longest: int
 ) -> Tensor:
     """Attention over several sets of keys, and over the keys of a partial result.
 
@@ -113,12 +113,13 @@ def online_softmax(
         queries: ``[sets, K, Q, D]``: the same rows, rotated as each set sees them and multiplied by
             the factor of the scores; float32.
         states: keys and values ``[K, N, D]`` of each set, at least one set.
+        longest: the largest N.
 
     Returns:
         ``[K, Q, D]``.
     """
     _, heads, rows, _ = queries.shape
-    buffer = queries.new_empty(heads * rows * max(key.shape[1] for key, _ in states))
+    buffer = queries.new_empty(heads * rows * longest)
     highest, output = part.lse.unsqueeze(-1), part.output
     total = torch.ones_like(highest)
     for query, (key, value) in zip(queries, states, strict=True):

@@ -27,14 +27,20 @@ class Segment(Context):
     """Blocks that the same requests hold at the same distances from each other.
 
     Args:
-        blocks: with shifts relative to the segment. One block is read where it lies; several are
-            joined into one tensor per layer when a layer first asks for it.
+        blocks: with shifts relative to the segment. One block is read where it lies, and
+            dequantised each time if it is quantised; several are joined into one tensor per layer
+            when a layer first asks for it.
         readers: request and shift of the segment, for each pair.
     """
 
     readers: Sequence[tuple[int, int]]
     _angles: Angles = field(default_factory=dict)
     _joined: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def is_dequantised(self) -> bool:
+        """Whether ``states`` makes new tensors each time."""
+        return len(self.blocks) == 1 and self.blocks[0].kv.scales is not None
 
     def states(self, layer: int, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
         """Keys and values ``[K, N, D]``; keys stand where the readers' shifts expect them."""
@@ -47,11 +53,13 @@ class Segment(Context):
 
 def segments_of(contexts: Sequence[Context], tokens: int) -> list[Segment]:
     """Every distinct block once; those under ``tokens`` tokens joined into segments of as many."""
-    # By digest: two requests may have read the same block from disk, each for itself.
-    readers: dict[str, tuple[BlockKV, list[tuple[int, int]]]] = {}
+    # By digest: two requests may have read the same block from disk, each for itself, and perhaps
+    # one of them a quantised one.
+    readers: dict[tuple[str, bool], tuple[BlockKV, list[tuple[int, int]]]] = {}
     for request, context in enumerate(contexts):
         for kv, _, shift in context.blocks:
-            readers.setdefault(kv.digest, (kv, []))[1].append((request, shift))
+            same = kv.digest, kv.scales is None
+            readers.setdefault(same, (kv, []))[1].append((request, shift))
     segments: list[Segment] = []
     # Small blocks, by their readers' requests and by the shifts relative to the first reader's.
     # Blocks may be joined in any order: attention depends on where keys stand, not on their order.
@@ -106,6 +114,8 @@ class SegmentTable:
         self._layouts = layouts
         requests = [request for segment in self.segments for request, _ in segment.readers]
         shifts = [shift for segment in self.segments for _, shift in segment.readers]
+        self.longest = max((segment.num_tokens for segment in self.segments), default=0)
+        self.is_dequantised = any(segment.is_dequantised for segment in self.segments)
         # One request, no block twice: partial results need no sorting.
         self.is_one_each = self.num_requests == 1 and len(requests) == len(self.segments)
         # Queries are rotated for their own positions. A block was moved by `shift`, so to the
@@ -122,9 +132,10 @@ class SegmentTable:
         self._request_of = torch.tensor(requests, dtype=torch.long, device=device)
         self._slot_of = torch.tensor(slots, dtype=torch.long, device=device)
 
-    def states(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values ``[K, N, D]`` of every segment."""
-        return [segment.states(layer, self._layouts[layer]) for segment in self.segments]
+    def states(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values ``[K, N, D]`` of one segment after the other, because those of quantised
+        blocks need not all be in memory at once."""
+        return (segment.states(layer, self._layouts[layer]) for segment in self.segments)
 
     def rotated(self, layer: int, query: Tensor) -> Tensor:
         """Each pair's queries ``[pairs, K, Q, D]`` as its segment sees them, from the requests'

@@ -58,12 +58,12 @@ def strategy_for(
     ``num_tokens`` query tokens in each row of the batch."""
     _, query, tail_key, tail_value, _, tail_mask = inputs
     one_softmax = len(query) == 1 and table.is_one_each and _computes_in_float32(query, tail_value)
-    if one_softmax and num_tokens == 1 and tail_mask is None:
+    one_token = num_tokens == 1 and tail_mask is None
+    if one_softmax and one_token and not table.is_dequantised:  # it takes all segments at once
         return Strategy("single softmax", partial(_by_single_softmax, table))
     kernel = kernel_for(query, tail_key, tail_value, tail_mask)
     _, heads, rows, _ = query.shape
-    longest = max((segment.num_tokens for segment in table.segments), default=0)
-    fits = rows <= tuning.online_rows and 0 < heads * rows * longest <= tuning.most_scores
+    fits = rows <= tuning.online_rows and 0 < heads * rows * table.longest <= tuning.most_scores
     if one_softmax and fits:
         return Strategy("online softmax", partial(_by_online_softmax, table, kernel))
     return Strategy("merged parts", partial(_by_merged_parts, table, kernel, []))
@@ -99,7 +99,7 @@ def _by_online_softmax(table: SegmentTable, tail_kernel: Kernel, inputs: LayerIn
     tail = tail_kernel(query, tail_key, tail_value, scale, mask)
     queries = table.rotated(layer, query * scale)
     part = Partial(tail.output[0], tail.lse[0])
-    return online_softmax(part, queries, table.states(layer))[None]
+    return online_softmax(part, queries, table.states(layer), table.longest)[None]
 
 
 def _by_merged_parts(

@@ -177,7 +177,7 @@ def test_keys_after_a_part_are_attended_to_wherever_their_scores_lie(height: flo
     own, own_value = random(KV_HEADS, 5, SIZE, seed=3), random(KV_HEADS, 5, SIZE, seed=4)
     part = Partial(*(tensor.float() for tensor in exact(queries[0], own, own_value, 0.25, None)))
     before = part.output.clone()
-    found = online_softmax(part, queries * 0.25, [*zip(keys, values, strict=True)])
+    found = online_softmax(part, queries * 0.25, zip(keys, values, strict=True), 30)
     scores = [q.double() @ k.double().mT * 0.25 for q, k in zip(queries, keys, strict=True)]
     scores.append(queries[0].double() @ own.double().mT * 0.25)
     expected = torch.cat(scores, -1).softmax(-1) @ torch.cat([*values, own_value], 1).double()
@@ -190,10 +190,10 @@ def test_the_online_softmax_after_a_part_gives_the_numbers_worked_out_by_hand() 
     key = torch.tensor([[[math.log(3.0), 0.0]]])
     # The part counts 1 with output 0, the key counts 3 with value 1.
     part = Partial(torch.zeros(1, 1, 2), torch.zeros(1, 1))
-    found = online_softmax(part, query, [(key, value)])
+    found = online_softmax(part, query, [(key, value)], 1)
     assert found == pytest.approx(torch.tensor([[[0.75, 0.75]]]), abs=1e-6)
     nothing = Partial(torch.zeros(1, 1, 2), torch.full((1, 1), -math.inf))
-    assert online_softmax(nothing, query, [(key, value)]).tolist() == [[[1.0, 1.0]]]
+    assert online_softmax(nothing, query, [(key, value)], 1).tolist() == [[[1.0, 1.0]]]
 
 
 def test_no_weight_is_a_denormal_number() -> None:

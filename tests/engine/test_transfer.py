@@ -119,6 +119,18 @@ def test_what_arrives_is_what_was_sent_in_memory_of_its_own(blocks: list[BlockKV
         assert len(places) == 1
 
 
+def test_scales_arrive_with_the_numbers_that_they_belong_to(blocks: list[BlockKV]) -> None:
+    sent = [kv.quantised() if place % 2 else kv for place, kv in enumerate(blocks)]
+    for mine, theirs in zip(sent, copy_async(sent, CPU), strict=True):
+        for layer in range(mine.num_layers):
+            theirs.stored(layer)  # waits for it
+            pairs = zip(mine.tensors(layer), theirs.tensors(layer), strict=True)
+            assert all(torch.equal(*pair) and pair[0] is not pair[1] for pair in pairs)
+        assert theirs.token_outline == mine.token_outline
+        places = {t.untyped_storage().data_ptr() for t in theirs.tensors(0)}
+        assert len(places) == 1
+
+
 @pytest.mark.parametrize("assembly", ["relay", "copy"])
 @pytest.mark.parametrize("question", [[9, 10, 11], [9]])
 def test_the_model_reads_no_layer_before_it_is_there(

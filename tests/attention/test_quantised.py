@@ -1,0 +1,176 @@
+"""Relay attention over int8 blocks, one after the other, and over batches that mix precisions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from weakref import finalize
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockattn_rag.attention.relay import RelayPlan
+from blockattn_rag.attention.segments import Segment, segments_of
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.context import Context, assemble, place
+from blockattn_rag.kv.rope import NO_ROTATION, RotaryLayout, rotate
+from tests.attention.test_kernels import KV_HEADS, SIZE, random
+from tests.attention.test_relay import (
+    HEADS,
+    LAYOUT,
+    ORDERS,
+    OTHER_LAYOUTS,
+    RELAY_BUDGET,
+    attended,
+    blocks_of,
+    by_moving_the_keys,
+    on_cpu,
+    relay_plan,
+)
+
+pytestmark = pytest.mark.usefixtures("device", "no_gradients")
+
+LENGTHS = [40, 1, 17, 60]
+
+
+def plain(kv: BlockKV) -> BlockKV:
+    """A block that holds what a quantised one stands for."""
+    keys, values = zip(*(kv.states(layer) for layer in range(kv.num_layers)), strict=True)
+    return replace(kv, keys=keys, values=values, scales=None)
+
+
+def mixed(lengths: list[int]) -> list[BlockKV]:
+    """Every other block quantised, the first one first."""
+    return [kv if i % 2 else kv.quantised() for i, kv in enumerate(blocks_of(lengths))]
+
+
+@pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("joined", [0, 50], ids=["one by one", "joined"])
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_int8_blocks_and_others_share_a_batch(
+    tokens: int, joined: int, orders: list[list[int]]
+) -> None:
+    blocks = mixed(LENGTHS)
+    contexts = [place([blocks[i] for i in order]) for order in orders]
+    query = random(len(orders), HEADS, tokens, SIZE, seed=7)
+    tail_key = random(len(orders), KV_HEADS, tokens, SIZE, seed=8)
+    tail_value = random(len(orders), KV_HEADS, tokens, SIZE, seed=9)
+    limits = {"join_prefill_tokens": joined, "join_decode_tokens": joined}
+    plan = relay_plan(contexts, [LAYOUT, LAYOUT], **limits)
+    found = plan.attend(1, query, tail_key, tail_value, 0.25, None)
+    for row, order in enumerate(orders):
+        same = place([plain(blocks[i]) for i in order])
+        tail = tail_key[row], tail_value[row]
+        expected = by_moving_the_keys(query[row], same, tail, None, 1, LAYOUT)
+        assert (found[row] - expected).abs().max() <= RELAY_BUDGET
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_no_more_than_the_quantisation_is_lost(tokens: int) -> None:
+    """A score is off by half a step of each key channel at most, and so a weight by a factor; an
+    output is a mean of values that are off by half a step."""
+    blocks = blocks_of(LENGTHS)
+    quantised = [kv.quantised() for kv in blocks]
+    query = random(1, HEADS, tokens, SIZE, seed=7)
+    tail = random(1, KV_HEADS, 3, SIZE, seed=8), random(1, KV_HEADS, 3, SIZE, seed=9)
+    found = relay_plan([place(quantised)], [LAYOUT]).attend(0, query, *tail, 0.25, None)
+    ours = tail[0][0], tail[1][0]
+    expected = by_moving_the_keys(query[0], place(blocks), ours, None, 0, LAYOUT)
+    scales = [kv.scales for kv in quantised if kv.scales is not None]
+    key_step = max(float(one.keys[0].max()) for one in scales)
+    value_step = max(float(one.values[0].max()) for one in scales)
+    # Turning a pair of channels makes the sum of its magnitudes at most sqrt(2) times as large.
+    of_score = 0.25 * float(query.abs().sum(-1).max()) * 2**0.5 * key_step / 2
+    largest = max(float(v.abs().max()) for v in (tail[1], *(kv.values[0] for kv in blocks)))
+    of_weights = (torch.tensor(2 * of_score).exp() - 1) * largest
+    budget = value_step / 2 + float(of_weights) + RELAY_BUDGET
+    error = float((found[0] - expected).abs().max())
+    assert RELAY_BUDGET < error <= budget
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
+def test_a_token_of_an_answer_goes_from_block_to_block(layout: RotaryLayout) -> None:
+    blocks = mixed(LENGTHS)
+    query = random(1, HEADS, 1, SIZE, seed=7)
+    tail = random(1, KV_HEADS, 5, SIZE, seed=8), random(1, KV_HEADS, 5, SIZE, seed=9)
+    name, found = attended(relay_plan([place(blocks)], [layout], join_decode_tokens=0), query, tail)
+    assert name == on_cpu("online softmax")
+    same = place([plain(kv) for kv in blocks])
+    expected = by_moving_the_keys(query[0], same, (tail[0][0], tail[1][0]), None, 0, layout)
+    assert (found[0] - expected).abs().max() <= RELAY_BUDGET
+    # Joined blocks are dequantised already.
+    joined, found = attended(
+        relay_plan([place(blocks)], [layout], join_decode_tokens=99), query, tail
+    )
+    assert joined == on_cpu("single softmax")
+    assert (found[0] - expected).abs().max() <= RELAY_BUDGET
+
+
+def test_blocks_are_not_dequantised_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[int] = []
+    states, count = Segment.states, 0
+
+    def _forget() -> None:
+        nonlocal count
+        count -= 1
+
+    def watched(self: Segment, layer: int, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
+        nonlocal count
+        keys, values = states(self, layer, layout)
+        count += 1
+        alive.append(count)
+        finalize(keys, _forget)
+        return keys, values
+
+    monkeypatch.setattr(Segment, "states", watched)
+    context = place([kv.quantised() for kv in blocks_of([40] * 8)])
+    tail = random(1, KV_HEADS, 6, SIZE, seed=8)
+    for limits in ({}, {"online_rows": 0}):  # two strategies
+        plan = relay_plan([context], [LAYOUT], join_prefill_tokens=0, **limits)
+        plan.attend(0, random(1, HEADS, 6, SIZE), tail, tail, 0.25, None)
+    assert len(alive) == 16
+    assert max(alive) <= 2
+
+
+def test_one_text_in_two_precisions_is_two_segments() -> None:
+    (kv,) = blocks_of([40])
+    contexts = [place([kv]), place([kv.quantised()]), place([kv])]
+    found = segments_of(contexts, 10)
+    assert [[request for request, _ in segment.readers] for segment in found] == [[0, 2], [1]]
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
+def test_copied_keys_are_rotated_before_they_are_rounded(layout: RotaryLayout) -> None:
+    narrow = [_of_one_layer(kv, torch.bfloat16) for kv in blocks_of([9, 1, 30])]
+    blocks = [narrow[0].quantised(), narrow[1], narrow[2].quantised()]
+    ((keys, values),) = assemble(place(blocks), [layout])
+    assert keys.dtype == values.dtype == torch.bfloat16
+    exact_keys = [kv.states(0, exact_keys=True)[0].float() for kv in blocks]
+    offsets = torch.cat([torch.full((n,), o) for n, o in zip((9, 1, 30), (0, 9, 10), strict=True)])
+    turned = torch.cat(exact_keys, dim=1)
+    if layout is not NO_ROTATION:
+        turned = rotate(turned, *layout.cos_sin(offsets, turned.device), layout)
+    assert torch.equal(keys, turned.bfloat16())
+    assert torch.equal(values, torch.cat([kv.states(0)[1] for kv in blocks], dim=1))
+    # A block that is not quantised gets the very keys that it gets without the others.
+    lone = Context(place(narrow).blocks[1:2])
+    ((expected, _),) = assemble(lone, [layout])
+    assert torch.equal(keys[:, 9:10], expected)
+
+
+def _of_one_layer(kv: BlockKV, dtype: torch.dtype) -> BlockKV:
+    keys, values = (tuple(t[:1] for t in states) for states in (kv.keys, kv.values))
+    return replace(
+        kv, keys=tuple(t.to(dtype) for t in keys), values=tuple(t.to(dtype) for t in values)
+    )
+
+
+def test_nothing_stored_is_written() -> None:
+    blocks = mixed([12, 5])
+    before = [t.clone() for kv in blocks for t in kv.tensors(0)]
+    plan: RelayPlan = relay_plan([place(blocks)], [LAYOUT], join_decode_tokens=99)
+    tail = random(1, KV_HEADS, 3, SIZE)
+    for tokens in (1, 3):
+        plan.attend(0, random(1, HEADS, tokens, SIZE), tail, tail, 0.25, None)
+    after = [t for kv in blocks for t in kv.tensors(0)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
