@@ -20,6 +20,7 @@ from blockattn_rag.attention.context_merge import (
     parse_merge,
 )
 from blockattn_rag.files.atomic import replacing
+from blockattn_rag.files.state import FileState, file_state
 
 FORMAT = "blockattn_rag.context_merge"
 VERSION = "1"
@@ -60,19 +61,19 @@ def load_merge(text: str) -> ContextMerge | None:
     found = parse_merge(text)
     if not isinstance(found, Path):
         return found
-    path = found.resolve()
+    path = found.expanduser().resolve()
     try:
-        state = path.stat()
+        state = file_state(path)
     except OSError as error:
         raise ValueError(
             f"found no file {found} ({error.strerror}); expected a learned merge"
         ) from (error)
-    return _read(path, state.st_size, state.st_mtime_ns)
+    return _read(path, state)
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, _size: int, _modified: int) -> LearnedMerge:
-    """The file at ``path``; size and time are part of the cache's key."""
+def _read(path: Path, _state: FileState) -> LearnedMerge:
+    """The file at ``path``; its state is part of the cache's key."""
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from blockattn_rag.attention.context_merge import LearnedMerge
 from blockattn_rag.attention.merge_file import load_merge
 from blockattn_rag.engine.options import NO_CORRECTION, NO_READER
 from blockattn_rag.model.correction_file import load_correction
-from blockattn_rag.model.lora_files import read_metadata
+from blockattn_rag.model.lora_files import CONFIG, WEIGHTS, read_metadata, state_of
 
 
 def file_digests(options: Mapping[str, Any]) -> dict[str, str | None]:
@@ -55,9 +56,23 @@ def merge_digest(merge: str | None) -> str | None:
     return digest.hexdigest()
 
 
-def reader_digest(reader: str | None) -> str | None:
-    """The digest that a saved reader was noted with; None if there is none, as in PEFT's files."""
+def reader_digest(reader: str | Path | None) -> str | None:
+    """The digest that a reader was saved with, or that of the files that PEFT wrote; None if there
+    is none."""
     if reader in (None, NO_READER):
         return None
-    digest: str | None = read_metadata(Path(str(reader))).get("digest")
-    return digest
+    folder = Path(str(reader)).expanduser()
+    noted: str | None = read_metadata(folder).get("digest")
+    return noted or _digest_of_files(folder, state_of(folder))
+
+
+@lru_cache(maxsize=8)
+def _digest_of_files(folder: Path, _state: object) -> str | None:
+    """sha256 of an adapter's files, whose state is part of the cache's key."""
+    digest = hashlib.sha256()
+    for name in (CONFIG, WEIGHTS):
+        try:
+            digest.update(hashlib.sha256((folder / name).read_bytes()).digest())
+        except FileNotFoundError:
+            return None
+    return digest.hexdigest()

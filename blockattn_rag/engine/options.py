@@ -118,7 +118,7 @@ class GenerateOptions:
         object.__setattr__(self, "correction", str(self.correction))
         if self.correction != NO_CORRECTION:
             load_correction(self.correction)
-        if self.reader != NO_READER and not Path(self.reader).is_dir():
+        if self.reader != NO_READER and not Path(self.reader).expanduser().is_dir():
             raise FileNotFoundError(
                 f"found no folder {self.reader!r}; expected that of a reader adapter, or 'none'"
             )

@@ -14,6 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from blockattn_rag.files.atomic import replacing
+from blockattn_rag.files.state import FileState, file_state
 from blockattn_rag.model.correction import NUM_PLACES, Correction, LayerCorrection
 
 FORMAT = "blockattn_rag.correction"
@@ -54,18 +55,18 @@ def load_correction(path: str | Path) -> Correction:
     """
     found = Path(path).expanduser().resolve()
     try:
-        state = found.stat()
+        state = file_state(found)
     except OSError as error:
         raise ValueError(
             f"found no file {path} ({error.strerror}); expected a correction, which "
             "`blockattn-rag adapt --fit correction` writes, or 'none'"
         ) from error
-    return _read(found, state.st_size, state.st_mtime_ns)
+    return _read(found, state)
 
 
 @lru_cache(maxsize=4)
-def _read(path: Path, _size: int, _modified: int) -> Correction:
-    """The file at ``path``; size and time are part of the cache's key."""
+def _read(path: Path, _state: FileState) -> Correction:
+    """The file at ``path``; its state is part of the cache's key."""
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -91,13 +92,14 @@ def _layers(path: Path, tensors: dict[str, Tensor]) -> tuple[LayerCorrection, ..
             layer = LayerCorrection(tensors[f"weight.{index}"], tensors[f"bias.{index}"])
         except KeyError as error:
             raise ValueError(f"{path}: found no tensor {error.args[0]}") from error
-        heads, size = layer.bias.shape[0], layer.bias.shape[-1]
         shapes = tuple(layer.weight.shape), tuple(layer.bias.shape)
+        heads, _, size = shapes[1] if len(shapes[1]) == 3 else (0, 0, 0)
         if shapes != ((heads, size, size), (heads, NUM_PLACES, size)):
             raise ValueError(
                 f"{path}: found shapes {shapes[0]} and {shapes[1]} in layer {index}, expected "
                 f"(heads, size, size) and (heads, {NUM_PLACES}, size)"
             )
+        layer = LayerCorrection(*(tensor.float() for tensor in layer))
         if not all(bool(tensor.isfinite().all()) for tensor in layer):
             raise ValueError(f"{path}: found NaN or infinity in layer {index}")
         layers.append(layer)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from blockattn_rag.files.atomic import replacing, sync, temporary_name, write_json
+from blockattn_rag.files.state import FileState, file_state
 from blockattn_rag.model.lora import Lora, placed
 from blockattn_rag.model.lora_config import PlainLora, config_of, read_object
 
@@ -133,13 +134,12 @@ def read_loras(folder: Path, hf_model: PreTrainedModel) -> dict[str, Lora]:
     return layers
 
 
-def state_of(folder: Path) -> tuple[tuple[int, int] | None, ...]:
-    """Size and time of each file of an adapter; None: there is none."""
-    found: list[tuple[int, int] | None] = []
+def state_of(folder: Path) -> tuple[FileState | None, ...]:
+    """The state of each file of an adapter; None: there is none."""
+    found: list[FileState | None] = []
     for name in (CONFIG, WEIGHTS, SIDECAR):
         try:
-            state = (folder / name).stat()
-            found.append((state.st_size, state.st_mtime_ns))
+            found.append(file_state(folder / name))
         except OSError:
             found.append(None)
     return tuple(found)

@@ -57,3 +57,19 @@ def test_a_correction_and_a_reader_are_known_by_their_own_digests(tmp_path: Path
     path.unlink()
     with pytest.raises(ValueError, match="found no file"):
         file_digests({**NONE, "correction": path})
+
+
+def test_a_reader_that_peft_wrote_is_known_by_its_files(tmp_path: Path) -> None:
+    model, folder = BlockModel(shared_tiny_llama(), tiny_tokenizer()), tmp_path / "reader"
+
+    def digest(seed: int) -> Any:
+        Reader.new(model.hf_model, rank=1, seed=seed).save(folder, {"fingerprint": "f"})
+        (folder / "reader.json").rename(tmp_path / "reader.json")
+        found = file_digests({**NONE, "reader": folder})["reader_digest"]
+        (tmp_path / "reader.json").rename(folder / "reader.json")
+        return found
+
+    one, same, other = digest(1), digest(1), digest(2)
+    assert one == same != other
+    assert None not in (one, other)
+    assert file_digests({**NONE, "reader": tmp_path})["reader_digest"] is None

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from blockattn_rag.attention.context_merge import LearnedMerge
+from blockattn_rag.attention.merge_file import save_merge
 from blockattn_rag.engine.options import GenerateOptions, check_names, checked_option
 from blockattn_rag.model.sampling import Sampling
 
@@ -50,6 +52,17 @@ def test_a_reader_whose_folder_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="found no folder"):
         parse(reader=tmp_path / "nowhere")
     assert parse(reader=tmp_path).reader == str(tmp_path)
+
+
+def test_files_below_the_home_folder_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "reader").mkdir()
+    merge = LearnedMerge(torch.zeros(2, 4), torch.zeros(2, 4), torch.zeros(2, 2, 3))
+    save_merge(merge, tmp_path / "merge.safetensors", "f")
+    found = parse(reader="~/reader", merge="~/merge.safetensors")
+    assert (found.reader, found.merge) == ("~/reader", "~/merge.safetensors")
 
 
 def test_one_option_is_checked_by_itself() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,28 @@ def test_a_file_gives_back_what_was_saved(model: BlockModel, tmp_path: Path) -> 
     assert load_correction(path).digest != found.digest
 
 
+def test_a_file_of_the_same_size_and_time_is_read_anew(model: BlockModel, tmp_path: Path) -> None:
+    """As files out of an archive are."""
+    paths = [tmp_path / "one.safetensors", tmp_path / "other.safetensors"]
+    for size, path in zip((0.1, 0.2), paths, strict=True):
+        save_correction(correction_of(model, size=size), path)
+        os.utime(path, (1e9, 1e9))
+    before = load_correction(paths[0]).digest
+    paths[1].replace(paths[0])
+    assert load_correction(paths[0]).digest != before
+
+
+def test_a_file_in_16_bits_corrects_in_float32(model: BlockModel, tmp_path: Path) -> None:
+    path = Path(saved(correction_of(model), tmp_path))
+    metadata = {
+        "format": "blockattn_rag.correction", "version": "1", "sink": "none",
+        "fingerprint": model.fingerprint,
+    }  # fmt: skip
+    save_file({name: tensor.half() for name, tensor in load_file(path).items()}, path, metadata)
+    found = encoded(model, load_correction(path))
+    assert relative_error(found.keys[1], encoded(model, correction_of(model)).keys[1]) < 1e-2
+
+
 def test_digests_tell_contents_and_sinks_apart(model: BlockModel) -> None:
     one, other = correction_of(model), correction_of(model, sink="bos")
     assert len({one.digest, other.digest, correction_of(model, size=0.2).digest}) == 3
@@ -227,6 +250,7 @@ def test_files_of_other_kinds_are_refused(model: BlockModel, tmp_path: Path) -> 
         ),
         ({**tensors, "bias.0": tensors["bias.0"][:, 1:].contiguous()}, metadata, "found shapes"),
         ({**tensors, "bias.0": tensors["bias.0"] / 0}, metadata, "NaN or infinity in layer 0"),
+        ({**tensors, "bias.0": torch.tensor(1.0)}, metadata, "found shapes"),
         (tensors, without(metadata, "sink"), "does not tell sink"),
     ]
     for number, (held, told, message) in enumerate(broken):
