@@ -321,6 +321,11 @@ def as_one_block(model: BlockModel, context_ids: list[int]) -> BlockKV:
     return kv
 
 
+def is_rounding(kl: float, floor: float) -> bool:
+    """Whether a mean divergence is no more than what rounding alone does, given the floor's."""
+    return kl <= _ROUNDING * floor
+
+
 def _result(
     rows: Sequence[FidelityRecord], by_mode: Mapping[str, Sequence[FidelityRecord]]
 ) -> FidelityResult:
@@ -330,7 +335,7 @@ def _result(
         of_block, of_mode, of_floor = (
             np.array([row.kl for row in by_mode[name]]) for name in ("block", mode, FLOOR)
         )
-        if of_block.mean() > _ROUNDING * of_floor.mean() and (of_block > of_floor).all():
+        if not is_rounding(of_block.mean(), of_floor.mean()):
             recovery = bootstrap_ratio(of_block - of_mode, of_block - of_floor)
     return FidelityResult(
         mode=mode,

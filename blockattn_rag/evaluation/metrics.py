@@ -100,7 +100,10 @@ def bootstrap_ratio(
     seed: int = 0,
 ) -> Interval:
     """The mean of the numerators over that of the denominators, with the interval of
-    ``bootstrap_mean``; both are drawn together, sample by sample."""
+    ``bootstrap_mean``; both are drawn together, sample by sample.
+
+    The mean of the denominators must be above 0; resamples in which it is not are left out.
+    """
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, found {level}")
     pairs = np.stack([numerators, denominators]).astype(np.float64)
@@ -111,5 +114,6 @@ def bootstrap_ratio(
     counts = [min(rows, resamples - start) for start in range(0, resamples, rows)]
     drawn = [pairs[:, rng.integers(size, size=(n, size))].mean(axis=2) for n in counts]
     above, below = np.concatenate(drawn, axis=1)
-    low, high = np.quantile(above / below, [(1 - level) / 2, (1 + level) / 2])
+    told = below > 0
+    low, high = np.quantile(above[told] / below[told], [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(pairs[0].mean() / pairs[1].mean()), float(low), float(high))

@@ -120,6 +120,16 @@ def test_what_is_within_one_standard_error_of_the_best_is_as_good_and_the_simple
         assert simplest(losses) == expected
 
 
+def test_of_settings_that_are_equally_simple_the_best_is_taken() -> None:
+    rng = np.random.default_rng(0)
+    best, other = Setting("head:4"), Setting("bos")
+    common, own = rng.normal(size=50), rng.normal(size=50)
+    for first, second in ((best, other), (other, best)):
+        losses = {PLAIN: common + 9, first: common, second: common}
+        losses[other] = common + 0.1 * (own - own.mean()) + 1e-4
+        assert simplest(losses) == best
+
+
 def test_settings_that_compute_nothing_per_question_come_before_those_that_do() -> None:
     ordered = [
         PLAIN,
@@ -251,7 +261,20 @@ def test_every_target_must_be_reached() -> None:
     assert certificate(report, "block", 5, TARGETS).qualified
     assert not certificate(report, "block", 5, {"recovery": 0.1}).qualified
     alike = report_of([1.0] * 40, block=2e-12, mode=2e-12)
-    assert certificate(alike, "sink=bos", 5, {"recovery": 0.9}).qualified  # nothing to recover
+    for mode in ("block", "sink=bos"):
+        assert certificate(alike, mode, 5, {"recovery": 0.9}).qualified  # nothing to recover
+
+
+def test_a_question_on_which_block_mode_is_full_mode_does_not_qualify_a_setting() -> None:
+    """Such as one without passages, or one where numbers of 16 bits round more than block mode."""
+    report = report_of([1.0] * 40, mode=0.3)
+    records = [
+        replace(r, kl=0.0) if (r.id, r.mode) == ("0", "block") else r for r in report.records
+    ]
+    found = certificate(FidelityReport({}, records), "sink=bos", 5, {"recovery": 0.4})
+    assert found.recovery is not None
+    assert found.recovery < 0
+    assert not found.qualified
 
 
 # -- a calibration of a tiny model -----------------------------------------------------------------

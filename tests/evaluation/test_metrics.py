@@ -9,6 +9,7 @@ from blockattn_rag.evaluation import (
     f1_score,
     normalize_answer,
 )
+from blockattn_rag.evaluation.metrics import bootstrap_ratio
 
 
 def test_normalising_drops_case_punctuation_articles_and_extra_spaces() -> None:
@@ -59,3 +60,8 @@ def test_the_bootstrap_refuses_no_values_and_odd_levels() -> None:
         bootstrap_mean([])
     with pytest.raises(ValueError, match="level must lie"):
         bootstrap_mean([1.0], level=95)
+
+
+def test_resamples_without_a_difference_to_share_are_left_out() -> None:
+    found = bootstrap_ratio([0.5, 0.0], [1.0, 0.0])
+    assert found == (0.5, 0.5, 0.5)

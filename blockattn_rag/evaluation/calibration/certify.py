@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from blockattn_rag.engine.results import Certificate
-from blockattn_rag.evaluation.fidelity import FidelityReport
+from blockattn_rag.evaluation.fidelity import FLOOR, FidelityReport, is_rounding
 from blockattn_rag.evaluation.metrics import Interval
 
 PLAIN_MODE = "block"
@@ -34,10 +34,10 @@ def certificate(
     identical = clopper_pearson(sum(row.agreement == 1 for row in rows), len(rows))
     agreement_low = min(found.agreement.low, by_tokens.low)
     recovery = found.recovery
-    nothing_to_recover = 0.0 if mode == PLAIN_MODE else 1.0
+    nothing_to_recover = is_rounding(report[PLAIN_MODE].kl.mean, report[FLOOR].kl.mean)
     reached = {
         "agreement": agreement_low,
-        "recovery": nothing_to_recover if recovery is None else recovery.low,
+        "recovery": float(nothing_to_recover) if recovery is None else recovery.low,
     }
     return Certificate(
         passages=passages,

@@ -96,10 +96,11 @@ def _best(found: Losses) -> Setting:
 
 
 def simplest(found: Losses) -> Setting:
-    """The first in the order of cost whose loss is at most one standard error above the lowest one;
-    the standard error is that of the difference, paired by question."""
+    """The first in the order of cost, and of loss where that is equal, whose loss is at most one
+    standard error above the lowest one; the standard error is that of the difference, paired by
+    question."""
     best = _best(found)
-    for one in sorted(found, key=lambda setting: setting.cost):
+    for one in sorted(found, key=lambda setting: (setting.cost, found[setting].mean())):
         difference = found[one] - found[best]
         error = difference.std(ddof=1) / math.sqrt(len(difference))
         if difference.mean() <= error:
