@@ -10,12 +10,12 @@ from functools import partial
 
 from tqdm.auto import tqdm
 
-from blockattn_rag.engine.fetcher import ALONE, BlockFetcher, HowEncoded
+from blockattn_rag.engine.fetcher import ALONE, BlockFetcher, HowEncoded, Wanted
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.prompts.blocks import Block
-from blockattn_rag.store.base import touch
 
-Run = Callable[[Callable[[], list[BlockKV] | None]], list[BlockKV] | None]
+_Batch = list[tuple[Wanted, BlockKV]]
+Run = Callable[[Callable[[], _Batch | None]], _Batch | None]
 """Runs a piece of work on the model and returns its result."""
 
 # Blocks that are sorted by length together: bounds memory, keeps padding low.
@@ -66,21 +66,26 @@ def precompute(
 
     Raises:
         ContextOverflowError: a block alone is longer than the model's context window.
+        ValueError: there is something to compute, and the engine stores nothing (``read_only``).
         StoreError: a block cannot be stored.
     """
     started = time.perf_counter()
     found = fetcher.wanted(blocks, as_prompt=as_prompt, how=how)
-    wanted = list({one.digest: one for one in found}.values())
-    absent = [one for one in wanted if not touch(fetcher.store, one.key)]
+    wanted = list({one.name: one for one in found if one.ids}.values())
+    absent = [one for one in wanted if not fetcher.touch(one)]
+    if absent and fetcher.access.read_only:
+        raise ValueError(
+            f"{len(absent)} of {len(wanted)} blocks are not in the store, and this engine was made "
+            "with read_only=True; encode them by one that may write"
+        )
     stats = EncodeStats(reused=len(wanted) - len(absent))
     progress = {"total": len(wanted), "initial": stats.reused, "desc": "Encoding blocks"}
     # No bar at all unless asked for, because even a disabled one starts a thread that outlives it.
     with tqdm(**progress) if show_progress else nullcontext() as bar:
         for at in range(0, len(absent), _WINDOW):
-            window = [(one, fetcher.token_ids(one)) for one in absent[at : at + _WINDOW]]
-            batches = fetcher.encode(window, batch_tokens)
+            batches = fetcher.encode(absent[at : at + _WINDOW], batch_tokens)
             while batch := run(partial(next, batches, None)):
-                for kv in batch:
+                for _, kv in batch:
                     fetcher.store.put(kv.key, kv)
                     stats = stats.plus(kv)
                     if bar is not None:

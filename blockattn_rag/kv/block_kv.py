@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -32,12 +33,13 @@ class BlockKV:
         keys: per layer ``[num_kv_heads, num_tokens, head_dim]``, rotated for positions
             ``0..num_tokens-1``; model dtype, or int8 if quantised.
         values: per layer, same shape but for the head size.
-        token_ids: ``[num_tokens]``, int64, on the CPU: a hit needs no tokenising.
+        token_ids: ``[num_tokens]``, int64, on the CPU; compared on every hit.
         fingerprint: identity of the model, tokenizer and dtype that computed it.
-        digest: ``Block.digest`` of what was encoded; compared on every hit.
+        digest: ``token_digest`` of what was encoded.
         handle: ``Block.handle``; lets ``store gc`` find the entries of a passage.
         pending_copy: the copy that fills keys, values and scales, if it may not be complete yet.
         scales: of a quantised block's keys and values; None: they are as the model computed them.
+        namespace: for whom it is stored; see ``store.namespaces``.
     """
 
     keys: tuple[Tensor, ...]
@@ -48,6 +50,7 @@ class BlockKV:
     handle: str
     pending_copy: PendingCopy | None = None
     scales: KVScales | None = None
+    namespace: str = ""
 
     def states(self, layer: int, *, exact_keys: bool = False) -> tuple[Tensor, Tensor]:
         """A layer's keys and values in the model's dtype; waits for a pending copy of that layer.
@@ -107,7 +110,7 @@ class BlockKV:
     @property
     def key(self) -> str:
         """Where a store holds this block."""
-        return store_key(self.fingerprint, self.digest)
+        return store_key(self.fingerprint, self.digest, self.namespace)
 
     @property
     def device(self) -> torch.device:
@@ -153,9 +156,41 @@ def outline(states: Sequence[Tensor]) -> tuple[tuple[int, int, torch.dtype], ...
     return tuple((t.shape[0], t.shape[2], t.dtype) for t in states)
 
 
-def store_key(fingerprint: str, digest: str) -> str:
-    """Where a block's KV is stored: 64 hex digits of sha256(fingerprint, digest)."""
-    return hashlib.sha256(f"{fingerprint}:{digest}".encode()).hexdigest()
+def token_digest(
+    token_ids: Sequence[int], sink_ids: Sequence[int] = (), correction: str = ""
+) -> str:
+    """What a block was computed from, 64 hex digits.
+
+    Of a block that was encoded alone it is the sha256 of its token ids as 64-bit little-endian
+    integers, which whoever has a tokenizer can compute.
+
+    Args:
+        token_ids: the block's, BOS included where it has one.
+        sink_ids: of the tokens that it was encoded after; see ``prompts.sinks``.
+        correction: digest of the correction that changed it.
+    """
+    digest = _ids_digest(token_ids)
+    if sink_ids:
+        digest = _sha256(f"{digest} after {_ids_digest(sink_ids)}")
+    return corrected_digest(digest, correction) if correction else digest
+
+
+def corrected_digest(digest: str, correction: str) -> str:
+    """``token_digest`` of a corrected block, from that of the block and that of the correction."""
+    return _sha256(f"{digest} corrected by {correction}")
+
+
+def store_key(fingerprint: str, digest: str, namespace: str = "") -> str:
+    """Where a block's KV is stored: 64 hex digits of sha256(namespace, fingerprint, digest)."""
+    return _sha256(f"{namespace}:{fingerprint}:{digest}")
+
+
+def _ids_digest(token_ids: Sequence[int]) -> str:
+    return hashlib.sha256(struct.pack(f"<{len(token_ids)}q", *token_ids)).hexdigest()
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _copies(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

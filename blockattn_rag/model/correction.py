@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.block_kv import BlockKV, corrected_digest
 from blockattn_rag.kv.rope import RotaryLayout, rotate
 
 PLACES = (1, 2, 4, 8, 16, 32, 64)
@@ -68,7 +68,7 @@ class Correction:
 
     def digest_of(self, digest: str) -> str:
         """The digest of a block that is corrected; ``digest`` is that of the block without."""
-        return hashlib.sha256(f"corrected by {self.digest}: {digest}".encode()).hexdigest()
+        return corrected_digest(digest, self.digest)
 
     def corrected(self, kv: BlockKV, layouts: Sequence[RotaryLayout]) -> BlockKV:
         """A block, corrected.

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Literal, NamedTuple
 
 HANDLE_LENGTH = 32
@@ -134,25 +133,6 @@ class Block:
         """``rendered`` by origin."""
         before, after = self.template.before, self.template.after
         return (Span(before, "template"), *self.spans, Span(after, "template"))
-
-    def digest(self, *, first: bool) -> str:
-        """sha256 of all that decides the block's token ids under a given tokenizer.
-
-        Text that is no passage never shares a digest with one: nobody can learn by a question
-        which passages are stored.
-
-        ``first``: the block opens the prompt, and so carries the BOS token if the model uses one.
-        """
-        parts = (self.template.before, self.text, self.template.after)
-        head = f"{self._kind()}:{'first' if first else 'later'}"
-        return _sha256("\0".join([head, *(f"{len(part)}:{part}" for part in parts)]))
-
-    def _kind(self) -> str:
-        if self.is_passage and len(self.spans) == 1:
-            return "text" if self.origin == "passage" else "altered"
-        runs = groupby(self.spans, key=lambda span: span.parses_control)
-        lengths = (f"{'+' if parsed else '-'}{len(text_of(run))}" for parsed, run in runs)
-        return f"mixed{''.join(lengths)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,7 @@ shared prefix of APE, 2502.05431). It does not depend on the question, and costs
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Sequence
 
 from blockattn_rag.prompts.chat_template import Message, chat_spans, has_chat_template
 from blockattn_rag.prompts.formats import CHAT
@@ -65,13 +63,6 @@ def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
     if count > len(head):
         raise ValueError(f"sink={sink!r}, but the head of a prompt has {len(head)} tokens here")
     return head[:count]
-
-
-def digest_after(sink: Sequence[int], digest: str) -> str:
-    """The digest of a block that is encoded after a sink; ``digest`` is that of the block alone."""
-    if not sink:
-        return digest
-    return hashlib.sha256(f"after {list(sink)}: {digest}".encode()).hexdigest()
 
 
 def _head_ids(tokenizer: BlockTokenizer) -> list[int]:

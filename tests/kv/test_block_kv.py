@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from blockattn_rag.kv.block_kv import BlockKV, store_key
+from blockattn_rag.kv.block_kv import BlockKV, corrected_digest, store_key, token_digest
 from blockattn_rag.kv.rope import NO_ROTATION, RotaryLayout
 
 HEADS, HEAD_DIM = 2, 8
@@ -76,7 +76,23 @@ def test_figures_of_a_block() -> None:
     assert one.nbytes == 3 * 2 * HEADS * 3 * HEAD_DIM * 4
 
 
-def test_a_store_key_names_model_and_text() -> None:
-    keys = {store_key(model, text) for model in ("a", "b") for text in ("x", "y")}
-    assert len(keys) == 4
-    assert store_key("a", "x") == hashlib.sha256(b"a:x").hexdigest()
+def test_a_store_key_names_tenant_model_and_tokens() -> None:
+    keys = {store_key(m, ids, who) for m in ("a", "b") for ids in ("x", "y") for who in ("", "t")}
+    assert len(keys) == 8
+    assert store_key("a", "x", "t") == hashlib.sha256(b"t:a:x").hexdigest()
+    assert replace(block(3, 1), namespace="t").key == store_key("fingerprint", "digest 1", "t")
+
+
+def test_a_digest_is_that_of_the_token_ids_as_64_bit_little_endian_integers() -> None:
+    expected = hashlib.sha256(bytes.fromhex("0100000000000000 0203000000000000")).hexdigest()
+    assert token_digest([1, 0x0302]) == expected
+
+
+def test_a_digest_tells_how_a_block_was_encoded() -> None:
+    ids = [1, 2]
+    sinks, corrections = ([], [1], [2], [1, 2], [12]), ("", "c", "d")
+    digests = {token_digest(ids, sink, by) for sink in sinks for by in corrections}
+    assert len(digests) == 15
+    assert token_digest(ids) in digests
+    assert token_digest([2, 1]) not in digests
+    assert corrected_digest(token_digest(ids, [1]), "c") == token_digest(ids, [1], "c")

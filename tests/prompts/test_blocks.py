@@ -9,7 +9,6 @@ from blockattn_rag.prompts.blocks import (
     Block,
     BlockPrompt,
     BlockTemplate,
-    Origin,
     Span,
     handle_of,
     merged,
@@ -21,28 +20,6 @@ TEMPLATE = BlockTemplate("- ", "\n")
 def test_a_handle_is_the_start_of_the_sha256_of_the_text() -> None:
     assert handle_of("abc") == "ba7816bf8f01cfea414140de5dae2223"
     assert len(handle_of("\ud800")) == HANDLE_LENGTH
-
-
-def test_a_digest_tells_apart_all_that_changes_the_token_ids() -> None:
-    blocks = [
-        Block("ab"),
-        Block("a", BlockTemplate(after="b")),
-        Block("b", BlockTemplate(before="a")),
-        Block("ab\0"),
-        Block.of([Span("ab", "template")]),
-        Block.of([Span("a", "template"), Span("b", "system")]),
-        Block.of([Span("a", "system"), Span("b", "template")]),
-    ]
-    digests = {block.digest(first=first) for block in blocks for first in (True, False)}
-    assert len(digests) == 2 * len(blocks)
-
-
-def test_no_other_text_shares_the_digest_of_a_passage() -> None:
-    others: list[Origin] = ["template", "prompt", "system", "conversation", "altered"]
-    for origin in others:
-        other = Block.of([Span("text", origin)])
-        assert other.handle == Block("text").handle
-        assert other.digest(first=False) != Block("text").digest(first=False)
 
 
 def test_a_block_is_as_private_as_the_most_private_of_its_spans() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag.prompts.formats import CHAT, Passage
-from blockattn_rag.prompts.sinks import check_sink, digest_after, sink_ids
+from blockattn_rag.prompts.sinks import check_sink, sink_ids
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from tests.models import tiny_tokenizer
 
@@ -46,10 +46,3 @@ def test_the_tokens_of_bos_and_of_too_long_a_head() -> None:
 def test_passages_alone_have_no_first_block() -> None:
     with pytest.raises(ValueError, match="encode them as a prompt"):
         sink_ids("first-block", BlockTokenizer(tiny_tokenizer()))
-
-
-def test_a_digest_names_the_sink_and_stays_itself_without_one() -> None:
-    digests = {digest_after(sink, "d") for sink in ([], [1], [2], [1, 2], [12])}
-    assert len(digests) == 5
-    assert digest_after([], "d") == "d"
-    assert digest_after([1], "d") != digest_after([1], "e")

@@ -28,7 +28,7 @@ class Pair:
     id: str = field(init=False)
 
     def __post_init__(self) -> None:
-        parts = [block.digest(first=not n) for n, block in enumerate(self.prompt.context)]
+        parts = [block.rendered_spans for block in self.prompt.context]
         told = json.dumps([*parts, self.prompt.final]).encode()
         object.__setattr__(self, "id", hashlib.sha256(told).hexdigest()[:16])
 
