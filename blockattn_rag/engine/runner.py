@@ -36,6 +36,11 @@ def _shared(answer: Answer) -> tuple[int, bool]:
     return answer.prepared.limit, has_reader and is_needed([context])
 
 
+def _selects(context: Sequence[Block], options: GenerateOptions) -> bool:
+    """Whether the question's attention is measured, to choose the passages to promote."""
+    return by_attention(options.promote) and any(block.is_passage for block in context)
+
+
 class Runner:
     """Answers requests of one engine, on the model's thread.
 
@@ -125,7 +130,7 @@ class Runner:
         fetched = fetched._replace(missed={**missed, **fetched.missed})
         placed = place(fetched.blocks, options.positions)
         limit = self._model.room_for(placed.num_tokens + len(final), options.sampling)
-        selecting = len(question) if by_attention(options.promote) else 0
+        selecting = len(question) if _selects(context, options) else 0
         stats = ReuseStats(
             "block",
             hits=fetched.hits,
@@ -134,6 +139,7 @@ class Runner:
             computed_tokens=fetched.missed_tokens + len(final) + selecting,
             promoted_tokens=num_promoted + selecting,
             fetch_s=time.perf_counter() - started,
+            int8_blocks=sum(kv.scales is not None for kv in fetched.blocks),
             certificate=self._certificate(prompt, options),
         )
         return Prepared(placed.token_ids, final, placed, limit, stats)
@@ -151,7 +157,7 @@ class Runner:
     ) -> tuple[list[Block], list[Block], Mapping[str, int]]:
         """The blocks that stay, the passages that move to the final block, and what had to be
         computed to choose these."""
-        if not by_attention(options.promote) or not context:
+        if not _selects(context, options):
             return *promoted(context, options.promote), {}
         fetched = self._fetch(context, len(question), options)
         placed = place(fetched.blocks, options.positions)

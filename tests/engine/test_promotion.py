@@ -155,6 +155,16 @@ def test_a_passage_computed_for_the_choice_is_counted_as_a_miss(
     assert cold.computed_tokens == head + 2 * tokens + 2 * question
 
 
+@pytest.mark.parametrize("context", [(), (HEAD,)])
+def test_where_there_is_no_passage_nothing_is_chosen(
+    engine: BlockAttentionEngine, context: tuple[Block, ...]
+) -> None:
+    prompt = BlockPrompt(context, Q)
+    found = engine.generate(prompt, promote="attention:1", max_new_tokens=1).stats
+    assert found.promoted_tokens == 0
+    assert found.prompt_tokens == len(engine.model.tokenizer.prompt_ids(prompt).flat)
+
+
 def test_a_model_without_relay_attention_cannot_choose_by_attention() -> None:
     windowed: Any = tiny_model("mistral", sliding_window=8)
     engine = BlockAttentionEngine(BlockModel(windowed, tiny_tokenizer()))
