@@ -26,6 +26,7 @@ from blockattn_rag.engine.retry import check_abstentions
 from blockattn_rag.engine.runner import Runner
 from blockattn_rag.engine.scheduler import scheduler_of
 from blockattn_rag.kv.context import Assembly, Positions
+from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.store import DEFAULT_RESIDENT_BYTES, KVStore, open_store
@@ -55,6 +56,9 @@ class BlockAttentionEngine:
         store: where KV lives: a store, the path of a ``DirectoryStore``, or None for memory.
         resident_bytes: blocks that were read from the store stay ready on the model's device, up
             to this many bytes; 0 reads and checks them anew for every answer.
+        kv_dtype: ``"int8"`` keeps keys and values that are computed from now on in half the bytes
+            or a quarter (``kv.quantization``), ``"model"`` as the model computes them. What the
+            store holds is read in either form.
         audit_rate: share of block mode's greedy answers that are compared with full mode while
             nothing else waits, such as 0.01; see ``engine.audit`` and ``audits``.
         options: how block mode works unless a call says otherwise; see ``BlockOptions``. What is
@@ -67,6 +71,7 @@ class BlockAttentionEngine:
         store: KVStore | str | Path | None = None,
         *,
         resident_bytes: int = DEFAULT_RESIDENT_BYTES,
+        kv_dtype: KVDtype = "model",
         audit_rate: float = 0.0,
         **options: Unpack[BlockOptions],
     ) -> None:
@@ -80,7 +85,7 @@ class BlockAttentionEngine:
             given = {name: value for name, value in options.items() if value is not None}
             self.defaults = self._options(self._calibration.options_beside(given))
             logger.info("%s: calibrated: %s", model.name, self._calibration)
-        self._fetcher = BlockFetcher(model, self.store, resident_bytes)
+        self._fetcher = BlockFetcher(model, self.store, resident_bytes, kv_dtype=kv_dtype)
         self._scheduler = scheduler_of(model.lock)
         self._auditor = Auditor(model, audit_rate, self._scheduler.submit_in_background)
         self._runner = Runner(model, self._fetcher, self._auditor, self._calibration)
@@ -104,6 +109,7 @@ class BlockAttentionEngine:
         reader: str | Path | None = None,
         retry: str | None = None,
         resident_bytes: int = DEFAULT_RESIDENT_BYTES,
+        kv_dtype: KVDtype = "model",
         audit_rate: float = 0.0,
         **model_kwargs: Any,
     ) -> BlockAttentionEngine:
@@ -127,6 +133,7 @@ class BlockAttentionEngine:
             reader=reader,
             retry=retry,
             resident_bytes=resident_bytes,
+            kv_dtype=kv_dtype,
             audit_rate=audit_rate,
         )
 
@@ -134,6 +141,11 @@ class BlockAttentionEngine:
     def model(self) -> BlockModel:
         """The model; another model takes an engine of its own."""
         return self._model
+
+    @property
+    def kv_dtype(self) -> KVDtype:
+        """What blocks are kept in that this engine computes."""
+        return self._fetcher.kv_dtype
 
     @property
     def calibration(self) -> Calibration | None:

@@ -13,6 +13,7 @@ from blockattn_rag.engine.tokenised import remembering
 from blockattn_rag.engine.transfer import to_device
 from blockattn_rag.errors import MissError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV, corrected_digest, store_key, token_digest
+from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.prompts.blocks import Block, Origin
@@ -135,13 +136,32 @@ class BlockFetcher:
         resident_bytes: keep as many bytes of blocks ready in memory, if the store itself does not
             hold them there; see ``DeviceCache``.
         access: in which namespaces blocks are read and stored, and whether any is stored.
+        kv_dtype: what blocks are kept in that are computed now; those in the store are read in
+            whatever they were kept in. Quantised when they are computed, so that an answer is the
+            same whether they were there or not.
+
+    Raises:
+        ValueError: ``kv_dtype`` is unknown, or not possible for the model.
     """
 
     def __init__(
-        self, model: BlockModel, store: KVStore, resident_bytes: int = 0, access: Access = OPEN
+        self,
+        model: BlockModel,
+        store: KVStore,
+        resident_bytes: int = 0,
+        access: Access = OPEN,
+        kv_dtype: KVDtype = "model",
     ) -> None:
         self.store = store
         self.access = access
+        self.kv_dtype = check_kv_dtype(kv_dtype)
+        kinds = {kind for _, _, kind in model.profile.token_outline}
+        if kv_dtype == "int8" and len(kinds) > 1:
+            raise ValueError(
+                f"{model.name} has keys and values of several number types "
+                f"({', '.join(sorted(map(str, kinds)))}), which cannot be kept in int8; use "
+                "kv_dtype='model'"
+            )
         self._model = model
         self._cache = (
             DeviceCache(store, resident_bytes or 1)  # a store in memory is not written either
@@ -275,6 +295,8 @@ class BlockFetcher:
         """A block as it is kept."""
         if one.correction is not None:
             encoded = one.correction.corrected(encoded, self._model.profile.layouts)
+        if self.kv_dtype == "int8":
+            encoded = encoded.quantised()
         handle, namespace = one.block.handle, one.namespaces[0]
         return replace(encoded, digest=one.digest, handle=handle, namespace=namespace)
 

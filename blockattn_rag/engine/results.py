@@ -74,6 +74,8 @@ class ReuseStats:
         retried: how the question was answered again since block mode abstained, such as ``"full"``
             (see ``engine.retry``): the answer is the second one, tokens and seconds are of both,
             and ``ttft_s`` runs to the second one's first token. ``"none"``: it was not.
+        int8_blocks: context blocks, found or computed, whose keys and values are in int8 (see
+            ``kv_dtype`` of the engine).
         certificate: what is known of answers like this one; None in full mode and where nothing
             was measured for its model, options and kind of prompt.
     """
@@ -90,6 +92,7 @@ class ReuseStats:
     prefill_s: float = 0.0
     ttft_s: float = 0.0
     total_s: float = 0.0
+    int8_blocks: int = 0
     retried: str = "none"
     certificate: Certificate | None = None
 

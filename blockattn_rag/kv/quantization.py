@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +27,18 @@ LEAST_SCALE = torch.finfo(torch.float32).tiny
 """Zeros and what is near them get this scale: below it, float32 loses digits."""
 
 _KEY_DIM, _VALUE_DIM = 1, 2  # over which the largest magnitude is taken: tokens, channels
+
+
+def check_kv_dtype(name: object) -> KVDtype:
+    """The name as it stands.
+
+    Raises:
+        ValueError: it is none of ``KVDtype``.
+    """
+    for known in get_args(KVDtype):
+        if name == known:
+            return known  # type: ignore[no-any-return]
+    raise ValueError(f"kv_dtype must be one of {get_args(KVDtype)}, found {name!r:.80}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
