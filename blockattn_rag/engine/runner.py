@@ -15,7 +15,7 @@ from blockattn_rag.attention.merge_file import load_merge
 from blockattn_rag.engine.answer import Answer, Prepared
 from blockattn_rag.engine.audit import Auditor
 from blockattn_rag.engine.calibration import Calibration, file_digests
-from blockattn_rag.engine.fetcher import BlockFetcher, Fetched, how_encoded
+from blockattn_rag.engine.fetcher import BlockFetcher, Fetched, Name, how_encoded
 from blockattn_rag.engine.options import NO_READER, GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.engine.results import Certificate, ReuseStats
@@ -154,7 +154,7 @@ class Runner:
 
     def _promoted(
         self, context: Sequence[Block], question: Sequence[int], options: GenerateOptions
-    ) -> tuple[list[Block], list[Block], Mapping[str, int]]:
+    ) -> tuple[list[Block], list[Block], Mapping[Name, int]]:
         """The blocks that stay, the passages that move to the final block, and what had to be
         computed to choose these."""
         if not _selects(context, options):
