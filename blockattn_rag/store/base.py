@@ -185,13 +185,14 @@ def check_max_bytes(max_bytes: int) -> None:
         raise ValueError(f"max_bytes must be positive, found {max_bytes}")
 
 
-def warn_of_refused(store: KVStore, nbytes: int) -> None:
-    """Say, for the first time, that an entry alone is larger than its store."""
+def warn_of_refused(store: KVStore, nbytes: int, limit: str = "max_bytes") -> None:
+    """Say, for the first time, that an entry alone is larger than its store's ``limit``."""
     logger.warning(
         "a block of %d bytes does not fit in %r and is not kept, so it is computed anew each "
-        "time; raise max_bytes. Further ones are only counted (stats().refused)",
+        "time; raise %s. Further ones are only counted (stats().refused)",
         nbytes,
         store,
+        limit,
     )
 
 

@@ -1,0 +1,219 @@
+"""Requests to an object store: bounded in number and time, with errors that hold no credentials."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockattn_rag.errors import CorruptEntryError, StoreError
+from blockattn_rag.lazy import missing_extra
+from blockattn_rag.store.deadlines import Readers, deadline, outcome
+from blockattn_rag.store.urls import reason
+
+if TYPE_CHECKING:
+    from obstore import Bytes, GetOptions, ObjectMeta
+    from obstore.store import ClientConfig, RetryConfig
+    from obstore.store import ObjectStore as Backend
+
+# One connection to S3 brings about 90 MB/s, so that a large object is read by several.
+_PART_BYTES = 8 << 20
+_PAGE = 1000
+
+_BACKOFF_S = (0.1, 2.0)
+_S3_SERVERS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
+
+
+class _Begun(NamedTuple):
+    """An object of which the first part has been read: its memory, and what fills the rest."""
+
+    raw: Tensor
+    parts: list[Future[None]]
+
+
+class ObjectClient:
+    """Reads, writes and lists objects under an address.
+
+    Args:
+        url: the address.
+        backend: an obstore store that is open there.
+        deadline_s: seconds that a read may take.
+        parallel: reads at once, at most.
+    """
+
+    def __init__(self, url: str, backend: Backend, deadline_s: float, parallel: int) -> None:
+        self.url = url
+        self.deadline_s = deadline_s
+        self._backend = backend
+        self._readers = Readers(parallel, "blockattn-rag-objects")
+
+    def place(self, path: str) -> str:
+        """An object, as users know it."""
+        return f"{self.url}/{path}"
+
+    def read_many(self, paths: Sequence[str]) -> list[Tensor | StoreError | None]:
+        """Whole objects, uint8 ``[size]`` in memory of their own; None for one that is not there.
+
+        All are read at once, with one deadline.
+        """
+        until = deadline(self.deadline_s)
+        reads = [self._readers.start(self._begin, path) for path in paths]
+        return [self._finish(*each, until) for each in zip(paths, reads, strict=True)]
+
+    def read_start(self, path: str, nbytes: int) -> tuple[bytes, ObjectMeta] | None:
+        """An object's first bytes, ``nbytes`` if it has as many; None if it is not there."""
+        read = self._readers.start(self._range, path, 0, nbytes)
+        found = outcome(read, deadline(self.deadline_s), f"read {self.place(path)}")
+        return None if found is None else (bytes(found[0]), found[1])
+
+    def head(self, path: str) -> ObjectMeta | None:
+        """What is known of an object; None if it is not there."""
+        read = self._readers.start(self._head, path)
+        return outcome(read, deadline(self.deadline_s), f"look for {self.place(path)}")
+
+    def write(self, path: str, content: bytes) -> None:
+        """Write an object whole, or not at all; one that is there is replaced in one step."""
+        with self._explained("write", path):
+            self._backend.put(path, content, chunk_size=_PART_BYTES)
+
+    def delete(self, path: str) -> bool:
+        """Delete an object; True if there was one."""
+        if self.head(path) is None:  # most servers do not say what they deleted
+            return False
+        with self._explained("delete", path):
+            try:
+                self._backend.delete(path)
+            except FileNotFoundError:
+                return False
+        return True
+
+    def list(self, folder: str) -> Iterator[ObjectMeta]:
+        """Objects in a folder and the folders in it, page by page."""
+        with self._explained("list", folder):
+            for page in self._backend.list(folder, chunk_size=_PAGE):
+                yield from page
+
+    def _begin(self, path: str) -> _Begun | None:
+        """Read the first part, learn of the size by it, and begin to read the others."""
+        found = self._range(path, 0, _PART_BYTES)
+        if found is None:
+            return None
+        first, meta = found
+        size = meta["size"]
+        try:
+            raw = torch.empty(size, dtype=torch.uint8)
+        except RuntimeError:  # torch's way to say that there is no memory
+            place = self.place(path)
+            raise StoreError(f"cannot read {place}: no memory for its {size} bytes") from None
+        self._place_part(path, raw, 0, first)
+        fill = partial(self._fill, path, raw, e_tag=meta["e_tag"])
+        starts = range(_PART_BYTES, size, _PART_BYTES)
+        return _Begun(raw, [self._readers.start(fill, start) for start in starts])
+
+    def _fill(self, path: str, raw: Tensor, start: int, e_tag: str | None) -> None:
+        found = self._range(path, start, min(start + _PART_BYTES, len(raw)), e_tag)
+        if found is None:
+            raise StoreError(f"cannot read {self.place(path)}: it was deleted meanwhile")
+        self._place_part(path, raw, start, found[0])
+
+    def _place_part(self, path: str, raw: Tensor, start: int, part: Bytes) -> None:
+        stop = min(start + _PART_BYTES, len(raw))
+        if len(part) != stop - start:
+            raise StoreError(
+                f"cannot read {self.place(path)}: of its bytes {start} to {stop}, {len(part)} came"
+            )
+        raw.numpy().data[start:stop] = memoryview(part)
+
+    def _finish(
+        self, path: str, read: Future[_Begun | None], until: float
+    ) -> Tensor | StoreError | None:
+        doing = f"read {self.place(path)}"
+        parts: list[Future[None]] = []
+        try:
+            begun = outcome(read, until, doing)
+            if begun is None:
+                return None
+            parts = begun.parts
+            for part in parts:
+                outcome(part, until, doing)
+        except StoreError as error:
+            for part in parts:
+                part.cancel()
+            return error
+        return begun.raw
+
+    def _range(
+        self, path: str, start: int, stop: int, e_tag: str | None = None
+    ) -> tuple[Bytes, ObjectMeta] | None:
+        """Bytes of the version of an object that ``e_tag`` names, or of its latest."""
+        options: GetOptions = {"range": (start, stop)}
+        if e_tag is not None:
+            options["if_match"] = e_tag
+        with self._explained("read", path):
+            try:
+                found = self._backend.get(path, options=options)
+                return found.bytes(), found.meta
+            except FileNotFoundError:
+                return None
+            except Exception as error:
+                if not start and "range" in str(error).lower() and self._is_empty(path):
+                    raise CorruptEntryError(f"{self.place(path)} is damaged: it is empty") from None
+                raise
+
+    def _is_empty(self, path: str) -> bool:
+        head = self._head(path)
+        return head is not None and head["size"] == 0
+
+    def _head(self, path: str) -> ObjectMeta | None:
+        with self._explained("look for", path):
+            try:
+                return self._backend.head(path)
+            except FileNotFoundError:
+                return None
+
+    @contextmanager
+    def _explained(self, doing: str, path: str) -> Iterator[None]:
+        """What the client library raises becomes a StoreError that names the object."""
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except (BaseError, OSError, ValueError) as error:
+            raise StoreError(f"cannot {doing} {self.place(path)}: {reason(error)}") from None
+
+
+def connect(url: str, deadline_s: float, retries: int) -> Backend:
+    """An obstore store at an address, with the credentials that the environment has.
+
+    Nothing is sent yet. No request takes longer than the deadline, and none is made again after it.
+
+    Raises:
+        ImportError: obstore is not installed.
+        ValueError: the address cannot be used.
+    """
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ModuleNotFoundError as error:
+        raise ImportError(f"a store at {url} needs {missing_extra('obstore', 's3')}") from error
+    limit = timedelta(seconds=deadline_s)
+    least, most = (timedelta(seconds=min(seconds, deadline_s)) for seconds in _BACKOFF_S)
+    client: ClientConfig = {"timeout": limit, "connect_timeout": min(limit, timedelta(seconds=5))}
+    if any(os.environ.get(name, "").startswith("http://") for name in _S3_SERVERS):
+        client["allow_http"] = True  # whoever names such a server wants no encryption
+    retry: RetryConfig = {
+        "max_retries": retries,
+        "retry_timeout": limit,
+        "backoff": {"init_backoff": least, "max_backoff": most, "base": 2},
+    }
+    try:
+        return from_url(url, client_options=client, retry_config=retry)
+    except (BaseError, OSError, ValueError) as error:
+        raise ValueError(f"cannot open a store at {url}: {reason(error)}") from None
