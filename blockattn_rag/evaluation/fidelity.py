@@ -9,9 +9,10 @@ wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,8 +27,8 @@ from blockattn_rag.evaluation.metrics import (
     bootstrap_ratio,
     plain_figures,
 )
-from blockattn_rag.evaluation.records import RecordFile, Sample
-from blockattn_rag.evaluation.run import make_prompt, mode_options
+from blockattn_rag.evaluation.records import RecordFile, Sample, without_blank
+from blockattn_rag.evaluation.run import files_of_modes, make_prompt, mode_options
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import place
 from blockattn_rag.model import BlockModel, EncodeRequest
@@ -51,7 +52,7 @@ class FidelityRecord:
 
     ``kl`` is the mean over the answer's ``tokens``, ``first_kl`` that of its first token, both in
     nats; ``agreement`` is the share of tokens at which the mode's first choice is full mode's. The
-    mode's own greedy answer is the same where that is 1.
+    mode's own greedy answer is the same where that is 1. ``files``: as of an ``EvaluationRecord``.
     """
 
     id: str
@@ -61,6 +62,7 @@ class FidelityRecord:
     kl: float
     first_kl: float
     agreement: float
+    files: str = ""
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> FidelityRecord:
@@ -93,7 +95,8 @@ class FidelityRecord:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """As plain JSON types."""
+        return without_blank(asdict(self), "files")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +191,8 @@ def measure_fidelity(
     def compare(sample: EvaluationSample, missing: Sequence[str]) -> list[FidelityRecord]:
         return _compare(engine, form, sample, missing, max_new_tokens)
 
-    return compare_each(shown, wanted, compare, noted, records_path, on_progress)
+    files = files_of_modes(wanted[1:])
+    return compare_each(shown, wanted, compare, noted, records_path, on_progress, files)
 
 
 S = TypeVar("S", bound=Sample)
@@ -201,6 +205,7 @@ def compare_each(
     noted: Mapping[str, Any],
     records_path: str | Path | None,
     on_progress: Callable[[int, int], None] | None,
+    files: Mapping[str, str] = MappingProxyType({}),
 ) -> FidelityReport:
     """The report of all samples in all modes; what ``records_path`` holds is not compared again.
 
@@ -208,11 +213,13 @@ def compare_each(
         samples: as they are shown.
         compare: compares one sample in the modes named with full mode.
         noted: what the records depend on.
+        files: digests of the files that modes name, by mode.
     """
     parse = FidelityRecord.from_dict
     file = RecordFile(records_path, noted, parse) if records_path is not None else None
     if file:
         file.check_samples(samples)
+        file.check_files(files)
     done = dict(file.records) if file else {}
     tell = on_progress or (lambda *_: None)
     for number, sample in enumerate(samples):
@@ -220,7 +227,7 @@ def compare_each(
         missing = [mode for mode in modes if (sample.id, mode) not in done]
         if not missing:
             continue
-        new = compare(sample, missing)
+        new = [replace(one, files=files.get(one.mode, "")) for one in compare(sample, missing)]
         done.update({(record.id, record.mode): record for record in new})
         if file:
             file.append(new)

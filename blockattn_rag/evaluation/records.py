@@ -18,9 +18,10 @@ _COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_toke
 class EvaluationRecord:
     """One question answered in one mode. Scores lie in 0..1; times are seconds.
 
-    ``digest`` is the sample's (question, answers, passages as they were shown), ``finish_reason``
-    ``"length"`` where the answer was cut off by its limit or by the context window. Of ``stats``,
-    the counts are kept, and ``ttft_s``, which is that of the question's batch; the others are 0.
+    ``digest`` is the sample's (question, answers, passages as they were shown), ``files`` that of
+    the files that the mode names (empty if it names none). ``finish_reason`` is ``"length"`` where
+    the answer was cut off by its limit or by the context window. Of ``stats``, the counts are kept,
+    and ``ttft_s``, which is that of the question's batch; the others are 0.
     """
 
     id: str
@@ -35,6 +36,7 @@ class EvaluationRecord:
     f1: float
     stats: ReuseStats
     finish_reason: str
+    files: str = ""
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> EvaluationRecord:
@@ -50,7 +52,7 @@ class EvaluationRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types, the figures beside the other fields; times in seconds."""
-        line = asdict(self)
+        line = without_blank(asdict(self), "files")
         stats, reason = line.pop("stats"), line.pop("finish_reason")
         counts = {name: stats[name] for name in _COUNTS}
         return {**line, **counts, "finish_reason": reason, "ttft_s": stats["ttft_s"]}
@@ -70,6 +72,10 @@ class Record(Sample, Protocol):
 
     @property
     def mode(self) -> str: ...
+    @property
+    def files(self) -> str:
+        """Digest of the files that the mode names; empty if it names none."""
+
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types."""
 
@@ -136,6 +142,22 @@ class RecordFile(Generic[R]):
                 f"{listed(list(changed))}. Name another file or delete this one."
             )
 
+    def check_files(self, files: Mapping[str, str]) -> None:
+        """Refuse records of a mode that names files, if these hold something else by now.
+
+        Args:
+            files: digests by mode.
+
+        Raises:
+            DataError: naming the mode.
+        """
+        for record in self.records.values():
+            if record.files and record.files != files.get(record.mode, record.files):
+                raise DataError(
+                    f"{self.path}: a file that the mode {record.mode!r} names has changed since. "
+                    "Name another file of records or delete this one."
+                )
+
     def append(self, records: Iterable[R]) -> None:
         """Add records, on disk before this returns."""
         new = list(records)
@@ -166,6 +188,11 @@ def listed(ids: Sequence[str], most: int = 20) -> str:
     """Ids for a message, the first of them if there are many."""
     rest = f" and {len(ids) - most} more" if len(ids) > most else ""
     return f"the ids {', '.join(ids[:most])}{rest}"
+
+
+def without_blank(line: dict[str, Any], name: str) -> dict[str, Any]:
+    """A record's fields, without the one named if it is empty."""
+    return line if line[name] else {key: value for key, value in line.items() if key != name}
 
 
 def _dump(value: Any) -> str:

@@ -6,6 +6,7 @@ attention, block attention, block attention without position re-encoding, no pas
 
 from __future__ import annotations
 
+import hashlib
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.option_files import file_digests
 from blockattn_rag.engine.options import (
     NO_CORRECTION,
     NO_MERGE,
@@ -162,6 +164,21 @@ def mode_options(mode: str) -> dict[str, Any]:
     return how
 
 
+def files_of_modes(modes: Sequence[str]) -> dict[str, str]:
+    """By mode, a digest of what the files hold that it names; empty if it names none.
+
+    Raises:
+        ValueError: there is no such mode or no such file.
+    """
+    found = {}
+    for mode in modes:
+        how = mode_options(mode)
+        digests = file_digests({name: how.get(name) for name in ("correction", "merge", "reader")})
+        told = sorted(digest for digest in digests.values() if digest)
+        found[mode] = hashlib.sha256("".join(told).encode()).hexdigest()[:16] if told else ""
+    return found
+
+
 def evaluate(
     engine: BlockAttentionEngine,
     samples: Sequence[EvaluationSample],
@@ -214,8 +231,10 @@ def evaluate(
     _check_room(engine, form, shown, modes)
     parse = EvaluationRecord.from_dict
     file = RecordFile(records_path, noted, parse) if records_path is not None else None
+    files = files_of_modes(modes)
     if file:
         file.check_samples(shown)
+        file.check_files(files)
     done = dict(file.records) if file else {}
     tell = on_progress or (lambda *_: None)
     for mode in modes:
@@ -225,7 +244,7 @@ def evaluate(
         for start in range(0, len(pending), batch_size):
             batch = pending[start : start + batch_size]
             answers = _answer(engine, form, batch, mode, max_new_tokens=max_new_tokens, stop=stop)
-            new = [_record(s, mode, a) for s, a in zip(batch, answers, strict=True)]
+            new = [_record(s, mode, a, files[mode]) for s, a in zip(batch, answers, strict=True)]
             done.update({(record.id, mode): record for record in new})
             if file:
                 file.append(new)
@@ -301,7 +320,9 @@ def _check_room(
         )
 
 
-def _record(sample: EvaluationSample, mode: str, answer: Generation) -> EvaluationRecord:
+def _record(
+    sample: EvaluationSample, mode: str, answer: Generation, files: str
+) -> EvaluationRecord:
     kept = replace(answer.stats, fetch_s=0.0, assemble_s=0.0, prefill_s=0.0, total_s=0.0)
     return EvaluationRecord(
         id=sample.id,
@@ -313,6 +334,7 @@ def _record(sample: EvaluationSample, mode: str, answer: Generation) -> Evaluati
         output=answer.text,
         stats=kept,
         finish_reason=answer.finish_reason,
+        files=files,
         **{name: metric(answer.text, sample.answers) for name, metric in METRICS.items()},
     )
 

@@ -17,6 +17,7 @@ from blockattn_rag.evaluation import EvaluationSample, fidelity, measure_fidelit
 from blockattn_rag.evaluation.fidelity import FLOOR, FidelityReport, full_answer
 from blockattn_rag.evaluation.run import make_prompt
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.reader import Reader
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import CHAT
 from blockattn_rag.prompts.sinks import sink_ids
@@ -152,6 +153,22 @@ def test_a_stopped_run_goes_on_where_it_was(
     changed = [EvaluationSample("q1", "Another question?", (), samples[0].passages)]
     with pytest.raises(DataError, match="other questions"):
         measure(engine, changed, "block", records_path=path)
+
+
+def test_records_made_with_another_file_of_the_same_name_are_refused(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample], tmp_path: Path
+) -> None:
+    model, path, folder = engine.model, tmp_path / "records.jsonl", tmp_path / "reader"
+    mode = f"reader={folder}"
+    for seed in (0, 1):
+        if seed:
+            measure(engine, samples, "block", mode, records_path=path)
+            measure(engine, samples, mode, records_path=path)
+        reader = Reader.new(model.hf_model, rank=2, seed=seed)
+        reader.save(folder, {"fingerprint": model.fingerprint})
+    with pytest.raises(DataError, match="has changed since"):
+        measure(engine, samples, mode, records_path=path)
+    measure(engine, samples, "block", records_path=path)  # which names no file
 
 
 def test_what_cannot_be_measured_is_refused(

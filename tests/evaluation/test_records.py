@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from blockattn_rag.engine.results import ReuseStats
+from blockattn_rag.errors import DataError
 from blockattn_rag.evaluation import EvaluationRecord, RecordFile
 
 # Written before reuse figures were held as one object.
@@ -38,3 +42,14 @@ def test_files_of_earlier_versions_are_read_and_written_byte_for_byte(tmp_path: 
     assert RecordFile(tmp_path / "new.jsonl", settings, EvaluationRecord.from_dict).records == {
         ("q1", "block-composite"): RECORD
     }
+
+
+def test_records_tell_what_files_their_mode_named(tmp_path: Path) -> None:
+    made = replace(RECORD, mode="reader=r", files="0a")
+    path = tmp_path / "new.jsonl"
+    RecordFile(path, {}, EvaluationRecord.from_dict).append([RECORD, made])
+    file = RecordFile(path, {}, EvaluationRecord.from_dict)
+    assert [record.files for record in file.records.values()] == ["", "0a"]
+    file.check_files({"reader=r": "0a", "block-composite": "0b"})  # noted by an earlier version
+    with pytest.raises(DataError, match="a file that the mode 'reader=r' names has changed since"):
+        file.check_files({"reader=r": "0b"})
