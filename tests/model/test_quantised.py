@@ -1,0 +1,155 @@
+"""Answers over int8 blocks: what the blocks stand for, computed exactly, in every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockattn_rag.check.oracle import oracle_logits
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.context import Assembly, place
+from blockattn_rag.kv.rope import relative_error
+from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model.tolerances import LOGITS
+from tests.model.families import SUPPORTED
+from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
+
+FAMILIES = (
+    "llama",  # rotates halves
+    "phi",  # half of the dimensions
+    "glm",  # pairs side by side
+    "smollm3",  # some layers hold no position
+    "gemma2",  # sliding windows and soft caps: no relay
+    "gpt_neox",
+    "falcon, one key head",
+)
+# A small change may choose another expert there, and so be no small change any more.
+WITH_EXPERTS = ("qwen3_moe", "gpt_oss, attention sinks")
+TEXTS = ("Halden Tower is 214 metres tall, they say.", "x", "It was built in 1931.", "How tall?")
+BUDGET = LOGITS[torch.float32]
+
+
+class Case:
+    """A model, the tokens of a prompt, and its context blocks as the model computes them."""
+
+    def __init__(self, model: BlockModel) -> None:
+        self.model = model
+        *context, self.final = [model.tokenizer.text_ids(text) for text in TEXTS]
+        self.ids = context
+        requests = [EncodeRequest(ids, str(at), "") for at, ids in enumerate(context)]
+        found = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
+        self.blocks = [found[request.digest] for request in requests]
+
+    def logits(self, blocks: list[BlockKV], assembly: Assembly = "copy") -> Tensor:
+        model, final = self.model, torch.tensor([self.final])
+        chosen = model.choose_assembly(assembly, len(self.final))
+        return model.next_logits(final, model.cache_for(place(blocks), assembly=chosen))
+
+    @property
+    def assemblies(self) -> list[Assembly]:
+        return ["copy", "relay"] if self.model.supports_relay else ["copy"]
+
+
+@lru_cache(maxsize=1)
+def case_of(family: str) -> Case:
+    kind, config = SUPPORTED[family]
+    return Case(BlockModel(tiny_model(kind, **config), tiny_tokenizer()))
+
+
+def changed(kv: BlockKV, change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> BlockKV:
+    """A block that is not quantised: ``change`` of its states, of what their int8 stands for, and
+    of the scale."""
+    made = kv.quantised()
+    assert made.scales is not None
+    layers = range(kv.num_layers)
+    pairs = [
+        [
+            change(*three)
+            for three in zip(
+                kv.states(layer),
+                made.states(layer),
+                (made.scales.keys[layer], made.scales.values[layer]),
+                strict=True,
+            )
+        ]
+        for layer in layers
+    ]
+    keys, values = zip(*pairs, strict=True)
+    return replace(kv, keys=keys, values=values)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_EXPERTS])
+def test_every_way_to_read_int8_blocks_gives_what_they_stand_for(family: str) -> None:
+    case = case_of(family)
+    plain = [changed(kv, lambda _, stands_for, __: stands_for) for kv in case.blocks]
+    first, *others = case.blocks
+    mixtures = {
+        "all": ([kv.quantised() for kv in case.blocks], plain),
+        "some": ([first, *(kv.quantised() for kv in others)], [first, *plain[1:]]),
+    }
+    for quantised, same in mixtures.values():
+        expected = case.logits(same)
+        for assembly in case.assemblies:
+            assert relative_error(case.logits(quantised, assembly), expected) <= BUDGET
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_lost_is_what_half_steps_do(family: str) -> None:
+    """Against the oracle, quantisation is off by no more than when every number is moved by half a
+    step, up or down at random; it moves each by half a step at most, and by 0.29 of one (root mean
+    square)."""
+    case = case_of(family)
+    expected = oracle_logits(case.model.hf_model, [*case.ids, case.final])[-1]
+    assert relative_error(case.logits(case.blocks), expected) <= BUDGET
+    generator = torch.Generator().manual_seed(1)
+
+    def half_a_step(states: Tensor, _: Tensor, scale: Tensor) -> Tensor:
+        return states + scale / 2 * torch.randn(states.shape, generator=generator).sign()
+
+    noise = max(
+        relative_error(case.logits([changed(kv, half_a_step) for kv in case.blocks]), expected)
+        for _ in range(16)
+    )
+    quantised = [kv.quantised() for kv in case.blocks]
+    for assembly in case.assemblies:
+        error = relative_error(case.logits(quantised, assembly), expected)
+        assert BUDGET < error <= noise
+
+
+def test_the_models_number_type_is_that_of_the_cache() -> None:
+    model = BlockModel(tiny_model().bfloat16(), tiny_tokenizer())
+    case = Case(model)
+    quantised = [kv.quantised() for kv in case.blocks]
+    cache: Any = model.cache_for(place(quantised), assembly="copy")
+    kinds = {t.dtype for layer in cache.layers for t in (layer.keys, layer.values)}
+    assert kinds == {torch.bfloat16}
+    for assembly in case.assemblies:
+        found, expected = case.logits(quantised, assembly), case.logits(case.blocks, assembly)
+        assert found.dtype == expected.dtype
+        assert bool(found.isfinite().all())
+
+
+def test_a_model_knows_its_own_blocks_in_int8() -> None:
+    case = Case(BlockModel(shared_tiny_llama(), tiny_tokenizer()))
+    kv = case.blocks[0].quantised()
+    assert case.model.could_have_computed(kv)
+    assert kv.scales is not None
+    other = replace(kv, scales=replace(kv.scales, dtype=torch.bfloat16))
+    assert not case.model.could_have_computed(other)
+    assert not case.model.could_have_computed(replace(kv, scales=None))
+
+
+def test_attention_to_blocks_reads_what_they_stand_for() -> None:
+    case = Case(BlockModel(shared_tiny_llama(), tiny_tokenizer()))
+    blocks = [replace(kv, handle=kv.digest) for kv in case.blocks]
+    plain = [changed(kv, lambda _, stands_for, __: stands_for) for kv in blocks]
+    quantised = [kv.quantised() for kv in blocks]
+    found = case.model.attention_to_blocks(place(quantised), case.final)
+    expected = case.model.attention_to_blocks(place(plain), case.final)
+    assert found == pytest.approx(expected, rel=1e-5)
