@@ -16,7 +16,7 @@ import torch
 from blockattn_rag.attention.cuda import CopyStream, pinned
 from blockattn_rag.engine.threads import start_thread
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.format import ALIGNMENT
+from blockattn_rag.store.layout import ALIGNMENT
 
 
 def to_device(blocks: Sequence[BlockKV], device: torch.device) -> list[BlockKV]:

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.quantization import STEPS, KVScales
 
 DTYPES = {
     "F64": torch.float64,
@@ -19,6 +21,7 @@ DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I8": torch.int8,  # of quantised keys and values alone
     "I64": torch.int64,  # of token ids alone
 }
 """Number types of an entry, by their names in safetensors."""
@@ -32,17 +35,38 @@ def check_storable(kv: BlockKV) -> None:
     """Refuse what is no block's KV.
 
     Raises:
-        ValueError: no layers, no tokens, shapes that disagree, a dtype that is not floating-point,
-            or names that are not text.
+        ValueError: no layers, no tokens, shapes that disagree, a dtype that is not floating-point
+            (in a quantised block: not int8, or other scales than its shapes need), or names that
+            are not text.
     """
-    for text in (kv.fingerprint, kv.digest, kv.handle):
+    for text in (kv.fingerprint, kv.digest, kv.handle, kv.namespace):
         check_text(text)
-    check_states(kv.token_ids, kv.keys, kv.values)
+    check_states(kv.token_ids, kv.keys, kv.values, quantised=kv.scales is not None)
+    if kv.scales is not None:
+        _check_scales(kv, kv.scales)
 
 
 def is_finite(kv: BlockKV) -> bool:
     """Whether no key and no value is NaN or infinite. One such block spoils every answer."""
-    return all(all_finite(states) for states in (*kv.keys, *kv.values))
+    if kv.scales is None:
+        return all(all_finite(states) for states in (*kv.keys, *kv.values))
+    # The largest magnitude that a scale can make, in the type that it is given in.
+    scales = (*kv.scales.keys, *kv.scales.values)
+    return all(all_finite((scale * STEPS).to(kv.scales.dtype)) for scale in scales)
+
+
+def check_finite(kv: BlockKV, place: object) -> None:
+    """Refuse to store what would spoil every answer.
+
+    Raises:
+        StoreError: keys or values are NaN or infinite; names ``place``.
+    """
+    if not is_finite(kv):
+        raise StoreError(
+            f"cannot write {place}: keys or values of the block hold NaN or infinity. The model "
+            f"overflows {str(kv.keys[0].dtype).removeprefix('torch.')}; load it with "
+            "dtype='float32' or 'bfloat16'"
+        )
 
 
 class TensorSpec(NamedTuple):
@@ -53,15 +77,13 @@ class TensorSpec(NamedTuple):
     start: int
     stop: int
 
-    def unbind(self) -> tuple[TensorSpec, ...]:
-        """As ``Tensor.unbind``: the parts along the first dimension. All get the whole's place."""
-        return (self._replace(shape=self.shape[1:]),) * self.shape[0]
-
 
 _Shaped = Tensor | TensorSpec
 
 
-def check_states(ids: _Shaped, keys: Sequence[_Shaped], values: Sequence[_Shaped]) -> None:
+def check_states(
+    ids: _Shaped, keys: Sequence[_Shaped], values: Sequence[_Shaped], *, quantised: bool = False
+) -> None:
     if not keys or len(keys) != len(values) or len(keys) > MOST_LAYERS:
         raise ValueError(
             f"a BlockKV needs as many key as value layers, at most {MOST_LAYERS}, at least one; "
@@ -78,7 +100,9 @@ def check_states(ids: _Shaped, keys: Sequence[_Shaped], values: Sequence[_Shaped
                 f"keys and values must be [num_kv_heads, {ids.shape[0]} tokens, head_dim] and not "
                 f"empty; found {list(layer.shape)}"
             )
-        if not layer.dtype.is_floating_point or layer.dtype not in DTYPE_NAMES:
+        if quantised and layer.dtype != torch.int8:
+            raise ValueError(f"keys and values with scales must be int8; found {layer.dtype}")
+        if not quantised and not (layer.dtype.is_floating_point and layer.dtype in DTYPE_NAMES):
             raise ValueError(
                 f"keys and values must be of a floating-point dtype that safetensors can hold; "
                 f"found {layer.dtype}"
@@ -91,9 +115,26 @@ def check_states(ids: _Shaped, keys: Sequence[_Shaped], values: Sequence[_Shaped
             )
 
 
+def _check_scales(kv: BlockKV, scales: KVScales) -> None:
+    if not scales.dtype.is_floating_point or scales.dtype not in DTYPE_NAMES:
+        raise ValueError(f"blocks cannot be dequantised to {scales.dtype}")
+    found = [(t.dtype, tuple(t.shape)) for t in (*scales.keys, *scales.values)]
+    shapes = [(k.shape[0], 1, k.shape[2]) for k in kv.keys]
+    shapes += [(v.shape[0], v.shape[1], 1) for v in kv.values]
+    expected = [(torch.float32, shape) for shape in shapes]
+    if found != expected:
+        raise ValueError(
+            "a quantised block needs float32 scales, of keys [num_kv_heads, 1, head_dim] and of "
+            f"values [num_kv_heads, num_tokens, 1] in each layer; found {found}, "
+            f"expected {expected}"
+        )
+
+
 def check_text(value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"fingerprint, digest and handle must be text, found {value!r:.80}")
+        raise ValueError(
+            f"fingerprint, digest, handle and namespace must be text, found {value!r:.80}"
+        )
     value.encode()  # half a surrogate pair is no text: UnicodeEncodeError is a ValueError
     return value
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from blockattn_rag.errors import FingerprintMismatchError, StoreError
 from blockattn_rag.files.atomic import is_temporary, replacing, sync
-from blockattn_rag.kv.block_kv import BlockKV, store_key
+from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import files
 from blockattn_rag.store.base import (
     EntryInfo,
@@ -25,7 +26,7 @@ from blockattn_rag.store.base import (
     is_key,
     warn_of_refused,
 )
-from blockattn_rag.store.checks import check_storable, is_finite
+from blockattn_rag.store.checks import check_finite, check_storable
 from blockattn_rag.store.eviction import SizeBound, StoredFile
 from blockattn_rag.store.format import FORMAT, VERSION, Header, decode, encode, read_header
 
@@ -131,12 +132,7 @@ class DirectoryStore:
         check_key_of(key, kv)
         check_storable(kv)
         path = self.entry_path(key)
-        if not is_finite(kv):
-            raise StoreError(
-                f"cannot write {path}: keys or values of the block hold NaN or infinity. The "
-                f"model overflows {str(kv.keys[0].dtype).removeprefix('torch.')}; load it with "
-                "dtype='float32' or 'bfloat16'"
-            )
+        check_finite(kv, path)
         buffers = encode(kv)
         with files.explained("write", path):
             if self._bound is None:
@@ -195,7 +191,7 @@ class DirectoryStore:
     def describe(self, key: str) -> EntryInfo | None:
         """What the entry's header says, without reading its tensors; None if there is no entry.
 
-        The checksum covers the whole file and is *not* checked here.
+        The header is checked by its own checksum, the rest of the file not.
 
         Raises:
             StoreError: as ``get``.
@@ -323,10 +319,9 @@ def _read_header(path: Path, file: FileIO) -> Header:
 
 
 def _check_name(path: Path, entry: BlockKV | Header) -> None:
-    expected = store_key(entry.fingerprint, entry.digest)
-    if path.name != expected + _SUFFIX:
+    if path.name != entry.key + _SUFFIX:
         raise FingerprintMismatchError(
-            f"{path} holds the entry of another text or model, whose key is {expected} "
+            f"{path} holds the entry of another text, model or tenant, whose key is {entry.key} "
             f"(fingerprint {entry.fingerprint!r}); delete it, or put the block anew"
         )
 
@@ -338,6 +333,12 @@ def _check_mark(mark: Path) -> None:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{mark} is not readable JSON: {error}") from error
+    if found == {**_MARKED, "version": 1}:
+        raise StoreError(
+            f"{mark.parent} is a store of format version 1; this package reads {VERSION}. Turn it "
+            f"into one, in place and without a model, by `blockattn-rag store migrate "
+            f"{shlex.quote(str(mark.parent))}`, or use another directory"
+        )
     if found != _MARKED:
         raise StoreError(
             f"{mark.parent} is a store of another format: found {found}, expected {_MARKED}; "

@@ -7,6 +7,7 @@ decides nothing for another, who can therefore not learn of it by timing either.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -43,7 +44,7 @@ class Access:
     """
 
     namespace: str = ""
-    read_namespaces: tuple[str, ...] = ()
+    read_namespaces: Sequence[str] = ()
     read_only: bool = False
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from hypothesis import strategies as st
 
-from blockattn_rag.kv.block_kv import BlockKV, store_key
+from blockattn_rag.kv.block_kv import BlockKV
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,12 +45,14 @@ def make_kv(
     dtype: torch.dtype = torch.float32,
     fingerprint: str = "f" * 64,
     more_heads: int = 0,
+    namespace: str = "",
+    quantised: bool = False,
 ) -> BlockKV:
     """KV named ``name``; with ``more_heads``, the last layer's shape differs from the others'."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
     shapes = [(heads + (more_heads if i == layers - 1 else 0), tokens) for i in range(layers)]
     digest = hashlib.sha256(name.encode()).hexdigest()
-    return BlockKV(
+    kv = BlockKV(
         keys=tuple(random_tensor((*s, head_dim), dtype, seed + i) for i, s in enumerate(shapes)),
         values=tuple(
             random_tensor((*s, value_dim or head_dim), dtype, seed + 100 + i)
@@ -60,18 +62,27 @@ def make_kv(
         fingerprint=fingerprint,
         digest=digest,
         handle=digest[:32],
+        namespace=namespace,
     )
+    return kv.quantised() if quantised else kv
 
 
 def key_of(kv: BlockKV) -> str:
-    return store_key(kv.fingerprint, kv.digest)
+    return kv.key
 
 
 def same(a: BlockKV, b: BlockKV) -> bool:
     """Equal to the bit, NaNs included."""
-    tensors_a, tensors_b = (*a.keys, *a.values, a.token_ids), (*b.keys, *b.values, b.token_ids)
+    tensors_a, tensors_b = (
+        [t for layer in range(kv.num_layers) for t in kv.tensors(layer)] + [kv.token_ids]
+        for kv in (a, b)
+    )
+    names = [
+        (kv.fingerprint, kv.digest, kv.handle, kv.namespace, kv.scales and kv.scales.dtype)
+        for kv in (a, b)
+    ]
     return (
-        (a.fingerprint, a.digest, a.handle) == (b.fingerprint, b.digest, b.handle)
+        names[0] == names[1]
         and (a.num_layers, len(a.values)) == (b.num_layers, len(b.values))
         and all(
             x.dtype == y.dtype
@@ -95,4 +106,9 @@ def kvs(dtypes: Sequence[torch.dtype] = DTYPES) -> st.SearchStrategy[BlockKV]:
         dtype=st.sampled_from(dtypes),
         fingerprint=st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
         more_heads=st.integers(0, 2),
+        namespace=st.sampled_from(["", "tenant-1", "tenant-1/private"]),
     )
+
+
+def quantised_kvs() -> st.SearchStrategy[BlockKV]:
+    return kvs(FLOATS[:3]).map(lambda kv: kv.quantised())

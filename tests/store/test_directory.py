@@ -240,11 +240,11 @@ def test_every_truncated_file_is_detected(store: DirectoryStore) -> None:
 def test_a_damaged_entry_is_named_with_the_reason_and_mended_by_put(store: DirectoryStore) -> None:
     key, path = stored(store)
     path.write_bytes(path.read_bytes()[:-1])
-    assert "is damaged: the checksum of its" in damaged(store, key)
+    assert "is damaged: its header tells of" in damaged(store, key)
     path.write_bytes(b"")
-    assert "ends within its header" in damaged(store, key)
-    path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"9"'))
-    assert "format version '9'; this package reads '1'" in damaged(store, key)
+    assert "0 bytes are too few for an entry" in damaged(store, key)
+    path.write_bytes(path.read_bytes().replace(b'"version":"2"', b'"version":"9"'))
+    assert "format version '9'; this package reads '2'" in damaged(store, key)
 
 
 def test_describing_a_damaged_header_names_the_file(store: DirectoryStore) -> None:
@@ -333,7 +333,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_damaged(
         return empty(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", cut_then)
-    with pytest.raises(CorruptEntryError, match="checksum"):
+    with pytest.raises(CorruptEntryError, match=r"tells of 397440 bytes, it has 198720"):
         store.get(key)
 
 
@@ -365,7 +365,7 @@ def test_an_entry_that_lies_with_a_right_checksum_is_damaged(store: DirectorySto
     spoilt = make_kv()
     spoilt.keys[0][0, 0, 0] = torch.nan
     path.write_bytes(b"".join(encode(spoilt)))
-    assert "its keys hold NaN or infinity" in damaged(store, key)
+    assert "its head.0.keys hold NaN or infinity" in damaged(store, key)
 
 
 # The directory
@@ -374,7 +374,7 @@ def test_an_entry_that_lies_with_a_right_checksum_is_damaged(store: DirectorySto
 def test_a_new_store_makes_its_directory_and_its_mark(tmp_path: Path) -> None:
     DirectoryStore(tmp_path / "a" / "b")
     mark = json.loads((tmp_path / "a" / "b" / "format.json").read_text())
-    assert mark == {"format": "blockattn_rag.kv", "version": 1}
+    assert mark == {"format": "blockattn_rag.kv", "version": 2}
 
 
 def test_a_store_that_must_exist_is_not_made(tmp_path: Path) -> None:
@@ -403,7 +403,8 @@ def test_a_directory_that_another_process_is_making_a_store_is_no_obstacle(tmp_p
 @pytest.mark.parametrize(
     ("mark", "message"),
     [
-        ('{"format": "blockattn_rag.kv", "version": 2}', "found .*2.*, expected .*1.*ingest anew"),
+        ('{"format": "blockattn_rag.kv", "version": 1}', "reads 2.*blockattn-rag store migrate"),
+        ('{"format": "blockattn_rag.kv", "version": 9}', "found .*9.*, expected .*2.*ingest anew"),
         ("[]", r"found \[\], expected"),
         ("{", "not readable JSON"),
         ("\xff", "not readable JSON"),

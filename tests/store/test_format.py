@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -16,11 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import torch as safetensors_torch
 
-from blockattn_rag.kv.block_kv import BlockKV, store_key
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.quantization import KVScales
 from blockattn_rag.store import format as entry
 from blockattn_rag.store.checks import DTYPES, check_storable, is_finite
 from blockattn_rag.store.format import FormatError, decode, encode, read_header
-from tests.store.kvs import kvs, make_kv, same
+from blockattn_rag.store.layout import ALIGNMENT, Layout
+from tests.store.kvs import kvs, make_kv, quantised_kvs, same
 
 FORMAT_PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 
@@ -30,8 +33,7 @@ def to_bytes(kv: BlockKV) -> bytes:
 
 
 def from_bytes(content: bytes | bytearray) -> BlockKV:
-    raw = torch.tensor(list(content), dtype=torch.uint8)
-    return decode(raw)
+    return decode(torch.from_numpy(np.frombuffer(bytearray(content), np.uint8)))
 
 
 def documented(name: str) -> Any:
@@ -48,23 +50,52 @@ def golden_kv() -> BlockKV:
         values=(torch.tensor([[[-1.0], [0.5]]]),),
         token_ids=torch.tensor([7, 258]),
         fingerprint="model",
-        digest="text",
+        digest="tokens",
         handle="passage",
+        namespace="tenant",
     )
 
 
 GOLDEN = (
-    (360).to_bytes(8, "little")
-    + b'{"__metadata__":{"format":"blockattn_rag.kv","version":"1",'
-    + b'"xxh3_128":"c704dcb106ebcca6570502fbb9c90c39",'
-    + b'"fingerprint":"model","digest":"text","handle":"passage"},'
-    + b'"token_ids":{"dtype":"I64","shape":[2],"data_offsets":[0,16]},'
-    + b'"keys":{"dtype":"F32","shape":[1,1,2,2],"data_offsets":[16,32]},'
-    + b'"values":{"dtype":"F32","shape":[1,1,2,1],"data_offsets":[32,40]}}'
-    + b" " * 5
+    (1640).to_bytes(8, "little")
+    + (
+        b'{"__metadata__":{"format":"blockattn_rag.kv","version":"2",'
+        b'"xxh3_128":"66fe810c4c33ece976e6f8db55de537f",'
+        b'"fingerprint":"model","digest":"tokens","handle":"passage","namespace":"tenant",'
+        b'"kv_dtype":"model","dtype":"F32","checksums":"12826ffa95628ad8b89f0c75cc898e2b'
+        b'2babafcad3709c7ce3b3073547aa9dc3618f47100aced03bb5483e625dd91e2a"},'
+        b'"token_ids":{"dtype":"I64","shape":[2],"data_offsets":[0,16]},'
+        b'"head.0.keys":{"dtype":"F32","shape":[1,2,2],"data_offsets":[16,32]},'
+        b'"head.0.values":{"dtype":"F32","shape":[1,2,1],"data_offsets":[32,40]}}'
+    ).ljust(1640)
     + bytes.fromhex("0700000000000000 0201000000000000")
     + bytes.fromhex("0000803f 00000040 00004040 00008040")
     + bytes.fromhex("000080bf 0000003f")
+)
+
+
+def golden_int8() -> BlockKV:
+    """Two heads, two layers, one token, heads of two keys and one value."""
+    codes = [torch.tensor([[[n, -n]], [[n + 1, -n - 1]]], dtype=torch.int8) for n in (1, 3)]
+    scales = [torch.tensor([[[n, n]], [[n, n]]]) for n in (0.5, 2.0)]
+    return BlockKV(
+        keys=tuple(codes),
+        values=tuple(code[..., :1] + 100 for code in codes),
+        token_ids=torch.tensor([7]),
+        fingerprint="model",
+        digest="tokens",
+        handle="passage",
+        scales=KVScales(
+            tuple(scales), tuple(scale[..., :1] * -1 for scale in scales), torch.bfloat16
+        ),
+    )
+
+
+GOLDEN_INT8_DATA = bytes.fromhex(
+    "0700000000000000"
+    # head 0: key scales of both layers, keys, value scales, values
+    "0000003f 0000003f 00000040 00000040  01ff 03fd  000000bf 000000c0  65 67"
+    "0000003f 0000003f 00000040 00000040  02fe 04fc  000000bf 000000c0  66 68"
 )
 
 
@@ -74,8 +105,44 @@ def test_decoding_gives_back_what_was_encoded(kv: BlockKV) -> None:
     assert same(from_bytes(to_bytes(kv)), kv)
 
 
+@given(quantised_kvs())
+@settings(deadline=None)
+def test_a_quantised_block_is_decoded_as_it_was(kv: BlockKV) -> None:
+    found = from_bytes(to_bytes(kv))
+    assert same(found, kv)
+    for layer in range(kv.num_layers):
+        for mine, theirs in zip(found.states(layer), kv.states(layer), strict=True):
+            assert torch.equal(mine, theirs)
+
+
 def test_the_bytes_of_a_known_entry_never_change() -> None:
     assert to_bytes(golden_kv()) == GOLDEN
+
+
+def test_the_bytes_of_a_known_int8_entry_never_change() -> None:
+    content = to_bytes(golden_int8())
+    end = 8 + int.from_bytes(content[:8], "little")
+    assert content[end:] == GOLDEN_INT8_DATA
+    assert xxhash.xxh3_128_hexdigest(content) == "ee6ce6acc2f1d2db27463a9f4e35b310"
+
+
+@pytest.mark.parametrize("head_dim", [3, 4])  # of 3, scales lie crooked and are copied
+def test_decoded_states_are_views_of_what_was_read_and_each_head_is_in_one_piece(
+    head_dim: int,
+) -> None:
+    for kv in (make_kv(head_dim=head_dim), make_kv(head_dim=head_dim, quantised=True)):
+        raw = torch.frombuffer(bytearray(to_bytes(kv)), dtype=torch.uint8)
+        found = decode(raw)
+        for states in (*found.keys, *found.values):
+            assert states.untyped_storage().data_ptr() == raw.untyped_storage().data_ptr()
+            assert all(head.is_contiguous() for head in states)
+        assert found.token_ids.untyped_storage().nbytes() == kv.token_ids.nbytes
+
+
+def test_an_entry_at_an_odd_place_in_memory_is_read_all_the_same() -> None:
+    for kv in (make_kv(), make_kv(more_heads=1), make_kv(quantised=True)):
+        raw = torch.frombuffer(bytearray(b"x" + to_bytes(kv)), dtype=torch.uint8)
+        assert same(decode(raw[1:]), kv)
 
 
 def test_a_non_contiguous_tensor_is_stored_as_what_it_shows() -> None:
@@ -84,25 +151,25 @@ def test_a_non_contiguous_tensor_is_stored_as_what_it_shows() -> None:
     assert to_bytes(transposed) == to_bytes(kv)
 
 
-@given(kvs())
+@given(kvs() | quantised_kvs())
 @settings(deadline=None)
-def test_keys_are_aligned_and_every_tensor_to_its_element_size(kv: BlockKV) -> None:
-    content = to_bytes(kv)
+def test_the_place_of_the_first_head_follows_from_the_shapes(kv: BlockKV) -> None:
+    content, layout = to_bytes(kv), Layout.of(kv)
     header = read_header(io.BytesIO(content), len(content))
-    for spec in header.tensors.values():
-        assert (header.data_start + spec.start) % spec.dtype.itemsize == 0
-    if "keys" in header.tensors and kv.keys[0].element_size() <= 8:
-        assert (header.data_start + header.tensors["keys"].start) % entry.ALIGNMENT == 0
+    assert header.layout == layout
+    assert int.from_bytes(content[:8], "little") + 8 == layout.data_start
+    checksums = 1 + 2 * sum(layer.heads for layer in layout.layers)
+    documented_start = 1024 + 160 * len(layout.tensors) + 32 * checksums + 8 * kv.num_tokens
+    start = -(-documented_start // 64) * 64
+    assert layout.data_start + 8 * kv.num_tokens == start
+    assert start % ALIGNMENT == 0
+    assert (header.kv_dtype, header.key) == ("model" if kv.scales is None else "int8", kv.key)
 
 
-def test_values_of_a_wider_dtype_than_the_keys_come_first_and_are_aligned() -> None:
-    half = make_kv(head_dim=1, heads=1, layers=1, dtype=torch.float16)
-    full = make_kv(layers=1, heads=1)
-    kv = replace(half, values=full.values)
-    content = to_bytes(kv)
-    header = read_header(io.BytesIO(content), len(content))
-    assert list(header.tensors) == ["token_ids", "values", "keys"]
-    assert same(from_bytes(content), kv)
+def test_heads_of_values_of_a_wider_dtype_than_the_keys_are_read() -> None:
+    half = make_kv(head_dim=1, heads=3, layers=1, dtype=torch.float16)
+    kv = replace(half, values=make_kv(layers=1, heads=3).values)
+    assert same(from_bytes(to_bytes(kv)), kv)
 
 
 @given(kvs())
@@ -110,20 +177,30 @@ def test_values_of_a_wider_dtype_than_the_keys_come_first_and_are_aligned() -> N
 def test_the_safetensors_library_reads_an_entry(kv: BlockKV) -> None:
     tensors = safetensors_torch.load(to_bytes(kv))
     assert torch.equal(tensors["token_ids"], kv.token_ids)
-    keys = tensors["keys"] if "keys" in tensors else [tensors["keys.0"]]
-    assert keys[0].dtype == kv.keys[0].dtype
-    assert keys[0].shape == kv.keys[0].shape
+    keys = tensors["head.0.keys"][0] if "head.0.keys" in tensors else tensors["head.0.keys.0"]
+    assert keys.dtype == kv.keys[0].dtype
+    assert keys.shape == kv.keys[0][0].shape
 
 
 @pytest.mark.parametrize("more_heads", [0, 1])
-def test_the_code_in_the_format_page_reads_an_entry(tmp_path: Path, more_heads: int) -> None:
-    kv = make_kv(more_heads=more_heads, dtype=torch.bfloat16)
+@pytest.mark.parametrize("quantised", [False, True])
+def test_the_code_in_the_format_page_reads_an_entry(
+    tmp_path: Path, more_heads: int, quantised: bool
+) -> None:
+    kv = make_kv(more_heads=more_heads, dtype=torch.bfloat16, quantised=quantised)
     path = tmp_path / "entry.safetensors"
     path.write_bytes(to_bytes(kv))
-    about, token_ids, keys, values = documented("read_block")(path)
+    about, token_ids, found = documented("read_block")(path)
+    states = {kind: tuple(torch.stack(list(one)) for one in found[kind]) for kind in found}
+    scales = KVScales(
+        tuple(scale[:, None] for scale in states["key_scales"]),
+        tuple(scale[..., None] for scale in states["value_scales"]),
+        DTYPES[about["dtype"]],
+    )
     read = BlockKV(
-        tuple(keys), tuple(values), token_ids,
+        states["keys"], states["values"], token_ids,
         about["fingerprint"], about["digest"], about["handle"],
+        scales=scales if about["kv_dtype"] == "int8" else None, namespace=about["namespace"],
     )  # fmt: skip
     assert same(read, kv)
     assert documented("is_whole")(path)
@@ -131,16 +208,22 @@ def test_the_code_in_the_format_page_reads_an_entry(tmp_path: Path, more_heads: 
 
 def test_the_code_in_the_format_page_sees_damage(tmp_path: Path) -> None:
     path = tmp_path / "entry.safetensors"
-    content = bytearray(to_bytes(make_kv()))
-    content[-1] ^= 1
-    path.write_bytes(content)
+    content = to_bytes(make_kv(quantised=True))
+    end = 8 + int.from_bytes(content[:8], "little")
+    for position in (end - 1, end, end + 40, len(content) - 1):
+        damaged = bytearray(content)
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        assert not documented("is_whole")(path)
+    path.write_bytes(content + b"more")
     assert not documented("is_whole")(path)
 
 
 def test_every_flipped_bit_is_detected() -> None:
     content = to_bytes(golden_kv())
+    padding = range(content.index(b"   "), 1648)
     for position in range(len(content)):
-        for bit in range(8):
+        for bit in (5,) if position in padding else range(8):
             damaged = bytearray(content)
             damaged[position] ^= 1 << bit
             with pytest.raises(FormatError):
@@ -149,7 +232,7 @@ def test_every_flipped_bit_is_detected() -> None:
 
 def test_every_truncation_is_detected() -> None:
     content = to_bytes(golden_kv())
-    for length in range(len(content)):
+    for length in (*range(0, 1600, 7), *range(1600, len(content))):
         with pytest.raises(FormatError):
             from_bytes(content[:length])
 
@@ -157,13 +240,19 @@ def test_every_truncation_is_detected() -> None:
 @given(st.binary(min_size=1, max_size=20))
 @settings(deadline=None)
 def test_bytes_after_the_end_are_detected(more: bytes) -> None:
-    with pytest.raises(FormatError, match="checksum"):
+    with pytest.raises(FormatError, match=r"tells of 1688 bytes, it has \d+"):
         from_bytes(to_bytes(golden_kv()) + more)
 
 
 def test_another_format_version_is_named_as_such() -> None:
-    content = to_bytes(golden_kv()).replace(b'"version":"1"', b'"version":"2"')
-    with pytest.raises(FormatError, match="format version '2'; this package reads '1'"):
+    content = to_bytes(golden_kv()).replace(b'"version":"2"', b'"version":"3"')
+    with pytest.raises(FormatError, match=r"format version '3'; this package reads '2'$"):
+        from_bytes(content)
+
+
+def test_an_entry_of_version_1_is_refused_with_advice() -> None:
+    content = to_bytes(golden_kv()).replace(b'"version":"2"', b'"version":"1"')
+    with pytest.raises(FormatError, match=r"'1'; this package reads '2' .*store migrate"):
         from_bytes(content)
 
 
@@ -174,12 +263,13 @@ def test_a_foreign_safetensors_file_is_named_as_such() -> None:
 
 
 def resealed(fields: Any, content: bytes = GOLDEN) -> bytes:
-    """An entry with another header and a right checksum, as only a hostile writer makes it."""
-    end = 8 + int.from_bytes(content[:8], "little")
-    head = json.dumps(fields, separators=(",", ":")).encode()
-    forgery = bytearray(len(head).to_bytes(8, "little") + head + content[end:])
+    """An entry with another header and right checksums, as only a hostile writer makes it."""
+    length = int.from_bytes(content[:8], "little")
+    head = json.dumps(fields, separators=(",", ":")).encode().ljust(length)
+    forgery = bytearray(len(head).to_bytes(8, "little") + head + content[8 + length :])
     forgery[entry._CHECKSUM] = b"0" * 32
-    forgery[entry._CHECKSUM] = xxhash.xxh3_128_hexdigest(bytes(forgery)).encode()
+    end = 8 + len(head)
+    forgery[entry._CHECKSUM] = xxhash.xxh3_128_hexdigest(bytes(forgery[:end])).encode()
     return bytes(forgery)
 
 
@@ -195,7 +285,11 @@ def refused(content: bytes, message: str) -> None:
         read_header(io.BytesIO(content), len(content))
 
 
-KEYS = {"dtype": "F32", "shape": [1, 1, 2, 2], "data_offsets": [16, 32]}
+def test_a_header_written_again_is_sound() -> None:
+    assert resealed(fields_of()) == GOLDEN
+
+
+KEYS = {"dtype": "F32", "shape": [1, 2, 2], "data_offsets": [16, 32]}
 
 
 @pytest.mark.parametrize(
@@ -206,32 +300,31 @@ KEYS = {"dtype": "F32", "shape": [1, 1, 2, 2], "data_offsets": [16, 32]}
         KEYS | {"data_offsets": [16]},
         KEYS | {"data_offsets": [16.0, 32.0]},
         KEYS | {"data_offsets": [-16, 0]},
-        KEYS | {"shape": [1, 1, 2, 9]},
+        KEYS | {"shape": [1, 2, 9]},
         KEYS | {"shape": "wide"},
         KEYS | {"shape": []},
         KEYS | {"shape": [4]},
         KEYS | {"shape": [2, 2]},
-        KEYS | {"shape": [1, 2, 2]},
-        KEYS | {"shape": [1, 1, 1, 2, 2]},
-        KEYS | {"shape": [2, 1, 2, 1]},
-        KEYS | {"shape": [1, 1, 4, 1]},
-        KEYS | {"shape": [1, 2, 2, 1]},
-        KEYS | {"shape": [1, 1, -2, -2]},
-        KEYS | {"shape": [True, True, 2, 2]},
-        KEYS | {"shape": [[[1]], 1, 2, 2]},
-        KEYS | {"shape": [10**30, 1, 2, 0]},
-        KEYS | {"shape": [0, 1, 2, 2], "data_offsets": [16, 16]},
+        KEYS | {"shape": [1, 1, 2, 2]},
+        KEYS | {"shape": [2, 2, 1]},
+        KEYS | {"shape": [1, 4, 1]},
+        KEYS | {"shape": [1, -2, -2]},
+        KEYS | {"shape": [True, 2, 2]},
+        KEYS | {"shape": [[[1]], 2, 2]},
+        KEYS | {"shape": [10**30, 2, 2]},
+        KEYS | {"shape": [0, 2, 2], "data_offsets": [16, 16]},
         KEYS | {"dtype": "F31"},
         KEYS | {"dtype": ["F32"]},
-        KEYS | {"dtype": "I64", "shape": [1, 1, 2, 1]},
-        KEYS | {"dtype": "I32"},
+        KEYS | {"dtype": "I64", "shape": [1, 2, 1]},
+        KEYS | {"dtype": "I8", "shape": [1, 2, 8]},
+        KEYS | {"more": 1},
         {"dtype": "F32"},
         [],
         None,
     ],
 )
 def test_a_header_that_lies_about_its_data_is_refused(spec: object) -> None:
-    refused(resealed(fields_of() | {"keys": spec}), "header cannot be read")
+    refused(resealed(fields_of() | {"head.0.keys": spec}), "header cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -240,14 +333,35 @@ def test_a_header_that_lies_about_its_data_is_refused(spec: object) -> None:
         {"token_ids": {"dtype": "F64", "shape": [2], "data_offsets": [0, 16]}},
         {"token_ids": {"dtype": "I64", "shape": [2, 1], "data_offsets": [0, 16]}},
         {"token_ids": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}},
+        {"token_ids": {"dtype": "I64", "shape": [0], "data_offsets": [0, 0]}},
         {"more": {"dtype": "F32", "shape": [0], "data_offsets": [40, 40]}},
-        {"keys.0": {"dtype": "F32", "shape": [1, 2, 1], "data_offsets": [40, 48]}},
-        {"keys.x": KEYS},
+        {"head.0.keys.0": {"dtype": "F32", "shape": [2, 1], "data_offsets": [40, 48]}},
+        {"head.1.keys": {"dtype": "F32", "shape": [1, 2, 1], "data_offsets": [40, 48]}},
+        {"head.x.keys": KEYS},
     ],
 )
 def test_other_tensors_than_those_of_a_block_are_refused(change: dict[str, Any]) -> None:
     content = resealed(fields_of() | change, GOLDEN + bytes(8))
     refused(content, "header cannot be read")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kv_dtype": "int8"},
+        {"kv_dtype": "int4"},
+        {"dtype": "F16"},
+        {"dtype": "I8"},
+        {"checksums": ""},
+        {"checksums": 7},
+        {"more": "text"},
+        {"format": "blockattn_rag.kv", "xxh3_128": "", "version": "2"},
+    ],
+)
+def test_metadata_that_do_not_fit_the_tensors_are_refused(change: dict[str, Any]) -> None:
+    fields = fields_of()
+    fields["__metadata__"] |= change
+    refused(resealed(fields), "header")
 
 
 def test_a_header_without_token_ids_or_of_no_dictionary_is_refused() -> None:
@@ -256,7 +370,12 @@ def test_a_header_without_token_ids_or_of_no_dictionary_is_refused() -> None:
     refused(resealed(fields), "header cannot be read")
 
 
-@pytest.mark.parametrize("name", ["fingerprint", "digest", "handle"])
+def test_names_too_long_for_a_header_are_refused_when_they_are_written() -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        encode(replace(golden_kv(), fingerprint="f" * 2000))
+
+
+@pytest.mark.parametrize("name", ["fingerprint", "digest", "handle", "namespace"])
 @pytest.mark.parametrize("value", [["a list"], {"a": 1}, None, 7, True, "\ud800", [[[["deep"]]]]])
 def test_names_that_are_no_text_are_refused(name: str, value: object) -> None:
     fields = fields_of()
@@ -269,8 +388,8 @@ def test_a_file_longer_than_its_header_says_is_refused() -> None:
 
 
 def test_a_header_as_long_as_a_book_is_not_even_read() -> None:
-    content = ((1 << 20) + 1).to_bytes(8, "little") + GOLDEN[8:]
-    with pytest.raises(FormatError, match="its header would have 1048577 bytes"):
+    content = ((1 << 22) + 1).to_bytes(8, "little") + GOLDEN[8:]
+    with pytest.raises(FormatError, match="its header would have 4194305 bytes"):
         read_header(io.BytesIO(content), 1 << 40)
 
 
@@ -289,8 +408,22 @@ def test_what_is_not_finite_is_found_with_a_right_checksum(
     spoilt_kv = replace(kv, **change)
     assert is_finite(kv)
     assert not is_finite(spoilt_kv)
-    with pytest.raises(FormatError, match=rf"its {name}.* hold NaN or infinity"):
+    with pytest.raises(FormatError, match=rf"its head\.\d\.{name}.* hold NaN or infinity"):
         from_bytes(to_bytes(spoilt_kv))
+
+
+@pytest.mark.parametrize("scale", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("of_keys", [True, False])
+def test_scales_that_make_no_numbers_are_found_with_right_checksums(
+    scale: float, of_keys: bool
+) -> None:
+    kv = make_kv(quantised=True)
+    assert kv.scales is not None
+    scales = kv.scales.keys if of_keys else kv.scales.values
+    scales[1][1, 0, 0] = scale
+    assert not is_finite(kv)
+    with pytest.raises(FormatError, match=r"scales.*(NaN|too large for torch\.float32)"):
+        from_bytes(to_bytes(kv))
 
 
 def test_a_negative_token_id_is_found_with_a_right_checksum() -> None:
@@ -306,7 +439,7 @@ JSON = st.recursive(
     | st.integers(0, 50)
     | st.floats()
     | st.text(st.characters(), max_size=4)  # with halves of surrogate pairs
-    | st.sampled_from(["F32", "I64", "keys", "token_ids"]),
+    | st.sampled_from(["F32", "I64", "I8", "int8", "head.0.keys", "token_ids"]),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=6), inner),
     max_leaves=8,
 )
@@ -346,7 +479,7 @@ def test_a_changed_header_with_a_right_checksum_gives_a_block_or_is_refused(cont
     with contextlib.suppress(FormatError):
         header = read_header(io.BytesIO(content), len(content))
         assert header.num_tokens > 0
-        store_key(header.fingerprint, header.digest)
+        assert len(header.key) == 64
         hash(header.handle)
     with contextlib.suppress(FormatError):
         kv = from_bytes(content)
@@ -368,6 +501,8 @@ def test_a_deeply_nested_header_is_refused() -> None:
     content = bytearray(to_bytes(golden_kv())[: entry._CHECKSUM.stop])
     content += b'","x":' + b"[" * 100_000
     content[:8] = (len(content) - 8).to_bytes(8, "little")
+    content[entry._CHECKSUM] = b"0" * 32
+    content[entry._CHECKSUM] = xxhash.xxh3_128_hexdigest(bytes(content)).encode()
     with pytest.raises(FormatError, match="cannot be read"):
         read_header(io.BytesIO(content), len(content))
 
@@ -390,9 +525,33 @@ def test_our_names_of_dtypes_are_those_of_the_safetensors_library() -> None:
         ({"keys": (torch.zeros(2, 3, 4, dtype=torch.int8),) * 2}, "floating-point.*int8"),
         ({"values": (torch.zeros(1, 3, 4),) * 2}, "found 2 and 1 in layer 0"),
         ({"handle": "\ud800"}, "surrogates not allowed"),
+        ({"scales": KVScales((), (), torch.float32)}, "with scales must be int8; found .*float32"),
         ({"handle": ["a list"]}, "must be text, found .*a list"),
     ],
 )
 def test_what_is_no_blocks_kv_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_storable(replace(make_kv(), **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scales": None}, "floating-point dtype.*int8"),
+        ({"scales": KVScales((), (), torch.float32)}, "needs float32 scales, of keys"),
+        ({"keys": (torch.zeros(2, 3, 5, dtype=torch.int8),) * 2}, "needs float32 scales"),
+        ({"keys": (torch.zeros(2, 3, 4),) * 2}, "with scales must be int8; found torch.float32"),
+    ],
+)
+def test_what_is_no_quantised_block_is_refused(change: dict[str, Any], message: str) -> None:
+    kv = make_kv(quantised=True)
+    check_storable(kv)
+    with pytest.raises(ValueError, match=message):
+        check_storable(replace(kv, **change))
+
+
+def test_blocks_are_dequantised_to_floating_point_types_alone() -> None:
+    kv = make_kv(quantised=True)
+    assert kv.scales is not None
+    with pytest.raises(ValueError, match=r"cannot be dequantised to torch\.int32"):
+        check_storable(replace(kv, scales=replace(kv.scales, dtype=torch.int32)))

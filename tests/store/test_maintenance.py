@@ -63,7 +63,7 @@ def test_verify_names_damaged_and_foreign_entries_and_leftovers(store: Directory
     assert report.ok == 1
     assert set(report.damaged) == {KEYS[0], KEYS[2]}
     assert "checksum" in report.damaged[KEYS[0]]
-    assert "another text or model" in report.damaged[KEYS[2]]
+    assert "another text, model or tenant" in report.damaged[KEYS[2]]
     assert report.leftovers == (path,)
     assert store.stats().entries == 3
 

@@ -1,0 +1,151 @@
+"""Ranges of an entry: what ranks read, put together, and what each of them finds damaged."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.store.format import (
+    FormatError,
+    Header,
+    encode,
+    parse_token_ids,
+    read_header,
+    verify_range,
+)
+from blockattn_rag.store.layout import Layout, ranges, share_of
+from tests.store.kvs import kvs, make_kv, quantised_kvs
+
+RANKS = st.sampled_from([1, 2, 3, 4, 8, 16])
+
+
+def entry_of(kv: BlockKV) -> tuple[bytes, Header]:
+    content = b"".join(encode(kv))
+    return content, read_header(io.BytesIO(content), len(content))
+
+
+def cut(content: bytes, header: Header, heads: range, layers: range) -> list[bytes]:
+    return [content[start:stop] for start, stop in ranges(header.layout, heads, layers)]
+
+
+def shares(header: Header, tensor_ranks: int, pipeline_ranks: int) -> list[tuple[range, range]]:
+    """The heads and the layers of each rank."""
+    heads, layers = header.layout.num_heads, len(header.layout.layers)
+    return [
+        (share_of(tensor, tensor_ranks, heads), share_of(pipeline, pipeline_ranks, layers))
+        for tensor in range(tensor_ranks)
+        for pipeline in range(pipeline_ranks)
+    ]
+
+
+@given(kvs() | quantised_kvs(), RANKS, RANKS)
+@settings(deadline=None)
+def test_what_all_ranks_read_is_the_entry_bit_by_bit(
+    kv: BlockKV, tensor_ranks: int, pipeline_ranks: int
+) -> None:
+    content, header = entry_of(kv)
+    _, start = header.layout.place("token_ids")
+    joined = bytearray(len(content))
+    joined[:start] = content[:start]
+    read = set(range(start))
+    for heads, layers in shares(header, tensor_ranks, pipeline_ranks):
+        parts = cut(content, header, heads, layers)
+        verify_range(header, parts, heads=heads, layers=layers)
+        for (at, stop), part in zip(ranges(header.layout, heads, layers), parts, strict=True):
+            joined[at:stop] = part
+            read |= set(range(at, stop))
+    assert joined == content
+    assert read == set(range(len(content)))
+
+
+@given(kvs() | quantised_kvs(), RANKS, RANKS, st.data())
+@settings(deadline=None)
+def test_a_flipped_bit_is_found_by_every_range_that_holds_it_and_by_no_other(
+    kv: BlockKV, tensor_ranks: int, pipeline_ranks: int, data: st.DataObject
+) -> None:
+    content, header = entry_of(kv)
+    _, start = header.layout.place("token_ids")
+    at = data.draw(st.integers(start, len(content) - 1))
+    damaged = bytearray(content)
+    damaged[at] ^= 1 << data.draw(st.integers(0, 7))
+    found = 0
+    for heads, layers in shares(header, tensor_ranks, pipeline_ranks):
+        parts = cut(bytes(damaged), header, heads, layers)
+        holds = any(start <= at < stop for start, stop in ranges(header.layout, heads, layers))
+        try:
+            verify_range(header, parts, heads=heads, layers=layers)
+            assert not holds
+        except FormatError:
+            assert holds
+            found += 1
+    assert found >= 1
+
+
+def test_damage_is_named_by_head_kind_and_layer() -> None:
+    content, header = entry_of(make_kv(layers=3, heads=2))
+    place = header.layout.place("head.1.values")
+    damaged = bytearray(content)
+    damaged[place.stop - 1] ^= 1
+    parts = cut(bytes(damaged), header, range(1, 2), range(3))
+    with pytest.raises(FormatError, match="the values of head 1 in layer 2 are damaged"):
+        verify_range(header, parts, heads=[1])
+
+
+def test_damaged_token_ids_are_found_by_themselves() -> None:
+    kv = make_kv()
+    content, header = entry_of(kv)
+    raw = bytearray(content[slice(*header.layout.place("token_ids"))])
+    assert parse_token_ids(header, raw).tolist() == kv.token_ids.tolist()
+    raw[3] ^= 4
+    with pytest.raises(FormatError, match="token ids are damaged"):
+        parse_token_ids(header, raw)
+
+
+def test_other_bytes_than_those_of_the_ranges_are_refused() -> None:
+    content, header = entry_of(make_kv())
+    with pytest.raises(ValueError, match="expected the bytes of"):
+        verify_range(header, [content], heads=[0])
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_heads_are_one_range_and_layers_a_few(quantised: bool) -> None:
+    layout = Layout.of(make_kv(layers=6, heads=8, tokens=16, quantised=quantised))
+    for ranks in (1, 2, 4, 8, 16):
+        for rank in range(ranks):
+            assert len(ranges(layout, share_of(rank, ranks, 8))) == 1
+    per_head = 4 if quantised else 2  # keys and values, and their scales
+    assert len(ranges(layout, layers=range(2, 4))) == 8 * per_head
+    assert ranges(layout)[0].stop == layout.nbytes
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_every_head_has_a_rank_and_every_rank_as_many_heads(count: int, ranks: int) -> None:
+    held = [share_of(rank, ranks, count) for rank in range(ranks)]
+    assert {head for share in held for head in share} == set(range(count))
+    sizes = {len(share) for share in held}
+    assert max(sizes) - min(sizes) <= 1
+    if ranks <= count:
+        assert sum(map(len, held)) == count
+
+
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_more_ranks_than_heads_hold_each_head_in_neighbours(heads: int, times: int) -> None:
+    assume(times > 1)
+    held = [share_of(rank, heads * times, heads) for rank in range(heads * times)]
+    assert held == [range(head, head + 1) for head in range(heads) for _ in range(times)]
+
+
+@pytest.mark.parametrize(("rank", "ranks", "count"), [(2, 2, 4), (-1, 2, 4), (0, 0, 4), (0, 1, 0)])
+def test_no_such_rank_is_refused(rank: int, ranks: int, count: int) -> None:
+    with pytest.raises(ValueError, match="expected a rank from 0"):
+        share_of(rank, ranks, count)
+
+
+def test_the_layout_of_an_8b_model_says_what_a_header_costs() -> None:
+    kv = make_kv(layers=32, heads=8, tokens=4, head_dim=128, dtype=torch.bfloat16)
+    assert Layout.of(kv).data_start < 24 << 10
