@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import pickle
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 from blockattn_rag.adapters.hints import ReuseHints
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.options import BlockOptions
 from blockattn_rag.engine.pending import Group
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.errors import SegmentationError
@@ -23,6 +25,7 @@ from blockattn_rag.prompts.blocks import BlockPrompt, Span
 from blockattn_rag.prompts.marked_text import content_spans, holds_orphans
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.store import KVStore
+from blockattn_rag.store.directory import CALIBRATION_FILE
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -92,6 +95,19 @@ class EngineSource:
             "device_map": self._device_map,
             "model_kwargs": self._model_kwargs,
         }
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What answers depend on besides a component's fields: a ready engine's model and options;
+        of an engine to be loaded, the calibrations that it will find with its store."""
+        if "engine" in self.live_parts:
+            defaults = self.engine.defaults
+            options = {name: getattr(defaults, name) for name in BlockOptions.__annotations__}
+            return {"fingerprint": self.engine.model.fingerprint, **options}
+        folder = _location(self._kv_store)
+        path = None if folder is None else Path(folder) / CALIBRATION_FILE
+        found = path.read_bytes() if path is not None and path.is_file() else None
+        return {"calibrations": None if found is None else hashlib.sha256(found).hexdigest()}
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> EngineSource:
         # Weights and locks are shared, never copied.

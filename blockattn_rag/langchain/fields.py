@@ -174,7 +174,9 @@ class GenerationFields(EngineFields):
         names = [n for n in GenerationFields.model_fields if n not in ("source", "block_template")]
         template = {"before": self.block_template.before, "after": self.block_template.after}
         known = {**{name: getattr(self, name) for name in names}, "block_template": template}
-        return {**known, **file_digests(self.engine_options(None, {}))}
+        own, given = self.source.identity, self.engine_options(None, {})
+        effective = {**given, **own, **{k: v for k, v in given.items() if v is not None}}
+        return {**known, "engine": own, **file_digests(effective)}
 
     def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
         """The engine's keyword arguments for one call: what the call says, else the fields."""

@@ -19,10 +19,12 @@ from blockattn_rag.langchain import (
     ChatBlockAttention,
     format_blocks,
 )
+from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction_file import save_correction
 from blockattn_rag.model.reader import Reader
 from tests.langchain.conftest import passages
 from tests.model.test_correction import correction_of
+from tests.models import tiny_model, tiny_tokenizer
 
 MESSAGES = [("system", format_blocks(passages())), ("human", "Which?")]
 
@@ -136,6 +138,42 @@ def test_an_answer_cache_tells_contents_of_files_apart(
     for number, bias in enumerate((0.1, 0.1, 0.2)):
         ask(merge=saved_merge(chat.engine, path, bias))
         assert len(cache._cache) == (3, 3, 4)[number]
+
+
+def test_an_answer_cache_tells_engines_options_apart(
+    chat: ChatBlockAttention, tmp_path: Path
+) -> None:
+    cache, path = InMemoryCache(), tmp_path / "kv.safetensors"
+
+    def ask(**options: Any) -> str:
+        engine = BlockAttentionEngine(chat.engine.model, **options)
+        model = ChatBlockAttention(engine=engine, max_tokens=6, cache=cache)
+        return str(model.invoke(MESSAGES).content)
+
+    answers = [ask(), ask(sink="bos"), ask(correction=saved_correction(chat.engine, path))]
+    assert len(cache._cache) == 3
+    assert [ask(), ask(sink="bos"), ask(correction=path)] == answers
+    assert len(cache._cache) == 3
+    ask(correction=saved_correction(chat.engine, path, size=0.2))
+    assert len(cache._cache) == 4
+
+
+def test_an_answer_cache_tells_models_of_one_name_apart() -> None:
+    engines = [
+        BlockAttentionEngine(BlockModel(tiny_model(seed=n), tiny_tokenizer())) for n in (0, 1)
+    ]
+    one, other = (ChatBlockAttention(engine=engine) for engine in engines)
+    assert one.model_name == other.model_name
+    assert one._identifying_params != other._identifying_params
+
+
+def test_an_answer_cache_tells_calibrations_apart(tmp_path: Path) -> None:
+    """Without loading the model, which a cached answer does not need."""
+    chat = ChatBlockAttention(model="nowhere", kv_store=tmp_path)
+    before = chat._identifying_params
+    assert chat._identifying_params == before
+    (tmp_path / "calibration.json").write_text("{}")
+    assert chat._identifying_params != before
 
 
 def test_ingestion_takes_a_sink_that_is_bound_or_in_generate_kwargs(
