@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         MissError,
         SegmentationError,
         StoreError,
+        StoreUnavailableError,
         UnsupportedModelError,
     )
     from blockattn_rag.kv import BlockKV
@@ -52,7 +53,15 @@ if TYPE_CHECKING:
         strip_markers,
         wrap,
     )
-    from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
+    from blockattn_rag.store import (
+        DirectoryStore,
+        KVStore,
+        MemoryStore,
+        ObjectStore,
+        RedisStore,
+        TieredStore,
+        open_store,
+    )
 
 __all__ = [
     "Block",
@@ -74,15 +83,20 @@ __all__ = [
     "KVStore",
     "MemoryStore",
     "MissError",
+    "ObjectStore",
     "Passage",
     "PromptFormat",
+    "RedisStore",
     "ReuseStats",
     "SegmentationError",
     "Span",
     "StoreError",
+    "StoreUnavailableError",
+    "TieredStore",
     "UnsupportedModelError",
     "__version__",
     "handle_of",
+    "open_store",
     "segment",
     "strip_markers",
     "wrap",
@@ -92,7 +106,8 @@ _HOMES = {
     "engine": "BlockAttentionEngine EncodeStats Generation GenerationChunk ReuseStats",
     "errors": (
         "BlockAttnError ContextOverflowError CorruptEntryError DataError DivergedError "
-        "FingerprintMismatchError MissError SegmentationError StoreError UnsupportedModelError"
+        "FingerprintMismatchError MissError SegmentationError StoreError StoreUnavailableError "
+        "UnsupportedModelError"
     ),
     "kv": "BlockKV",
     "model": "BlockModel",
@@ -100,6 +115,6 @@ _HOMES = {
         "Block BlockPrompt BlockTemplate Passage PromptFormat Span handle_of segment "
         "strip_markers wrap"
     ),
-    "store": "DirectoryStore KVStore MemoryStore",
+    "store": "DirectoryStore KVStore MemoryStore ObjectStore RedisStore TieredStore open_store",
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -12,7 +12,8 @@
     ├── DivergedError                training came to a loss or weights that are not finite
     └── StoreError                   an entry of the KV store cannot be used
         ├── CorruptEntryError        damaged, truncated, or of another format version
-        └── FingerprintMismatchError written by another model, tokenizer or dtype
+        ├── FingerprintMismatchError written by another model, tokenizer or dtype
+        └── StoreUnavailableError    the store failed again and again and is not asked for a while
 
 A message says what was found, what was expected, and what to do. Bad arguments raise
 ``ValueError`` or ``TypeError``.
@@ -63,3 +64,7 @@ class CorruptEntryError(StoreError):
 
 class FingerprintMismatchError(StoreError):
     """A stored entry was written by another model, tokenizer or dtype."""
+
+
+class StoreUnavailableError(StoreError):
+    """A store failed several times in a row and is left alone for a while; this was told before."""

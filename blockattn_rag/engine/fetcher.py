@@ -11,7 +11,7 @@ from weakref import WeakSet
 from blockattn_rag.engine.options import NO_CORRECTION, OnMiss
 from blockattn_rag.engine.tokenised import remembering
 from blockattn_rag.engine.transfer import to_device
-from blockattn_rag.errors import MissError, StoreError
+from blockattn_rag.errors import MissError, StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV, corrected_digest, store_key, token_digest
 from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
 from blockattn_rag.model import BlockModel, EncodeRequest
@@ -225,6 +225,18 @@ class BlockFetcher:
         missed = {one.name: len(one.ids) for one in missing}
         return Fetched([found[one.name] for one in wanted], missed)
 
+    def prefetch(self, blocks: Sequence[Block], *, how: HowEncoded = ALONE) -> int:
+        """Read passages from the store before the prompt that will hold them is there.
+
+        What is read stays in memory as far as ``resident_bytes`` allow.
+
+        Returns:
+            How many are there.
+        """
+        wanted = [one for one in self.wanted(blocks, as_prompt=False, how=how) if one.ids]
+        found = self._look_up({one.name: one for one in wanted}.values())
+        return sum(one.name in found for one in wanted)
+
     def wanted(
         self, blocks: Sequence[Block], *, as_prompt: bool, how: HowEncoded = ALONE
     ) -> list[Wanted]:
@@ -372,5 +384,7 @@ class BlockFetcher:
             return
         try:
             self._cache.put(kv.key, kv)
+        except StoreUnavailableError:  # told when the store failed, and counted there
+            return
         except StoreError as error:
             logger.warning("%s. The answer is not affected; the block is computed again.", error)

@@ -1,4 +1,7 @@
-"""Stores of block KV: in memory, and on disk. Names are imported when they are first used."""
+"""Stores of block KV: in memory, on disk, in object stores, in Redis, and several in tiers.
+
+Names are imported when they are first used.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,10 @@ if TYPE_CHECKING:
         verify,
     )
     from blockattn_rag.store.memory import MemoryStore
+    from blockattn_rag.store.objects import ObjectStore
+    from blockattn_rag.store.redis import RedisStore
+    from blockattn_rag.store.tier import TierStats
+    from blockattn_rag.store.tiered import TieredStats, TieredStore
 
 DEFAULT_MEMORY_BYTES = 1 << 30
 """Size of the store that an engine makes when none is given: 1 GiB."""
@@ -39,6 +46,10 @@ _HOMES = {
     "directory": "DirectoryStore",
     "maintenance": "GcReport ShrinkReport VerifyReport gc shrink verify",
     "memory": "MemoryStore",
+    "objects": "ObjectStore",
+    "redis": "RedisStore",
+    "tier": "TierStats",
+    "tiered": "TieredStats TieredStore",
 }
 
 __all__ = [
@@ -51,9 +62,14 @@ __all__ = [
     "KVStore",
     "MaintainedStore",
     "MemoryStore",
+    "ObjectStore",
+    "RedisStore",
     "ShrinkReport",
     "StoreStats",
     "StoredEntry",
+    "TierStats",
+    "TieredStats",
+    "TieredStore",
     "TouchableStore",
     "VerifyReport",
     "gc",
@@ -67,25 +83,35 @@ def open_store(spec: KVStore | str | Path | None) -> KVStore:
     """The store that ``spec`` means.
 
     Args:
-        spec: a store, which is returned; a path, for a ``DirectoryStore`` without limit there (pass
-            ``DirectoryStore(path, max_bytes=...)`` for one with a limit); None, for a new
-            ``MemoryStore`` of 1 GiB.
+        spec: a store, which is returned; None, for a new ``MemoryStore`` of 1 GiB; or one of
+
+            - a path or ``file:///path``: a ``DirectoryStore`` without limit there (pass
+              ``DirectoryStore(path, max_bytes=...)`` for one with a limit)
+            - ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``: an
+              ``ObjectStore`` (extra ``s3``)
+            - ``redis://host:port/database``, or ``rediss://``: a ``RedisStore`` (extra ``redis``),
+              which is a cache: see ``TieredStore``
+            - ``memory:`` or ``memory:2GiB``: a new ``MemoryStore``
 
     Raises:
+        ImportError: the store needs an extra that is not installed; says which.
         StoreError: the path cannot be used as a store.
         TypeError: ``spec`` is none of these.
+        ValueError: it is an address of no known kind, or holds credentials.
     """
     from blockattn_rag.store.base import KVStore
-    from blockattn_rag.store.directory import DirectoryStore
     from blockattn_rag.store.memory import MemoryStore
+    from blockattn_rag.store.specs import open_spec
 
     if spec is None:
         return MemoryStore(DEFAULT_MEMORY_BYTES)
     if isinstance(spec, (str, Path)):
-        return DirectoryStore(spec)
+        return open_spec(spec)
     if isinstance(spec, KVStore):
         return spec
-    raise TypeError(f"store must be a KVStore, a path or None, found {type(spec).__name__}")
+    raise TypeError(
+        f"store must be a KVStore, a path, an address or None, found {type(spec).__name__}"
+    )
 
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -42,6 +42,11 @@ def deadline(seconds: float) -> float:
     return time.monotonic() + seconds
 
 
+def remaining(until: float) -> float:
+    """Seconds left, 0 when there are none."""
+    return max(0.0, until - time.monotonic())
+
+
 def outcome(future: Future[T], until: float, doing: str) -> T:
     """What a read came to, if it ends by ``until``. One that did not start yet never will.
 
@@ -50,7 +55,7 @@ def outcome(future: Future[T], until: float, doing: str) -> T:
         Exception: what the read raised.
     """
     try:
-        return future.result(max(0.0, until - time.monotonic()))
+        return future.result(remaining(until))
     except TimeoutError:
         future.cancel()
         raise StoreError(f"cannot {doing}: there was no answer before the deadline") from None

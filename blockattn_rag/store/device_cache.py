@@ -8,12 +8,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from blockattn_rag.errors import StoreError
+from blockattn_rag.errors import StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import Found, KVStore, ResidentStore, StoreStats, get_many, touch
 from blockattn_rag.store.memory import MemoryStore
+from blockattn_rag.store.single_flight import SingleFlight
 
 logger = logging.getLogger("blockattn_rag")
+
+MOST_READ_S = 60.0
+"""How long one thread waits for another's read of the same block."""
 
 _TOUCH_EVERY_S = 60.0
 _MOST_TIMES = 1 << 16
@@ -39,7 +43,8 @@ class DeviceCache:
 
     A block that was read from the store stays as it was read, until ``keep`` replaces it by its
     copy on the model's device. A block that is kept is not read again, and so its file is checked
-    once. A block larger than the cache is not kept.
+    once. A block larger than the cache is not kept. Threads that need a block at once, such as an
+    answer and the prefetch before it, read it once.
 
     Args:
         store: the store to read from and to write to.
@@ -49,19 +54,22 @@ class DeviceCache:
     def __init__(self, store: KVStore, max_bytes: int) -> None:
         self._store = store
         self._kept = MemoryStore(max_bytes)
+        self._flights = SingleFlight()
         self._used_s: dict[str, float] = {}  # when the store last learned of a block's use
 
     def get(self, key: str) -> BlockKV | None:
         """The block, from memory or else from the store."""
-        kv = self._resident(key)
-        return kv if kv is not None else self._read(key, self._store.get(key))
+        (found,) = self.get_many([key])
+        if isinstance(found, StoreError):
+            raise found
+        return found
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
-        """As ``get`` for each key; the store is asked once, for all that are not in memory."""
+        """As ``get`` for each key; the store is asked once, for all that are not in memory and
+        that no other thread is reading."""
         found: dict[str, Found] = {key: self._resident(key) for key in keys}
         absent = [key for key, kv in found.items() if kv is None]
-        for key, answer in zip(absent, get_many(self._store, absent), strict=True):
-            found[key] = self._read(key, answer) if isinstance(answer, BlockKV) else answer
+        found.update(zip(absent, self._flights.read(absent, self._read, MOST_READ_S), strict=True))
         return [found[key] for key in keys]
 
     def _resident(self, key: str) -> BlockKV | None:
@@ -71,13 +79,15 @@ class DeviceCache:
         self._tell_of_use(key)
         return kv
 
-    def _read(self, key: str, kv: BlockKV | None) -> BlockKV | None:
-        """Keep what was read from the store."""
-        if kv is not None:
-            with suppress(ValueError):  # not the block of this key: the caller's to judge
-                self.keep(key, kv)
-                self._note_use(key)
-        return kv
+    def _read(self, keys: Sequence[str]) -> list[Found]:
+        """What the store says; blocks are kept."""
+        answers = get_many(self._store, keys)
+        for key, answer in zip(keys, answers, strict=True):
+            if isinstance(answer, BlockKV):
+                with suppress(ValueError):  # not the block of this key: the caller's to judge
+                    self.keep(key, answer)
+                    self._note_use(key)
+        return answers
 
     def put(self, key: str, kv: BlockKV) -> None:
         """Keep a block and store it.
@@ -85,6 +95,7 @@ class DeviceCache:
         Raises:
             StoreError: as the store's own ``put``; the block is kept all the same.
         """
+        self._flights.forget(key)
         self.keep(key, kv)
         self._note_use(key)
         self._store.put(key, kv)
@@ -101,6 +112,7 @@ class DeviceCache:
         return key in self._store
 
     def delete(self, key: str) -> bool:
+        self._flights.forget(key)
         self._kept.delete(key)
         return self._store.delete(key)
 
@@ -124,5 +136,7 @@ class DeviceCache:
         self._note_use(key)
         try:
             touch(self._store, key)
+        except StoreUnavailableError:  # told when the store failed, and counted there
+            return
         except StoreError as error:
             logger.warning("%s. The answer is not affected.", error)

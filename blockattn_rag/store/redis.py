@@ -146,10 +146,12 @@ class RedisStore:
         check_finite(kv, f"{self.url} {name}")
         content = b"".join(encode(kv))
         if len(content) > self._max_entry_bytes:
-            self.delete(key)
+            with self._explained("write"):
+                self._server.delete(name)
             self._count_refused(len(content))
             return
-        self._asked("write", lambda: self._server.set(name, content, px=self._ttl_ms))
+        with self._explained("write"):
+            self._server.set(name, content, px=self._ttl_ms)
 
     def __contains__(self, key: object) -> bool:
         if not is_key(key):

@@ -31,7 +31,7 @@ def test_a_store_is_itself() -> None:
 
 
 def test_anything_else_is_refused() -> None:
-    with pytest.raises(TypeError, match="a KVStore, a path or None, found int"):
+    with pytest.raises(TypeError, match="a KVStore, a path, an address or None, found int"):
         open_store(3)  # type: ignore[arg-type]
 
 
@@ -39,8 +39,8 @@ def test_every_public_name_can_be_had() -> None:
     assert dir(store) == sorted(store.__all__)
     for name in store.__all__:
         assert getattr(store, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'RedisStore'"):
-        _ = store.RedisStore
+    with pytest.raises(AttributeError, match="no attribute 'FloppyStore'"):
+        _ = store.FloppyStore
 
 
 def test_importing_the_package_loads_no_torch() -> None:

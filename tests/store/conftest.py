@@ -1,0 +1,103 @@
+"""Stores of every kind, on servers that are started once for a process of tests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.store import (
+    DirectoryStore,
+    KVStore,
+    MemoryStore,
+    ObjectStore,
+    RedisStore,
+    TieredStore,
+)
+from blockattn_rag.store.device_cache import DeviceCache
+from tests.store.servers import (
+    BUCKET,
+    HAS_MOTO,
+    HAS_REDIS,
+    S3_ENVIRONMENT,
+    redis_server,
+    s3_server,
+)
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def s3_url() -> Iterator[str]:
+    """The address of an S3 server."""
+    if not HAS_MOTO:
+        pytest.skip("needs moto[server] and obstore, which the extra `test` installs")
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a Redis server."""
+    if not HAS_REDIS:
+        pytest.skip("needs the command redis-server and the package redis")
+    with redis_server(tmp_path_factory.mktemp("redis")) as url:
+        yield url
+
+
+@pytest.fixture
+def s3(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of an empty store on the S3 server, which the environment names."""
+    for name, value in {**S3_ENVIRONMENT, "AWS_ENDPOINT_URL": s3_url}.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/store-{next(_numbers)}"
+
+
+@pytest.fixture
+def redis(redis_url: str) -> RedisStore:
+    """An empty store on the Redis server."""
+    return RedisStore(redis_url, prefix=f"store-{next(_numbers)}:")
+
+
+def objects_in_memory() -> ObjectStore:
+    obstore = pytest.importorskip("obstore.store")
+    return ObjectStore("memory://", backend=obstore.MemoryStore())
+
+
+@pytest.fixture(
+    params=[
+        *("memory", "memory on the host", "directory", "device cache"),
+        *("objects", "s3", "redis", "tiers", "tiers behind"),
+    ]
+)
+def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+    """An empty store of each kind in turn."""
+    store = _open(request, tmp_path)
+    yield store
+    if isinstance(store, TieredStore):
+        store.close()
+
+
+def _open(request: pytest.FixtureRequest, path: Path) -> KVStore:
+    match request.param:
+        case "memory":
+            return MemoryStore(1 << 30)
+        case "memory on the host":
+            return MemoryStore(1 << 30, on_host=True)
+        case "directory":
+            return DirectoryStore(path / "kv")
+        case "device cache":
+            return DeviceCache(DirectoryStore(path / "kv"), 1 << 20)
+        case "objects":
+            return objects_in_memory()
+        case "s3":
+            return ObjectStore(request.getfixturevalue("s3"))
+        case "redis":
+            redis: RedisStore = request.getfixturevalue("redis")
+            return redis
+        case "tiers":
+            return TieredStore(MemoryStore(1 << 30), path / "near", objects_in_memory())
+        case _:
+            return TieredStore("memory:1MB", path / "near", path / "home", write="behind")

@@ -1,0 +1,132 @@
+"""What every store promises, of each kind in turn: in memory, on disk, on servers, in tiers."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from blockattn_rag.errors import StoreError
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.store import KVStore, TieredStore
+from blockattn_rag.store.base import get_many, touch
+from tests.store.kvs import key_of, make_kv, same
+
+KVS = [make_kv(f"passage {i}", tokens=2 + i) for i in range(5)]
+KEYS = [key_of(kv) for kv in KVS]
+
+
+def settle(store: KVStore) -> None:
+    """Wait for what is written behind."""
+    if isinstance(store, TieredStore):
+        assert store.flush(30)
+
+
+def got(store: KVStore, key: str) -> BlockKV:
+    kv = store.get(key)
+    assert kv is not None
+    return kv
+
+
+def test_it_is_a_store(any_store: KVStore) -> None:
+    assert isinstance(any_store, KVStore)
+
+
+def test_what_is_put_is_got_to_the_bit_listed_and_counted(any_store: KVStore) -> None:
+    for key, kv in zip(KEYS, KVS, strict=True):
+        any_store.put(key, kv)
+    settle(any_store)
+    assert all(same(got(any_store, key), kv) for key, kv in zip(KEYS, KVS, strict=True))
+    assert sorted(any_store.keys()) == sorted(KEYS)
+    stats = any_store.stats()
+    assert stats.entries == len(KEYS)
+    assert stats.total_bytes >= sum(kv.nbytes for kv in KVS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8])
+def test_every_number_type_comes_back(any_store: KVStore, dtype: torch.dtype) -> None:
+    int8 = dtype == torch.int8
+    kv = make_kv(dtype=torch.float32 if int8 else dtype, quantised=int8, more_heads=1)
+    any_store.put(kv.key, kv)
+    settle(any_store)
+    assert same(got(any_store, kv.key), kv)
+
+
+def test_what_is_not_there_is_none_and_no_member(any_store: KVStore) -> None:
+    assert any_store.get(KEYS[0]) is None
+    assert KEYS[0] not in any_store
+    assert None not in any_store
+    assert not touch(any_store, KEYS[0])
+    assert not any_store.delete(KEYS[0])
+    assert list(any_store.keys()) == []
+    assert any_store.stats().entries == 0
+
+
+def test_many_keys_are_answered_in_order_each_by_itself(any_store: KVStore) -> None:
+    for i in (0, 2, 3):
+        any_store.put(KEYS[i], KVS[i])
+    asked = [4, 3, 0, 1, 2, 0]
+    found = get_many(any_store, [KEYS[i] for i in asked])
+    assert len(found) == len(asked)
+    for i, one in zip(asked, found, strict=True):
+        if i in (1, 4):
+            assert one is None
+        else:
+            assert isinstance(one, BlockKV)
+            assert same(one, KVS[i])
+    assert get_many(any_store, []) == []
+
+
+def test_what_is_there_is_touched_and_what_was_deleted_is_gone(any_store: KVStore) -> None:
+    any_store.put(KEYS[0], KVS[0])
+    settle(any_store)
+    assert KEYS[0] in any_store
+    assert touch(any_store, KEYS[0])
+    assert any_store.delete(KEYS[0])
+    assert not any_store.delete(KEYS[0])
+    assert KEYS[0] not in any_store
+    assert any_store.get(KEYS[0]) is None
+
+
+def test_putting_again_replaces(any_store: KVStore) -> None:
+    old, new = make_kv(tokens=3), make_kv(tokens=8)
+    assert old.key == new.key
+    for kv in (old, new):
+        any_store.put(kv.key, kv)
+    settle(any_store)
+    assert same(got(any_store, new.key), new)
+    assert any_store.stats().entries == 1
+
+
+def test_a_block_under_anothers_key_and_no_block_at_all_are_refused(any_store: KVStore) -> None:
+    with pytest.raises(ValueError, match=r"expected .*store_key"):
+        any_store.put(KEYS[1], KVS[0])
+    empty = make_kv(layers=0)
+    with pytest.raises(ValueError, match="at least one"):
+        any_store.put(empty.key, empty)
+
+
+def test_many_threads_get_what_was_put_or_nothing(any_store: KVStore) -> None:
+    def work(seed: int) -> None:
+        choose = random.Random(seed)
+        for _ in range(15):
+            i = choose.randrange(len(KVS))
+            match choose.choice(["put", "get", "get many", "delete", "touch"]):
+                case "put":
+                    any_store.put(KEYS[i], KVS[i])
+                case "get":
+                    kv = any_store.get(KEYS[i])
+                    assert kv is None or same(kv, KVS[i])
+                case "get many":
+                    for kv, one in zip(KVS, get_many(any_store, KEYS), strict=True):
+                        assert not isinstance(one, StoreError)
+                        assert one is None or same(one, kv)
+                case "delete":
+                    any_store.delete(KEYS[i])
+                case "touch":
+                    touch(any_store, KEYS[i])
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
