@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.evaluation.efficiency.shapes import prefill_flops
 from blockattn_rag.evaluation.efficiency.timing import check_sizes
+from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,22 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of a model's weights, and of keys and values per token."""
+    """Bytes of a model's weights, and of keys and values.
+
+    Args:
+        bytes_per_token: of a stored block, with the scales of values if it is quantised.
+        bytes_per_block: what a stored block takes besides: the scales of keys.
+        dequantised_bytes_per_token: of a quantised block, when it is read.
+    """
 
     weight_bytes: int
     bytes_per_token: int
+    bytes_per_block: int = 0
+    dequantised_bytes_per_token: int = 0
+
+    def block_bytes(self, tokens: int) -> int:
+        """A stored block of so many tokens."""
+        return self.bytes_per_block + tokens * self.bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +80,7 @@ class Plan:
     machine: Machine
 
 
-def footprint(config: Any, dtype: torch.dtype) -> Footprint:
+def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> Footprint:
     """What a model of this config takes; no weights are made or loaded.
 
     The model is built and run once on PyTorch's meta device, which computes shapes alone; so the
@@ -90,7 +103,15 @@ def footprint(config: Any, dtype: torch.dtype) -> Footprint:
             "in every layer"
         )
     states = sum(t.numel() for layer in layers for t in (layer.keys, layer.values))
-    return Footprint(weights * dtype.itemsize, states * dtype.itemsize)
+    if check_kv_dtype(kv_dtype) == "model":
+        return Footprint(weights * dtype.itemsize, states * dtype.itemsize)
+    scale_bytes = torch.float32.itemsize  # a scale for each head's token, and each of its channels
+    return Footprint(
+        weight_bytes=weights * dtype.itemsize,
+        bytes_per_token=states + scale_bytes * sum(layer.values.shape[1] for layer in layers),
+        bytes_per_block=scale_bytes * sum(layer.keys.numel() for layer in layers),
+        dequantised_bytes_per_token=states * dtype.itemsize,
+    )
 
 
 def plan(
@@ -102,6 +123,7 @@ def plan(
     passage_tokens: int,
     top_k: int = 10,
     question_tokens: int = 50,
+    kv_dtype: KVDtype = "model",
 ) -> Plan:
     """Plan a collection.
 
@@ -111,12 +133,13 @@ def plan(
 
     Args:
         config: of a model with gated feed-forward layers (for the operations).
-        dtype: of weights, keys and values.
+        dtype: of weights, keys and values, unless ``kv_dtype`` says otherwise.
         machine: what stores and computes.
         passages: number of passages in the collection.
         passage_tokens: tokens of a passage.
         top_k: passages in a prompt.
         question_tokens: tokens of the question.
+        kv_dtype: what keys and values are stored in; see ``kv.quantization``.
     """
     check_sizes(passages=passages, passage_tokens=passage_tokens)
     check_sizes(top_k=top_k, question_tokens=question_tokens)
@@ -124,16 +147,18 @@ def plan(
         if name.endswith("_per_s") and not value > 0:
             raise ValueError(f"{name} must be above 0, found {value}")
     config = config.get_text_config(decoder=True)
-    model = footprint(config, dtype)
-    passage = model.bytes_per_token * passage_tokens
+    model = footprint(config, dtype, kv_dtype)
+    passage = model.block_bytes(passage_tokens)
     context = top_k * passage_tokens
     moved = top_k * passage
+    # What is dequantised is written and read again.
+    read = moved + 2 * context * model.dequantised_bytes_per_token
 
     def forward_s(operations: float, read: int = 0) -> float:
         reading = (model.weight_bytes + read) / machine.device_bytes_per_s
         return max(operations / machine.operations_per_s, reading)
 
-    reuse = forward_s(prefill_flops(config, question_tokens, context), moved)
+    reuse = forward_s(prefill_flops(config, question_tokens, context), read)
     tiers = []
     if machine.gpu_bytes is None:
         room, from_memory = machine.memory_bytes - model.weight_bytes, reuse

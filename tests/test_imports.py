@@ -34,7 +34,7 @@ FLOORS = {
     "langchain": "adapters engine kv lazy prompts store",
     "evaluation": "engine errors files kv lazy model prompts store",
     "training": "attention engine errors files kv lazy model prompts store",
-    "planning": "errors evaluation",
+    "planning": "errors evaluation kv",
     "rag": "adapters engine errors files llama_index prompts store",
     "demo": "engine files prompts rag",
     "cli": (

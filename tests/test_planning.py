@@ -6,9 +6,10 @@ from transformers import LlamaConfig, MambaConfig
 
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.evaluation.efficiency.shapes import SHAPES, prefill_flops
+from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.planning import Machine, footprint, plan
 from tests.evaluation.efficiency.engines import tiny_engine
-from tests.models import tiny_model
+from tests.models import tiny_model, tiny_tokenizer
 
 LLAMA_8B = LlamaConfig(**SHAPES["8b"])
 GIB = 1 << 30
@@ -26,6 +27,38 @@ def test_the_footprint_is_that_of_the_model_itself() -> None:
     assert found.bytes_per_token == model.bytes_per_token
     weights = sum(p.numel() * p.element_size() for p in model.hf_model.parameters())
     assert found.weight_bytes == weights
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi"])
+def test_an_int8_block_takes_what_is_planned_for_it(family: str) -> None:
+    model = BlockModel(tiny_model(family), tiny_tokenizer())
+    [[kv]] = model.encode([EncodeRequest([*range(30)], "", "")])
+    planned = footprint(model.config, torch.float32, "int8")
+    assert planned.block_bytes(30) == kv.quantised().nbytes
+    assert planned.dequantised_bytes_per_token == model.bytes_per_token
+    assert footprint(model.config, torch.float32).block_bytes(30) == kv.nbytes
+
+
+def test_int8_takes_half_the_bytes_from_disk_and_some_reading() -> None:
+    machine = Machine(
+        memory_bytes=64 * GIB,
+        disk_bytes=1000 * GIB,
+        operations_per_s=1e18,
+        device_bytes_per_s=1e10,
+        disk_bytes_per_s=1e9,
+    )
+    sizes = {"passages": 1000, "passage_tokens": 512, "top_k": 4}
+    found = plan(LLAMA_8B, torch.bfloat16, machine, **sizes, kv_dtype="int8")
+    layers, heads, channels = 32, 8, 128
+    codes = 2 * layers * heads * channels * 512
+    assert found.passage_bytes == codes + layers * heads * 4 * (512 + channels)
+    assert found.passage_bytes / (64 << 20) == pytest.approx(0.51, abs=0.001)
+    read = 4 * found.passage_bytes + 2 * 4 * (64 << 20)  # dequantised: written, and read again
+    memory, disk = found.tiers
+    assert memory.ttft_s == pytest.approx((found.footprint.weight_bytes + read) / 1e10)
+    assert disk.ttft_s == pytest.approx(memory.ttft_s + 4 * found.passage_bytes / 1e9)
+    with pytest.raises(ValueError, match="found 'int4'"):
+        plan(LLAMA_8B, torch.bfloat16, machine, **sizes, kv_dtype="int4")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_neox", "mixtral"])

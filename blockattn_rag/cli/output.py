@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -20,6 +20,12 @@ from rich.text import Text
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")
 ]
+KVDtypeName = Literal["model", "int8"]
+"""``kv.KVDtype``, which would load torch."""
+KVDtypeHelp = (
+    "What keys and values of passages are kept in: model (its own type) or int8, in half the bytes "
+    "of 16 bits, at nearly the same answers."
+)
 ModelArgument = "Model name or folder; [bold]bundled[/bold] is the model inside this package."
 
 

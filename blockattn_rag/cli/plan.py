@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockattn_rag.cli.figures import count, duration, size
-from blockattn_rag.cli.output import JsonOption, emit, table, working
+from blockattn_rag.cli.output import JsonOption, KVDtypeHelp, KVDtypeName, emit, table, working
 from blockattn_rag.rag.model_names import existing_model, loading
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def plan(
             help="Of keys and values; if not given, float32 on a CPU, on a GPU the model's own."
         ),
     ] = None,
+    kv_dtype: Annotated[KVDtypeName, typer.Option(help=KVDtypeHelp)] = "model",
     gpu_memory: Annotated[
         float | None, typer.Option(min=0, help="GiB of the GPU's memory; without, CPU alone.")
     ] = None,
@@ -90,8 +91,20 @@ def plan(
             disk_bytes_per_s=disk_speed * 1e9,
         )
         counts = {"passages": passages, "passage_tokens": tokens, "top_k": top_k}
-        found = make_plan(config, kind, machine, **counts, question_tokens=question_tokens)
-    settings = {"model": model, "dtype": str(kind).removeprefix("torch."), "passages": passages}
+        found = make_plan(
+            config,
+            kind,
+            machine,
+            **counts,
+            question_tokens=question_tokens,
+            kv_dtype=kv_dtype,
+        )
+    settings = {
+        "model": model,
+        "dtype": str(kind).removeprefix("torch."),
+        "kv_dtype": kv_dtype,
+        "passages": passages,
+    }
     emit(as_json, {**settings, **asdict(found)}, *_shown(settings, found, machine))
 
 
@@ -132,6 +145,8 @@ def _shown(settings: dict[str, Any], found: Plan, machine: Machine) -> list[Any]
         for tier in found.tiers
     ]
     title = f"{count(passages, 'passage')}, {settings['model']}, {settings['dtype']}"
+    if settings["kv_dtype"] != "model":
+        title += f", blocks in {settings['kv_dtype']}"
     columns = ("blocks in", "room for", "of yours", "first token", "against full prefill")
     return [
         table(title, columns, rows),

@@ -269,6 +269,15 @@ def test_plan_counts_in_the_type_that_the_model_will_be_loaded_in(cli: Command) 
     assert cli(*command, "--dtype", "float16").json["dtype"] == "float16"
 
 
+def test_plan_tells_what_int8_takes(cli: Command) -> None:
+    command = ("plan", "--passages", 10, "--tokens", 512, "--model", "8b", "--tflops", 1)
+    shown = cli(*command, "--dtype", "bfloat16", "--kv-dtype", "int8", "--json").json
+    assert shown["kv_dtype"] == "int8"
+    assert shown["passage_bytes"] < 0.53 * (64 << 20)
+    assert "blocks in int8" in cli(*command, "--kv-dtype", "int8").stdout
+    assert cli(*command, "--kv-dtype", "int4").status == 2
+
+
 def test_plan_names_the_option_whose_speed_is_none(cli: Command) -> None:
     output = cli("plan", "--passages", 10, "--model", "135m", "--tflops", 0)
     assert (output.status, "--tflops" in output.stderr) == (2, True)
