@@ -1,0 +1,156 @@
+"""An engine that keeps keys and values in int8: the same answers from a miss as from a hit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.fetcher import BlockFetcher, HowEncoded
+from blockattn_rag.engine.results import ReuseStats
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.rope import RotaryLayout
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.correction import Correction
+from blockattn_rag.prompts.blocks import Block
+from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
+from blockattn_rag.store.device_cache import DeviceCache
+from tests.model.test_correction import correction_of
+from tests.models import tiny_model, tiny_tokenizer
+
+A, B, Q = "Halden Tower is 214 metres tall.", "It was built in 1931.", "How tall?"
+MakeStore = Callable[[], KVStore]
+
+
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    model = BlockModel(tiny_model(), tiny_tokenizer())
+    model.config.block_attention = {"tuned": True}
+    return model
+
+
+@pytest.fixture(params=["memory", "directory"])
+def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
+    """The same store each time; of a directory, another object over it."""
+    memory = MemoryStore(1 << 26)
+    return lambda: memory if request.param == "memory" else DirectoryStore(tmp_path / "kv")
+
+
+def stored(store: KVStore) -> list[BlockKV]:
+    return [kv for key in list(store.keys()) if (kv := store.get(key)) is not None]
+
+
+@pytest.mark.parametrize("assembly", ["relay", "copy"])
+def test_a_miss_gives_the_answer_of_the_later_hit(
+    model: BlockModel, make_store: MakeStore, assembly: str
+) -> None:
+    options = {"assembly": assembly, "max_new_tokens": 6}
+    cold = BlockAttentionEngine(model, make_store(), kv_dtype="int8")
+    assert cold.kv_dtype == "int8"
+    missed = cold.generate(["first", A, B, Q], **options)  # type: ignore[arg-type]
+    warm = BlockAttentionEngine(model, make_store(), kv_dtype="int8")
+    hit = warm.generate(["first", A, B, Q], **options)  # type: ignore[arg-type]
+    assert (missed.stats.misses, hit.stats.misses) == (3, 0)
+    assert missed.stats.int8_blocks == hit.stats.int8_blocks == 3
+    assert hit.token_ids == missed.token_ids
+    assert all(kv.scales is not None for kv in stored(make_store()))
+    again = BlockAttentionEngine(model, kv_dtype="int8")
+    logits = [again.answer_logits(["first", A, B, Q], missed.token_ids) for _ in range(2)]
+    assert torch.equal(*logits)
+
+
+def test_a_store_may_hold_both_and_each_engine_reads_both(
+    model: BlockModel, make_store: MakeStore
+) -> None:
+    plain = BlockAttentionEngine(model, make_store())
+    assert plain.kv_dtype == "model"
+    plain.encode([A])
+    half = BlockAttentionEngine(model, make_store(), kv_dtype="int8")
+    half.encode([A, B])
+    kept = {kv.num_tokens: kv.scales is not None for kv in stored(make_store())}
+    assert kept == {len(A): False, len(B): True}
+    for engine in (plain, half):
+        stats = engine.generate(["first", A, B, Q], max_new_tokens=1).stats
+        assert stats.int8_blocks == 1
+    assert plain.generate(["first", A, Q], mode="full", max_new_tokens=1).stats.int8_blocks == 0
+
+
+def test_questions_over_int8_blocks_and_others_share_a_batch(model: BlockModel) -> None:
+    store = MemoryStore(1 << 26)
+    BlockAttentionEngine(model, store, kv_dtype="int8").encode([A])
+    engine = BlockAttentionEngine(model, store)
+    prompts = [["first", A, Q], ["first", B, A, Q], ["first", B, Q]]
+    alone = [engine.generate(prompt, max_new_tokens=6) for prompt in prompts]
+    together = engine.generate_batch(prompts, max_new_tokens=6)
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    assert [one.stats.int8_blocks for one in together] == [1, 1, 0]
+
+
+def test_int8_blocks_take_a_quarter_of_float32_and_the_scales(model: BlockModel) -> None:
+    sizes = {}
+    for kind in ("model", "int8"):
+        store = MemoryStore(1 << 26)
+        stats = BlockAttentionEngine(model, store, kv_dtype=kind).precompute([Block(A * 4)])
+        assert stats.stored_bytes == store.stats().total_bytes
+        sizes[kind] = stats.stored_bytes
+    tokens, layers, heads, size = 4 * len(A), 3, 2, 8
+    assert sizes["model"] == layers * heads * tokens * 2 * size * 4
+    scales = layers * heads * (size + tokens) * 4
+    assert sizes["int8"] == sizes["model"] // 4 + scales
+
+
+def test_blocks_stay_in_int8_while_they_are_ready(model: BlockModel, tmp_path: Path) -> None:
+    BlockAttentionEngine(model, DirectoryStore(tmp_path), kv_dtype="int8").encode([A])
+    store = DirectoryStore(tmp_path)
+    (kv,) = stored(store)
+    cache = DeviceCache(store, kv.nbytes)
+    read = cache.get(kv.key)
+    assert read is not None
+    assert read.scales is not None
+    assert cache.get(kv.key) is read
+    smaller = DeviceCache(store, kv.nbytes - 1)
+    assert smaller.get(kv.key) is not smaller.get(kv.key)
+
+
+def test_figures_go_through_json(model: BlockModel) -> None:
+    stats = BlockAttentionEngine(model, kv_dtype="int8").generate([A, Q], max_new_tokens=1).stats
+    assert stats.int8_blocks == 1
+    assert ReuseStats.from_dict(json.loads(json.dumps(asdict(stats)))) == stats
+    assert (stats + stats).int8_blocks == 2
+
+
+def test_nothing_is_rounded_twice(model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A corrected block is made of what the model computes, and then quantised."""
+    store, how = MemoryStore(1 << 26), HowEncoded(correction=correction_of(model))
+    BlockAttentionEngine(model, store, kv_dtype="int8").encode([A])
+    changed: list[BlockKV] = []
+    corrected = Correction.corrected
+
+    def watched(self: Correction, kv: BlockKV, layouts: list[RotaryLayout]) -> BlockKV:
+        changed.append(kv)
+        return corrected(self, kv, layouts)
+
+    monkeypatch.setattr(Correction, "corrected", watched)
+    blocks = [Block("x"), Block(A)]
+    found = BlockFetcher(model, store, kv_dtype="int8").fetch(blocks, "compute", how=how).blocks[1]
+    assert [kv.scales for kv in changed] == [None]
+    plain = BlockFetcher(model, MemoryStore(1 << 26)).fetch(blocks, "compute", how=how).blocks[1]
+    expected = plain.quantised()
+    for layer in range(found.num_layers):
+        pairs = zip(found.tensors(layer), expected.tensors(layer), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_what_cannot_be_kept_is_refused(model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"kv_dtype must be one of .*found 'int4'"):
+        BlockAttentionEngine(model, kv_dtype="int4")  # type: ignore[arg-type]
+    mixed = [(2, 8, torch.float32), (2, 8, torch.bfloat16)]
+    monkeypatch.setattr(model, "profile", SimpleNamespace(token_outline=mixed))
+    with pytest.raises(ValueError, match=r"several number types .*bfloat16.*float32.*kv_dtype="):
+        BlockFetcher(model, MemoryStore(1), kv_dtype="int8")
