@@ -7,13 +7,14 @@ import hashlib
 import logging
 import pickle
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from blockattn_rag.adapters.hints import ReuseHints
+from blockattn_rag.adapters.passage_encoding import PassageEncoding
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.options import BlockOptions
 from blockattn_rag.engine.pending import Group
@@ -21,7 +22,7 @@ from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.model.loading import load_config, load_tokenizer
 from blockattn_rag.model.probe import position_limit
-from blockattn_rag.prompts.blocks import BlockPrompt, Span
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
 from blockattn_rag.prompts.marked_text import content_spans, holds_orphans
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.store import KVStore
@@ -190,6 +191,11 @@ class EngineSource:
         async with aclosing(engine.astream(make_prompt, **options)) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    def prefetch(self, blocks: Sequence[Block], encoding: PassageEncoding) -> None:
+        """``engine.prefetch``, if the model is loaded: loading it takes longer than any read."""
+        if self._engine is not None:
+            self._engine.prefetch(blocks, **encoding)
 
     async def _loaded_engine(self) -> BlockAttentionEngine:
         if self._engine is not None:

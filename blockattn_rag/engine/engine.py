@@ -21,6 +21,7 @@ from blockattn_rag.engine.options import (
     check_names,
 )
 from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingRequest
+from blockattn_rag.engine.prefetch import Prefetcher, PrefetchStats
 from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
 from blockattn_rag.engine.retry import check_abstentions
 from blockattn_rag.engine.runner import Runner
@@ -30,6 +31,7 @@ from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.store import DEFAULT_RESIDENT_BYTES, KVStore, open_store
+from blockattn_rag.store.namespaces import Access
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +61,13 @@ class BlockAttentionEngine:
         kv_dtype: ``"int8"`` keeps keys and values that are computed from now on in half the bytes
             or a quarter (``kv.quantization``), ``"model"`` as the model computes them. What the
             store holds is read in either form.
+        namespace: where blocks are stored and looked for: what one tenant stored is no hit for
+            another, and changes nothing of what is computed for him. Empty: where those store who
+            gave none.
+        read_namespaces: further namespaces that are read, in this order, and never written, such as
+            ``("public",)``: collections that tenants share.
+        read_only: store nothing; what is missing is computed, and kept in memory within
+            ``resident_bytes``. Where it may, a store still learns that an entry was used.
         audit_rate: share of block mode's greedy answers that are compared with full mode while
             nothing else waits, such as 0.01; see ``engine.audit`` and ``audits``.
         options: how block mode works unless a call says otherwise; see ``BlockOptions``. What is
@@ -72,10 +81,14 @@ class BlockAttentionEngine:
         *,
         resident_bytes: int = DEFAULT_RESIDENT_BYTES,
         kv_dtype: KVDtype = "model",
+        namespace: str = "",
+        read_namespaces: Sequence[str] = (),
+        read_only: bool = False,
         audit_rate: float = 0.0,
         **options: Unpack[BlockOptions],
     ) -> None:
         check_names(options)
+        access = Access(namespace, read_namespaces, read_only)
         self._model = model
         self.store = open_store(store)
         self.defaults = GenerateOptions()
@@ -85,7 +98,8 @@ class BlockAttentionEngine:
             given = {name: value for name, value in options.items() if value is not None}
             self.defaults = self._options(self._calibration.options_beside(given))
             logger.info("%s: calibrated: %s", model.name, self._calibration)
-        self._fetcher = BlockFetcher(model, self.store, resident_bytes, kv_dtype=kv_dtype)
+        self._fetcher = BlockFetcher(model, self.store, resident_bytes, access, kv_dtype)
+        self._prefetcher = Prefetcher()
         self._scheduler = scheduler_of(model.lock)
         self._auditor = Auditor(model, audit_rate, self._scheduler.submit_in_background)
         self._runner = Runner(model, self._fetcher, self._auditor, self._calibration)
@@ -110,6 +124,9 @@ class BlockAttentionEngine:
         retry: str | None = None,
         resident_bytes: int = DEFAULT_RESIDENT_BYTES,
         kv_dtype: KVDtype = "model",
+        namespace: str = "",
+        read_namespaces: Sequence[str] = (),
+        read_only: bool = False,
         audit_rate: float = 0.0,
         **model_kwargs: Any,
     ) -> BlockAttentionEngine:
@@ -134,6 +151,9 @@ class BlockAttentionEngine:
             retry=retry,
             resident_bytes=resident_bytes,
             kv_dtype=kv_dtype,
+            namespace=namespace,
+            read_namespaces=read_namespaces,
+            read_only=read_only,
             audit_rate=audit_rate,
         )
 
@@ -146,6 +166,11 @@ class BlockAttentionEngine:
     def kv_dtype(self) -> KVDtype:
         """What blocks are kept in that this engine computes."""
         return self._fetcher.kv_dtype
+
+    @property
+    def access(self) -> Access:
+        """Which namespaces of the store are read and written."""
+        return self._fetcher.access
 
     @property
     def calibration(self) -> Calibration | None:
@@ -221,6 +246,28 @@ class BlockAttentionEngine:
             batch_tokens=batch_tokens,
             how=how_encoded(self.model, options.sink, options.correction),
         )
+
+    def prefetch(
+        self,
+        passages: Sequence[str | Block],
+        *,
+        sink: str | None = None,
+        correction: str | Path | None = None,
+    ) -> None:
+        """Begin to read passages from the store, before the prompt that will hold them is there.
+
+        Returns at once and raises nothing; ``prefetches`` counts. What is read stays in memory
+        as far as ``resident_bytes`` allow, and an answer waits for reads that are going on. Nothing
+        is computed: see ``encode``. ``sink`` and ``correction`` as for ``encode``.
+        """
+        blocks = [one if isinstance(one, Block) else Block(one) for one in passages]
+        encoded = {"sink": sink, "correction": correction}
+        self._prefetcher.submit(len(blocks), partial(self._prefetch, blocks, encoded))
+
+    @property
+    def prefetches(self) -> PrefetchStats:
+        """What ``prefetch`` has read so far."""
+        return self._prefetcher.stats
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether a block's KV is stored. ``first``: as the first block of a prompt."""
@@ -377,6 +424,11 @@ class BlockAttentionEngine:
         self._runner.answer_batch(requests)
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _prefetch(self, blocks: Sequence[Block], encoded: Mapping[str, Any]) -> int:
+        options = self._options(encoded)
+        how = how_encoded(self.model, options.sink, options.correction)
+        return self._fetcher.prefetch(blocks, how=how)
 
     def _pending(
         self, prompt: LatePrompt, options: Mapping[str, Any], **scheduling: Any

@@ -1,4 +1,4 @@
-"""BlockKVCompressor: checks the handles of retrieved documents, and warms the store for them."""
+"""BlockKVCompressor: checks the handles of retrieved documents, and has their KV read ahead."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ class BlockKVCompressor(BaseDocumentCompressor):
 
     Args:
         document_prompt: formats one document; must be that of the chain. Default: its text.
-        llm: the chat model, or any component of this package with the model and the store.
-        warm: encode what is not stored, in the background, while the chain goes on; needs ``llm``.
-            Pays off where other steps (a reranker, a tool, a second retriever) come in between.
+        llm: the chat model, or any component of this package with the model and the store. With
+            it, stored documents are read into memory while the chain goes on. Pays off where other
+            steps (a reranker, a tool, a second retriever) come in between, so put this first.
+        warm: also encode what is not stored; needs ``llm``.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -74,9 +75,11 @@ class BlockKVCompressor(BaseDocumentCompressor):
                 "storing them.",
                 stale, len(documents),
             )  # fmt: skip
-        if self.warm and self.llm is not None:
+        if self.llm is not None:
             texts = [self.document_prompt.canonical_text(document) for document in stamped]
             blocks = [Block(text, self.llm.block_template) for text in texts if text]
+            self.llm.source.prefetch(blocks, self.llm.passage_encoding)
+        if self.warm and self.llm is not None:
             self._warming = _WARMER.submit(_warm, self.llm, blocks)
         return stamped
 

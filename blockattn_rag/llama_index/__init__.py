@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from blockattn_rag.llama_index.llm import BlockAttentionLLM
     from blockattn_rag.llama_index.nodes import BlockNode, as_block_node, canonical_text
     from blockattn_rag.llama_index.postprocessor import BlockKVPostprocessor
+    from blockattn_rag.llama_index.prefetch import BlockKVPrefetch
     from blockattn_rag.llama_index.prompt_helper import BlockPromptHelper
     from blockattn_rag.llama_index.synthesis import (
         block_query_engine,
@@ -36,6 +37,7 @@ _HOMES = {
     "llm": "BlockAttentionLLM",
     "citation": "BlockCitationQueryEngine",
     "postprocessor": "BlockKVPostprocessor",
+    "prefetch": "BlockKVPrefetch",
     "transform": "BlockKVTransform",
     "nodes": "BlockNode as_block_node canonical_text",
     "prompt_helper": "BlockPromptHelper",
@@ -50,6 +52,7 @@ __all__ = [
     "BlockAttentionLLM",
     "BlockCitationQueryEngine",
     "BlockKVPostprocessor",
+    "BlockKVPrefetch",
     "BlockKVTransform",
     "BlockNode",
     "BlockPromptHelper",

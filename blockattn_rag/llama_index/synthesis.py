@@ -21,6 +21,7 @@ from llama_index.core.response_synthesizers.no_text import NoText
 
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.llama_index.postprocessor import BlockKVPostprocessor, Order
+from blockattn_rag.llama_index.prefetch import BlockKVPrefetch
 from blockattn_rag.llama_index.prompt_helper import BlockPromptHelper
 from blockattn_rag.prompts.markers import strip_markers, wrap
 
@@ -94,14 +95,19 @@ def block_query_engine(
     """``index.as_query_engine`` with everything in place.
 
     Args:
-        order: see ``BlockKVPostprocessor``, which goes after ``node_postprocessors``.
+        order: see ``BlockKVPostprocessor``, which goes after ``node_postprocessors``;
+            ``BlockKVPrefetch`` goes before them.
         kwargs: further arguments of ``as_query_engine``, such as ``similarity_top_k``.
     """
     synthesizer = block_response_synthesizer(llm, response_mode, streaming=streaming)
     return index.as_query_engine(
         llm=llm,
         response_synthesizer=synthesizer,
-        node_postprocessors=[*node_postprocessors, BlockKVPostprocessor(order)],
+        node_postprocessors=[
+            BlockKVPrefetch(llm),
+            *node_postprocessors,
+            BlockKVPostprocessor(order),
+        ],
         streaming=streaming,
         **kwargs,
     )

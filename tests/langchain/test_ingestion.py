@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import time
 
 import pytest
 from langchain_core.documents import Document
@@ -115,6 +116,20 @@ def test_a_warming_that_fails_is_logged_and_breaks_nothing(
         with pytest.raises(ContextOverflowError):
             compressor.wait_until_warm(60)
     assert "warming the KV store failed" in caplog.text
+
+
+def test_a_compressor_with_a_model_has_stored_documents_read_ahead(
+    chat: ChatBlockAttention,
+) -> None:
+    documents = BlockKVTransformer(llm=chat).transform_documents(passages())
+    engine = chat.engine
+    before = engine.prefetches
+    BlockKVCompressor(llm=chat).compress_documents([*documents, Document("new")], "q")
+    until = time.monotonic() + 20
+    while (now := engine.prefetches).ready + now.absent < before.ready + before.absent + 4:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    assert (now.ready - before.ready, now.absent - before.absent) == (3, 1)
 
 
 def test_warming_needs_a_model() -> None:
