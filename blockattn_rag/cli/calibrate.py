@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -169,6 +169,7 @@ def _run(
     from blockattn_rag.model.correction_file import load_correction
     from blockattn_rag.prompts.sinks import FIRST_BLOCK
     from blockattn_rag.store import DirectoryStore
+    from blockattn_rag.training.distillation.asked import read_asked
 
     loaded = database.engine.model
     store = DirectoryStore(work / "kv", max_bytes=_STORE_BYTES, fsync=False)
@@ -179,7 +180,10 @@ def _run(
         corrected = Setting(load_correction(correction).sink, str(correction.resolve()))
     named = {**({} if corrected is None else corrected.options), "reader": folder}
     digests = file_digests(loaded, GenerateOptions.parse(named, GenerateOptions()))
-    choose, certify = _pairs(database, engine, plan, work, tell)
+    folders = [reader] if reader else []
+    folders += [correction.parent] if correction else []
+    seen = frozenset().union(*map(read_asked, folders))
+    choose, certify = _pairs(database, engine, plan, work, tell, seen)
     # Passages are ingested alone, where there is no first block to encode them after.
     sinks = usable_sinks(loaded.tokenizer, [sink for sink in SINKS if sink != FIRST_BLOCK])
     return run(
@@ -198,10 +202,18 @@ def _run(
 
 
 def _pairs(
-    database: Database, engine: BlockAttentionEngine, plan: _Plan, work: Path, tell: Progress
+    database: Database,
+    engine: BlockAttentionEngine,
+    plan: _Plan,
+    work: Path,
+    tell: Progress,
+    seen: Set[str],
 ) -> tuple[list[Pair], list[Pair]]:
     """The pairs to choose on, with each number of passages in turn, and those to certify on, each
-    with every number. No question is in both."""
+    with every number. No question is in both.
+
+    ``seen``: digests of the questions that what is tried was made with.
+    """
     from blockattn_rag.evaluation.calibration.pairs import Pair
     from blockattn_rag.rag.passages import all_passages, retriever
     from blockattn_rag.rag.prompts import prompt_maker
@@ -211,7 +223,7 @@ def _pairs(
         raise DataError(f"{database.path} holds no passage; ingest some first")
     numbers = sorted({min(number, len(texts)) for number in plan.passages})
     nearest, make = retriever(database), prompt_maker(database)
-    asked = _questions(plan, texts, nearest, engine, work, tell)
+    asked = _unseen_last(_questions(plan, texts, nearest, engine, work, tell), plan.pairs, seen)
     half = len(asked) // 2
     found = {question: nearest(question, numbers[-1]) for question in asked}
 
@@ -241,7 +253,8 @@ def _questions(
     work: Path,
     tell: Progress,
 ) -> list[str]:
-    """Distinct questions in random order: the user's own, or the model's about passages."""
+    """Distinct questions in random order: the user's own, or the model's about passages, which
+    are taken in another order than by `adapt`."""
     from blockattn_rag.prompts.formats import Passage
     from blockattn_rag.training.distillation.questions import Collection, write_questions
 
@@ -254,7 +267,7 @@ def _questions(
             lambda text, number: [Passage("", found) for found in nearest(text, number)],
         )
         written = write_questions(
-            engine, collection, plan.pairs, 1, work / "questions.jsonl", plan.seed,
+            engine, collection, plan.pairs, 1, work / "questions.jsonl", f"calibrate {plan.seed}",
             lambda done, total: tell("writing questions", done, total),
         )  # fmt: skip
         asked = [question.text for question in written.questions]
@@ -266,7 +279,25 @@ def _questions(
         )
     if len(asked) < plan.pairs:
         note(f"note: {count(len(asked), 'distinct question')} in place of {plan.pairs} (--pairs)")
-    return asked[: plan.pairs]
+    return asked
+
+
+def _unseen_last(asked: Sequence[str], most: int, seen: Set[str]) -> list[str]:
+    """So many questions, those in ``seen`` first: the second half certifies."""
+    from blockattn_rag.training.distillation.asked import question_digest
+
+    def is_seen(text: str) -> bool:
+        return question_digest(text) in seen
+
+    taken = sorted(sorted(asked, key=is_seen)[:most], key=is_seen, reverse=True)
+    certifying = taken[len(taken) // 2 :]
+    if known := sum(map(is_seen, certifying)):
+        note(
+            f"note: the reader or correction was made with {known} of "
+            f"{count(len(certifying), 'question')} to certify on, which flatters it; give others "
+            "(--questions FILE)"
+        )
+    return taken
 
 
 def _read_questions(path: Path) -> list[str]:

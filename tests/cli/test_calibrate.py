@@ -16,6 +16,7 @@ import pytest
 
 from blockattn_rag.demo.corpus import bundled_corpus
 from blockattn_rag.engine.calibration import read_calibrations
+from blockattn_rag.errors import DataError
 from blockattn_rag.evaluation.calibration import settings
 from blockattn_rag.model.reader import Reader
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -23,6 +24,7 @@ from blockattn_rag.rag.ask import Assistant
 from blockattn_rag.rag.database import Database, require_manifest
 from blockattn_rag.rag.passages import retriever
 from blockattn_rag.rag.prompts import prompt_maker
+from blockattn_rag.training.distillation.asked import write_asked
 from tests.cli.conftest import Command
 from tests.holding import LONGEST_S
 from tests.models import tiny_model, tiny_tokenizer
@@ -201,6 +203,30 @@ def test_a_reader_is_tried_and_noted_with_its_digest(
     assert found["settings"]["reader"] == str(tmp_path / "reader")
     assert found["digests"] == {"reader": reader.digest}
     assert Database.open(db).engine.defaults.reader == str(tmp_path / "reader")
+
+
+@pytest.mark.parametrize("told", [3, 5])
+def test_questions_that_a_reader_was_trained_on_do_not_certify_it_while_there_are_others(
+    cli: Command, db: Path, questions: Path, tmp_path: Path, told: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    model = Database.open(db).engine.model
+    Reader.new(model.hf_model, rank=2).save(tmp_path / "r", {"fingerprint": model.fingerprint})
+    asked = sorted(
+        {json.loads(line)["question"].lower() for line in questions.read_text().splitlines()}
+    )
+    write_asked(tmp_path / "r", asked[:told])
+    halves: list[list[str]] = []
+
+    def noting(_: Any, choose: Any, certify: Any, *__: Any, **___: Any) -> Any:
+        halves.extend([pair.question.lower() for pair in half] for half in (choose, certify))
+        raise DataError("enough")
+
+    monkeypatch.setattr("blockattn_rag.evaluation.calibration.run.calibrate", noting)
+    output = cli(*command(db, questions, "--reader", tmp_path / "r"))
+    assert set(halves[0]) <= set(asked[:told])
+    assert len(set(halves[1]) & set(asked[:told])) == told - 3
+    assert ("2 of 3 questions to certify on" in output.stderr) == (told == 5)
 
 
 def test_an_output_of_ones_own_changes_nothing_in_the_database(

@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +34,7 @@ from blockattn_rag.prompts.formats import prompt_format
 from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 from blockattn_rag.store import DirectoryStore, KVStore
 from blockattn_rag.training.correction import fit_correction
+from blockattn_rag.training.distillation.asked import write_asked
 from blockattn_rag.training.distillation.config import AdaptConfig
 from blockattn_rag.training.distillation.questions import Collection, write_questions
 from blockattn_rag.training.distillation.report import (
@@ -124,7 +125,7 @@ class _Run:
         source = BlockSource(model, self.store or self._own_store())
         with self._stage("block mode") as tick:
             block = self._block_mode(held, teacher, source, tick)
-        distinct = len({question.text for question in questions})
+        distinct = {question.text.casefold() for question in questions}
         if config.fit == "correction":
             return self._corrected(train, held, teacher, source, block, distinct)
         model.hf_model.requires_grad_(False)
@@ -136,8 +137,9 @@ class _Run:
             )  # fmt: skip
             trainer.train_from(checkpoint)
         self.seconds["fetching"] = trainer.fetch_s
-        report = self._report(trainer, block, len(train), len(held), distinct)
-        self._publish(report, partial(_save_student, trainer.student, model.name, config.sink))
+        report = self._report(trainer, block, len(train), len(held), len(distinct))
+        save = partial(_save_student, trainer.student, model.name, config.sink)
+        self._publish(report, save, distinct)
         return report
 
     def _corrected(
@@ -147,7 +149,7 @@ class _Run:
         teacher: Teacher,
         source: BlockSource,
         block: Fidelity,
-        questions: int,
+        questions: Set[str],
     ) -> AdaptReport:
         """Fit a correction, and measure it."""
         model, sink = self.model, self.config.sink
@@ -170,7 +172,7 @@ class _Run:
             best_step=0,
             train_samples=len(train),
             held_samples=len(held),
-            questions=questions,
+            questions=len(questions),
             tried=self.tried,
             block=block,
             before=before,
@@ -179,7 +181,9 @@ class _Run:
             seconds=self.seconds,
             correction=fit,
         )
-        self._publish(report, lambda folder: save_correction(correction, folder / CORRECTION_FILE))
+        self._publish(
+            report, lambda folder: save_correction(correction, folder / CORRECTION_FILE), questions
+        )
         return report
 
     def _own_store(self) -> KVStore:
@@ -305,7 +309,9 @@ class _Run:
             seconds=self.seconds,
         )
 
-    def _publish(self, report: AdaptReport, save: Callable[[Path], None]) -> None:
+    def _publish(
+        self, report: AdaptReport, save: Callable[[Path], None], questions: Set[str]
+    ) -> None:
         """Write the result, its card, log and plot beside the output, then rename."""
         staging = self.config.work / "result"
         shutil.rmtree(staging, ignore_errors=True)
@@ -315,6 +321,7 @@ class _Run:
         if report.history:
             curve = [{k: v for k, v in e.items() if k != "eval_agreement"} for e in report.history]
             write_plot(curve, staging / "training_curves.png")
+        write_asked(staging, questions)
         write_card(self.config, report, staging / "README.md")
         replace_output(self.config, staging)
 

@@ -54,7 +54,7 @@ def write_questions(
     count: int,
     num_passages: int,
     path: Path,
-    seed: int,
+    seed: int | str,
     on_progress: Callable[[int, int], None],
 ) -> Written:
     """Up to ``count`` distinct questions, each about one passage, by greedy decoding in full mode.

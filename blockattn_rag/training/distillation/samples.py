@@ -46,7 +46,8 @@ def split(
     Raises:
         DataError: there are fewer than two distinct questions.
     """
-    distinct = sorted({question.text: question for question in questions}.values(), key=_order)
+    by_text = {question.text.casefold(): question for question in questions}
+    distinct = sorted(by_text.values(), key=_order)
     random.Random(seed).shuffle(distinct)
     count = max(1, round(held_out * len(distinct)))
     if len(distinct) <= count:

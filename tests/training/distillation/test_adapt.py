@@ -24,6 +24,7 @@ from blockattn_rag.store import MemoryStore
 from blockattn_rag.training.distillation import adapt as module
 from blockattn_rag.training.distillation import questions
 from blockattn_rag.training.distillation.adapt import adapt
+from blockattn_rag.training.distillation.asked import question_digest, read_asked
 from blockattn_rag.training.distillation.questions import Collection
 from blockattn_rag.training.distillation.report import AdaptReport
 from blockattn_rag.training.distillation.trainer import stale_measurements
@@ -207,6 +208,9 @@ class TestResult:
         assert [e["step"] for e in log if "eval_kl" in e] == [0, 2, 4, 6]
         assert [e["step"] for e in log if "loss" in e] == [1, 2, 3, 4, 5, 6]
 
+    def test_it_knows_the_questions_that_it_was_made_with(self, folder: Path) -> None:
+        assert read_asked(folder) == {question_digest(one.text) for one in QUESTIONS}
+
     def test_it_is_the_readers_own_format(self, model: BlockModel, folder: Path) -> None:
         reader = model.load_reader(folder)
         assert reader.metadata["sink"] == "head:4"
@@ -282,7 +286,7 @@ class TestInterruption:
     ) -> None:
         ended: list[AdaptReport] = []
 
-        def publish(_: Any, report: AdaptReport, save: Callable[[Path], None]) -> None:
+        def publish(_: Any, report: AdaptReport, save: Callable[[Path], None], *__: Any) -> None:
             save(tmp_path / "ended")
             ended.append(report)
             raise InterruptedError

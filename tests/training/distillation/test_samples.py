@@ -44,8 +44,9 @@ def test_no_question_is_both_trained_on_and_held_out() -> None:
 
 
 def test_one_question_is_too_few() -> None:
+    shouted = Question(QUESTIONS[0].text.upper(), QUESTIONS[0].passages)
     with pytest.raises(DataError, match="found 1 distinct questions, expected at least 2"):
-        split([QUESTIONS[0], QUESTIONS[0]], 0.1, 0)
+        split([QUESTIONS[0], QUESTIONS[0], shouted], 0.1, 0)
 
 
 @pytest.mark.parametrize(("text", "passages"), [(" ", PASSAGES), ("what?", [])])
