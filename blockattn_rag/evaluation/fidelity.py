@@ -28,7 +28,13 @@ from blockattn_rag.evaluation.metrics import (
     plain_figures,
 )
 from blockattn_rag.evaluation.records import RecordFile, Sample, without_blank
-from blockattn_rag.evaluation.run import files_of_modes, make_prompt, mode_options
+from blockattn_rag.evaluation.run import (
+    engine_for,
+    files_of_modes,
+    make_prompt,
+    mode_options,
+    noted_of,
+)
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import place
 from blockattn_rag.model import BlockModel, EncodeRequest
@@ -182,6 +188,7 @@ def measure_fidelity(
         **(settings or {}),
         "measured": "fidelity",
         "fingerprint": engine.model.fingerprint,
+        **noted_of(engine),
         "prompt_format": form.name,
         "num_passages": num_passages,
         "max_new_tokens": max_new_tokens,
@@ -288,7 +295,8 @@ def compare_modes(
         if mode == FLOOR:
             logits = _in_two_steps(engine.model, prompt_in("full"), answer)
         else:
-            logits = engine.answer_logits(prompt_in(mode), answer, **mode_options(mode))
+            answering = engine_for(engine, mode)
+            logits = answering.answer_logits(prompt_in(mode), answer, **mode_options(mode))
         records.append(FidelityRecord.compared(sample, mode, logits, expected))
     return records
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.option_files import file_digests
@@ -35,6 +36,7 @@ from blockattn_rag.evaluation.metrics import (
     plain_figures,
 )
 from blockattn_rag.evaluation.records import EvaluationRecord, RecordFile, listed
+from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
 from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt
 from blockattn_rag.prompts.checkpoints import AUTO, format_for
 from blockattn_rag.prompts.formats import Passage, PromptFormat
@@ -59,10 +61,17 @@ MODES: Mapping[str, Mapping[str, Any]] = {
 """How the engine is called in each mode. Closed-book prompts hold no passage.
 
 Block mode with other options is a mode too, such as ``sink=head:4+promote=1``; see
-``engine.options.BlockOptions``.
+``engine.options.BlockOptions``. So is ``kv_dtype=int8``, in which an engine of its own keeps blocks
+in memory.
 """
 
+_KV_DTYPE = "kv_dtype"
 _PART = re.compile(r"\+(?=[a-z_]+=)")
+
+# By engine, those over its model that keep blocks in another type.
+_ENGINES: WeakKeyDictionary[BlockAttentionEngine, dict[KVDtype, BlockAttentionEngine]] = (
+    WeakKeyDictionary()
+)
 
 # Liu et al. 2023, closed-book prompt.
 CLOSED_BOOK = PromptFormat("closed-book", "", "", "{text}", PLAIN, "Question: {question}\nAnswer: ")
@@ -150,18 +159,45 @@ def mode_options(mode: str) -> dict[str, Any]:
     """
     if mode in MODES:
         return dict(MODES[mode])
-    found: dict[str, Any] = {}
-    for part in _PART.split(mode):
-        name, equals, value = part.partition("=")
-        if not equals or name in found or name not in BlockOptions.__annotations__:
-            raise ValueError(
-                f"modes are {', '.join(MODES)}, and options of block mode such as sink=head:4 or "
-                f"sink=bos+promote=1; found {mode!r}"
-            )
-        found[name] = value
+    found = _parts(mode)
+    if (kind := found.pop(_KV_DTYPE, None)) is not None:
+        check_kv_dtype(kind)
     how = {**MODES["block"], **found}
     GenerateOptions.parse(how, GenerateOptions())  # refuses values that are none
     return how
+
+
+def _parts(mode: str) -> dict[str, str]:
+    """The options that a mode's name consists of."""
+    found: dict[str, str] = {}
+    for part in _PART.split(mode):
+        name, equals, value = part.partition("=")
+        is_known = name in BlockOptions.__annotations__ or name == _KV_DTYPE
+        if not equals or name in found or not is_known:
+            raise ValueError(
+                f"modes are {', '.join(MODES)}, and options of block mode such as sink=head:4 or "
+                f"sink=bos+promote=1, and kv_dtype=int8; found {mode!r}"
+            )
+        found[name] = value
+    return found
+
+
+def noted_of(engine: BlockAttentionEngine) -> dict[str, Any]:
+    """What records depend on beside the model: nothing with blocks as the model computes them."""
+    return {} if engine.kv_dtype == "model" else {_KV_DTYPE: engine.kv_dtype}
+
+
+def engine_for(engine: BlockAttentionEngine, mode: str) -> BlockAttentionEngine:
+    """The engine that answers in a mode: another one where its blocks are kept in another type,
+    because a store would hand out what is there."""
+    named = None if mode in MODES else _parts(mode).get(_KV_DTYPE)
+    kind = engine.kv_dtype if named is None else check_kv_dtype(named)
+    if kind == engine.kv_dtype:
+        return engine
+    others = _ENGINES.setdefault(engine, {})
+    if kind not in others:
+        others[kind] = BlockAttentionEngine(engine.model, kv_dtype=kind)
+    return others[kind]
 
 
 def files_of_modes(modes: Sequence[str]) -> dict[str, str]:
@@ -221,6 +257,7 @@ def evaluate(
     noted = {
         **(settings or {}),
         "fingerprint": engine.model.fingerprint,
+        **noted_of(engine),
         "prompt_format": form.name,
         "num_passages": num_passages,
         "max_new_tokens": max_new_tokens,
@@ -263,7 +300,7 @@ def _answer(
 ) -> list[Generation]:
     """The answers to a batch of samples, in block mode after their passages were encoded."""
     prompts = [make_prompt(engine, form, sample, mode) for sample in batch]
-    how = mode_options(mode)
+    how, engine = mode_options(mode), engine_for(engine, mode)
     if how["mode"] == "block":
         for prompt in prompts:
             encoded = {name: how[name] for name in ("sink", "correction")}

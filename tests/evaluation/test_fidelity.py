@@ -114,6 +114,21 @@ def test_modes_are_the_same_whatever_the_engines_own_sink(
     assert measure(sunk, samples, *modes).records == measure(engine, samples, *modes).records
 
 
+def test_int8_blocks_are_compared_beside_those_of_the_model(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
+    modes = ("block", "kv_dtype=int8", "kv_dtype=int8+sink=head:4", "sink=head:4")
+    report = measure(engine, samples, *modes)
+    kl = {mode: report[mode].kl.mean for mode in modes}
+    for int8, plain in (modes[1], modes[0]), (modes[2], modes[3]):
+        assert 0 < abs(kl[int8] - kl[plain]) < 0.1 * kl[plain]
+    half = BlockAttentionEngine(engine.model, kv_dtype="int8")
+    other = measure(half, samples, "block", "kv_dtype=model")
+    assert other["block"].kl.mean == kl["kv_dtype=int8"]
+    assert other["kv_dtype=model"].kl.mean == kl["block"]
+    assert other.settings["kv_dtype"] == "int8"
+
+
 def test_without_block_mode_nothing_is_recovered(
     engine: BlockAttentionEngine, samples: list[EvaluationSample]
 ) -> None:
@@ -180,6 +195,8 @@ def test_what_cannot_be_measured_is_refused(
     for mode in ("blocks", "sink", "sink=tail", "floor"):
         with pytest.raises(ValueError, match=r"modes are .*; found|sink must be .*; found"):
             measure(engine, samples, mode)
+    with pytest.raises(ValueError, match=r"kv_dtype must be one of .* found 'int4'"):
+        measure(engine, samples, "kv_dtype=int4")
     with pytest.raises(ValueError, match="at least one sample"):
         measure(engine, [], "block")
 

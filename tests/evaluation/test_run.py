@@ -23,6 +23,8 @@ from tests.models import shared_tiny_llama, tiny_tokenizer
 class FakeEngine:
     """Answers from a table by mode; notes every prompt it was given."""
 
+    kv_dtype = "model"
+
     def __init__(self, answers: dict[str, dict[str, str]], fail_after: int = 1000) -> None:
         self.answers = answers
         self.fail_after = fail_after
