@@ -15,6 +15,7 @@ from blockattn_rag.adapters.handles import live_handles
 from blockattn_rag.cli.figures import count, size
 from blockattn_rag.cli.output import JsonOption, emit, note, progress, table, working
 from blockattn_rag.errors import StoreError
+from blockattn_rag.prompts.sinks import NO_SINK
 from blockattn_rag.rag.database import MANIFEST, chroma_client, require_manifest
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -193,12 +194,64 @@ def shrink(
     emit(as_json, {**asdict(report), "store": store, "max_bytes": most}, summary)
 
 
+@app.command()
+def migrate(
+    store: StoreArgument,
+    sink: Annotated[
+        str | None,
+        typer.Option(
+            help="[bold]none[/bold]: you know that no block was encoded after a sink or corrected, "
+            "as in stores that only block-fine-tuned models used."
+        ),
+    ] = None,
+    drop: Annotated[
+        bool,
+        typer.Option("--drop", help="You do not: give the entries up; they are computed anew."),
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing, only tell.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Turn a store of format version 1 into one of today: in place, and without a model.
+
+    Stop what uses the store first. After an interruption run it again: nothing is lost. Entries of
+    version 1 do not tell what they were encoded after, so you must.
+    """
+    if (sink is None) == (not drop) or sink not in (None, "none"):
+        raise typer.BadParameter(
+            "entries of version 1 do not tell whether they were encoded after a sink or corrected: "
+            "pass --sink none if you know that none was, or --drop to give them all up",
+            param_hint="--sink",
+        )
+    with working(as_json), progress("migrating folders") as tick:
+        folder = _folder(store)
+        made = require_manifest(store).sink if folder != store else NO_SINK
+        if made != NO_SINK and not drop:
+            raise ValueError(f"{store} was ingested with the sink {made}; pass --drop")
+        report = kv_store.migrate(folder, all_plain=not drop, dry_run=dry_run, progress=tick)
+    for path, reason in report.damaged:
+        note(f"damaged, {'would be ' * dry_run}deleted: {path}: {reason}")
+    for error in report.errors:
+        note(f"note: {error}")
+    would = "would be " * dry_run
+    summary = (
+        f"{count(report.migrated, 'entry')} {would}migrated, {report.same} of the same tokens as "
+        f"another, {report.dropped} {would}given up, {len(report.damaged)} damaged"
+    )
+    emit(as_json, {**asdict(report), "store": store}, summary)
+    if report.errors:
+        raise typer.Exit(1)
+
+
 def _open(path: Path) -> kv_store.DirectoryStore:
     """The store in a folder that exists, or in a database folder."""
+    return kv_store.DirectoryStore(_folder(path), create=False)
+
+
+def _folder(path: Path) -> Path:
     folder = path / "kv" if (path / MANIFEST).is_file() else path
     if not folder.is_dir():
         raise FileNotFoundError(f"no such KV store: {folder}")
-    return kv_store.DirectoryStore(folder, create=False)
+    return folder
 
 
 def _chroma_of(folder: Path) -> Path:

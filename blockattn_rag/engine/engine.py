@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
-from weakref import WeakSet
 
 from blockattn_rag.engine.audit import Auditor, AuditStats
 from blockattn_rag.engine.calibration import Calibration, find_calibration
@@ -26,6 +25,7 @@ from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
 from blockattn_rag.engine.retry import check_abstentions
 from blockattn_rag.engine.runner import Runner
 from blockattn_rag.engine.scheduler import scheduler_of
+from blockattn_rag.engine.untuned import warn_if_untuned
 from blockattn_rag.kv.context import Assembly, Positions
 from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.model import BlockModel
@@ -42,9 +42,6 @@ LatePrompt = Prompt | Callable[[], Prompt]
 """A prompt, or what makes it when its turn comes."""
 
 logger = logging.getLogger("blockattn_rag")
-
-# Models whose users were told that they are not fine-tuned: once for all engines over one.
-_warned_of: WeakSet[PreTrainedModel] = WeakSet()
 
 
 class BlockAttentionEngine:
@@ -91,12 +88,13 @@ class BlockAttentionEngine:
         access = Access(namespace, read_namespaces, read_only)
         self._model = model
         self.store = open_store(store)
-        self.defaults = GenerateOptions()
-        self.defaults = self._options(options)
         self._calibration, self._uncalibrated = find_calibration(self.store, model)
+        given = {name: value for name, value in options.items() if value is not None}
+        self.defaults = GenerateOptions()
+        self.defaults = self._options(
+            self._calibration.options_beside(given) if self._calibration else given
+        )
         if self._calibration:
-            given = {name: value for name, value in options.items() if value is not None}
-            self.defaults = self._options(self._calibration.options_beside(given))
             logger.info("%s: calibrated: %s", model.name, self._calibration)
         self._fetcher = BlockFetcher(model, self.store, resident_bytes, access, kv_dtype)
         self._prefetcher = Prefetcher()
@@ -451,30 +449,8 @@ class BlockAttentionEngine:
     def _checked(self, prompt: LatePrompt, options: GenerateOptions) -> BlockPrompt:
         made = _made(prompt)
         if options.mode == "block" and made.context:
-            self._warn_if_untuned(made, options)
+            warn_if_untuned(self.model, made, options, self._calibration, self._uncalibrated)
         return made
-
-    def _warn_if_untuned(self, prompt: BlockPrompt, options: GenerateOptions) -> None:
-        checkpoint = self.model.checkpoint
-        unmet = checkpoint.unmet(self.defaults.positions, self.defaults.sink) if checkpoint else ""
-        is_ready = self.model.is_block_tuned and not unmet
-        if is_ready or self.model.hf_model in _warned_of:
-            return
-        doubt = self._calibration.doubt(options, prompt) if self._calibration else ""
-        if self._calibration and not doubt and not unmet:
-            return
-        _warned_of.add(self.model.hf_model)
-        if unmet:
-            logger.warning(unmet)
-            return
-        logger.warning(
-            "%s is not known to be block-fine-tuned: in block mode its answers will be less "
-            "accurate than in full mode (the papers measured 48 against 68 points without "
-            "fine-tuning). %sChoose settings and measure what is left by `blockattn-rag "
-            "calibrate`, train a reader by `blockattn-rag adapt`, or use mode='full'.",
-            self.model.name,
-            f"{doubt or self._uncalibrated} ".lstrip(),
-        )
 
 
 def _made(prompt: LatePrompt) -> BlockPrompt:

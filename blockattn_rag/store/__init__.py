@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         verify,
     )
     from blockattn_rag.store.memory import MemoryStore
+    from blockattn_rag.store.migration import MigrateReport, migrate
     from blockattn_rag.store.objects import ObjectStore
     from blockattn_rag.store.redis import RedisStore
     from blockattn_rag.store.tier import TierStats
@@ -44,6 +45,7 @@ DEFAULT_RESIDENT_BYTES = 1 << 30
 _HOMES = {
     "base": "BatchStore EntryInfo KVStore MaintainedStore StoreStats StoredEntry TouchableStore",
     "directory": "DirectoryStore",
+    "migration": "MigrateReport migrate",
     "maintenance": "GcReport ShrinkReport VerifyReport gc shrink verify",
     "memory": "MemoryStore",
     "objects": "ObjectStore",
@@ -62,6 +64,7 @@ __all__ = [
     "KVStore",
     "MaintainedStore",
     "MemoryStore",
+    "MigrateReport",
     "ObjectStore",
     "RedisStore",
     "ShrinkReport",
@@ -73,6 +76,7 @@ __all__ = [
     "TouchableStore",
     "VerifyReport",
     "gc",
+    "migrate",
     "open_store",
     "shrink",
     "verify",

@@ -30,9 +30,9 @@ from blockattn_rag.store.checks import check_finite, check_storable
 from blockattn_rag.store.eviction import SizeBound, StoredFile
 from blockattn_rag.store.format import FORMAT, VERSION, Header, decode, encode, read_header
 
-_MARK = "format.json"
-_MARKED = {"format": FORMAT, "version": VERSION}
-_OBJECTS = "objects"
+MARK = "format.json"
+MARKED = {"format": FORMAT, "version": VERSION}
+OBJECTS = "objects"
 CALIBRATION_FILE = "calibration.json"
 """Written by the engine's calibrations; no entry, and nothing here reads it."""
 _SUFFIX = ".safetensors"
@@ -79,7 +79,7 @@ class DirectoryStore:
     ) -> None:
         self.path = Path(path)
         self.fsync = fsync
-        self._mark, self._objects = self.path / _MARK, self.path / _OBJECTS
+        self._mark, self._objects = self.path / MARK, self.path / OBJECTS
         self.max_bytes = max_bytes
         self._bound = None if max_bytes is None else SizeBound(max_bytes)
         try:
@@ -166,9 +166,8 @@ class DirectoryStore:
 
     def files(self) -> Iterator[StoredFile]:
         """The entries' files: one ``stat`` each. What is no regular file is left out."""
-        for path in self._names():
-            if _is_entry(path) and (status := _status(path)) is not None:
-                yield StoredFile(path, status.st_size, status.st_mtime_ns)
+        for shard in self._shards():
+            yield from entry_files(shard)
 
     def entries(self) -> Iterator[StoredEntry]:
         """The entries: one ``stat`` each. ``used_ns`` is the file's modification time: written,
@@ -267,33 +266,43 @@ class DirectoryStore:
         others wrote to it. Each entry tells its format version itself.
         """
         if not create:
-            raise StoreError(f"there is no store at {self.path}: it has no {_MARK}")
+            raise StoreError(f"there is no store at {self.path}: it has no {MARK}")
         files.make_folder(self.path, parents=True)
         foreign = next(self._foreign(), None)
         if self._mark.exists():
             return
         if foreign is not None:
             raise StoreError(
-                f"{self.path} is not a store: it has no {_MARK}, and holds {foreign!r}; "
+                f"{self.path} is not a store: it has no {MARK}, and holds {foreign!r}; "
                 "choose an empty or new directory"
             )
         with replacing(self._mark, mode=files.FILE_MODE, fsync=self.fsync) as file:
-            file.write(json.dumps(_MARKED).encode() + b"\n")
+            file.write(json.dumps(MARKED).encode() + b"\n")
 
     def _foreign(self) -> Iterator[str]:
         """Names that no store has."""
         own = files.names_in(self.path)
-        known = (_OBJECTS, CALIBRATION_FILE)
+        known = (OBJECTS, CALIBRATION_FILE)
         yield from (name for name in own if name not in known and not is_temporary(name))
         shards = files.names_in(self._objects)
-        yield from (f"{_OBJECTS}/{name}" for name in shards if not _SHARD.fullmatch(name))
+        yield from (f"{OBJECTS}/{name}" for name in shards if not _SHARD.fullmatch(name))
 
     def _names(self) -> Iterator[Path]:
         """Everything in the folders where entries lie."""
-        for shard in files.names_in(self._objects):
-            if _SHARD.fullmatch(shard):
-                folder = self._objects / shard
-                yield from (folder / name for name in files.names_in(folder))
+        for folder in self._shards():
+            yield from (folder / name for name in files.names_in(folder))
+
+    def _shards(self) -> Iterator[Path]:
+        names = files.names_in(self._objects)
+        return (self._objects / name for name in names if _SHARD.fullmatch(name))
+
+
+def entry_files(shard: Path) -> Iterator[StoredFile]:
+    """The entries' files in one of the folders where entries lie: one ``stat`` each. What is no
+    regular file is left out."""
+    for name in files.names_in(shard):
+        if _is_entry(shard / name) and (status := _status(shard / name)) is not None:
+            yield StoredFile(shard / name, status.st_size, status.st_mtime_ns)
 
 
 def _is_entry(path: Path) -> bool:
@@ -326,21 +335,30 @@ def _check_name(path: Path, entry: BlockKV | Header) -> None:
         )
 
 
-def _check_mark(mark: Path) -> None:
+def read_mark(mark: Path) -> object:
+    """What a store's folder says of itself.
+
+    Raises:
+        StoreError: it cannot be read, or is no JSON.
+    """
     with files.opened(mark) as file:
         content = file.read() if file is not None else b""
     try:
-        found = json.loads(content)
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{mark} is not readable JSON: {error}") from error
-    if found == {**_MARKED, "version": 1}:
+
+
+def _check_mark(mark: Path) -> None:
+    found = read_mark(mark)
+    if found == {**MARKED, "version": 1}:
         raise StoreError(
             f"{mark.parent} is a store of format version 1; this package reads {VERSION}. Turn it "
             f"into one, in place and without a model, by `blockattn-rag store migrate "
             f"{shlex.quote(str(mark.parent))}`, or use another directory"
         )
-    if found != _MARKED:
+    if found != MARKED:
         raise StoreError(
-            f"{mark.parent} is a store of another format: found {found}, expected {_MARKED}; "
+            f"{mark.parent} is a store of another format: found {found}, expected {MARKED}; "
             "use another directory, or ingest anew"
         )

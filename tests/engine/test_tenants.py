@@ -1,0 +1,218 @@
+"""Namespaces and read-only engines: what one tenant stores changes nothing for another."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.engine.fetcher import BlockFetcher, Fetched
+from blockattn_rag.errors import MissError
+from blockattn_rag.kv.block_kv import BlockKV, token_digest
+from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.blocks import Block, BlockTemplate, Origin, Span
+from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
+from blockattn_rag.store.namespaces import Access
+from tests.engine.ingestion import FaultyStore, ingest
+from tests.models import shared_tiny_llama, tiny_tokenizer
+
+A, B = Block("first passage"), Block("second")
+PROMPT = ["system", "first passage", "second", "question?"]
+
+
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    return BlockModel(shared_tiny_llama(), tiny_tokenizer())
+
+
+@pytest.fixture(params=["memory", "disk"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
+    return MemoryStore(1 << 26) if request.param == "memory" else DirectoryStore(tmp_path / "kv")
+
+
+def found(fetched: Fetched) -> tuple[int, int]:
+    return fetched.hits, fetched.misses
+
+
+def of_tenant(
+    model: BlockModel, store: KVStore, *names: str, read_only: bool = False
+) -> BlockFetcher:
+    return BlockFetcher(model, store, 1 << 20, Access(names[0], names[1:], read_only))
+
+
+# -- identity ----------------------------------------------------------------------------------
+
+
+def test_a_block_is_known_by_what_a_server_can_compute(model: BlockModel, store: KVStore) -> None:
+    fetcher = of_tenant(model, store, "one")
+    kv = fetcher.fetch([A, B], "compute").blocks[1]
+    ids = model.tokenizer.block_ids(B, first=False)
+    assert kv.digest == token_digest(ids)
+    assert (kv.token_ids.tolist(), kv.namespace, kv.handle) == (ids, "one", B.handle)
+
+
+def test_texts_of_equal_token_ids_share_an_entry(model: BlockModel, store: KVStore) -> None:
+    fetcher = of_tenant(model, store, "")
+    ingest(fetcher, [Block("ab", BlockTemplate(after="c"))])
+    assert found(
+        fetcher.fetch([A, Block("a", BlockTemplate(after="bc")), Block("abc")], "compute")
+    ) == (2, 1)
+    assert ingest(fetcher, [Block("abc")]).reused == 1
+
+
+def test_an_entry_of_other_tokens_under_the_right_key_is_a_miss(
+    model: BlockModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FaultyStore()
+    fetcher = BlockFetcher(model, store)
+    (good,) = fetcher.fetch([A], "compute").blocks
+    forged = BlockKV(
+        good.keys, good.values, good.token_ids.flip(0), good.fingerprint, good.digest, good.handle
+    )
+    assert forged.key == good.key
+    store.swapped = forged
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        again = fetcher.fetch([A], "compute")
+    assert "the KV of other tokens" in caplog.text
+    assert again.misses == 1
+    assert torch.equal(again.blocks[0].token_ids, good.token_ids)
+
+
+@pytest.mark.parametrize("origin", ["conversation", "prompt", "altered"])
+def test_what_a_user_writes_is_no_hit_for_a_passage_of_the_same_tokens(
+    model: BlockModel, store: KVStore, origin: Origin
+) -> None:
+    fetcher = of_tenant(model, store, "one", "public")
+    ingest(of_tenant(model, store, "public"), [A, B])
+    ingest(fetcher, [A])
+    written = [Block.of([Span(block.text, origin)]) for block in (A, B)]
+    assert found(fetcher.fetch([Block("x"), *written], "compute")) == (0, 3)
+    assert found(fetcher.fetch([Block("x"), *written, A, B], "compute")) == (5, 0)
+    assert not any(fetcher.contains(block) for block in written) or isinstance(store, MemoryStore)
+
+
+# -- tenants -----------------------------------------------------------------------------------
+
+
+def test_nothing_that_one_tenant_stored_is_a_hit_for_another(
+    model: BlockModel, store: KVStore
+) -> None:
+    ingest(of_tenant(model, store, "one"), [A, B])
+    for name in ("two", "", "One"):
+        other = of_tenant(model, store, name)
+        assert not other.contains(A)
+        with pytest.raises(MissError):
+            other.fetch([A, B], "error")
+        assert ingest(other, [A]).computed == 1
+    assert of_tenant(model, store, "one").contains(B)
+
+
+def test_a_tenant_computes_the_same_whatever_others_have_stored(
+    model: BlockModel, store: KVStore
+) -> None:
+    def logits(engine: BlockAttentionEngine) -> torch.Tensor:
+        return engine.answer_logits(PROMPT, [5, 6])
+
+    alone = logits(BlockAttentionEngine(model, namespace="two"))
+    one = BlockAttentionEngine(model, store, namespace="one", kv_dtype="int8", sink="bos")
+    one.encode(PROMPT[:-1])
+    BlockAttentionEngine(model, store, namespace="one", kv_dtype="int8").encode(PROMPT[:-1])
+    two = BlockAttentionEngine(model, store, namespace="two")
+    stats = two.generate(PROMPT, max_new_tokens=1).stats
+    assert (stats.hits, stats.misses) == (0, 3)
+    assert torch.equal(logits(two), alone)
+    assert not torch.equal(logits(BlockAttentionEngine(model, store, namespace="one")), alone)
+
+
+def test_a_shared_collection_is_read_besides_ones_own_and_never_written(
+    model: BlockModel, store: KVStore
+) -> None:
+    ingest(of_tenant(model, store, "public"), [A])
+    fetcher = of_tenant(model, store, "one", "public")
+    assert fetcher.contains(A)
+    assert ingest(fetcher, [A, B]).reused == 1
+    fetched = fetcher.fetch([Block("x"), B, A], "compute")
+    assert found(fetched) == (2, 1)
+    assert [kv.namespace for kv in fetched.blocks] == ["one", "one", "public"]
+    for name in ("public", "two"):
+        assert not of_tenant(model, store, name).contains(B)
+
+
+def test_ones_own_entry_goes_before_a_shared_one(model: BlockModel, store: KVStore) -> None:
+    for name in ("public", "one"):
+        ingest(of_tenant(model, store, name), [A])
+    (_, kv) = of_tenant(model, store, "one", "public").fetch([B, A], "compute").blocks
+    assert kv.namespace == "one"
+
+
+def test_a_damaged_shared_entry_is_computed_for_oneself(model: BlockModel, tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "kv")
+    ingest(of_tenant(model, store, "public"), [A])
+    (shared,) = store.path.rglob("*.safetensors")
+    shared.write_bytes(shared.read_bytes()[:-9])
+    damaged = shared.read_bytes()
+    fetched = of_tenant(model, store, "one", "public").fetch([B, A], "compute")
+    assert fetched.misses == 2
+    assert fetched.blocks[1].namespace == "one"
+    assert shared.read_bytes() == damaged
+
+
+@pytest.mark.parametrize("name", ["a:b", "a/b", ".", "-a", "ä", "a" * 65, "a b", None, 7, "a\n"])
+def test_what_is_no_name_is_refused(model: BlockModel, name: object) -> None:
+    with pytest.raises(ValueError, match="a namespace is named by"):
+        BlockAttentionEngine(model, namespace=name)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a namespace is named by"):
+        BlockAttentionEngine(model, read_namespaces=[name])  # type: ignore[list-item]
+
+
+def test_one_string_for_several_namespaces_is_refused(model: BlockModel) -> None:
+    with pytest.raises(TypeError, match="list of names, found the string 'public'"):
+        BlockAttentionEngine(model, read_namespaces="public")
+
+
+# -- read-only ---------------------------------------------------------------------------------
+
+
+def entries(store: KVStore) -> dict[str, list[int]]:
+    return {key: kv.token_ids.tolist() for key in list(store.keys()) if (kv := store.get(key))}
+
+
+@pytest.mark.parametrize("resident_bytes", [0, 1 << 20])
+def test_a_read_only_engine_writes_nothing_and_answers_all_the_same(
+    model: BlockModel, store: KVStore, resident_bytes: int
+) -> None:
+    BlockAttentionEngine(model, store).encode(["first passage"])
+    before = entries(store)
+    engine = BlockAttentionEngine(model, store, read_only=True, resident_bytes=resident_bytes)
+    for turn in range(3):
+        stats = engine.generate(PROMPT, max_new_tokens=1).stats
+        known = 3 if turn and resident_bytes else 1
+        assert (stats.hits, stats.misses) == (known, 3 - known)
+    assert entries(store) == before
+    assert engine.access.read_only
+
+
+def test_a_read_only_engine_computes_a_damaged_entry_and_leaves_it(
+    model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    BlockAttentionEngine(model, tmp_path / "kv").encode(["first passage"])
+    (path,) = (tmp_path / "kv").rglob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    engine = BlockAttentionEngine(model, tmp_path / "kv", read_only=True)
+    for hits in (0, 3):
+        assert engine.generate(PROMPT, max_new_tokens=1).stats.hits == hits
+    assert "computed again and kept in memory" in caplog.text
+    assert [path] == list((tmp_path / "kv").rglob("*.safetensors"))
+
+
+def test_a_read_only_engine_refuses_to_encode_what_is_absent(
+    model: BlockModel, store: KVStore
+) -> None:
+    BlockAttentionEngine(model, store).encode(["first passage"])
+    engine = BlockAttentionEngine(model, store, read_only=True)
+    assert engine.encode(["first passage"]) == [A.handle]
+    with pytest.raises(ValueError, match="1 of 2 blocks are not in the store.*read_only=True"):
+        engine.encode(["first passage", "second"])
