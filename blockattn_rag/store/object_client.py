@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
     from obstore.store import ObjectStore as Backend
 
-# One connection to S3 brings about 90 MB/s, so that a large object is read by several.
+# One connection to S3 brings about 90 MB/s, so that a large object is read, and written,
+# by several.
 _PART_BYTES = 8 << 20
+_WRITTEN_PART_BYTES = 16 << 20
 _PAGE = 1000
 
 _BACKOFF_S = (0.1, 2.0)
@@ -81,7 +83,7 @@ class ObjectClient:
     def write(self, path: str, content: bytes) -> None:
         """Write an object whole, or not at all; one that is there is replaced in one step."""
         with self._explained("write", path):
-            self._backend.put(path, content, chunk_size=_PART_BYTES)
+            self._backend.put(path, content, chunk_size=_WRITTEN_PART_BYTES)
 
     def delete(self, path: str) -> bool:
         """Delete an object; True if there was one."""

@@ -1,0 +1,211 @@
+"""An object store that fails: a server between it and the client that breaks some answers, and many
+readers and writers who use it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Literal
+from urllib.parse import urlsplit
+
+from blockattn_rag.errors import StoreError
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.store import KVStore
+from blockattn_rag.store.base import get_many
+from tests.store.kvs import same
+
+Fault = Literal[
+    "none", "503", "truncated", "other bytes", "other range", "flipped bit", "slow", "hangs",
+    "hangs within",
+]  # fmt: skip
+SLOW_S = 0.1
+LONGEST_HANG_S = 30.0
+
+
+class FaultyServer(ThreadingHTTPServer):
+    """Passes requests on to an HTTP server; breaks answers by the shares of ``faults``.
+
+    Args:
+        upstream: the address of the server.
+        faults: how often each fault is made, of all requests; the others are passed on whole.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, upstream: str, faults: Mapping[Fault, float], seed: int = 0) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.upstream = urlsplit(upstream).netloc
+        self.faults = dict(faults)
+        self.made: Counter[str] = Counter()
+        self.ended = threading.Event()
+        self._choose = random.Random(seed)
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def next_fault(self) -> Fault:
+        with self._lock:
+            names, shares = list(self.faults), list(self.faults.values())
+            whole = 1.0 - sum(shares)
+            fault: Fault = self._choose.choices(["none", *names], [whole, *shares])[0]
+            self.made[fault] += 1
+            return fault
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that gave up is no news."""
+
+
+@contextlib.contextmanager
+def faulty(upstream: str, faults: Mapping[Fault, float], seed: int = 0) -> Iterator[FaultyServer]:
+    """A running ``FaultyServer``; what hangs is let go at the end."""
+    server = FaultyServer(upstream, faults, seed)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.ended.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FaultyServer
+
+    def do_any(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        fault = self.server.next_fault()
+        if fault == "hangs":
+            self.server.ended.wait(LONGEST_HANG_S)
+            self.close_connection = True
+            return
+        if fault == "slow":
+            time.sleep(SLOW_S)
+        if fault == "503":
+            self._answer(503, {"Content-Length": "0"}, b"")
+            return
+        headers = {name.title(): value for name, value in self.headers.items()}
+        asked = headers.get("Range")
+        if fault in ("other bytes", "other range") and asked:
+            first, last = asked.removeprefix("bytes=").split("-")
+            headers["Range"] = f"bytes={int(first) + 8}-{int(last) + 8}"
+        status, found, content = self._passed_on(headers, body)
+        if fault == "other bytes" and asked and status == 206:
+            found["Content-Range"] = _claimed(asked, found["Content-Range"], len(content))
+        if fault == "flipped bit" and content and self.command == "GET":
+            at = len(content) // 2
+            content = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        if fault in ("truncated", "hangs within") and content:
+            content = content[: len(content) // 2]
+            self.close_connection = True
+        self._answer(status, found, content)
+        if fault == "hangs within":
+            self.server.ended.wait(LONGEST_HANG_S)
+
+    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = do_any  # noqa: N815
+
+    def _passed_on(
+        self, headers: Mapping[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        upstream = http.client.HTTPConnection(self.server.upstream, timeout=LONGEST_HANG_S)
+        with contextlib.closing(upstream):
+            upstream.request(self.command, self.path, body, {**headers, "Connection": "close"})
+            answer = upstream.getresponse()
+            content = answer.read()
+            hop = ("connection", "transfer-encoding", "content-length")
+            found = {n: v for n, v in answer.getheaders() if n.lower() not in hop}
+            length = str(len(content))
+            if self.command == "HEAD":
+                length = answer.getheader("Content-Length") or "0"
+            return answer.status, {**found, "Content-Length": length}, content
+
+    def _answer(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+        self.wfile.flush()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: tests print what matters."""
+
+
+def _claimed(asked: str, found: str, nbytes: int) -> str:
+    """A Content-Range that says that the range asked for has come."""
+    first = int(asked.removeprefix("bytes=").split("-")[0])
+    return f"bytes {first}-{first + nbytes - 1}/{found.rpartition('/')[2]}"
+
+
+def campaign(
+    store: KVStore,
+    kvs: Sequence[BlockKV],
+    *,
+    reads: int,
+    readers: int = 32,
+    writers: int = 4,
+    late_s: float,
+    seed: int = 0,
+) -> Counter[str]:
+    """Reads of random blocks while they are written: how many of each outcome.
+
+    ``found``, ``absent`` and ``failed`` are allowed; ``wrong`` (not the block that was put) and
+    ``late`` (the call took longer than ``late_s``) are not.
+    """
+    outcomes: Counter[str] = Counter()
+    lock = threading.Lock()
+    ended = threading.Event()
+
+    def read(number: int) -> None:
+        choose = random.Random(seed * 1000 + number)
+        for _ in range(reads // readers):
+            asked = choose.sample(list(kvs), choose.randint(1, 4))
+            started = time.monotonic()
+            found = get_many(store, [kv.key for kv in asked])
+            took_s = time.monotonic() - started
+            seen = Counter(_judged(one, kv) for one, kv in zip(found, asked, strict=True))
+            with lock:
+                outcomes.update(seen)
+                outcomes.update(reads=1, late=int(took_s > late_s))
+
+    def write(number: int) -> None:
+        choose = random.Random(seed * 1000 + 500 + number)
+        while not ended.is_set():
+            kv = choose.choice(kvs)
+            try:
+                store.put(kv.key, kv)
+                outcome = "written"
+            except StoreError:
+                outcome = "not written"
+            with lock:
+                outcomes[outcome] += 1
+
+    with ThreadPoolExecutor(readers + writers) as pool:
+        writing = [pool.submit(write, number) for number in range(writers)]
+        try:
+            list(pool.map(read, range(readers)))
+        finally:
+            ended.set()
+        for one in writing:
+            one.result()
+    return outcomes
+
+
+def _judged(found: BlockKV | StoreError | None, expected: BlockKV) -> str:
+    if found is None:
+        return "absent"
+    if isinstance(found, StoreError):
+        return "failed"
+    return "found" if same(found, expected) else "wrong"

@@ -1,0 +1,104 @@
+"""S3 that fails in every way at once: no answer is wrong, and none comes past its deadline."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.errors import CorruptEntryError, StoreError
+from blockattn_rag.store import MemoryStore, ObjectStore, TieredStore
+from tests.store.faults import Fault, campaign, faulty
+from tests.store.kvs import make_kv, same
+
+DEADLINE_S = 2.0
+# A machine that does other work wakes a thread late; a hang lasts 30 s.
+LATE_S = DEADLINE_S + 4.0
+ALL: dict[Fault, float] = {
+    "503": 0.05, "truncated": 0.03, "other bytes": 0.03, "other range": 0.03, "flipped bit": 0.03,
+    "slow": 0.03, "hangs": 0.002, "hangs within": 0.002,
+}  # fmt: skip
+KVS = [make_kv(f"passage {i}", tokens=20 + 5 * i) for i in range(16)]
+READS = 192
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of several parts, each of which can fail."""
+    monkeypatch.setattr("blockattn_rag.store.object_client._PART_BYTES", 6000)
+
+
+def opened(s3: str, url: str, monkeypatch: pytest.MonkeyPatch, retries: int = 3) -> ObjectStore:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    return ObjectStore(s3, deadline_s=DEADLINE_S, retries=retries, parallel=32)
+
+
+@pytest.mark.parametrize("fault", ["503", "truncated", "other range", "hangs", "hangs within"])
+def test_a_failing_server_is_an_error_in_time(
+    s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    kv = KVS[0]
+    ObjectStore(s3).put(kv.key, kv)
+    with faulty(s3_url, {fault: 1.0}) as server:
+        store = opened(s3, server.url, monkeypatch)
+        started = time.monotonic()
+        with pytest.raises(StoreError, match="cannot read s3://bucket/store-") as told:
+            store.get(kv.key)
+        assert time.monotonic() - started < LATE_S
+        assert not isinstance(told.value, CorruptEntryError)
+
+
+@pytest.mark.parametrize("fault", ["other bytes", "flipped bit"])
+def test_bytes_that_are_not_the_entrys_are_found_out(
+    s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    kv = KVS[0]
+    ObjectStore(s3).put(kv.key, kv)
+    with faulty(s3_url, {fault: 1.0}) as server, pytest.raises(StoreError):
+        opened(s3, server.url, monkeypatch).get(kv.key)
+
+
+def test_a_fault_that_passes_is_tried_again(
+    s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with faulty(s3_url, {"503": 0.3}) as server:
+        store = opened(s3, server.url, monkeypatch, retries=8)
+        for kv in KVS[:5]:
+            store.put(kv.key, kv)
+            found = store.get(kv.key)
+            assert found is not None
+            assert same(found, kv)
+        assert server.made["503"] > 0
+
+
+def test_of_many_reads_beside_writes_none_is_wrong_and_none_late(
+    s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ObjectStore(s3)
+    for kv in KVS:
+        whole.put(kv.key, kv)
+    with faulty(s3_url, ALL) as server:
+        store = opened(s3, server.url, monkeypatch)
+        outcomes = campaign(store, KVS, reads=READS, late_s=LATE_S)
+    assert outcomes["reads"] == READS
+    assert (outcomes["wrong"], outcomes["late"]) == (0, 0)
+    assert outcomes["found"] > 0
+    assert outcomes["failed"] > 0
+    assert outcomes["written"] > 0
+
+
+def test_tiers_before_it_answer_on_and_never_raise(
+    s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = ObjectStore(s3)
+    for kv in KVS:
+        whole.put(kv.key, kv)
+    with faulty(s3_url, ALL | {"hangs": 0.02}) as server:
+        home = opened(s3, server.url, monkeypatch)
+        near = MemoryStore(4 * KVS[0].nbytes)
+        with TieredStore(near, tmp_path / "kv", home, write="behind", pause_s=0.2) as store:
+            outcomes = campaign(store, KVS, reads=READS, late_s=4 * LATE_S)
+    assert outcomes["reads"] == READS
+    assert (outcomes["wrong"], outcomes["late"]) == (0, 0)
+    assert outcomes["found"] > 0
