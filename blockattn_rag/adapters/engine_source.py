@@ -104,7 +104,8 @@ class EngineSource:
         if "engine" in self.live_parts:
             defaults = self.engine.defaults
             options = {name: getattr(defaults, name) for name in BlockOptions.__annotations__}
-            return {"fingerprint": self.engine.model.fingerprint, **options}
+            known = {"fingerprint": self.engine.model.fingerprint, "kv_dtype": self.engine.kv_dtype}
+            return {**known, **options}
         folder = _location(self._kv_store)
         path = None if folder is None else Path(folder) / CALIBRATION_FILE
         found = path.read_bytes() if path is not None and path.is_file() else None

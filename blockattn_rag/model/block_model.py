@@ -323,7 +323,8 @@ class BlockModel:
         if found.sink != sink:
             raise ValueError(
                 f"the correction in {path} was fitted to blocks that are encoded after "
-                f"sink={found.sink!r}, found sink={sink!r}; give it that sink"
+                f"sink={found.sink!r}, found sink={sink!r}; give it that sink, or "
+                "correction='none'"
             )
         return found
 

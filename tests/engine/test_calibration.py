@@ -331,6 +331,17 @@ def test_a_damaged_file_is_warned_of_and_the_engine_answers_without_it(
     assert "Its calibration cannot be used." in second
 
 
+def test_a_correction_that_is_given_goes_with_the_calibrated_sink(
+    model: BlockModel, store: DirectoryStore, tmp_path: Path
+) -> None:
+    calibrated(model, store)
+    path = saved(correction_of(model, sink="head:3"), tmp_path)
+    engine = BlockAttentionEngine(model, store, correction=path)
+    assert (engine.defaults.sink, engine.defaults.correction) == ("head:3", path)
+    with pytest.raises(ValueError, match="found sink='bos'; give it that sink, or correction='no"):
+        engine.generate(prompt(1), sink="bos")
+
+
 def test_a_correction_comes_with_its_sink_and_is_used_as_it_was_measured(
     store: DirectoryStore, model: BlockModel, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
