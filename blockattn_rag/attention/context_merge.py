@@ -32,10 +32,9 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.attention.kernels import LEAST_LSE, Partial
+from blockattn_rag.files.tensor_file import SUFFIX
 
 Form = Literal["scale", "bias", "ape"]
-
-FILE_SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +177,7 @@ def _weighted(context: Partial, rest: Partial, log_odds: Tensor) -> Tensor:
 
 _EXPECTED = (
     "expected 'none', 'scale:S', 'bias:B' or 'ape:S', each perhaps with ':T' behind, where S and "
-    f"the temperature T are above 0 (scale:0.95, bias:-0.5:0.9), or a file *{FILE_SUFFIX} of a "
+    f"the temperature T are above 0 (scale:0.95, bias:-0.5:0.9), or a file *{SUFFIX} of a "
     "learned merge"
 )
 
@@ -196,7 +195,7 @@ def parse_merge(text: str) -> FixedMerge | Path | None:
         raise ValueError(f"found merge={text!r}; {_EXPECTED}")
     if text == "none":
         return None
-    if text.endswith(FILE_SUFFIX):
+    if text.endswith(SUFFIX):
         return Path(text)
     form, *given = text.split(":")
     try:

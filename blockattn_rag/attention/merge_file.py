@@ -9,21 +9,15 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
-from blockattn_rag.attention.context_merge import (
-    FILE_SUFFIX,
-    ContextMerge,
-    LearnedMerge,
-    parse_merge,
-)
-from blockattn_rag.files.atomic import replacing
-from blockattn_rag.files.state import FileState, file_state
+from blockattn_rag.attention.context_merge import ContextMerge, LearnedMerge, parse_merge
+from blockattn_rag.files.state import FileState
+from blockattn_rag.files.tensor_file import TensorFormat
 
-FORMAT = "blockattn_rag.context_merge"
-VERSION = "1"
+_FORMAT = TensorFormat(
+    "blockattn_rag.context_merge", "1", "a learned merge", "blockattn-rag adapt --fit merge"
+)
 
 # Of each tensor, in the order of ``LearnedMerge.parameters``.
 _DIMENSIONS = {"log_temperature": 2, "bias": 2, "shift": 3}
@@ -40,16 +34,10 @@ def save_merge(merge: LearnedMerge, path: Path, fingerprint: str) -> None:
         ValueError: another suffix, or a number that is not finite.
         OSError: the file cannot be written.
     """
-    if path.suffix != FILE_SUFFIX:
-        raise ValueError(f"found the name {path}, expected one that ends in {FILE_SUFFIX}")
-    tensors = {
-        name: tensor.detach().float().cpu().contiguous()
-        for name, tensor in zip(_DIMENSIONS, merge.parameters(), strict=True)
-    }
+    named = zip(_DIMENSIONS, merge.parameters(), strict=True)
+    tensors = {name: tensor.detach().float().cpu() for name, tensor in named}
     _check(path, tensors)
-    metadata = {"format": FORMAT, "version": VERSION, "fingerprint": fingerprint}
-    with replacing(path) as file:
-        file.write(save(tensors, metadata))
+    _FORMAT.save(path, tensors, fingerprint=fingerprint)
 
 
 def load_merge(text: str) -> ContextMerge | None:
@@ -59,40 +47,22 @@ def load_merge(text: str) -> ContextMerge | None:
         ValueError: a wrong text, no such file, or no file of a learned merge.
     """
     found = parse_merge(text)
-    if not isinstance(found, Path):
-        return found
-    path = found.expanduser().resolve()
-    try:
-        state = file_state(path)
-    except OSError as error:
-        raise ValueError(
-            f"found no file {found} ({error.strerror}); expected a learned merge"
-        ) from (error)
-    return _read(path, state)
+    return _read(*_FORMAT.find(found)) if isinstance(found, Path) else found
 
 
 @lru_cache(maxsize=8)
 def _read(path: Path, _state: FileState) -> LearnedMerge:
     """The file at ``path``; its state is part of the cache's key."""
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is no file of a learned merge: {error}") from error
-    found = metadata.get("format"), metadata.get("version")
-    if found != (FORMAT, VERSION):
-        raise ValueError(
-            f"{path} is no file of a learned merge: found format {found[0]!r}, version "
-            f"{found[1]!r}, expected {FORMAT!r}, {VERSION!r}"
-        )
+    tensors, metadata = _FORMAT.read(path)
     _check(path, tensors)
+    if "fingerprint" not in metadata:
+        raise ValueError(f"{path} is damaged: it does not tell fingerprint")
     log_temperature, bias, shift = (tensors[name].float() for name in _DIMENSIONS)
-    return LearnedMerge(log_temperature, bias, shift, metadata.get("fingerprint", ""))
+    return LearnedMerge(log_temperature, bias, shift, metadata["fingerprint"])
 
 
 def _check(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raises ``ValueError`` unless names, shapes and numbers are those of a learned merge."""
+    """Raises ``ValueError`` unless names and shapes are those of a learned merge."""
     outline = {name: tensor.dim() for name, tensor in sorted(tensors.items())}
     if outline != _DIMENSIONS:
         raise ValueError(f"{path}: found tensors of dimensions {outline}, expected {_DIMENSIONS}")
@@ -104,6 +74,3 @@ def _check(path: Path, tensors: dict[str, Tensor]) -> None:
             f"{path}: found tensors of shapes {shapes}, expected [layers, heads] twice, and "
             "[layers, key-value heads, value size] for shift"
         )
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise ValueError(f"{path}: found NaN or infinity in {name}, expected finite numbers")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from blockattn_rag.attention import merge_file
 from blockattn_rag.attention.context_merge import FixedMerge, LearnedMerge
 from blockattn_rag.attention.merge_file import load_merge, save_merge
+from blockattn_rag.files import tensor_file
 from tests.attention.test_context_merge import learned
 
 PRINT = "ab" * 32
@@ -63,7 +63,7 @@ def test_a_write_that_fails_leaves_the_old_file(
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(merge_file, "save", fail)
+        patch.setattr(tensor_file, "save", fail)
         with pytest.raises(OSError, match="no space left"):
             save_merge(learned(), path, PRINT)
     broken = learned()
@@ -95,6 +95,8 @@ def test_what_is_no_learned_merge_is_refused(path: Path) -> None:
     refused("found tensors of shapes")
     save_file({**tensors, "shift": tensors["shift"].repeat(1, 2, 1)}, path, metadata)
     refused("found tensors of shapes")  # six heads cannot share four key-value heads
+    save_file(tensors, path, {k: v for k, v in metadata.items() if k != "fingerprint"})
+    refused("does not tell fingerprint")
     save_file({**tensors, "bias": tensors["bias"] / 0}, path, metadata)
     refused("found NaN or infinity in bias")
     path.write_bytes(b"not a file of tensors")

@@ -249,7 +249,7 @@ def test_files_of_other_kinds_are_refused(model: BlockModel, tmp_path: Path) -> 
             "found no tensor bias.1",
         ),
         ({**tensors, "bias.0": tensors["bias.0"][:, 1:].contiguous()}, metadata, "found shapes"),
-        ({**tensors, "bias.0": tensors["bias.0"] / 0}, metadata, "NaN or infinity in layer 0"),
+        ({**tensors, "bias.0": tensors["bias.0"] / 0}, metadata, "NaN or infinity in bias.0"),
         ({**tensors, "bias.0": torch.tensor(1.0)}, metadata, "found shapes"),
         (tensors, without(metadata, "sink"), "does not tell sink"),
     ]
