@@ -61,7 +61,9 @@ def _certificates(report: CalibrationReport) -> RenderableType:
     found.sort(key=lambda row: row[1].passages)
     columns = ("setting", "passages", "KL", "agree", "same", "recovered", "questions")
     rows = [(mode, *_row(one)) for mode, one in found]
-    return table("Certified on other questions:", columns, rows)
+    kept = report.calibration.kv_dtype
+    blocks = "" if kept == "model" else f", blocks in {kept}"
+    return table(f"Certified on other questions{blocks}:", columns, rows)
 
 
 def _row(one: Certificate) -> tuple[Any, ...]:

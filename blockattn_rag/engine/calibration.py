@@ -26,6 +26,7 @@ from blockattn_rag.engine.options import (
 from blockattn_rag.engine.results import Certificate
 from blockattn_rag.errors import StoreError
 from blockattn_rag.files.atomic import write_json
+from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.promotion import NO_PROMOTION
@@ -69,6 +70,8 @@ class Calibration:
         seed: of all that was random.
         date: ISO 8601, UTC.
         package_version: of this package.
+        kv_dtype: what the engine kept blocks in that was measured. What was measured with blocks
+            in int8 counts for others too, which only lack its rounding; not the other way round.
     """
 
     fingerprint: str
@@ -85,6 +88,7 @@ class Calibration:
     seed: int
     date: str
     package_version: str
+    kv_dtype: KVDtype = "model"
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Calibration:
@@ -97,6 +101,7 @@ class Calibration:
         certificates = tuple(map(_certificate, given.pop("certificates")))
         made = cls(**given, certificates=certificates)
         texts = *made.settings.values(), *made.digests.values()
+        check_kv_dtype(made.kv_dtype)
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("found settings or digests that are no texts")
         if made.settings.keys() != PLAIN_SETTINGS.keys() or not made.certificates:
@@ -124,12 +129,18 @@ class Calibration:
             del settings["correction"]
         return {**settings, **given}
 
-    def certificate(self, options: GenerateOptions, prompt: BlockPrompt) -> Certificate | None:
+    def certificate(
+        self, options: GenerateOptions, prompt: BlockPrompt, *, reads_int8: bool = False
+    ) -> Certificate | None:
         """What was measured for an answer's options and prompts like its own; None if nothing.
+
+        ``reads_int8``: some of its blocks are quantised.
 
         Of prompts with fewer passages than were measured, the next larger number tells, because the
         loss grows with the number of passages.
         """
+        if reads_int8 and self.kv_dtype != "int8":
+            return None
         passages = sum(block.is_passage for block in prompt.context)
         fitting = (one for one in self.certificates if one.passages >= passages)
         found = next(fitting, None) if passages else None
@@ -167,7 +178,9 @@ class Calibration:
             for name, value in self.settings.items()
             if value != PLAIN_SETTINGS[name]
         ]
-        return f"{' '.join(chosen) or 'plain block mode'}; {'; '.join(map(str, self.certificates))}"
+        kept = "" if self.kv_dtype == "model" else f", blocks in {self.kv_dtype}"
+        settings = f"{' '.join(chosen) or 'plain block mode'}{kept}"
+        return "; ".join([settings, *map(str, self.certificates)])
 
 
 def _certificate(found: Mapping[str, Any]) -> Certificate:

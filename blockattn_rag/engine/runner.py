@@ -131,6 +131,7 @@ class Runner:
         placed = place(fetched.blocks, options.positions)
         limit = self._model.room_for(placed.num_tokens + len(final), options.sampling)
         selecting = len(question) if _selects(context, options) else 0
+        int8_blocks = sum(kv.scales is not None for kv in fetched.blocks)
         stats = ReuseStats(
             "block",
             hits=fetched.hits,
@@ -139,16 +140,18 @@ class Runner:
             computed_tokens=fetched.missed_tokens + len(final) + selecting,
             promoted_tokens=num_promoted + selecting,
             fetch_s=time.perf_counter() - started,
-            int8_blocks=sum(kv.scales is not None for kv in fetched.blocks),
-            certificate=self._certificate(prompt, options),
+            int8_blocks=int8_blocks,
+            certificate=self._certificate(prompt, options, int8_blocks > 0),
         )
         return Prepared(placed.token_ids, final, placed, limit, stats)
 
-    def _certificate(self, prompt: BlockPrompt, options: GenerateOptions) -> Certificate | None:
+    def _certificate(
+        self, prompt: BlockPrompt, options: GenerateOptions, reads_int8: bool
+    ) -> Certificate | None:
         known = self._calibration
         if known is None or known.fingerprint != self._model.fingerprint:  # set otherwise since
             return None
-        found = known.certificate(options, prompt)
+        found = known.certificate(options, prompt, reads_int8=reads_int8)
         # The files that the settings name may have been replaced, too.
         return found if found and file_digests(self._model, options) == known.digests else None
 

@@ -51,6 +51,7 @@ class Answer:
             "mode": self.stats.mode,
             "sources": [asdict(source) for source in self.sources],
             **self.stats.reuse(),
+            "int8_blocks": self.stats.int8_blocks,
             "retried": self.stats.retried,
             "generated_tokens": self.stats.generated_tokens,
             "finish_reason": self.finish_reason,

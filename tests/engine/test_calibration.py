@@ -223,6 +223,36 @@ def test_an_answer_comes_with_the_certificate_of_its_kind(
     assert [one.stats.certificate for one in batch] == [three, five]
 
 
+def test_what_was_measured_in_the_models_type_says_nothing_of_int8(
+    store: DirectoryStore, model: BlockModel
+) -> None:
+    made = calibrated(model, store)
+    BlockAttentionEngine(model, store).precompute(prompt(3).context, as_prompt=True)
+    three = made.certificates[0]
+    int8 = BlockAttentionEngine(model, store, kv_dtype="int8")
+    assert int8.generate(prompt(3), max_new_tokens=1).stats.certificate == three  # as it is stored
+    found = int8.generate(prompt(4), max_new_tokens=1).stats
+    assert (found.int8_blocks, found.certificate) == (1, None)
+    calibrated(model, store, kv_dtype="int8")
+    for one in (
+        BlockAttentionEngine(model, store, kv_dtype="int8"),
+        BlockAttentionEngine(model, store),
+    ):
+        assert one.generate(prompt(3), max_new_tokens=1).stats.certificate == three
+
+
+def test_a_calibration_of_before_int8_was_of_the_models_type() -> None:
+    made = calibration("f")
+    told = made.to_dict()
+    del told["kv_dtype"]
+    assert Calibration.from_dict(told) == made
+    assert made.kv_dtype == "model"
+    assert "int8" not in str(made)
+    assert "blocks in int8" in str(replace(made, kv_dtype="int8"))
+    with pytest.raises(ValueError, match="found 'int4'"):
+        Calibration.from_dict({**told, "kv_dtype": "int4"})
+
+
 def test_a_model_that_was_changed_since_has_no_certificate(
     store: DirectoryStore, model: BlockModel
 ) -> None:

@@ -26,6 +26,7 @@ from blockattn_rag.evaluation.fidelity import (
     compare_each,
     compare_modes,
 )
+from blockattn_rag.evaluation.run import noted_of
 
 FEWEST_PAIRS = 2
 """Of each half, and of each number of passages; a spread needs two."""
@@ -108,6 +109,7 @@ def calibrate(
         **(noted or {}),
         "measured": "calibration",
         "fingerprint": engine.model.fingerprint,
+        **noted_of(engine),
         "prompts": prompt_digest(choose[0].prompt),
         "max_new_tokens": max_new_tokens,
     }
@@ -131,6 +133,7 @@ def calibrate(
         seed=seed,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         package_version=package_version,
+        kv_dtype=engine.kv_dtype,
     )
     return CalibrationReport(calibration, choice, plain)
 
