@@ -16,8 +16,9 @@ from blockattn_rag.rag.documents import load_documents
 from blockattn_rag.rag.ingest import ingest_documents
 from blockattn_rag.rag.model_names import existing_model
 from blockattn_rag.rag.sources import orphaned_sources
+from blockattn_rag.store.namespaces import check_namespace
 
-_TOLD = ("model", "fingerprint", "embedding", "collection", "sink")
+_TOLD = ("model", "fingerprint", "embedding", "collection", "sink", "namespace")
 
 
 def _known_sink(sink: str | None) -> str | None:
@@ -25,6 +26,13 @@ def _known_sink(sink: str | None) -> str | None:
         raise typer.BadParameter("passages that are ingested have no first block; use head:N")
     try:
         return sink and check_sink(sink)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _known_namespace(name: str | None) -> str | None:
+    try:
+        return name and check_namespace(name)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -60,6 +68,14 @@ def ingest(
             callback=_known_sink,
         ),
     ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            help="Namespace of the keys and values in the store, such as a tenant's name: what is "
+            "stored in one is no hit in another. Default: the database's, or none.",
+            callback=_known_namespace,
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     as_json: JsonOption = False,
@@ -76,6 +92,7 @@ def ingest(
             collection=collection,
             embedding=embedding,
             sink=sink,
+            namespace=namespace,
         )
         loaded = load_documents(paths, exclude=db)
         for file, reason in loaded.skipped:

@@ -28,7 +28,7 @@ from blockattn_rag.prompts.blocks import Block, BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import KVStore
 
-_NO_FIELDS = ("fingerprint", "store", "correction_digest")
+_NO_FIELDS = ("fingerprint", "store", "namespace", "correction_digest")
 """What ``to_dict`` tells besides the fields."""
 
 
@@ -144,6 +144,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
             "fingerprint": self.engine.model.fingerprint,
             # A store in memory lives as long as its object.
             "store": self.kv_store or f"{type(store).__name__} {id(store)}",
+            "namespace": self.engine.access.namespace,
             # Another one may come to the same file.
             "correction_digest": correction_digest(self.correction),
         }

@@ -22,6 +22,7 @@ from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 from blockattn_rag.rag.model_names import loading
+from blockattn_rag.store.namespaces import check_namespace
 
 if TYPE_CHECKING:
     from chromadb.api import ClientAPI
@@ -41,7 +42,8 @@ logger = logging.getLogger("blockattn_rag.rag")
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a database was made with. ``fingerprint``: of the model that encoded last; ``sink``:
-    what it encoded passages after, or what a calibration of it chose since."""
+    what it encoded passages after, or what a calibration of it chose since; ``namespace``: of their
+    keys and values in the store."""
 
     model: str
     fingerprint: str
@@ -50,6 +52,7 @@ class Manifest:
     chunk_size: int = 512
     template: dict[str, str] = field(default_factory=lambda: asdict(BLANK_LINE))
     sink: str = NO_SINK
+    namespace: str = ""
     version: int = VERSION
 
     @classmethod
@@ -65,6 +68,7 @@ class Manifest:
                     f"{path} is of version {found}, expected {VERSION}; ingest into a new folder"
                 )
             check_sink(fields.get("sink", NO_SINK))
+            check_namespace(fields.get("namespace", ""))
             return cls(**fields)
         except (ValueError, TypeError, AttributeError) as error:
             raise DatabaseError(f"{path} is damaged ({error}); ingest into a new folder") from error
@@ -98,7 +102,8 @@ class Database:
                 f"{path} was made with embedding {old.embedding!r}, found {wanted.embedding!r}: "
                 "use the same, or ingest into a new folder"
             )
-        engine = _with_sink(_load_engine(path, wanted.model, device, dtype), old, wanted.sink)
+        engine = _load_engine(path, wanted, device, dtype)
+        engine = _with_sink(engine, old, wanted.sink)
         if old and old.model != wanted.model:
             names = (path, old.model, wanted.model)
             logger.warning("%s was made with %s; from now on it is %s's", *names)
@@ -120,7 +125,8 @@ class Database:
             DatabaseError: the folder is no database.
         """
         manifest = require_manifest(path)
-        loaded = _load_engine(path, model or manifest.model, device, dtype)
+        wanted = replace(manifest, model=model or manifest.model)
+        loaded = _load_engine(path, wanted, device, dtype)
         engine = _with_sink(loaded, manifest, manifest.sink)
         if engine.model.fingerprint != manifest.fingerprint:
             logger.warning(
@@ -201,12 +207,16 @@ def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
     return chromadb.PersistentClient(str(path), settings=Settings(anonymized_telemetry=False))
 
 
-def _load_engine(path: Path, model: str, device: str, dtype: str) -> BlockAttentionEngine:
+def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str) -> BlockAttentionEngine:
     from blockattn_rag.engine.engine import BlockAttentionEngine
 
-    with loading(model):
+    with loading(wanted.model):
         return BlockAttentionEngine.from_pretrained(
-            model, store=path / "kv", device=device, dtype=dtype
+            wanted.model,
+            store=path / "kv",
+            device=device,
+            dtype=dtype,
+            namespace=wanted.namespace,
         )
 
 
@@ -220,4 +230,6 @@ def _with_sink(
     is_own = made is not None and made.fingerprint == engine.model.fingerprint
     if engine.calibration and not is_own:
         return engine
-    return BlockAttentionEngine(engine.model, engine.store, sink=sink)
+    return BlockAttentionEngine(
+        engine.model, engine.store, namespace=engine.access.namespace, sink=sink
+    )

@@ -82,6 +82,20 @@ def test_the_sink_of_a_database_is_noted_and_used_by_its_questions(
         assert why in " ".join(output.stderr.replace("│", " ").split())
 
 
+def test_the_namespace_of_a_database_is_noted_and_used_by_its_questions(
+    cli: Command, model: Path, documents: Path, tmp_path: Path
+) -> None:
+    db = tmp_path / "db"
+    command = ("ingest", documents, "--db", db, "--json")
+    first = cli(*command, "--model", model, "--namespace", "one").json
+    assert (first["namespace"], first["reused"]) == ("one", 0)
+    assert cli(*command).json["computed"] == 0
+    answer = cli("ask", "How high is Halden Tower?", "--db", db, "--max-new-tokens", 2, "--json")
+    assert answer.json["misses"] == 0
+    assert cli(*command, "--namespace", "two").json["reused"] == 0
+    assert cli(*command, "--namespace", "t/wo").status == 2
+
+
 def test_long_documents_are_cut_to_the_chunk_size(
     cli: Command, model: Path, tmp_path: Path
 ) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from blockattn_rag.demo.corpus import bundled_corpus, bundled_questions
-from blockattn_rag.rag.database import Database, Manifest
+from blockattn_rag.errors import DatabaseError
+from blockattn_rag.rag.database import MANIFEST, Database, Manifest
 
 
 def test_the_nearest_passages_are_found_whatever_graph_chroma_drew(
@@ -23,3 +25,14 @@ def test_the_nearest_passages_are_found_whatever_graph_chroma_drew(
         found = database.collection.query(wanted, n_results=5)["ids"]
         exact = np.argsort(-wanted @ vectors.T, axis=1, kind="stable")[:, :5]
         assert [{int(i) for i in ids} for ids in found] == [set(row) for row in exact.tolist()]
+
+
+def test_a_database_keeps_its_namespace(model: Path, tmp_path: Path) -> None:
+    wanted = Manifest(str(model), fingerprint="", namespace="one", sink="head:2")
+    Database.create(tmp_path / "db", wanted)
+    engine = Database.open(tmp_path / "db").engine
+    assert (engine.access.namespace, engine.defaults.sink) == ("one", "head:2")
+    manifest = tmp_path / "db" / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"one"', '"o/ne"'))
+    with pytest.raises(DatabaseError, match="a namespace is named by"):
+        Database.open(tmp_path / "db")

@@ -1,0 +1,56 @@
+"""Tenants in the adapters: an engine's namespace is theirs, and arguments reach the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.adapters.engine_source import EngineSource
+from blockattn_rag.langchain import BlockKVTransformer
+from blockattn_rag.llama_index import BlockKVTransform
+from blockattn_rag.model import BlockModel
+from blockattn_rag.store import MemoryStore
+from tests.models import shared_tiny_llama, tiny_tokenizer
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(1 << 26)
+
+
+def engine_of(store: MemoryStore, namespace: str) -> BlockAttentionEngine:
+    model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
+    return BlockAttentionEngine(model, store, namespace=namespace)
+
+
+def test_arguments_for_loading_reach_the_engine(store: MemoryStore) -> None:
+    arguments: dict[str, Any] = {
+        "namespace": "one", "read_namespaces": ["public"], "read_only": True,
+    }  # fmt: skip
+    source = EngineSource(None, shared_tiny_llama(), tiny_tokenizer(), store, "auto", arguments)
+    access = source.engine.access
+    assert (access.namespace, access.read_namespaces, access.read_only) == ("one", ("public",), True)
+
+
+@pytest.mark.parametrize("step", ["llama_index", "langchain"])
+def test_an_ingestion_step_stores_for_the_tenant_of_its_engine(
+    store: MemoryStore, step: str
+) -> None:
+    engine = engine_of(store, "one")
+    if step == "llama_index":
+        from llama_index.core.schema import TextNode
+
+        BlockKVTransform(engine=engine)([TextNode(text="a passage")])
+    else:
+        from langchain_core.documents import Document
+
+        BlockKVTransformer(engine=engine).transform_documents([Document("a passage")])
+    assert [kv.namespace for key in list(store.keys()) if (kv := store.get(key))] == ["one"]
+
+
+def test_a_cached_ingestion_of_one_tenant_is_none_of_another(store: MemoryStore) -> None:
+    one, two = (BlockKVTransform(engine=engine_of(store, name)).to_dict() for name in ("a", "b"))
+    assert one != two
+    assert {**one, "namespace": "b"} == two
