@@ -160,7 +160,7 @@ def _run(
     targets: dict[str, float],
 ) -> CalibrationReport:
     """Choose and certify, in a store of its own: it fills with blocks after each sink tried."""
-    from blockattn_rag.engine.calibration import file_digests
+    from blockattn_rag.engine.calibration import settings_digests
     from blockattn_rag.engine.engine import BlockAttentionEngine
     from blockattn_rag.engine.options import GenerateOptions
     from blockattn_rag.evaluation.calibration.run import calibrate as run
@@ -179,7 +179,7 @@ def _run(
     if correction is not None:
         corrected = Setting(load_correction(correction).sink, str(correction.resolve()))
     named = {**({} if corrected is None else corrected.options), "reader": folder}
-    digests = file_digests(loaded, GenerateOptions.parse(named, GenerateOptions()))
+    digests = settings_digests(loaded, GenerateOptions.parse(named, GenerateOptions()))
     folders = [reader] if reader else []
     folders += [correction.parent] if correction else []
     seen = frozenset().union(*map(read_asked, folders))

@@ -59,7 +59,7 @@ class Calibration:
         fingerprint: of the model, without adapters of the reader.
         model, dtype: for people.
         settings: the options of ``PLAIN_SETTINGS``.
-        digests: of the contents of the files that settings name; see :func:`file_digests`.
+        digests: of the contents of the files that settings name; see :func:`settings_digests`.
         prompt_digest: of the prompts' common parts; see :func:`prompt_digest`.
         chosen_on: questions that the settings were chosen on; none of them was certified on.
         compared: settings that were compared.
@@ -260,7 +260,7 @@ def _check_usable(calibration: Calibration, model: BlockModel) -> None:
     """Raises ``StoreError`` unless the settings can be used as they were measured."""
     try:
         options = GenerateOptions.parse(calibration.settings, GenerateOptions())
-        digests = file_digests(model, options)
+        digests = settings_digests(model, options)
     except (OSError, ValueError) as error:
         raise StoreError(f"its settings cannot be used ({error}); calibrate anew") from error
     if changed := [k for k, v in digests.items() if v != calibration.digests.get(k)]:
@@ -268,7 +268,7 @@ def _check_usable(calibration: Calibration, model: BlockModel) -> None:
         raise StoreError(f"{named} has changed since; calibrate anew")
 
 
-def file_digests(model: BlockModel, options: GenerateOptions) -> dict[str, str]:
+def settings_digests(model: BlockModel, options: GenerateOptions) -> dict[str, str]:
     """sha256 of the contents of the reader and the correction that options name.
 
     Raises:

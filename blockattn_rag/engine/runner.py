@@ -14,7 +14,7 @@ from torch import Tensor
 from blockattn_rag.attention.merge_file import load_merge
 from blockattn_rag.engine.answer import Answer, Prepared
 from blockattn_rag.engine.audit import Auditor
-from blockattn_rag.engine.calibration import Calibration, file_digests
+from blockattn_rag.engine.calibration import Calibration, settings_digests
 from blockattn_rag.engine.fetcher import BlockFetcher, Fetched, Name, how_encoded
 from blockattn_rag.engine.options import NO_READER, GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
@@ -153,7 +153,7 @@ class Runner:
             return None
         found = known.certificate(options, prompt, reads_int8=reads_int8)
         # The files that the settings name may have been replaced, too.
-        return found if found and file_digests(self._model, options) == known.digests else None
+        return found if found and settings_digests(self._model, options) == known.digests else None
 
     def _promoted(
         self, context: Sequence[Block], question: Sequence[int], options: GenerateOptions

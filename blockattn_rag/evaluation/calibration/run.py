@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from blockattn_rag.engine.calibration import Calibration, file_digests, prompt_digest
+from blockattn_rag.engine.calibration import Calibration, prompt_digest, settings_digests
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.results import Certificate
@@ -123,7 +123,7 @@ def calibrate(
         model=model.name,
         dtype=str(model.dtype).removeprefix("torch."),
         settings=choice.setting.options,
-        digests=file_digests(model, options),
+        digests=settings_digests(model, options),
         prompt_digest=prompt_digest(choose[0].prompt),
         chosen_on=len(choose),
         compared=choice.compared,
