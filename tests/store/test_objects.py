@@ -1,0 +1,304 @@
+"""ObjectStore: on an S3 server and in obstore's memory, damage and failure told, nothing secret."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.store import (
+    BatchStore,
+    DirectoryStore,
+    MaintainedStore,
+    ObjectStore,
+    TouchableStore,
+)
+from blockattn_rag.store.objects import entry_path
+from tests.store.kvs import make_kv, same
+
+obstore = pytest.importorskip("obstore.store")
+
+KV = make_kv(tokens=40)
+KEY = KV.key
+
+
+@pytest.fixture
+def backend() -> Any:
+    return obstore.MemoryStore()
+
+
+@pytest.fixture
+def store(backend: Any) -> ObjectStore:
+    return ObjectStore("memory://kv", backend=backend, deadline_s=5)
+
+
+class Slow:
+    """A backend that answers when it is let go, and counts who waits."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.go = threading.Event()
+        self.most = self.waiting = 0
+        self._lock = threading.Lock()
+
+    def get(self, path: str, **options: Any) -> Any:
+        with self._lock:
+            self.waiting += 1
+            self.most = max(self.most, self.waiting)
+        self.go.wait(10)
+        with self._lock:
+            self.waiting -= 1
+        return self.backend.get(path, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+
+def test_it_can_be_touched_asked_for_many_and_looked_after(store: ObjectStore) -> None:
+    assert isinstance(store, TouchableStore)
+    assert isinstance(store, BatchStore)
+    assert isinstance(store, MaintainedStore)
+
+
+def test_a_folder_of_a_directory_store_is_a_store_and_the_other_way_round(tmp_path: Path) -> None:
+    on_disk = DirectoryStore(tmp_path / "kv")
+    on_disk.put(KEY, KV)
+    objects = ObjectStore("file:///kv", backend=obstore.LocalStore(tmp_path / "kv"))
+    found = objects.get(KEY)
+    assert found is not None
+    assert same(found, KV)
+    other = make_kv("other")
+    objects.put(other.key, other)
+    assert sorted(on_disk.keys()) == sorted(objects.keys()) == sorted([KEY, other.key])
+    again = DirectoryStore(tmp_path / "kv").get(other.key)
+    assert again is not None
+    assert same(again, other)
+
+
+def test_what_is_no_entry_is_not_listed(store: ObjectStore, backend: Any) -> None:
+    store.put(KEY, KV)
+    for path in (f"objects/00/{KEY}.safetensors", f"objects/{KEY}.safetensors", "objects/x", "y"):
+        backend.put(path, b"?")
+    assert list(store.keys()) == [KEY]
+
+
+@pytest.mark.parametrize("part_bytes", [100, 1000, 1 << 20])
+def test_an_entry_is_read_in_parts(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    store.put(KEY, KV)
+    monkeypatch.setattr("blockattn_rag.store.object_client._PART_BYTES", part_bytes)
+    found = store.get(KEY)
+    assert found is not None
+    assert same(found, KV)
+
+
+def test_parts_of_two_versions_are_not_joined(
+    store: ObjectStore, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockattn_rag.store.object_client._PART_BYTES", 1000)
+    store.put(KEY, KV)
+    client = store._client
+    read = client._range
+
+    def replaced_after_the_first(path: str, start: int, stop: int, e_tag: Any = None) -> Any:
+        found = read(path, start, stop, e_tag)
+        if start == 0:
+            store.put(KEY, make_kv(tokens=41))
+        return found
+
+    monkeypatch.setattr(client, "_range", replaced_after_the_first)
+    with pytest.raises(StoreError, match="cannot read"):
+        store.get(KEY)
+
+
+# Damage
+
+
+@pytest.mark.parametrize("cut", [0, 5, 100, -1])
+def test_a_cut_entry_is_damaged_and_counts_as_absent(
+    store: ObjectStore, backend: Any, cut: int
+) -> None:
+    store.put(KEY, KV)
+    content = bytes(backend.get(entry_path(KEY)).bytes())
+    backend.put(entry_path(KEY), content[:cut])
+    for read in (store.get, store.peek, store.describe):
+        with pytest.raises(CorruptEntryError, match=r"memory://kv/objects/.* is damaged"):
+            read(KEY)
+    assert not store.touch(KEY)
+    (found,) = store.get_many([KEY])
+    assert isinstance(found, CorruptEntryError)
+    store.put(KEY, KV)
+    assert store.touch(KEY)
+
+
+def test_a_flipped_bit_is_found_and_hides_no_other_entry(store: ObjectStore, backend: Any) -> None:
+    other = make_kv("other")
+    for kv in (KV, other):
+        store.put(kv.key, kv)
+    content = bytearray(bytes(backend.get(entry_path(KEY)).bytes()))
+    content[-3] ^= 4
+    backend.put(entry_path(KEY), bytes(content))
+    damaged, sound = store.get_many([KEY, other.key])
+    assert isinstance(damaged, CorruptEntryError)
+    assert isinstance(sound, BlockKV)
+    assert same(sound, other)
+
+
+def test_anothers_entry_is_told(store: ObjectStore, backend: Any) -> None:
+    other = make_kv("other")
+    store.put(other.key, other)
+    backend.copy(entry_path(other.key), entry_path(KEY))
+    for read in (store.get, store.describe):
+        with pytest.raises(FingerprintMismatchError, match=f"whose key is {other.key}"):
+            read(KEY)
+    assert not store.touch(KEY)
+
+
+def test_what_overflows_is_not_stored(store: ObjectStore) -> None:
+    kv = make_kv()
+    kv.keys[0][0, 0, 0] = float("nan")
+    with pytest.raises(StoreError, match=r"cannot write memory://kv/objects/.*NaN"):
+        store.put(kv.key, kv)
+
+
+# Maintenance
+
+
+def test_an_entry_is_described_by_its_header_alone(store: ObjectStore, backend: Any) -> None:
+    store.put(KEY, KV)
+    before = time.time()
+    info = store.describe(KEY)
+    assert info is not None
+    assert (info.key, info.handle, info.digest) == (KEY, KV.handle, KV.digest)
+    assert (info.fingerprint, info.num_tokens) == (KV.fingerprint, KV.num_tokens)
+    (entry,) = store.entries()
+    assert (entry.key, entry.nbytes) == (KEY, info.nbytes)
+    assert info.nbytes == backend.head(entry_path(KEY))["size"]
+    assert abs(info.used_ns / 1e9 - before) < 60
+    assert info.age_s < 60
+    assert store.describe(make_kv("other").key) is None
+
+
+def test_a_header_longer_than_what_is_read_first_is_read_whole(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(KEY, KV)
+    expected = store.describe(KEY)
+    monkeypatch.setattr("blockattn_rag.store.objects._HEADER_BYTES", 20)
+    found = store.describe(KEY)
+    assert found is not None
+    assert expected is not None
+    assert (found.handle, found.nbytes) == (expected.handle, expected.nbytes)
+
+
+def test_an_entry_is_discarded_unless_it_was_written_since(store: ObjectStore) -> None:
+    store.put(KEY, KV)
+    (entry,) = store.entries()
+    assert not store.discard(KEY, entry.used_ns - 2 * 10**9)
+    assert KEY in store
+    assert store.discard(KEY, entry.used_ns)
+    assert not store.discard(KEY, entry.used_ns)
+
+
+# Time
+
+
+def test_a_server_that_hangs_is_waited_for_no_longer_than_the_deadline(backend: Any) -> None:
+    ObjectStore("memory://kv", backend=backend).put(KEY, KV)
+    slow = Slow(backend)
+    store = ObjectStore("memory://kv", backend=slow, deadline_s=0.2, parallel=2)  # type: ignore[arg-type]
+    started = time.monotonic()
+    found = store.get_many([KEY] * 6)
+    assert time.monotonic() - started < 2
+    assert all(isinstance(one, StoreError) for one in found)
+    assert "no answer before the deadline" in str(found[0])
+    assert slow.most == 2
+    slow.go.set()
+    assert store.get(KEY) is not None
+
+
+def test_entries_are_read_at_once(backend: Any) -> None:
+    kvs = [make_kv(f"passage {i}") for i in range(5)]
+    whole = ObjectStore("memory://kv", backend=backend)
+    for kv in kvs:
+        whole.put(kv.key, kv)
+    slow = Slow(backend)
+    store = ObjectStore("memory://kv", backend=slow, parallel=5)  # type: ignore[arg-type]
+    threading.Timer(0.2, slow.go.set).start()
+    found = store.get_many([kv.key for kv in kvs])
+    assert all(isinstance(one, BlockKV) for one in found)
+    assert slow.most == 5
+
+
+# Credentials and addresses
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["s3://AKIA123:s3cr3t@bucket/kv", "s3://bucket/kv?aws_secret=s3cr3t", "s3://bucket/kv#s3cr3t"],
+)
+def test_an_address_with_credentials_is_refused_without_showing_them(url: str) -> None:
+    with pytest.raises(ValueError, match=r"write s3://bucket/kv,.*AWS_ACCESS_KEY_ID") as told:
+        ObjectStore(url)
+    assert "s3cr3t" not in str(told.value)
+
+
+def test_credentials_stand_neither_in_what_is_shown_nor_in_errors_nor_in_pickles(
+    monkeypatch: pytest.MonkeyPatch, s3: str
+) -> None:
+    secrets = {"AWS_ACCESS_KEY_ID": "AKIAVISIBLE", "AWS_SECRET_ACCESS_KEY": "s3cr3t-visible"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens there
+    store = ObjectStore(s3, deadline_s=1, retries=0)
+    with pytest.raises(StoreError, match=f"cannot read {s3}/objects/") as told:
+        store.get(KEY)
+    shown = [repr(store), str(store), repr(vars(store)), str(told.value), repr(told.value)]
+    shown.append(pickle.dumps(store).decode(errors="replace"))
+    for value in secrets.values():
+        assert not any(value in text for text in shown)
+    assert told.value.__cause__ is None
+
+
+def test_a_store_comes_back_from_a_pickle_unless_it_holds_a_backend(
+    s3: str, store: ObjectStore
+) -> None:
+    opened = ObjectStore(s3)
+    opened.put(KEY, KV)
+    again = pickle.loads(pickle.dumps(opened))
+    assert repr(again) == f"ObjectStore({s3!r})"
+    assert same(again.get(KEY), KV)
+    with pytest.raises(TypeError, match="open it by its address alone"):
+        pickle.dumps(store)
+
+
+def test_a_bucket_that_is_not_there_is_an_error_when_it_is_written_or_listed(s3: str) -> None:
+    store = ObjectStore("s3://no-such-bucket/kv", deadline_s=5, retries=0)
+    with pytest.raises(StoreError, match="cannot write s3://no-such-bucket/kv/objects"):
+        store.put(KEY, KV)
+    with pytest.raises(StoreError, match="NoSuchBucket"):
+        list(store.keys())
+
+
+def test_an_address_that_means_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot open a store at s3:"):
+        ObjectStore("s3://")
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_deadline_is_positive(backend: Any, seconds: float) -> None:
+    with pytest.raises(ValueError, match="deadline_s must be a positive number"):
+        ObjectStore("memory://kv", backend=backend, deadline_s=seconds)
+
+
+def test_a_key_that_is_none_is_refused(store: ObjectStore) -> None:
+    with pytest.raises(ValueError, match="64 hex digits"):
+        store.get("../../etc/passwd")
+    assert "../../etc/passwd" not in store

@@ -1,0 +1,167 @@
+"""RedisStore: a cache that forgets, within limits, on a server of its own."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
+from blockattn_rag.store import BatchStore, RedisStore, TouchableStore
+from tests.store.kvs import make_kv, same
+from tests.store.servers import HAS_REDIS, free_port, redis_server
+
+pytest.importorskip("redis")
+KV = make_kv(tokens=20)
+KEY = KV.key
+
+
+@pytest.fixture
+def client(redis_url: str) -> Any:
+    from redis import Redis
+
+    with Redis.from_url(redis_url) as client:
+        yield client
+
+
+def test_it_can_be_touched_and_asked_for_many(redis: RedisStore) -> None:
+    assert isinstance(redis, TouchableStore)
+    assert isinstance(redis, BatchStore)
+
+
+def test_stores_of_different_prefixes_share_a_server(redis: RedisStore, redis_url: str) -> None:
+    redis.put(KEY, KV)
+    other = RedisStore(redis_url, prefix="other[*]:")
+    assert other.get(KEY) is None
+    other.put(KEY, KV)
+    assert list(other.keys()) == list(redis.keys()) == [KEY]
+    assert other.delete(KEY)
+    assert KEY in redis
+
+
+def test_an_entry_is_forgotten_when_it_was_not_used_for_its_time(redis_url: str) -> None:
+    store = RedisStore(redis_url, prefix="ttl:", ttl_s=0.6)
+    store.put(KEY, KV)
+    until = time.monotonic() + 1.2  # twice its time, in use
+    while time.monotonic() < until:
+        time.sleep(0.05)
+        assert store.get(KEY) is not None
+        assert store.touch(KEY)
+    time.sleep(0.8)
+    assert store.get(KEY) is None
+    assert not store.touch(KEY)
+
+
+def test_without_a_time_the_server_decides(redis_url: str, client: Any) -> None:
+    store = RedisStore(redis_url, prefix="for ever:", ttl_s=None)
+    store.put(KEY, KV)
+    assert store.touch(KEY)
+    assert store.get(KEY) is not None
+    assert client.ttl(f"for ever:{KEY}") == -1
+
+
+def test_a_large_entry_is_not_kept_counted_and_logged_once(
+    redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = RedisStore(redis_url, prefix="small:", max_entry_bytes=10_000)
+    store.put(KEY, KV)
+    large = make_kv(tokens=400)
+    assert large.key == KEY
+    with caplog.at_level(logging.WARNING):
+        store.put(KEY, large)
+        store.put(KEY, large)
+    assert store.get(KEY) is None  # nor the entry that it was to replace
+    assert store.stats().refused == 2
+    assert len(caplog.records) == 1
+    assert "raise max_entry_bytes" in caplog.text
+
+
+def test_damage_and_others_entries_are_told(redis: RedisStore, client: Any) -> None:
+    other = make_kv("other")
+    redis.put(KEY, KV)
+    redis.put(other.key, other)
+    name = redis._name(KEY)
+    content = client.get(name)
+    client.set(name, content[:-1])
+    damaged, sound = redis.get_many([KEY, other.key])
+    assert isinstance(damaged, CorruptEntryError)
+    assert not isinstance(sound, StoreError)
+    client.set(name, b"")
+    with pytest.raises(CorruptEntryError, match="is damaged"):
+        redis.get(KEY)
+    client.set(name, client.get(redis._name(other.key)))
+    with pytest.raises(FingerprintMismatchError, match="another text or model"):
+        redis.get(KEY)
+    client.delete(name)
+    client.lpush(name, b"no text")
+    with pytest.raises(StoreError, match="WRONGTYPE"):
+        redis.get(KEY)
+
+
+def test_a_server_that_is_not_there_is_an_error_at_once() -> None:
+    store = RedisStore(f"redis://127.0.0.1:{free_port()}/0", deadline_s=5)
+    started = time.monotonic()
+    with pytest.raises(StoreError, match="cannot read in redis:"):
+        store.get(KEY)
+    with pytest.raises(StoreError, match="cannot write in redis:"):
+        store.put(KEY, KV)
+    assert all(isinstance(one, StoreError) for one in store.get_many([KEY, KEY]))
+    with pytest.raises(StoreError, match="cannot list"):
+        list(store.keys())
+    with pytest.raises(StoreError, match="cannot look"):
+        _ = KEY in store
+    assert time.monotonic() - started < 4
+
+
+def test_a_server_that_hangs_is_waited_for_no_longer_than_the_deadline() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        store = RedisStore(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", deadline_s=0.3)
+        started = time.monotonic()
+        with pytest.raises(StoreError, match="cannot read in"):
+            store.get(KEY)
+        assert time.monotonic() - started < 2
+
+
+@pytest.mark.skipif(not HAS_REDIS, reason="needs the command redis-server")
+def test_the_password_comes_from_the_environment_and_is_never_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with redis_server(tmp_path, "--requirepass", "s3cr3t-visible") as url:
+        monkeypatch.setenv("REDIS_PASSWORD", "wrong-s3cr3t-visible")
+        store = RedisStore(url)
+        with pytest.raises(StoreError) as told:
+            store.get(KEY)
+        monkeypatch.setenv("REDIS_PASSWORD", "s3cr3t-visible")
+        store = RedisStore(url)
+        store.put(KEY, KV)
+        found = pickle.loads(pickle.dumps(store)).get(KEY)
+        assert same(found, KV)
+    shown = [str(told.value), repr(store), pickle.dumps(store).decode(errors="replace")]
+    assert not any("s3cr3t" in text for text in shown)
+
+
+@pytest.mark.parametrize("url", ["redis://me:s3cr3t@host:1/0", "redis://host:1/0?password=s3cr3t"])
+def test_an_address_with_credentials_is_refused_without_showing_them(url: str) -> None:
+    with pytest.raises(ValueError, match=r"write redis://host:1/0,.*REDIS_PASSWORD") as told:
+        RedisStore(url)
+    assert "s3cr3t" not in str(told.value)
+
+
+def test_limits_are_checked() -> None:
+    with pytest.raises(ValueError, match="at most, the limit of a server"):
+        RedisStore("redis://localhost", max_entry_bytes=1 << 30)
+    with pytest.raises(ValueError, match="max_bytes must be positive"):
+        RedisStore("redis://localhost", max_entry_bytes=0)
+    with pytest.raises(ValueError, match="ttl_s must be a positive"):
+        RedisStore("redis://localhost", ttl_s=0)
+    with pytest.raises(ValueError, match="deadline_s must be a positive"):
+        RedisStore("redis://localhost", deadline_s=0)
+    with pytest.raises(ValueError, match="cannot open a store at redis://localhost:port"):
+        RedisStore("redis://localhost:port/0")
