@@ -24,6 +24,8 @@ class Machine:
         gpu_bytes: None where the model runs on the CPU.
         device_bytes_per_s: memory bandwidth of what the model runs on.
         transfer_bytes_per_s: from main memory to the GPU.
+        network_bytes_per_s: from an object store or another shared home; None where there is none.
+        network_latency_s: until the first byte comes from there.
     """
 
     memory_bytes: int
@@ -33,6 +35,8 @@ class Machine:
     device_bytes_per_s: float = 1e10
     transfer_bytes_per_s: float = 25e9
     disk_bytes_per_s: float = 2e9
+    network_bytes_per_s: float | None = None
+    network_latency_s: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +61,22 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Where blocks may lie: how many passages fit, and the time to first token from there."""
+    """Where blocks may lie: how many passages fit, the time to first token from there, and whether
+    that is less than a full prefill takes."""
 
     name: str
     passages: int
     ttft_s: float
+    pays: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Storage, ingestion and time to first token of a collection. Bytes and seconds.
 
-    ``full_ttft_s`` is the full prefill that reuse saves.
+    ``full_ttft_s`` is the full prefill that reuse saves. ``break_even_bytes_per_s``: a store that
+    is read more slowly than this is slower than computing the passages; None where reuse saves
+    nothing even from memory.
     """
 
     footprint: Footprint
@@ -76,6 +84,7 @@ class Plan:
     total_bytes: int
     ingest_s: float
     full_ttft_s: float
+    break_even_bytes_per_s: float | None
     tiers: tuple[Tier, ...]
     machine: Machine
 
@@ -144,7 +153,7 @@ def plan(
     check_sizes(passages=passages, passage_tokens=passage_tokens)
     check_sizes(top_k=top_k, question_tokens=question_tokens)
     for name, value in asdict(machine).items():
-        if name.endswith("_per_s") and not value > 0:
+        if name.endswith("_per_s") and value is not None and not value > 0:
             raise ValueError(f"{name} must be above 0, found {value}")
     config = config.get_text_config(decoder=True)
     model = footprint(config, dtype, kv_dtype)
@@ -158,25 +167,32 @@ def plan(
         reading = (model.weight_bytes + read) / machine.device_bytes_per_s
         return max(operations / machine.operations_per_s, reading)
 
+    full = forward_s(prefill_flops(config, context + question_tokens))
     reuse = forward_s(prefill_flops(config, question_tokens, context), read)
-    tiers = []
+    tiers: list[Tier] = []
+
+    def add(name: str, room: int, ttft_s: float) -> None:
+        tiers.append(Tier(name, max(0, room) // passage, ttft_s, ttft_s < full))
+
     if machine.gpu_bytes is None:
         room, from_memory = machine.memory_bytes - model.weight_bytes, reuse
     else:
         # A tenth of the GPU's memory is left to activations and the allocator.
-        free = math.floor(0.9 * machine.gpu_bytes) - model.weight_bytes
-        tiers.append(Tier("gpu", max(0, free) // passage, reuse))
+        add("gpu", math.floor(0.9 * machine.gpu_bytes) - model.weight_bytes, reuse)
         room, from_memory = machine.memory_bytes, reuse + moved / machine.transfer_bytes_per_s
-    tiers.append(Tier("memory", max(0, room) // passage, from_memory))
-    from_disk = from_memory + moved / machine.disk_bytes_per_s
-    tiers.append(Tier("disk", machine.disk_bytes // passage, from_disk))
+    add("memory", room, from_memory)
+    add("disk", machine.disk_bytes, from_memory + moved / machine.disk_bytes_per_s)
+    if machine.network_bytes_per_s is not None:
+        fetching = machine.network_latency_s + moved / machine.network_bytes_per_s
+        add("network", passage * passages, from_memory + fetching)
     return Plan(
         footprint=model,
         passage_bytes=passage,
         total_bytes=passage * passages,
         # In batches, where reading the weights hardly counts.
         ingest_s=passages * prefill_flops(config, passage_tokens) / machine.operations_per_s,
-        full_ttft_s=forward_s(prefill_flops(config, context + question_tokens)),
+        full_ttft_s=full,
+        break_even_bytes_per_s=moved / (full - from_memory) if full > from_memory else None,
         tiers=tuple(tiers),
         machine=machine,
     )

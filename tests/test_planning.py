@@ -119,3 +119,36 @@ def test_speeds_of_zero_are_refused_by_name() -> None:
 def test_a_model_without_keys_and_values_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="mamba model has layers without keys"):
         footprint(MambaConfig(num_hidden_layers=1, hidden_size=16), torch.float32)
+
+
+def test_a_store_pays_from_the_speed_on_at_which_reading_takes_as_long_as_computing() -> None:
+    sizes = {"passages": 1000, "passage_tokens": 512, "top_k": 10}
+    fast = {"memory_bytes": GIB, "disk_bytes": GIB, "operations_per_s": 6e14}
+    machine = Machine(**fast, device_bytes_per_s=2e12, network_bytes_per_s=1.2e9)
+    found = plan(LLAMA_8B, torch.bfloat16, machine, **sizes)
+    memory, _, network = found.tiers
+    moved = 10 * found.passage_bytes
+    assert network.name == "network"
+    assert network.passages == 1000
+    assert network.ttft_s == pytest.approx(memory.ttft_s + 0.1 + moved / 1.2e9)
+    assert (memory.pays, network.pays) == (True, False)
+    speed = found.break_even_bytes_per_s
+    assert speed is not None
+    # An 8B model at 600 * 10^12 operations/s: 128 KiB a token in some 23.5 microseconds.
+    assert speed == pytest.approx(5.6e9, rel=0.1)
+    for factor, pays in ((1.01, True), (0.99, False)):
+        there = Machine(**fast, device_bytes_per_s=2e12, disk_bytes_per_s=factor * speed)
+        assert plan(LLAMA_8B, torch.bfloat16, there, **sizes).tiers[1].pays is pays
+
+
+def test_reuse_that_saves_nothing_has_no_break_even() -> None:
+    slow = Machine(memory_bytes=GIB, disk_bytes=GIB, operations_per_s=1e18, device_bytes_per_s=1e9)
+    found = plan(LLAMA_8B, torch.bfloat16, slow, passages=10, passage_tokens=512)
+    assert found.break_even_bytes_per_s is None
+    assert not any(tier.pays for tier in found.tiers)
+
+
+def test_a_network_of_no_speed_is_refused() -> None:
+    machine = Machine(memory_bytes=GIB, disk_bytes=GIB, network_bytes_per_s=0)
+    with pytest.raises(ValueError, match="network_bytes_per_s must be above 0"):
+        plan(LLAMA_8B, torch.bfloat16, machine, passages=10, passage_tokens=512)

@@ -15,7 +15,7 @@ from blockattn_rag.cli.output import JsonOption, KVDtypeHelp, KVDtypeName, emit,
 from blockattn_rag.rag.model_names import existing_model, loading
 
 if TYPE_CHECKING:
-    from blockattn_rag.planning import Machine, Plan
+    from blockattn_rag.planning import Machine, Plan, Tier
 
 GIB = 1 << 30
 
@@ -58,6 +58,13 @@ def plan(
     ] = None,
     transfer: Annotated[float, typer.Option(min=0, help="GB/s from memory to GPU.")] = 25.0,
     disk_speed: Annotated[float, typer.Option(min=0, help="GB/s from disk.")] = 2.0,
+    network: Annotated[
+        float | None,
+        typer.Option(min=0, help="GB/s from a shared store, such as S3; 1.2 is 10 Gbit/s."),
+    ] = None,
+    latency: Annotated[
+        float, typer.Option(min=0, help="Milliseconds until the first byte comes from there.")
+    ] = 100.0,
     as_json: JsonOption = False,
 ) -> None:
     """Storage, ingestion time and time to first token of a collection, from a config alone."""
@@ -69,7 +76,7 @@ def plan(
 
         for option, value in (
             ("--tflops", tflops), ("--bandwidth", bandwidth),
-            ("--transfer", transfer), ("--disk-speed", disk_speed),
+            ("--transfer", transfer), ("--disk-speed", disk_speed), ("--network", network),
         ):  # fmt: skip
             if value == 0:
                 raise typer.BadParameter("must be above 0", param_hint=option)
@@ -89,6 +96,8 @@ def plan(
             device_bytes_per_s=1e9 * (bandwidth or usual),
             transfer_bytes_per_s=transfer * 1e9,
             disk_bytes_per_s=disk_speed * 1e9,
+            network_bytes_per_s=None if network is None else network * 1e9,
+            network_latency_s=latency / 1e3,
         )
         counts = {"passages": passages, "passage_tokens": tokens, "top_k": top_k}
         found = make_plan(
@@ -140,7 +149,7 @@ def _shown(settings: dict[str, Any], found: Plan, machine: Machine) -> list[Any]
             f"{tier.passages:,}",
             "all" if tier.passages >= passages else f"{tier.passages / passages:.0%}",
             duration(tier.ttft_s) if tier.passages else "does not fit",
-            f"{found.full_ttft_s / tier.ttft_s:.1f} x" if tier.passages else "-",
+            _gain(found, tier) if tier.passages else "-",
         )
         for tier in found.tiers
     ]
@@ -153,8 +162,21 @@ def _shown(settings: dict[str, Any], found: Plan, machine: Machine) -> list[Any]
         f"A passage takes {size(found.passage_bytes)}, all take {size(found.total_bytes)} "
         f"({size(found.footprint.bytes_per_token)} a token); encoding all takes "
         f"{duration(found.ingest_s)}. Full prefill: {duration(found.full_ttft_s)}.",
+        _break_even(found),
         f"Estimated at {machine.operations_per_s / 1e12:.2f} * 10^12 operations/s, "
         f"{machine.device_bytes_per_s / 1e9:.0f} GB/s of the device's memory, "
         f"{machine.transfer_bytes_per_s / 1e9:.0f} GB/s to a GPU, "
         f"{machine.disk_bytes_per_s / 1e9:.1f} GB/s from disk; `blockattn-rag bench` measures.",
     ]
+
+
+def _gain(found: Plan, tier: Tier) -> str:
+    gain = f"{found.full_ttft_s / tier.ttft_s:.1f} x"
+    return gain if tier.pays else f"{gain}: slower than computing"
+
+
+def _break_even(found: Plan) -> str:
+    speed = found.break_even_bytes_per_s
+    if speed is None:
+        return "Computing is faster than reuse here, wherever the blocks lie."
+    return f"A store that is read at less than {speed / 1e9:.2f} GB/s is slower than computing."

@@ -278,6 +278,17 @@ def test_plan_tells_what_int8_takes(cli: Command) -> None:
     assert cli(*command, "--kv-dtype", "int4").status == 2
 
 
+def test_plan_says_when_a_store_is_slower_than_computing(cli: Command) -> None:
+    command = ("plan", "--passages", 10, "--tokens", 512, "--model", "8b", "--tflops", 600)
+    gpu = ("--gpu-memory", 80, "--memory", 64, "--network", 1.2)
+    shown = cli(*command, *gpu).stdout
+    assert "slower than computing" in shown
+    assert "read at less than" in shown
+    found = cli(*command, *gpu, "--json").json
+    assert [tier["pays"] for tier in found["tiers"]] == [True, True, False, False]
+    assert found["break_even_bytes_per_s"] == pytest.approx(6.9e9, rel=0.02)
+
+
 def test_plan_names_the_option_whose_speed_is_none(cli: Command) -> None:
     output = cli("plan", "--passages", 10, "--model", "135m", "--tflops", 0)
     assert (output.status, "--tflops" in output.stderr) == (2, True)
