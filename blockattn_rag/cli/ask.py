@@ -144,8 +144,9 @@ def _reuse_line(stats: ReuseStats) -> str:
     if stats.mode == "full":
         return f"full mode: nothing reused, {tokens} computed; {first}"
     promoted = f", {stats.promoted_tokens:,} promoted" if stats.promoted_tokens else ""
+    int8 = f" ({stats.int8_blocks} in int8)" if stats.int8_blocks else ""
     retried = "" if stats.retried == "none" else f"; answered again: {stats.retried}"
     return (
-        f"block mode: {count(stats.hits, 'block')} reused, {stats.misses} computed; "
+        f"block mode: {count(stats.hits, 'block')} reused, {stats.misses} computed{int8}; "
         f"{stats.reused_tokens:,} of {tokens} reused{promoted}; {first}{retried}"
     )

@@ -173,7 +173,7 @@ def _run(
 
     loaded = database.engine.model
     store = DirectoryStore(work / "kv", max_bytes=_STORE_BYTES, fsync=False)
-    engine = BlockAttentionEngine(loaded, store)
+    engine = BlockAttentionEngine(loaded, store, kv_dtype=database.engine.kv_dtype)
     folder = None if reader is None else str(reader.resolve())
     corrected = None
     if correction is not None:

@@ -9,7 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from blockattn_rag.cli.figures import count, duration, size
-from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, note, working
+from blockattn_rag.cli.output import (
+    JsonOption,
+    KVDtypeHelp,
+    KVDtypeName,
+    ModelArgument,
+    emit,
+    note,
+    working,
+)
 from blockattn_rag.prompts.sinks import FIRST_BLOCK, check_sink
 from blockattn_rag.rag.database import HASHING, Database, Manifest
 from blockattn_rag.rag.documents import load_documents
@@ -18,7 +26,7 @@ from blockattn_rag.rag.model_names import existing_model
 from blockattn_rag.rag.sources import orphaned_sources
 from blockattn_rag.store.namespaces import check_namespace
 
-_TOLD = ("model", "fingerprint", "embedding", "collection", "sink", "namespace")
+_TOLD = ("model", "fingerprint", "embedding", "collection", "sink", "namespace", "kv_dtype")
 
 
 def _known_sink(sink: str | None) -> str | None:
@@ -76,6 +84,10 @@ def ingest(
             callback=_known_namespace,
         ),
     ] = None,
+    kv_dtype: Annotated[
+        KVDtypeName | None,
+        typer.Option(help=f"{KVDtypeHelp} Default: the database's, or model."),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     as_json: JsonOption = False,
@@ -93,6 +105,7 @@ def ingest(
             embedding=embedding,
             sink=sink,
             namespace=namespace,
+            kv_dtype=kv_dtype,
         )
         loaded = load_documents(paths, exclude=db)
         for file, reason in loaded.skipped:

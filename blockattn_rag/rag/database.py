@@ -43,7 +43,8 @@ logger = logging.getLogger("blockattn_rag.rag")
 class Manifest:
     """What a database was made with. ``fingerprint``: of the model that encoded last; ``sink``:
     what it encoded passages after, or what a calibration of it chose since; ``namespace``: of their
-    keys and values in the store."""
+    keys and values in the store; ``kv_dtype``: what passages are kept in that are computed from now
+    on."""
 
     model: str
     fingerprint: str
@@ -53,6 +54,7 @@ class Manifest:
     template: dict[str, str] = field(default_factory=lambda: asdict(BLANK_LINE))
     sink: str = NO_SINK
     namespace: str = ""
+    kv_dtype: str = "model"
     version: int = VERSION
 
     @classmethod
@@ -69,6 +71,8 @@ class Manifest:
                 )
             check_sink(fields.get("sink", NO_SINK))
             check_namespace(fields.get("namespace", ""))
+            if (kind := fields.get("kv_dtype", "model")) not in ("model", "int8"):
+                raise ValueError(f"kv_dtype {kind!r}")
             return cls(**fields)
         except (ValueError, TypeError, AttributeError) as error:
             raise DatabaseError(f"{path} is damaged ({error}); ingest into a new folder") from error
@@ -209,6 +213,7 @@ def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
 
 def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str) -> BlockAttentionEngine:
     from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.kv.quantization import check_kv_dtype
 
     with loading(wanted.model):
         return BlockAttentionEngine.from_pretrained(
@@ -217,6 +222,7 @@ def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str) -> Block
             device=device,
             dtype=dtype,
             namespace=wanted.namespace,
+            kv_dtype=check_kv_dtype(wanted.kv_dtype),
         )
 
 
@@ -231,5 +237,9 @@ def _with_sink(
     if engine.calibration and not is_own:
         return engine
     return BlockAttentionEngine(
-        engine.model, engine.store, namespace=engine.access.namespace, sink=sink
+        engine.model,
+        engine.store,
+        namespace=engine.access.namespace,
+        kv_dtype=engine.kv_dtype,
+        sink=sink,
     )

@@ -96,6 +96,24 @@ def test_the_namespace_of_a_database_is_noted_and_used_by_its_questions(
     assert cli(*command, "--namespace", "t/wo").status == 2
 
 
+def test_what_a_database_keeps_blocks_in_is_noted_and_used_by_its_questions(
+    cli: Command, model: Path, documents: Path, tmp_path: Path
+) -> None:
+    db = tmp_path / "db"
+    command = ("ingest", documents, "--db", db, "--json")
+    first = cli(*command, "--model", model, "--kv-dtype", "int8").json
+    assert (first["computed"], first["kv_dtype"]) == (2, "int8")
+    ask = ("ask", "How high is Halden Tower?", "--db", db, "--max-new-tokens", 2)
+    answer = cli(*ask, "--json").json
+    assert (answer["misses"], answer["int8_blocks"]) == (0, 3)
+    assert "3 blocks reused, 0 computed (3 in int8);" in " ".join(cli(*ask).stdout.split())
+    # What is stored stays as it is.
+    again = cli(*command, "--kv-dtype", "model").json
+    assert (again["reused"], again["kv_dtype"]) == (2, "model")
+    assert cli(*ask, "--json").json["int8_blocks"] == 3
+    assert cli(*command, "--kv-dtype", "int4").status == 2
+
+
 def test_long_documents_are_cut_to_the_chunk_size(
     cli: Command, model: Path, tmp_path: Path
 ) -> None:

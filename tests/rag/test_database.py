@@ -36,3 +36,13 @@ def test_a_database_keeps_its_namespace(model: Path, tmp_path: Path) -> None:
     manifest.write_text(manifest.read_text().replace('"one"', '"o/ne"'))
     with pytest.raises(DatabaseError, match="a namespace is named by"):
         Database.open(tmp_path / "db")
+
+
+def test_a_database_keeps_what_its_blocks_are_kept_in(model: Path, tmp_path: Path) -> None:
+    wanted = Manifest(str(model), fingerprint="", kv_dtype="int8", sink="head:2")
+    assert Database.create(tmp_path / "db", wanted).engine.kv_dtype == "int8"
+    assert Database.open(tmp_path / "db").engine.kv_dtype == "int8"
+    manifest = tmp_path / "db" / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"int8"', '"int4"'))
+    with pytest.raises(DatabaseError, match=r"is damaged .*int4"):
+        Database.open(tmp_path / "db")
