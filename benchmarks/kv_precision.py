@@ -1,0 +1,220 @@
+"""What quantised keys and values cost in fidelity, and what they save in bytes and time.
+
+    python benchmarks/kv_precision.py --data nq_rag.jsonl.gz --output kv.jsonl --mode sink=head:4
+
+Full mode answers each question greedily. Block mode then predicts that answer over the same
+passages, whose keys and values are the model's own, in int8, or rounded to 4 bits: an experiment,
+asymmetric in groups of tokens of a channel (keys) and of channels of a token (values), as KIVI
+(arXiv 2402.02750) has them. It prints the divergence from full mode, how much of it the rounding
+adds, the divergence from block mode over the model's own, the share of tokens that are full mode's,
+and bytes per token; and the median time to first token from memory and from disk, out of the page
+cache, all in turns. A run that was stopped goes on with --output; times are taken anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from blockattn_rag import BlockAttentionEngine, DirectoryStore, MemoryStore
+from blockattn_rag.evaluation import EvaluationSample, read_samples
+from blockattn_rag.evaluation.efficiency import machine
+from blockattn_rag.evaluation.fidelity import FidelityRecord, full_answer
+from blockattn_rag.evaluation.metrics import bootstrap_mean
+from blockattn_rag.evaluation.run import make_prompt, mode_options
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.quantization import KVDtype
+from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.formats import CHAT
+
+STORE_BYTES = 1 << 28
+KINDS: tuple[KVDtype, ...] = ("model", "int8")
+
+
+def rounded(states: Tensor, dim: int, group: int, bits: int = 4) -> Tensor:
+    """States that went through whole numbers of so many bits, each group with a least value and a
+    step in float16."""
+    found = []
+    for part in torch.split(states.float(), group, dim):
+        least = part.amin(dim, keepdim=True).half().float()
+        step = ((part.amax(dim, keepdim=True) - least) / (2**bits - 1)).half().float()
+        codes = ((part - least) / step.clamp_min(1e-7)).round().clamp(0, 2**bits - 1)
+        found.append(least + codes * step)
+    return torch.cat(found, dim).to(states.dtype)
+
+
+class RoundingStore(MemoryStore):
+    """Keeps blocks as 4 bits would give them back."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__(STORE_BYTES)
+        self.group = group
+
+    def put(self, key: str, kv: BlockKV) -> None:
+        keys = tuple(rounded(states, 1, self.group) for states in kv.keys)
+        values = tuple(rounded(states, 2, self.group) for states in kv.values)
+        super().put(key, replace(kv, keys=keys, values=values))
+
+    def bytes_of(self, states: int) -> float:
+        """What so many numbers would take: half a byte each, and two of 16 bits a group."""
+        return states * (0.5 + 4 / self.group)
+
+
+def engines_of(model: BlockModel) -> dict[str, BlockAttentionEngine]:
+    """The rows of the table."""
+    rows: dict[str, BlockAttentionEngine] = {}
+    for kind in KINDS:
+        rows[kind] = BlockAttentionEngine(model, MemoryStore(STORE_BYTES), kv_dtype=kind)
+    for group in (32, 16):
+        rows[f"4 bits in groups of {group}"] = BlockAttentionEngine(model, RoundingStore(group))
+    return rows
+
+
+def prepare(engines: Mapping[str, BlockAttentionEngine], prompt: BlockPrompt, mode: str) -> None:
+    """Encode a prompt's blocks once, and give every engine its own form of them."""
+    how = mode_options(mode)
+    plain = engines["model"]
+    encoded = {option: how[option] for option in ("sink", "correction")}
+    plain.precompute(prompt.context, as_prompt=True, **encoded)
+    for name, engine in engines.items():
+        for key in list(plain.store.keys()):
+            kv = plain.store.get(key)
+            if kv is not None and key not in engine.store:
+                engine.store.put(key, kv.quantised() if name == "int8" else kv)
+
+
+def compare(
+    engines: Mapping[str, BlockAttentionEngine],
+    sample: EvaluationSample,
+    mode: str,
+    max_new_tokens: int,
+) -> dict[str, Any]:
+    """One question over blocks of every kind."""
+    engine, how = engines["model"], mode_options(mode)
+    prompt = make_prompt(engine, CHAT, sample, mode)
+    answer, expected = full_answer(engine, prompt, max_new_tokens)
+    row: dict[str, Any] = {"id": sample.id}
+    plain: Tensor | None = None
+    prepare(engines, prompt, mode)
+    for name, one in engines.items():
+        logits = one.answer_logits(prompt, answer, **how, on_miss="error")
+        plain = logits.double().log_softmax(-1) if plain is None else plain
+        found = FidelityRecord.compared(sample, name, logits, expected)
+        beside = FidelityRecord.compared(sample, name, logits, plain)
+        row[name] = {"kl": found.kl, "agree": found.agreement, "from_model": beside.kl}
+    return row
+
+
+def bytes_per_token(engine: BlockAttentionEngine) -> float:
+    """Of what the engine's store holds."""
+    store = engine.store
+    blocks = [kv for key in list(store.keys()) if (kv := store.get(key)) is not None]
+    tokens = sum(kv.num_tokens for kv in blocks)
+    if isinstance(store, RoundingStore):
+        states = sum(t.numel() for kv in blocks for t in (*kv.keys, *kv.values))
+        return store.bytes_of(states) / tokens
+    return sum(kv.nbytes for kv in blocks) / tokens
+
+
+def forget(folder: Path) -> None:
+    """Take a folder's files out of the page cache, so that they are read from the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def times(
+    model: BlockModel, samples: Sequence[EvaluationSample], mode: str, repeats: int, folder: Path
+) -> dict[str, float]:
+    """Median seconds to the first token, by kind and by where blocks lie."""
+    how = mode_options(mode)
+    cases: dict[str, tuple[BlockAttentionEngine, Callable[[], None]]] = {}
+    for kind in KINDS:
+        memory, disk = MemoryStore(STORE_BYTES), DirectoryStore(folder / kind)
+        held = BlockAttentionEngine(model, memory, kv_dtype=kind)
+        read = BlockAttentionEngine(model, disk, kv_dtype=kind, resident_bytes=0)
+        cases[f"{kind}, memory"] = held, lambda: None
+        cases[f"{kind}, disk"] = read, partial(forget, folder / kind)
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for sample in samples:
+        prompt = make_prompt(held, CHAT, sample, mode)
+        encoded = {option: how[option] for option in ("sink", "correction")}
+        for engine, _ in cases.values():
+            engine.precompute(prompt.context, as_prompt=True, **encoded)
+        for _ in range(1 + repeats):  # the first time is a warm-up
+            for name, (engine, before) in cases.items():
+                before()
+                stats = engine.generate(prompt, max_new_tokens=1, **how, on_miss="error").stats
+                found[name].append(stats.ttft_s)
+    per_sample = 1 + repeats
+    return {
+        name: statistics.median(s for at, s in enumerate(taken) if at % per_sample)
+        for name, taken in found.items()
+    }
+
+
+def shown(rows: Sequence[Mapping[str, Any]], sizes: Mapping[str, float]) -> None:
+    print(f"{'':26} {'KL':>7} {'more than model (95 %)':>28} {'from model':>10} {'agree':>6} bytes")
+    for name, size in sizes.items():
+        kl = bootstrap_mean([row[name]["kl"] for row in rows])
+        more = bootstrap_mean([row[name]["kl"] - row["model"]["kl"] for row in rows])
+        beside = bootstrap_mean([row[name]["from_model"] for row in rows])
+        agree = bootstrap_mean([row[name]["agree"] for row in rows])
+        print(
+            f"{name:26} {kl.mean:7.4f} {more.mean:+10.5f} ({more.low:+.5f}, {more.high:+.5f}) "
+            f"{beside.mean:10.5f} {agree.mean:6.1%} {size:.0f} ({size / sizes['model']:.3f})"
+        )
+
+
+def main(
+    data: Annotated[Path, typer.Option()],
+    output: Annotated[Path, typer.Option()],
+    mode: str = "sink=head:4",
+    model: str = "smollm2",
+    dtype: str = "bfloat16",
+    limit: int = 500,
+    num_passages: int = 5,
+    max_new_tokens: int = 24,
+    timed: Annotated[int, typer.Option(help="Questions whose times are taken.")] = 20,
+    repeats: int = 3,
+) -> None:
+    logging.getLogger("blockattn_rag").setLevel(logging.ERROR)
+    loaded = BlockModel.from_pretrained(model, dtype=dtype)
+    engines = engines_of(loaded)
+    samples = [s.with_passages(num_passages) for s in read_samples(data, limit=limit)]
+    lines = output.read_text().splitlines() if output.exists() else []
+    done = {row["id"]: row for row in map(json.loads, lines)}
+    for sample in samples:
+        if sample.id not in done:
+            done[sample.id] = compare(engines, sample, mode, max_new_tokens)
+            with output.open("a") as file:
+                file.write(json.dumps(done[sample.id]) + "\n")
+    # Of a question at least, where all were compared before.
+    prepare(engines, make_prompt(engines["model"], CHAT, samples[0], mode), mode)
+    print(f"{model}, {dtype}, {mode}, {len(samples)} questions, {num_passages} passages")
+    shown([done[s.id] for s in samples], {n: bytes_per_token(e) for n, e in engines.items()})
+    with tempfile.TemporaryDirectory() as folder:
+        taken = times(loaded, samples[:timed], mode, repeats, Path(folder))
+    print(f"\nTime to first token, median of {timed} questions, {repeats} times each")
+    for name, seconds in taken.items():
+        print(f"{name:26} {1000 * seconds:8.1f} ms")
+    print(json.dumps({"machine": machine(), "ttft_s": taken}))
+
+
+if __name__ == "__main__":
+    typer.run(main)
