@@ -66,6 +66,7 @@ def main() -> None:
 
 
 def report(name: str, outcomes: Counter[str], late_s: float, took_s: float) -> None:
+    outcomes.update(wrong=0)  # so that it is named
     figures = ", ".join(f"{value} {key}" for key, value in sorted(outcomes.items()))
     print(f"{name}: {figures} (late: after {late_s:g} s), in {took_s:.0f} s", flush=True)
 

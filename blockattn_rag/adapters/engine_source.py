@@ -38,7 +38,8 @@ class EngineSource:
         engine: a ready engine; instead of all else.
         model_name: name or path of a model, or a loaded transformers model.
         tokenizer_name: a transformers tokenizer, or its name or path; None takes the model's.
-        kv_store: a store or its directory; None keeps keys and values in memory.
+        kv_store: a store, or what ``store.open_store`` takes, such as a directory or
+            ``"s3://bucket/kv"``; None keeps keys and values in memory.
         device_map: a torch device, or ``"auto"``.
         model_kwargs: further arguments for loading the model.
     """
@@ -121,7 +122,7 @@ class EngineSource:
         if live := self.live_parts:
             raise pickle.PicklingError(
                 f"this was built from a live {' and '.join(live)}, which cannot be sent to another "
-                "process; build it from the name of a model and the directory of a store"
+                "process; build it from the name of a model and the directory or address of a store"
             )
         # The store itself, which may have a bound, and not its place alone.
         return partial(EngineSource, **{**self.fields(), "kv_store": self._kv_store}), ()
@@ -226,6 +227,8 @@ class EngineSource:
 
 
 def _location(store: KVStore | str | Path | None) -> str | None:
-    """The directory of a store; None without a store, and for one in memory."""
-    path = store if isinstance(store, (str, Path)) else getattr(store, "path", None)
-    return None if path is None else str(path)
+    """The directory or address of a store; None without one, and for an object in memory."""
+    if isinstance(store, (str, Path)):
+        return str(store)
+    place = getattr(store, "path", None) or getattr(store, "url", None)
+    return None if place is None else str(place)

@@ -25,8 +25,18 @@ from blockattn_rag.rag.ingest import ingest_documents
 from blockattn_rag.rag.model_names import existing_model
 from blockattn_rag.rag.sources import orphaned_sources
 from blockattn_rag.store.namespaces import check_namespace
+from blockattn_rag.store.urls import lasts, scheme_of
 
-_TOLD = ("model", "fingerprint", "embedding", "collection", "sink", "namespace", "kv_dtype")
+_TOLD = (
+    "model",
+    "fingerprint",
+    "embedding",
+    "collection",
+    "sink",
+    "namespace",
+    "kv_dtype",
+    "store",
+)
 
 
 def _known_sink(sink: str | None) -> str | None:
@@ -41,6 +51,15 @@ def _known_sink(sink: str | None) -> str | None:
 def _known_namespace(name: str | None) -> str | None:
     try:
         return name and check_namespace(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _known_store(spec: str | None) -> str | None:
+    try:
+        if spec and not lasts(spec):
+            raise typer.BadParameter("what is in memory ends with this command; name a lasting one")
+        return spec if not spec or scheme_of(spec) else str(Path(spec).resolve())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -84,6 +103,14 @@ def ingest(
             callback=_known_namespace,
         ),
     ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Where keys and values go: a folder, or an address such as s3://bucket/kv. "
+            "Default: the database's, or the folder kv in it.",
+            callback=_known_store,
+        ),
+    ] = None,
     kv_dtype: Annotated[
         KVDtypeName | None,
         typer.Option(help=f"{KVDtypeHelp} Default: the database's, or model."),
@@ -106,6 +133,7 @@ def ingest(
             sink=sink,
             namespace=namespace,
             kv_dtype=kv_dtype,
+            store=store,
         )
         loaded = load_documents(paths, exclude=db)
         for file, reason in loaded.skipped:

@@ -57,7 +57,8 @@ class EngineFields(BaseModel):
         llm: another component of this package, with options bound to it or not, to share model,
             store, template, sink and correction with.
         tokenizer: a transformers tokenizer or where to load it; default: the model's.
-        kv_store: directory of the KV store, or a store object; default: 1 GiB of memory.
+        kv_store: the KV store: a directory, an address such as ``"s3://bucket/kv"`` (see
+            ``store.open_store``), or a store object; default: 1 GiB of memory.
         device_map (or device): a torch device, or ``"auto"``.
         model_kwargs: for loading the model, such as ``dtype``.
         block_template: what stands around each passage. Ingestion and answers must agree on it;

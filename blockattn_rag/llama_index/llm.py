@@ -71,7 +71,8 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         tokenizer, tokenizer_name: a transformers tokenizer, or where to load it; default: the
             model's.
         engine: a ready engine, shared with others; instead of all that says how to load one.
-        kv_store: directory of the KV store, or a store object; default: 1 GiB of memory.
+        kv_store: the KV store: a directory, an address such as ``"s3://bucket/kv"`` (see
+            ``store.open_store``), or a store object; default: 1 GiB of memory.
         mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
         on_miss: ``"compute"`` what is not stored, or ``"error"``.
         positions: ``"reordered"``, or ``"composite"``, the papers' ablation.

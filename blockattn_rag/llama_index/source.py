@@ -21,7 +21,7 @@ class EngineComponent(BaseComponent):
 
     model_name: str | None = Field(description="Name or path of the model.")
     tokenizer_name: str | None = Field(description="Name or path of the tokenizer, if not there.")
-    kv_store: str | None = Field(description="Directory of the KV store; None: in memory.")
+    kv_store: str | None = Field(description="Place of the KV store; None: in memory.")
     device_map: str = Field(description="Device of the model, such as 'cuda:0', or 'auto'.")
     model_kwargs: dict[str, Any] = Field(description="Further arguments for loading the model.")
 
@@ -42,7 +42,7 @@ class EngineComponent(BaseComponent):
             raise pickle.PicklingError(
                 f"this {type(self).__name__} was built from a live {' and '.join(live)}, which "
                 "cannot be sent to another process; build it from model_name= and kv_store= (a "
-                "directory), or run the ingestion pipeline without num_workers"
+                "directory or an address), or run the ingestion pipeline without num_workers"
             )
         return super().__getstate__()
 

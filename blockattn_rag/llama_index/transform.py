@@ -27,6 +27,7 @@ from blockattn_rag.llama_index.source import EngineComponent
 from blockattn_rag.prompts.blocks import Block, BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import KVStore
+from blockattn_rag.store.urls import lasts
 
 _NO_FIELDS = ("fingerprint", "store", "namespace", "correction_digest")
 """What ``to_dict`` tells besides the fields."""
@@ -143,11 +144,16 @@ class BlockKVTransform(EngineComponent, TransformComponent):
             **super().to_dict(**kwargs),
             "fingerprint": self.engine.model.fingerprint,
             # A store in memory lives as long as its object.
-            "store": self.kv_store or f"{type(store).__name__} {id(store)}",
+            "store": self._lasting_store or f"{type(store).__name__} {id(store)}",
             "namespace": self.engine.access.namespace,
             # Another one may come to the same file.
             "correction_digest": correction_digest(self.correction),
         }
+
+    @property
+    def _lasting_store(self) -> str | None:
+        """The place of the store; None if it goes with this process."""
+        return self.kv_store if self.kv_store and lasts(self.kv_store) else None
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> BlockKVTransform:
@@ -155,10 +161,11 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         return super().from_dict(fields, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.kv_store is None:
+        if self._lasting_store is None:
             raise pickle.PicklingError(
                 "this BlockKVTransform stores in memory, where another process could not leave "
-                "anything; give kv_store= a directory, or run the pipeline without num_workers"
+                "anything; give kv_store= a directory or an address, or run the pipeline without "
+                "num_workers"
             )
         return super().__getstate__()
 

@@ -4,7 +4,7 @@
 
     DIR/blockattn.json    model, embedding, chunk size, collection, block template
     DIR/chroma/           embedded Chroma: passages, their embeddings and KV handles
-    DIR/kv/               DirectoryStore: keys and values
+    DIR/kv/               DirectoryStore: keys and values, unless the note names another store
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Manifest:
     """What a database was made with. ``fingerprint``: of the model that encoded last; ``sink``:
     what it encoded passages after, or what a calibration of it chose since; ``namespace``: of their
     keys and values in the store; ``kv_dtype``: what passages are kept in that are computed from now
-    on."""
+    on; ``store``: where these are, an address or whole path (``store.open_store``), None for the
+    folder ``kv`` of the database."""
 
     model: str
     fingerprint: str
@@ -55,6 +56,7 @@ class Manifest:
     sink: str = NO_SINK
     namespace: str = ""
     kv_dtype: str = "model"
+    store: str | None = None
     version: int = VERSION
 
     @classmethod
@@ -218,7 +220,7 @@ def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str) -> Block
     with loading(wanted.model):
         return BlockAttentionEngine.from_pretrained(
             wanted.model,
-            store=path / "kv",
+            store=wanted.store or path / "kv",
             device=device,
             dtype=dtype,
             namespace=wanted.namespace,

@@ -30,6 +30,11 @@ def scheme_of(spec: str) -> str:
     return match[1]
 
 
+def lasts(spec: str) -> bool:
+    """Whether what is stored there outlives this process, and others find it."""
+    return scheme_of(spec) != "memory"
+
+
 def check_no_credentials(url: str, instead: str) -> None:
     """Refuse an address that holds credentials: addresses are shown, logged and written to files.
 

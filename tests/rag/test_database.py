@@ -46,3 +46,11 @@ def test_a_database_keeps_what_its_blocks_are_kept_in(model: Path, tmp_path: Pat
     manifest.write_text(manifest.read_text().replace('"int8"', '"int4"'))
     with pytest.raises(DatabaseError, match=r"is damaged .*int4"):
         Database.open(tmp_path / "db")
+
+
+def test_a_database_keeps_the_address_of_its_store(model: Path, tmp_path: Path) -> None:
+    wanted = Manifest(str(model), fingerprint="", store=f"file://{tmp_path}/elsewhere")
+    Database.create(tmp_path / "db", wanted)
+    store = Database.open(tmp_path / "db").engine.store
+    assert repr(store) == f"DirectoryStore({str(tmp_path / 'elsewhere')!r})"
+    assert not (tmp_path / "db" / "kv").exists()

@@ -1,0 +1,75 @@
+"""The engine and both adapters by the address of a store: what one encodes, the next one reuses."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+from llama_index.core.schema import TextNode
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.langchain import ChatBlockAttention
+from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform
+from blockattn_rag.model import BlockModel
+from tests.models import tiny_model, tiny_tokenizer
+
+TEXTS = ["Halden Tower is 214 metres high.", "It was built in 1931.", "How high is it?"]
+
+
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    return BlockModel(tiny_model(), tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that is loaded by its path."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model().save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["path", "file", "s3"])
+def test_what_one_engine_stores_the_next_one_reuses_and_answers_alike(
+    model: BlockModel, tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    match kind:
+        case "path":
+            spec = str(tmp_path / "kv")
+        case "file":
+            spec = f"file://{tmp_path}/kv"
+        case _:
+            spec = request.getfixturevalue("s3")
+    BlockAttentionEngine(model, spec).generate(TEXTS, max_new_tokens=1)
+    answers = [
+        BlockAttentionEngine(model, store, resident_bytes=0).generate(TEXTS, max_new_tokens=4)
+        for store in (spec, "memory:")
+    ]
+    assert [answer.stats.hits for answer in answers] == [2, 0]
+    assert answers[0].token_ids == answers[1].token_ids
+
+
+def test_the_adapters_share_a_bucket_and_come_back_from_pickles(folder: Path, s3: str) -> None:
+    transform = BlockKVTransform(model_name=str(folder), kv_store=s3)
+    assert transform.to_dict()["store"] == s3
+    (_,) = transform([TextNode(text=TEXTS[0])])
+    assert transform.stats is not None
+    assert transform.stats.computed == 1
+    again = pickle.loads(pickle.dumps(transform))
+    again([TextNode(text=TEXTS[0])])
+    assert (again.stats.computed, again.stats.reused) == (0, 1)
+    llm = BlockAttentionLLM(model_name=str(folder), kv_store=s3)
+    assert repr(llm.engine.store) == f"ObjectStore({s3!r})"
+    chat = ChatBlockAttention(model=str(folder), kv_store=s3)
+    assert chat.engine.store.get(next(iter(llm.engine.store.keys()))) is not None
+
+
+def test_what_is_in_memory_is_no_place_where_another_process_could_leave_anything(
+    folder: Path,
+) -> None:
+    transform = BlockKVTransform(model_name=str(folder), kv_store="memory:1MB")
+    assert str(transform.to_dict()["store"]).startswith("MemoryStore ")
+    with pytest.raises(pickle.PicklingError, match="stores in memory"):
+        pickle.dumps(transform)

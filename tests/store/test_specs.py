@@ -1,0 +1,120 @@
+"""Stores by path and address: which kind each means, and what is refused and why."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag.store import (
+    DirectoryStore,
+    MemoryStore,
+    ObjectStore,
+    RedisStore,
+    open_store,
+)
+from blockattn_rag.store.urls import lasts, reason, scheme_of
+
+
+def test_a_file_address_is_a_path(tmp_path: Path) -> None:
+    folder = tmp_path / "a b"
+    opened = open_store(f"file://{tmp_path}/a%20b")
+    assert isinstance(opened, DirectoryStore)
+    assert opened.path == folder
+    with pytest.raises(ValueError, match="whole path on this machine"):
+        open_store("file://elsewhere/kv")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/kv", "gs://bucket/kv", "az://container/kv"])
+def test_a_bucket_is_an_object_store(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    opened = open_store(url)
+    assert isinstance(opened, ObjectStore)
+    assert opened.url == url
+
+
+@pytest.mark.parametrize("url", ["redis://host:1/2", "rediss://host:1/2"])
+def test_a_redis_server_is_a_redis_store(url: str) -> None:
+    pytest.importorskip("redis")
+    opened = open_store(url)
+    assert isinstance(opened, RedisStore)
+    assert opened.url == url
+
+
+@pytest.mark.parametrize(
+    ("spec", "nbytes"),
+    [
+        ("memory:", 1 << 30),
+        ("memory://", 1 << 30),
+        ("memory:2GiB", 2 << 30),
+        ("memory:1.5 MB", 1_500_000),
+        ("memory:500k", 500_000),
+        ("memory:17", 17),
+    ],
+)
+def test_memory_has_a_size(spec: str, nbytes: int) -> None:
+    opened = open_store(spec)
+    assert isinstance(opened, MemoryStore)
+    assert opened.max_bytes == nbytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("ftp://host/kv", "found ftp:// for a store, expected a path, s3://bucket/prefix"),
+        ("http://host/kv", "found http:// for a store"),
+        ("memory:much", "a size as in memory:2GiB"),
+        ("memory:0", "must be positive"),
+        ("s3:/bucket/kv", "two slashes after s3:"),
+        (Path("s3://bucket/kv"), "pathlib.Path takes one of them away"),
+    ],
+)
+def test_an_address_of_no_known_kind_is_refused(spec: str | Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_store(spec)
+
+
+@pytest.mark.parametrize(
+    ("url", "package", "extra"),
+    [("s3://bucket/kv", "obstore", "s3"), ("redis://host/0", "redis", "redis")],
+)
+def test_a_missing_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, url: str, package: str, extra: str
+) -> None:
+    found = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] == package:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+        return found(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=rf"{url} needs {package}.*\.\[{extra}\]"):
+        open_store(url)
+
+
+def test_a_path_with_a_colon_is_a_path(tmp_path: Path) -> None:
+    assert scheme_of("C:/kv") == ""
+    assert scheme_of("kv:old") == ""
+    assert isinstance(open_store(tmp_path / "kv:old"), DirectoryStore)
+
+
+def test_only_memory_goes_with_the_process() -> None:
+    assert lasts("kv")
+    assert lasts("s3://bucket/kv")
+    assert not lasts("memory:2GiB")
+
+
+def test_reasons_are_one_short_line_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "0123456789")
+    error = ValueError(
+        "no answer\n from https://me:pass@host/kv?sig=abc&x=1 with 0123456789 " + "x" * 1000
+        + "\n\nDebug source:\n0123456789"
+    )  # fmt: skip
+    told = reason(error)
+    assert told.startswith("no answer from https://host/kv?... with *** xxx")
+    assert len(told) < 600
+    assert reason(KeyError()) == "KeyError"
