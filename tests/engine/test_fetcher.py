@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from blockattn_rag.errors import ContextOverflowError, MissError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockTemplate, Origin, Span
-from blockattn_rag.store import DirectoryStore, shrink
+from blockattn_rag.store import DirectoryStore, MemoryStore, shrink
+from blockattn_rag.store.base import Found, get_or_error
 from tests.engine.ingestion import FaultyStore, ingest
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
@@ -155,6 +157,27 @@ class CountingStore(DirectoryStore):
     def get(self, key: str) -> BlockKV | None:
         self.reads += 1
         return super().get(key)
+
+
+class BatchedStore(MemoryStore):
+    """Answers for many keys at once, and records how many it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.asked: list[int] = []
+
+    def get_many(self, keys: Sequence[str]) -> list[Found]:
+        self.asked.append(len(keys))
+        return [get_or_error(self, key) for key in keys]
+
+
+def test_the_store_is_asked_once_for_all_blocks_of_a_prompt(model: BlockModel) -> None:
+    store = BatchedStore()
+    fetcher = BlockFetcher(model, store)
+    fetcher.fetch([A, B, C], "compute")
+    found = fetcher.fetch([A, B, C, B], "error")
+    assert (found.hits, found.misses) == (4, 0)
+    assert store.asked == [3, 3]
 
 
 def test_a_resident_block_is_read_and_checked_once(model: BlockModel, tmp_path: Path) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from blockattn_rag.errors import StoreError
+from blockattn_rag.errors import CorruptEntryError, StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
+from blockattn_rag.store.base import Found, get_or_error
 from blockattn_rag.store.device_cache import DeviceCache, with_device_cache
 from tests.store.kvs import key_of, make_kv
 
@@ -140,3 +142,44 @@ def test_what_is_not_the_block_asked_for_is_given_as_it_is_and_not_kept(
         monkeypatch.setattr(DirectoryStore, "get", lambda *_, kv=wrong: kv)
         assert cache.get(KEY) is cache.get(KEY) is wrong
     assert store.asked == ["get"] * 4
+
+
+class Batched(Recorded):
+    """Answers for many keys at once, and records which."""
+
+    def get_many(self, keys: Sequence[str]) -> list[Found]:
+        self.asked.append(" ".join(keys))
+        return [get_or_error(self, key) for key in keys]
+
+
+def test_the_store_is_asked_once_for_all_that_is_not_in_memory(tmp_path: Path) -> None:
+    store = Batched(tmp_path / "kv")
+    cache = DeviceCache(store, 1 << 20)
+    damaged, absent = make_kv("damaged"), make_kv("absent")
+    cache.put(KEY, KV)
+    for kv in (OTHER, damaged):
+        store.put(kv.key, kv)
+    store.entry_path(damaged.key).write_bytes(b"?")
+    asked = [OTHER.key, KEY, absent.key, damaged.key, OTHER.key]
+    found = cache.get_many(asked)
+    assert store.asked[0] == f"{OTHER.key} {absent.key} {damaged.key}"
+    assert found[1] is KV
+    assert found[0] is found[4]
+    assert found[2] is None
+    assert isinstance(found[3], CorruptEntryError)
+    del store.asked[:]
+    assert cache.get_many([OTHER.key, KEY]) == [found[0], KV]
+    assert store.asked == []
+
+
+def test_a_use_that_a_store_which_is_left_alone_does_not_learn_of_is_not_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def touch(self: Recorded, key: str) -> bool:
+        raise StoreUnavailableError("told before")
+
+    monkeypatch.setattr(Recorded, "touch", touch)
+    cache = DeviceCache(Recorded(tmp_path / "kv"), 1 << 20)
+    cache.keep(KEY, KV)
+    assert cache.get(KEY) is KV
+    assert not caplog.records

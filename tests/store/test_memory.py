@@ -7,11 +7,13 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockattn_rag.store import KVStore, MemoryStore, StoreStats
-from tests.store.kvs import key_of, make_kv
+from blockattn_rag.store.memory import host_copy
+from tests.store.kvs import key_of, make_kv, same
 
 KV = [make_kv(f"passage {i}", tokens=3) for i in range(6)]
 KEYS = [key_of(kv) for kv in KV]
@@ -154,3 +156,34 @@ def test_many_threads_leave_the_books_in_order() -> None:
     stats = store.stats()
     assert stats.total_bytes == SIZE * stats.entries == SIZE * len(list(store.keys()))
     assert stats.total_bytes <= store.max_bytes
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_store_on_the_host_holds_copies_in_memory_of_their_own(quantised: bool) -> None:
+    kv = make_kv(quantised=quantised)
+    store = MemoryStore(kv.nbytes, on_host=True)
+    store.put(kv.key, kv)
+    held = store.get(kv.key)
+    assert held is not None
+    assert same(held, kv)
+    given = {t.data_ptr() for layer in range(kv.num_layers) for t in kv.tensors(layer)}
+    own = {t.data_ptr() for layer in range(kv.num_layers) for t in held.tensors(layer)}
+    assert not given & own
+
+
+def test_memory_of_the_host_is_page_locked_where_that_is_possible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    locked: list[torch.Tensor] = []
+
+    def lock(tensor: torch.Tensor) -> torch.Tensor:
+        locked.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lock)
+    kv = make_kv(layers=3)
+    assert same(host_copy(kv, page_locked=True), kv)
+    assert len(locked) == 6
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert same(host_copy(kv), kv)
+    assert len(locked) == 6
