@@ -18,6 +18,8 @@ from blockattn_rag.errors import StoreError
 from blockattn_rag.prompts.sinks import NO_SINK
 from blockattn_rag.rag.database import MANIFEST, chroma_client, require_manifest
 
+_GROUPS = ("models", "namespaces", "kv_dtypes")
+_COLUMNS = ("model", "namespace", "kept in", "entries", "tokens", "size")
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 app = typer.Typer(no_args_is_help=True, help="Inspect and clean a KV store.")
@@ -28,10 +30,10 @@ StoreArgument = Annotated[
 
 @app.command()
 def stats(store: StoreArgument, as_json: JsonOption = False) -> None:
-    """How many entries there are, for which models, and how large."""
+    """How many entries there are, of which models, tenants and number types, and how large."""
     with working(as_json):
         opened = _open(store)
-        models: dict[str, Counter[str]] = {}
+        kinds: dict[tuple[str, str, str], Counter[str]] = {}
         unreadable: dict[str, str] = {}
         for key in opened.keys():  # noqa: SIM118 - a store is no dict
             try:
@@ -41,18 +43,23 @@ def stats(store: StoreArgument, as_json: JsonOption = False) -> None:
                 continue
             if info is None:
                 continue
-            model = models.setdefault(info.fingerprint, Counter())
-            model.update(entries=1, tokens=info.num_tokens, bytes=info.nbytes)
-    total = {name: sum(m[name] for m in models.values()) for name in ("entries", "tokens", "bytes")}
-    data = {"store": store, **total, "models": models, "unreadable": unreadable}
+            kind = kinds.setdefault((info.fingerprint, info.namespace, info.kv_dtype), Counter())
+            kind.update(entries=1, tokens=info.num_tokens, bytes=info.nbytes)
+    total: Counter[str] = Counter(entries=0, tokens=0, bytes=0)
+    groups: dict[str, dict[str, Counter[str]]] = {name: {} for name in _GROUPS}
+    for kind_names, figures in kinds.items():
+        total.update(figures)
+        for group, name in zip(groups.values(), kind_names, strict=True):
+            group.setdefault(name, Counter()).update(figures)
+    data = {"store": store, **total, **groups, "unreadable": unreadable}
     rows = [
-        (_shown(fingerprint), m["entries"], m["tokens"], size(m["bytes"]))
-        for fingerprint, m in models.items()
+        (_shown(model), _plain(namespace), kv_dtype, m["entries"], m["tokens"], size(m["bytes"]))
+        for (model, namespace, kv_dtype), m in kinds.items()
     ]
-    rows.append(("all", total["entries"], total["tokens"], size(total["bytes"])))
+    rows.append(("all", "", "", total["entries"], total["tokens"], size(total["bytes"])))
     if unreadable:
         note(f"note: {len(unreadable)} more cannot be used; blockattn-rag store verify tells why")
-    emit(as_json, data, table(str(store), ("model", "entries", "tokens", "size"), rows))
+    emit(as_json, data, table(str(store), _COLUMNS, rows))
 
 
 @app.command()
@@ -260,8 +267,13 @@ def _chroma_of(folder: Path) -> Path:
 
 
 def _shown(fingerprint: str) -> str:
-    """The start of what a file says: in ASCII, since it could hold a terminal's control codes."""
-    return ascii(fingerprint)[1:-1][:12]
+    """The start of what a file says."""
+    return _plain(fingerprint)[:12]
+
+
+def _plain(text: str) -> str:
+    """In ASCII, since it could hold a terminal's control codes."""
+    return ascii(text)[1:-1]
 
 
 def _bytes(text: str) -> int:

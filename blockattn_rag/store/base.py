@@ -115,6 +115,8 @@ class EntryInfo:
     handle: str
     digest: str
     fingerprint: str
+    namespace: str
+    kv_dtype: str
     num_tokens: int
     nbytes: int
     used_ns: int

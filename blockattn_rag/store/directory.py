@@ -206,6 +206,8 @@ class DirectoryStore:
             handle=header.handle,
             digest=header.digest,
             fingerprint=header.fingerprint,
+            namespace=header.namespace,
+            kv_dtype=header.kv_dtype,
             num_tokens=header.num_tokens,
             nbytes=status.st_size,
             used_ns=status.st_mtime_ns,

@@ -202,6 +202,8 @@ class ObjectStore:
             handle=header.handle,
             digest=header.digest,
             fingerprint=header.fingerprint,
+            namespace=header.namespace,
+            kv_dtype=header.kv_dtype,
             num_tokens=header.num_tokens,
             nbytes=meta["size"],
             used_ns=used_ns,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -54,6 +55,24 @@ def test_stats_count_entries_tokens_and_bytes_by_model(cli: Command, database: P
     # The KV folder itself serves as well.
     assert cli("store", "stats", database / "kv", "--json").json["entries"] == 1
     assert "1" in cli("store", "stats", database).stdout
+
+
+def test_stats_tell_tenants_and_number_types_apart(cli: Command, database: Path) -> None:
+    store = DirectoryStore(database / "kv")
+    for kv in (make_kv(namespace="one"), make_kv(namespace="one", quantised=True, tokens=5)):
+        kv = replace(kv, digest=f"of {kv.num_tokens} tokens")
+        store.put(key_of(kv), kv)
+    stats = cli("store", "stats", database, "--json").json
+    assert {name: one["entries"] for name, one in stats["namespaces"].items()} == {"": 1, "one": 2}
+    assert {name: one["entries"] for name, one in stats["kv_dtypes"].items()} == {
+        "model": 2,
+        "int8": 1,
+    }
+    assert stats["kv_dtypes"]["int8"]["tokens"] == 5
+    assert stats["namespaces"]["one"]["tokens"] == 8
+    shown = cli("store", "stats", database).stdout
+    assert "one" in shown
+    assert "int8" in shown
 
 
 def test_a_folder_that_is_no_store_is_refused_and_left_as_it_is(
