@@ -67,7 +67,7 @@ def test_no_number_is_off_by_more_than_half_a_step(dtype: torch.dtype) -> None:
     assert torch.equal(made.values[0].abs().amax(2), torch.full((2, 50), 127, dtype=torch.int8))
 
 
-_MAGNITUDES = st.floats(-37, 38, allow_nan=False)
+_MAGNITUDES = st.floats(-45, 38, allow_nan=False)  # from denormal numbers of float32 on
 
 
 @given(
@@ -96,7 +96,7 @@ def test_numbers_of_float16_stay_finite() -> None:
 def test_zeros_stay_zeros() -> None:
     made = check(kv_of(torch.zeros(2, 1, 4), torch.zeros(2, 1, 4)))
     assert all(not t.any() for t in made.states(0))
-    assert all(bool(t.isfinite().all()) for t in (*scales_of(made).keys, *scales_of(made).values))
+    assert all(bool((t > 0).all()) for t in (*scales_of(made).keys, *scales_of(made).values))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
