@@ -85,7 +85,7 @@ def quantise(
 
 def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``codes * scale``, computed in float32 and rounded once, to ``dtype``."""
-    return (codes * scale).to(dtype)
+    return codes.float().mul_(scale).to(dtype)
 
 
 def _quantised(states: Tensor, dim: int) -> tuple[Tensor, Tensor]:
