@@ -28,7 +28,8 @@ from blockattn_rag.store.base import (
 )
 from blockattn_rag.store.checks import check_finite, check_storable
 from blockattn_rag.store.eviction import SizeBound, StoredFile
-from blockattn_rag.store.format import FORMAT, VERSION, Header, decode, encode, read_header
+from blockattn_rag.store.format import decode, encode
+from blockattn_rag.store.header import FORMAT, VERSION, Header, read_header
 
 MARK = "format.json"
 MARKED = {"format": FORMAT, "version": VERSION}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from blockattn_rag.errors import CorruptEntryError, StoreError
 from blockattn_rag.files.atomic import temporary_name
-from blockattn_rag.store.format import FormatError
+from blockattn_rag.store.header import FormatError
 
 FILE_MODE = 0o600
 _FOLDER_MODE = 0o700

@@ -32,7 +32,8 @@ from blockattn_rag.store.directory import (
     entry_files,
     read_mark,
 )
-from blockattn_rag.store.format import FormatError, decode, encode
+from blockattn_rag.store.format import decode, encode
+from blockattn_rag.store.header import FormatError
 
 _PLAIN, _NONE = ("sink", "correction"), (None, "none")
 

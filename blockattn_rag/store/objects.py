@@ -23,7 +23,8 @@ from blockattn_rag.store.base import (
 from blockattn_rag.store.checks import check_finite, check_storable
 from blockattn_rag.store.deadlines import check_seconds
 from blockattn_rag.store.files import age_s
-from blockattn_rag.store.format import FormatError, Header, decode, encode, read_header
+from blockattn_rag.store.format import decode, encode
+from blockattn_rag.store.header import FormatError, Header, read_header
 from blockattn_rag.store.object_client import ObjectClient, connect
 from blockattn_rag.store.urls import check_no_credentials
 

@@ -25,7 +25,8 @@ from blockattn_rag.store.base import (
 )
 from blockattn_rag.store.checks import check_finite, check_storable
 from blockattn_rag.store.deadlines import Readers, check_seconds, deadline, outcome
-from blockattn_rag.store.format import FormatError, decode, encode
+from blockattn_rag.store.format import decode, encode
+from blockattn_rag.store.header import FormatError
 from blockattn_rag.store.urls import check_no_credentials, reason
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blockattn_rag.kv.block_kv import BlockKV, token_digest
 from blockattn_rag.store import checks
-from blockattn_rag.store.format import MAGIC, FormatError
+from blockattn_rag.store.header import MAGIC, FormatError
 from blockattn_rag.store.layout import CHECKSUM_DIGITS, LENGTH_BYTES
 
 _PREFIX = MAGIC + b'1","xxh3_128":"'

@@ -19,9 +19,10 @@ from safetensors import torch as safetensors_torch
 
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import KVScales
-from blockattn_rag.store import format as entry
+from blockattn_rag.store import header as entry
 from blockattn_rag.store.checks import DTYPES, check_storable, is_finite
-from blockattn_rag.store.format import FormatError, decode, encode, read_header
+from blockattn_rag.store.format import decode, encode
+from blockattn_rag.store.header import FormatError, read_header
 from blockattn_rag.store.layout import ALIGNMENT, Layout
 from tests.store.kvs import kvs, make_kv, quantised_kvs, same
 

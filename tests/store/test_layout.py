@@ -10,14 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.format import (
-    FormatError,
-    Header,
-    encode,
-    parse_token_ids,
-    read_header,
-    verify_range,
-)
+from blockattn_rag.store.format import encode, parse_token_ids, verify_range
+from blockattn_rag.store.header import FormatError, Header, read_header
 from blockattn_rag.store.layout import Layout, ranges, share_of
 from tests.store.kvs import kvs, make_kv, quantised_kvs
 

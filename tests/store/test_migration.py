@@ -18,7 +18,7 @@ from blockattn_rag.kv.block_kv import BlockKV, token_digest
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import DirectoryStore, MemoryStore, migrate, verify, version_1
 from blockattn_rag.store.files import read_whole
-from blockattn_rag.store.format import FormatError
+from blockattn_rag.store.header import FormatError
 from tests.models import shared_tiny_llama, tiny_tokenizer
 from tests.store import version_1 as old
 from tests.store.kvs import kvs, make_kv, same
