@@ -44,17 +44,22 @@ def test_stores_of_different_prefixes_share_a_server(redis: RedisStore, redis_ur
     assert KEY in redis
 
 
-def test_an_entry_is_forgotten_when_it_was_not_used_for_its_time(redis_url: str) -> None:
-    store = RedisStore(redis_url, prefix="ttl:", ttl_s=0.6)
+def test_an_entry_is_forgotten_when_it_was_not_used_for_its_time(
+    redis_url: str, client: Any
+) -> None:
+    store = RedisStore(redis_url, prefix="ttl:", ttl_s=100.0)
+    name = f"ttl:{KEY}"
     store.put(KEY, KV)
-    until = time.monotonic() + 1.2  # twice its time, in use
-    while time.monotonic() < until:
-        time.sleep(0.05)
-        assert store.get(KEY) is not None
-        assert store.touch(KEY)
-    time.sleep(0.8)
-    assert store.get(KEY) is None
-    assert not store.touch(KEY)
+    assert 90_000 < client.pttl(name) <= 100_000
+    for use in (store.get, store.touch):
+        client.pexpire(name, 5000)
+        assert use(KEY)
+        assert client.pttl(name) > 90_000
+    short = RedisStore(redis_url, prefix="ttl:", ttl_s=0.1)
+    short.put(KEY, KV)
+    time.sleep(0.3)
+    assert short.get(KEY) is None
+    assert not short.touch(KEY)
 
 
 def test_without_a_time_the_server_decides(redis_url: str, client: Any) -> None:

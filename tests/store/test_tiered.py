@@ -218,6 +218,9 @@ def test_a_promotion_does_not_take_the_place_of_a_write_that_waits(home: Remote)
     home.go.clear()
     tiers = TieredStore(Remote(), near, home, write="behind")
     new = make_kv("passage 0", tokens=9)
+    others = [make_kv(f"other {i}") for i in range(4)]
+    for kv in others:  # four threads write, and are busy
+        tiers.put(kv.key, kv)
     tiers.put(KEY, new)
     tiers._fill(KEY, KV, tiers._tiers[:1])
     home.go.set()
