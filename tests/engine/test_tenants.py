@@ -214,5 +214,5 @@ def test_a_read_only_engine_refuses_to_encode_what_is_absent(
     BlockAttentionEngine(model, store).encode(["first passage"])
     engine = BlockAttentionEngine(model, store, read_only=True)
     assert engine.encode(["first passage"]) == [A.handle]
-    with pytest.raises(ValueError, match="1 of 2 blocks are not in the store.*read_only=True"):
+    with pytest.raises(ValueError, match=r"1 of 2 blocks are not in the store.*read_only=True"):
         engine.encode(["first passage", "second"])
