@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,14 @@ from blockattn_rag.model.tolerances import STATES, WIDEST
 _PROBE_TOKENS = 8
 _PROBE_OFFSETS = (13, 1009)
 _UNLIMITED = 1 << 30
+
+
+class StateOutline(NamedTuple):
+    """Heads, head size and number type of one layer's keys or values."""
+
+    heads: int
+    size: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,13 @@ class AttentionProfile:
     token_outline: tuple[tuple[int, int, torch.dtype], ...]
     key_error: float
     value_error: float
+
+    @property
+    def layer_outlines(self) -> list[tuple[StateOutline, StateOutline]]:
+        """Of each layer's keys and values."""
+        found = [StateOutline(*one) for one in self.token_outline]
+        layers = len(found) // 2  # the keys of all layers come first
+        return list(zip(found[:layers], found[layers:], strict=True))
 
 
 def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:

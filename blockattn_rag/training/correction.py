@@ -140,15 +140,16 @@ def fit_correction(
     correction = Correction(
         tuple(_layer(solution) for solution in solutions), sink, model.fingerprint
     )
-    key_sizes = [size for _, size, _ in model.profile.token_outline[::2]]
+    key_sizes = [keys.size for keys, _ in model.profile.layer_outlines]
     of_keys, of_values = _explained(tested, solutions, key_sizes)
     tokens = sum(len(ids) for context in contexts for ids in context[1:])
     return correction, FitReport(ridge, tokens, of_keys, of_values)
 
 
 def _empty_sums(model: BlockModel) -> list[_Sums]:
-    keys, values = model.profile.token_outline[::2], model.profile.token_outline[1::2]
-    return [_Sums(k[0], k[1] + v[1]) for k, v in zip(keys, values, strict=True)]
+    return [
+        _Sums(keys.heads, keys.size + values.size) for keys, values in model.profile.layer_outlines
+    ]
 
 
 def _add_prompt(

@@ -37,8 +37,11 @@ def correction_of(model: BlockModel, *, sink: str = "none", size: float = 0.1) -
         return size * torch.randn(*shape, generator=generator)
 
     outline = model.profile.token_outline
+    half = len(outline) // 2
     layers = []
-    for (heads, key_size, _), (_, value_size, _) in zip(outline[::2], outline[1::2], strict=True):
+    for (heads, key_size, _), (_, value_size, _) in zip(
+        outline[:half], outline[half:], strict=True
+    ):
         states = key_size + value_size
         layers.append(
             LayerCorrection(random(heads, states, states), random(heads, NUM_PLACES, states))

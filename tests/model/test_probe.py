@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,3 +83,18 @@ def test_the_limit_is_where_frequencies_stop_being_constant() -> None:
 
 def test_a_context_shorter_than_the_probe_is_no_reason_to_fail() -> None:
     assert profile_attention(tiny_model(max_position_embeddings=12)).max_context_tokens == 12
+
+
+def test_outlines_by_layer_pair_its_keys_with_its_values() -> None:
+    profile = profile_attention(tiny_model())
+    sizes = [(2, 8), (4, 8), (2, 6), (4, 6)]  # keys of two layers, then values
+    outline = tuple((heads, size, torch.float32) for heads, size in sizes)
+    (keys, values), (more_keys, more_values) = replace(
+        profile, token_outline=outline
+    ).layer_outlines
+    assert (keys.heads, keys.size, values.heads, values.size) == (2, 8, 2, 6)
+    assert (more_keys.heads, more_keys.size, more_values.size) == (4, 8, 6)
+    for (of_keys, of_values), (heads, size, _) in zip(
+        profile.layer_outlines, profile.token_outline, strict=False
+    ):
+        assert (of_keys.heads, of_values.size) == (heads, size)

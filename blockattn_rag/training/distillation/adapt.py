@@ -272,12 +272,11 @@ class _Run:
             )
             return Student(model, reader=reader, merge=load_merge(config.merge))
         text = model.config.get_text_config(decoder=True)
-        outline = model.profile.token_outline
-        if len(set(outline[1::2])) > 1:
+        values = [of_values for _, of_values in model.profile.layer_outlines]
+        if len(set(values)) > 1:
             raise DataError("a learned merge needs layers of one shape; this model has several")
-        kv_heads, size, _ = outline[1]
-        layers, heads = len(model.profile.layouts), text.num_attention_heads
-        return Student(model, merge=LearnedMerge.identity(layers, heads, kv_heads, size))
+        heads, (kv_heads, size, _) = text.num_attention_heads, values[0]
+        return Student(model, merge=LearnedMerge.identity(len(values), heads, kv_heads, size))
 
     def _report(
         self, trainer: DistillationTrainer, block: Fidelity, train: int, held: int, questions: int
