@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag.engine.results import ReuseStats
+from blockattn_rag.llama_index import BlockAttentionLLM
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction_file import save_correction
 from blockattn_rag.rag.ask import Answer
@@ -304,10 +305,9 @@ def test_an_answer_that_the_limit_cut_off_is_marked_and_a_whole_one_is_not(
     assert cli(*command, "--json").json["finish_reason"] == "length"
     assert " ... [cut off after 3 tokens: --max-new-tokens, " in cli(*command).stdout
     every_token = list(range(tiny_tokenizer().vocab_size))
-    monkeypatch.setattr(
-        "blockattn_rag.llama_index.BlockAttentionLLM._options",
-        lambda *_: {"max_new_tokens": 9, "eos_token_id": every_token},
-    )
+    own = BlockAttentionLLM._options
+    ending = {"max_new_tokens": 9, "eos_token_id": every_token}
+    monkeypatch.setattr(BlockAttentionLLM, "_options", lambda *a: {**own(*a), **ending})
     assert cli(*command, "--json").json["finish_reason"] == "stop"
     assert "cut off" not in cli(*command).stdout
 
