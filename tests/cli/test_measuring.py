@@ -157,7 +157,7 @@ def test_eval_names_a_bad_line_and_an_unknown_mode(
 ) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
     output = cli("eval", "--model", model, "--data", data, "--modes", "full,fast")
-    message = "such as sink=head:4 or sink=bos+promote=1; found 'fast'"
+    message = "such as sink=head:4 or sink=bos+promote=1, and kv_dtype=int8; found 'fast'"
     assert (output.status, message in output.stderr) == (1, True)
     data.write_text('{"id": 1}\n', encoding="utf-8")
     output = cli("eval", "--model", model, "--data", data)
