@@ -61,7 +61,7 @@ def test_int8_takes_half_the_bytes_from_disk_and_some_reading() -> None:
         plan(LLAMA_8B, torch.bfloat16, machine, **sizes, kv_dtype="int4")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox", "mixtral"])
 def test_other_families_are_measured_not_assumed(family: str) -> None:
     model = tiny_model(family)
     found = footprint(model.config, torch.float32)

@@ -48,7 +48,8 @@ def test_a_reader_is_trained_on_questions_with_their_nearest_passages(
 
 def handles_in(store: DirectoryStore) -> Counter[str]:
     """How many entries each text has."""
-    return Counter(info.handle for key in store.keys() if (info := store.describe(key)))
+    found = map(store.describe, store.keys())
+    return Counter(info.handle for info in found if info is not None)
 
 
 def test_a_database_brings_its_model_its_blocks_and_its_retriever(
