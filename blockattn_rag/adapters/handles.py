@@ -40,14 +40,17 @@ def live_handles(collections: Iterable[Any]) -> set[str]:
     A handle whose recorded source does not agree with the record's text and metadata is left out:
     the text was replaced after the handle was made.
     """
-    handles: set[str] = set()
+    return set(handles_in(collections))
+
+
+def handles_in(collections: Iterable[Any]) -> Iterator[str]:
+    """As ``live_handles``, one by one as they are read; one may come more than once."""
     for collection in collections:
         for metadata, text in records_of(collection, "metadatas", "documents"):
             handle = metadata.get(HANDLE_KEY) if metadata else None
             # Other programs write metadata too: a value that is no string names no entry.
             if isinstance(handle, str) and handle and _agrees(metadata, text):
-                handles.add(handle)
-    return handles
+                yield handle
 
 
 def records_of(collection: Any, *fields: str) -> Iterator[tuple[Any, ...]]:

@@ -114,6 +114,17 @@ def progress(description: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextlib.contextmanager
+def counter(description: str) -> Iterator[Callable[[int], None]]:
+    """Progress of what has no known end, on stderr; yields a function of the number done."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}: {task.completed:,.0f}"))
+    with Progress(*columns, TimeElapsedColumn(), console=stderr, transient=False) as shown:
+        task = shown.add_task(description, total=None)
+        yield lambda done: shown.update(task, completed=done)
+
+
+@contextlib.contextmanager
 def stages() -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar for each stage, on stderr; yields a function of (stage, done, total)."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -1,65 +1,155 @@
-"""``blockattn-rag store``: what a KV store on disk holds, whether it is sound, what can go."""
+"""``blockattn-rag store``: what a KV store holds, whether it is sound, what can go."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Annotated, Any
 
 import typer
 
 from blockattn_rag import store as kv_store
-from blockattn_rag.adapters.handles import live_handles
+from blockattn_rag.cli import collect
+from blockattn_rag.cli.addresses import (
+    FolderArgument,
+    StoreArgument,
+    open_folder,
+    open_maintained,
+    store_folder,
+)
 from blockattn_rag.cli.figures import count, size
-from blockattn_rag.cli.output import JsonOption, emit, note, progress, table, working
+from blockattn_rag.cli.output import (
+    JsonOption,
+    counter,
+    emit,
+    note,
+    plain,
+    progress,
+    table,
+    working,
+)
 from blockattn_rag.errors import StoreError
 from blockattn_rag.prompts.sinks import NO_SINK
-from blockattn_rag.rag.database import MANIFEST, chroma_client, require_manifest
+from blockattn_rag.rag.database import require_manifest
 
 _GROUPS = ("models", "namespaces", "kv_dtypes")
 _COLUMNS = ("model", "namespace", "kept in", "entries", "tokens", "size")
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 app = typer.Typer(no_args_is_help=True, help="Inspect and clean a KV store.")
-StoreArgument = Annotated[
-    Path, typer.Argument(help="A KV store's folder, or a database folder made by `ingest`.")
-]
 
 
 @app.command()
-def stats(store: StoreArgument, as_json: JsonOption = False) -> None:
+def stats(
+    store: StoreArgument,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Count entries and bytes only, as they are listed.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """How many entries there are, of which models, tenants and number types, and how large."""
     with working(as_json):
-        opened = _open(store)
-        kinds: dict[tuple[str, str, str], Counter[str]] = {}
-        unreadable: dict[str, str] = {}
-        for key in opened.keys():  # noqa: SIM118 - a store is no dict
-            try:
-                info = opened.describe(key)
-            except StoreError as error:
-                unreadable[key] = str(error)
-                continue
-            if info is None:
-                continue
-            kind = kinds.setdefault((info.fingerprint, info.namespace, info.kv_dtype), Counter())
-            kind.update(entries=1, tokens=info.num_tokens, bytes=info.nbytes)
+        opened = open_maintained(store)
+        if quick:
+            listed = opened.stats()
+            data = {"store": store, "entries": listed.entries, "bytes": listed.total_bytes}
+        else:
+            kinds, unreadable = _kinds(opened)
+    if quick:
+        shown = f"{store}: {count(listed.entries, 'entry')}, {size(listed.total_bytes)}"
+        emit(as_json, data, shown)
+        return
     total: Counter[str] = Counter(entries=0, tokens=0, bytes=0)
     groups: dict[str, dict[str, Counter[str]]] = {name: {} for name in _GROUPS}
     for kind_names, figures in kinds.items():
         total.update(figures)
         for group, name in zip(groups.values(), kind_names, strict=True):
             group.setdefault(name, Counter()).update(figures)
-    data = {"store": store, **total, **groups, "unreadable": unreadable}
     rows = [
         (_shown(model), _plain(namespace), kv_dtype, m["entries"], m["tokens"], size(m["bytes"]))
         for (model, namespace, kv_dtype), m in kinds.items()
     ]
     rows.append(("all", "", "", total["entries"], total["tokens"], size(total["bytes"])))
     if unreadable:
-        note(f"note: {len(unreadable)} more cannot be used; blockattn-rag store verify tells why")
+        note(f"note: {unreadable.count} more cannot be used; blockattn-rag store verify tells why")
+    data = {"store": store, **total, **groups, "unreadable": asdict(unreadable)}
     emit(as_json, data, table(str(store), _COLUMNS, rows))
+
+
+def _kinds(
+    opened: kv_store.MaintainedStore,
+) -> tuple[dict[tuple[str, str, str], Counter[str]], kv_store.Tally]:
+    """Entries, tokens and bytes by model, namespace and number type; what cannot be read."""
+    kinds: dict[tuple[str, str, str], Counter[str]] = {}
+    unreadable = kv_store.Tally()
+    with counter("entries read") as tick:
+        for done, (key, info) in enumerate(kv_store.describe_all(opened), start=1):
+            tick(done)
+            if isinstance(info, StoreError):
+                unreadable.add(key, str(info))
+            elif info is not None:
+                kind = (info.fingerprint, info.namespace, info.kv_dtype)
+                figures = {"entries": 1, "tokens": info.num_tokens, "bytes": info.nbytes}
+                kinds.setdefault(kind, Counter()).update(figures)
+    return kinds, unreadable
+
+
+@app.command("ls")
+def list_entries(
+    store: StoreArgument,
+    long: Annotated[
+        bool, typer.Option("--long", "-l", help="Read headers, too: handle, tokens, tenant, model.")
+    ] = False,
+    limit: Annotated[int, typer.Option(min=0, help="How many entries to print; 0 for all.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """List entries, one a line: key, bytes, when last used (object stores: when written)."""
+    with working(as_json):
+        opened = open_maintained(store)
+    rows = _long_rows(opened) if long else _rows(opened)
+    rows = islice(rows, limit) if limit else rows
+    if not as_json:
+        for row in rows:
+            typer.echo(plain("  ".join(str(value) for value in row.values())))
+        return
+    # One object, written as it is listed.
+    typer.echo(f'{{"store": {json.dumps(store)}, "entries": [', nl=False)
+    for number, row in enumerate(rows):
+        typer.echo(f"{', ' if number else ''}{json.dumps(row)}", nl=False)
+    typer.echo("]}")
+
+
+def _rows(opened: kv_store.MaintainedStore) -> Iterator[dict[str, Any]]:
+    for entry in opened.entries():
+        yield {"key": entry.key, "bytes": entry.nbytes, "used": _time(entry.used_ns)}
+
+
+def _long_rows(opened: kv_store.MaintainedStore) -> Iterator[dict[str, Any]]:
+    for key, info in kv_store.describe_all(opened):
+        if isinstance(info, StoreError):
+            note(f"note: {key}: {info}")
+        elif info is not None:
+            yield {
+                "key": key,
+                "bytes": info.nbytes,
+                "used": _time(info.used_ns),
+                "handle": info.handle,
+                "tokens": info.num_tokens,
+                "kv_dtype": info.kv_dtype,
+                "namespace": info.namespace,
+                "model": info.fingerprint,
+            }
+
+
+def _time(used_ns: int) -> str:
+    try:
+        return datetime.fromtimestamp(used_ns // 10**9, UTC).isoformat()
+    except (ValueError, OverflowError):  # a clock that was wrong by thousands of years
+        return f"{used_ns} ns"
 
 
 @app.command()
@@ -68,6 +158,12 @@ def verify(
     delete: Annotated[
         bool, typer.Option("--delete", help="Delete damaged entries; they are computed anew.")
     ] = False,
+    sample: Annotated[
+        str, typer.Option(help="Read this share of the entries only: 1% or 0.01.")
+    ] = "100%",
+    seed: Annotated[
+        int, typer.Option(help="Which share: 0, 1, 2, ... read each entry once in all.")
+    ] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Read and check every entry; exit status 1 if any is damaged and was not deleted.
@@ -75,105 +171,33 @@ def verify(
     What could not be read, for want of memory or permission, may be sound: it is told, is not
     deleted, and makes the exit status 1 too.
     """
-    with working(as_json), progress("verifying") as tick:
-        report = kv_store.verify(_open(store), tick, delete_damaged=delete)
-    data = {
-        "store": store,
-        "ok": report.ok,
-        "bytes": report.total_bytes,
-        "damaged": report.damaged,
-        "unread": report.unread,
-        "deleted": report.deleted,
-        "errors": report.errors,
-        "leftovers": report.leftovers,
-    }
-    for error in report.errors:
+    share = _share(sample)
+    with working(as_json), counter("verified") as tick:
+        report = kv_store.verify(
+            open_maintained(store),
+            tick,
+            delete_damaged=delete,
+            sample=share,
+            seed=seed,
+            found=None if as_json else lambda key, why: emit(False, {}, f"{key}: {why}"),
+        )
+    data = asdict(report) | {"store": store, "bytes": report.total_bytes, "sample": share}
+    for error in report.errors.first.values():
         note(f"note: {error}")
-    lines = [f"{key}: {reason}" for key, reason in (report.damaged | report.unread).items()]
     summary = (
         f"{count(report.ok, 'entry')} sound ({size(report.total_bytes)}), "
-        f"{len(report.damaged)} damaged, {len(report.unread)} not readable, "
-        f"{report.deleted} deleted, {count(len(report.leftovers), 'temporary file')}"
+        f"{report.damaged.count} damaged, {report.unread.count} not readable, "
+        f"{report.deleted} deleted, {count(report.leftovers.count, 'temporary file')}"
     )
-    emit(as_json, data, *lines, summary)
-    if len(report.damaged) > report.deleted or report.unread:
-        raise typer.Exit(1)
-
-
-@app.command()
-def gc(
-    store: StoreArgument,
-    db: Annotated[
-        list[Path] | None, typer.Option(help="A further database folder whose passages are kept.")
-    ] = None,
-    chroma_path: Annotated[
-        list[Path] | None, typer.Option(help="Folder of an embedded Chroma, its passages are kept.")
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Host of a Chroma server.")] = None,
-    port: Annotated[int, typer.Option(help="Port of the Chroma server.")] = 8000,
-    collection: Annotated[
-        list[str] | None,
-        typer.Option(help="Look at these collections only; default: all that are there."),
-    ] = None,
-    grace: Annotated[
-        str, typer.Option(help="Keep entries that were used within this time: 90s, 30m, 24h, 7d.")
-    ] = "1h",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing, only tell.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Go on although no passage is in use: delete all.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Delete entries that no passage in Chroma refers to (mark and sweep).
-
-    A database folder's own collection always counts. Entries that hold no passage, such as the
-    instructions before them, go too once they were not used for the grace period: they cost one
-    computation.
-    """
-    grace_s = _seconds(grace)
-    with working(as_json):
-        opened = _open(store)
-        folders = [*([store] if (store / MANIFEST).is_file() else []), *(db or [])]
-        clients = [chroma_client(_chroma_of(folder)) for folder in folders]
-        clients += [chroma_client(path) for path in chroma_path or []]
-        if host:
-            import chromadb
-            from chromadb.config import Settings
-
-            no_telemetry = Settings(anonymized_telemetry=False)
-            clients.append(chromadb.HttpClient(host, port, settings=no_telemetry))
-        wanted = set(collection or [])
-        found = [c for client in clients for c in client.list_collections()]
-        found = [c for c in found if not wanted or c.name in wanted]
-        live = live_handles(found)
-        names = [c.name for c in found]
-        if missing := sorted(wanted - set(names)):
-            raise ValueError(f"no such collection: {', '.join(missing)}")
-        if not live and not force:
-            raise ValueError(
-                f"no handle found in {len(names)} collection(s) of {len(clients)} Chroma "
-                "database(s), so that every entry would be deleted; name the Chroma databases "
-                "that use this store (--db, --chroma-path, --host), or pass --force"
-            )
-        report = kv_store.gc(opened, live, grace_s=grace_s, dry_run=dry_run)
-    for error in report.errors:
-        note(f"note: {error}")
-    data = {
-        **asdict(report),
-        "store": store,
-        "collections": names,
-        "live_handles": len(live),
-    }
-    verb = "would delete" if dry_run else "deleted"
-    summary = (
-        f"{verb} {count(len(report.deleted), 'entry')} and "
-        f"{count(len(report.leftovers), 'temporary file')} "
-        f"({size(report.freed_bytes)}); kept {report.kept} referred to and {report.kept_young} "
-        f"used recently; {count(len(live), 'handle')} in {count(len(names), 'collection')}"
-    )
+    if report.skipped:
+        summary += f"; {count(report.skipped, 'entry')} not in the sample"
     emit(as_json, data, summary)
-    if report.errors:
+    if report.damaged.count > report.deleted or report.unread:
         raise typer.Exit(1)
+
+
+app.command()(collect.gc)
+app.command()(collect.live)
 
 
 @app.command()
@@ -192,7 +216,7 @@ def shrink(
     """
     most = _bytes(max_bytes)
     with working(as_json):
-        report = kv_store.shrink(_open(store), most, dry_run=dry_run)
+        report = kv_store.shrink(open_folder(store), most, dry_run=dry_run)
     verb = "would delete" if dry_run else "deleted"
     summary = (
         f"{verb} {count(len(report.deleted), 'entry')} ({size(report.freed_bytes)}); "
@@ -203,7 +227,7 @@ def shrink(
 
 @app.command()
 def migrate(
-    store: StoreArgument,
+    store: FolderArgument,
     sink: Annotated[
         str | None,
         typer.Option(
@@ -230,7 +254,7 @@ def migrate(
             param_hint="--sink",
         )
     with working(as_json), progress("migrating folders") as tick:
-        folder = _folder(store)
+        folder = store_folder(store)
         made = require_manifest(store).sink if folder != store else NO_SINK
         if made != NO_SINK and not drop:
             raise ValueError(f"{store} was ingested with the sink {made}; pass --drop")
@@ -247,23 +271,6 @@ def migrate(
     emit(as_json, {**asdict(report), "store": store}, summary)
     if report.errors:
         raise typer.Exit(1)
-
-
-def _open(path: Path) -> kv_store.DirectoryStore:
-    """The store in a folder that exists, or in a database folder."""
-    return kv_store.DirectoryStore(_folder(path), create=False)
-
-
-def _folder(path: Path) -> Path:
-    folder = path / "kv" if (path / MANIFEST).is_file() else path
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no such KV store: {folder}")
-    return folder
-
-
-def _chroma_of(folder: Path) -> Path:
-    require_manifest(folder)
-    return folder / "chroma"
 
 
 def _shown(fingerprint: str) -> str:
@@ -288,10 +295,11 @@ def _bytes(text: str) -> int:
     return int(found)
 
 
-def _seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
-    if match is None:
+def _share(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
+    found = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < found <= 1:
         raise typer.BadParameter(
-            f"expected a time such as 90s, 30m, 24h or 7d, found {text!r}", param_hint="--grace"
+            f"expected a share such as 1% or 0.01, found {text!r}", param_hint="--sample"
         )
-    return float(match[1]) * _UNITS[match[2]]
+    return found

@@ -21,18 +21,13 @@ if TYPE_CHECKING:
         TouchableStore,
     )
     from blockattn_rag.store.directory import DirectoryStore
-    from blockattn_rag.store.maintenance import (
-        GcReport,
-        ShrinkReport,
-        VerifyReport,
-        gc,
-        shrink,
-        verify,
-    )
+    from blockattn_rag.store.live import LiveHandles
+    from blockattn_rag.store.maintenance import describe_all, gc, shrink, verify
     from blockattn_rag.store.memory import MemoryStore
     from blockattn_rag.store.migration import MigrateReport, migrate
     from blockattn_rag.store.objects import ObjectStore
     from blockattn_rag.store.redis import RedisStore
+    from blockattn_rag.store.reports import GcReport, ShrinkReport, Tally, VerifyReport
     from blockattn_rag.store.tier import TierStats
     from blockattn_rag.store.tiered import TieredStats, TieredStore
 
@@ -45,11 +40,13 @@ DEFAULT_RESIDENT_BYTES = 1 << 30
 _HOMES = {
     "base": "BatchStore EntryInfo KVStore MaintainedStore StoreStats StoredEntry TouchableStore",
     "directory": "DirectoryStore",
+    "live": "LiveHandles",
     "migration": "MigrateReport migrate",
-    "maintenance": "GcReport ShrinkReport VerifyReport gc shrink verify",
+    "maintenance": "describe_all gc shrink verify",
     "memory": "MemoryStore",
     "objects": "ObjectStore",
     "redis": "RedisStore",
+    "reports": "GcReport ShrinkReport Tally VerifyReport",
     "tier": "TierStats",
     "tiered": "TieredStats TieredStore",
 }
@@ -62,6 +59,7 @@ __all__ = [
     "EntryInfo",
     "GcReport",
     "KVStore",
+    "LiveHandles",
     "MaintainedStore",
     "MemoryStore",
     "MigrateReport",
@@ -70,11 +68,13 @@ __all__ = [
     "ShrinkReport",
     "StoreStats",
     "StoredEntry",
+    "Tally",
     "TierStats",
     "TieredStats",
     "TieredStore",
     "TouchableStore",
     "VerifyReport",
+    "describe_all",
     "gc",
     "migrate",
     "open_store",

@@ -38,7 +38,7 @@ def open_spec(spec: str | Path, *, on_host: bool = False) -> KVStore:
     if scheme == "memory":
         return MemoryStore(_memory_bytes(text), on_host=on_host)
     if scheme == "file":
-        return DirectoryStore(_folder(text))
+        return DirectoryStore(folder_of(text))
     # Imported where they are used: they bring threads, and need extras.
     if scheme in _OBJECT_SCHEMES:
         from blockattn_rag.store.objects import ObjectStore
@@ -64,7 +64,8 @@ def _memory_bytes(spec: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def _folder(url: str) -> Path:
+def folder_of(url: str) -> Path:
+    """The folder that a ``file:`` address means."""
     check_no_credentials(url, "the folder's own permissions")
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):

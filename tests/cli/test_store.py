@@ -24,7 +24,7 @@ NO_TELEMETRY = Settings(anonymized_telemetry=False)
 @pytest.fixture
 def database(database: Path, cli: Command) -> Path:
     """A database whose store holds its passage alone, not the words before passages."""
-    assert len(cli("store", "gc", database, "--grace", "0", "--json").json["deleted"]) == 1
+    assert cli("store", "gc", database, "--grace", "0", "--json").json["deleted"]["count"] == 1
     return database
 
 
@@ -89,7 +89,7 @@ def test_verify_finds_damage_and_deletes_it_when_asked(cli: Command, database: P
     damage(entry)
     output = cli("store", "verify", database, "--json")
     assert output.status == 1
-    assert list(output.json["damaged"]) == [entry.stem]
+    assert list(output.json["damaged"]["first"]) == [entry.stem]
     assert cli("store", "verify", database, "--delete").status == 0
     assert not entries(database)
 
@@ -99,10 +99,10 @@ def test_a_damaged_entry_stops_neither_stats_nor_gc(cli: Command, database: Path
     entry.write_bytes(b"short")
     stats = cli("store", "stats", database, "--json")
     assert (stats.status, stats.json["entries"]) == (0, 0)
-    assert list(stats.json["unreadable"]) == [entry.stem]
+    assert list(stats.json["unreadable"]["first"]) == [entry.stem]
     assert "1 more cannot be used" in stats.stderr
     collected = cli("store", "gc", database, "--json")
-    assert (collected.status, len(collected.json["errors"])) == (1, 1)
+    assert (collected.status, collected.json["errors"]["count"]) == (1, 1)
 
 
 def test_verify_tells_what_it_could_not_read_and_does_not_delete_it(
@@ -112,8 +112,8 @@ def test_verify_tells_what_it_could_not_read_and_does_not_delete_it(
     entry.unlink()
     entry.mkdir()
     output = cli("store", "verify", database, "--delete", "--json")
-    assert (output.status, output.json["damaged"], output.json["deleted"]) == (1, {}, 0)
-    assert "Is a directory" in output.json["unread"][entry.stem]
+    assert (output.status, output.json["damaged"]["count"], output.json["deleted"]) == (1, 0, 0)
+    assert "Is a directory" in output.json["unread"]["first"][entry.stem]
     assert entry.is_dir()
 
 
@@ -153,9 +153,9 @@ def test_a_size_that_is_none_is_a_usage_error(cli: Command, database: Path, text
 def test_gc_keeps_what_chroma_refers_to(cli: Command, database: Path) -> None:
     add_orphan(database)
     young = cli("store", "gc", database, "--json").json
-    assert (young["kept"], young["kept_young"], young["deleted"]) == (1, 1, [])
+    assert (young["kept"], young["kept_young"], young["deleted"]["count"]) == (1, 1, 0)
     dry = cli("store", "gc", database, "--grace", "0", "--dry-run", "--json").json
-    assert len(dry["deleted"]) == 1
+    assert dry["deleted"]["count"] == 1
     assert len(entries(database)) == 2
     done = cli("store", "gc", database, "--grace", "0s", "--json").json
     assert done["deleted"] == dry["deleted"]
@@ -189,7 +189,7 @@ def test_gc_keeps_what_a_chroma_server_refers_to(
     served.add(**{key: found[key] for key in ("ids", "embeddings", "metadatas", "documents")})
     server = ("--host", "127.0.0.1", "--port", chroma_server, "--collection", name)
     kept = cli("store", "gc", database / "kv", *server, "--grace", "0", "--json").json
-    assert (kept["kept"], kept["deleted"], kept["collections"]) == (1, [], [name])
+    assert (kept["kept"], kept["deleted"]["count"], kept["collections"]) == (1, 0, [name])
     served.delete(found["ids"])
     served.add("other", embeddings=found["embeddings"][0], documents="other", metadatas={"a": 1})
     output = cli("store", "gc", database / "kv", *server, "--grace", "0")

@@ -48,11 +48,12 @@ def leftover(folder: Path, name: str = "x") -> Path:
 
 
 def test_verify_finds_a_sound_store_sound(store: DirectoryStore) -> None:
-    seen: list[tuple[int, int]] = []
-    report = verify(store, lambda done, total: seen.append((done, total)))
-    assert (report.ok, report.damaged, report.deleted, report.leftovers) == (4, {}, 0, ())
+    seen: list[int] = []
+    report = verify(store, seen.append)
+    assert (report.ok, report.deleted) == (4, 0)
+    assert [t.count for t in (report.damaged, report.unread, report.leftovers)] == [0, 0, 0]
     assert report.total_bytes == store.stats().total_bytes
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert seen == [1, 2, 3, 4]
 
 
 def test_verify_names_damaged_and_foreign_entries_and_leftovers(store: DirectoryStore) -> None:
@@ -61,10 +62,10 @@ def test_verify_names_damaged_and_foreign_entries_and_leftovers(store: Directory
     path = leftover(store.entry_path(KEYS[3]).parent)
     report = verify(store)
     assert report.ok == 1
-    assert set(report.damaged) == {KEYS[0], KEYS[2]}
-    assert "checksum" in report.damaged[KEYS[0]]
-    assert "another text, model or tenant" in report.damaged[KEYS[2]]
-    assert report.leftovers == (path,)
+    assert set(report.damaged.first) == {KEYS[0], KEYS[2]}
+    assert "checksum" in report.damaged.first[KEYS[0]]
+    assert "another text, model or tenant" in report.damaged.first[KEYS[2]]
+    assert list(report.leftovers.first) == [str(path)]
     assert store.stats().entries == 3
 
 
@@ -87,8 +88,8 @@ def test_verify_deletes_nothing_for_want_of_memory_or_permission(
 
     monkeypatch.setattr(DirectoryStore, "peek", refuse)
     report = verify(store, delete_damaged=True)
-    assert (report.ok, report.damaged, report.deleted) == (3, {}, 0)
-    assert report.unread == {KEYS[0]: "cannot read it: Cannot allocate memory"}
+    assert (report.ok, report.damaged.count, report.deleted) == (3, 0, 0)
+    assert report.unread.first == {KEYS[0]: "cannot read it: Cannot allocate memory"}
     assert KEYS[0] in store
 
 
@@ -107,7 +108,7 @@ def test_verify_leaves_what_was_put_anew_since_it_was_read(
 
     monkeypatch.setattr(DirectoryStore, "peek", mend_then)
     report = verify(store, delete_damaged=True)
-    assert (list(report.damaged), report.deleted) == ([KEYS[0]], 0)
+    assert (list(report.damaged.first), report.deleted) == ([KEYS[0]], 0)
     monkeypatch.undo()
     assert verify(store).ok == 4
 
@@ -126,7 +127,8 @@ def test_verify_goes_on_when_it_cannot_delete(
 
     monkeypatch.setattr(DirectoryStore, "discard", refuse)
     report = verify(store, delete_damaged=True)
-    assert (report.ok, report.deleted, report.errors) == (2, 1, ("cannot delete it",))
+    assert (report.ok, report.deleted) == (2, 1)
+    assert report.errors.first == {min(KEYS[:2]): "cannot delete it"}
 
 
 def test_verify_is_no_use_of_an_entry(store: DirectoryStore) -> None:
@@ -143,12 +145,12 @@ def test_what_is_no_file_stops_neither_verify_nor_gc(store: DirectoryStore) -> N
     loop.symlink_to(loop)
     folder.mkdir()
     report = verify(store, delete_damaged=True)
-    assert (report.ok, list(report.damaged), report.deleted) == (1, [KEYS[0]], 1)
-    assert set(report.unread) == {KEYS[1], KEYS[2]}
+    assert (report.ok, list(report.damaged.first), report.deleted) == (1, [KEYS[0]], 1)
+    assert set(report.unread.first) == {KEYS[1], KEYS[2]}
     assert not pipe.exists()
     collected = gc(store, set())
-    assert collected.deleted == (sound.stem,)
-    assert len(collected.errors) == 2
+    assert list(collected.deleted.first) == [sound.stem]
+    assert collected.errors.count == 2
 
 
 @pytest.mark.parametrize(
@@ -163,10 +165,10 @@ def test_an_entry_that_lies_about_itself_stops_neither_verify_nor_gc(
     fields = fields_of(content)
     fields["__metadata__"][name] = lie
     path.write_bytes(resealed(fields, content))
-    assert list(verify(store).damaged) == [KEYS[0]]
+    assert list(verify(store).damaged.first) == [KEYS[0]]
     report = gc(store, set())
-    assert sorted(report.deleted) == sorted(KEYS[1:])
-    assert len(report.errors) == 1
+    assert sorted(report.deleted.first) == sorted(KEYS[1:])
+    assert report.errors.count == 1
     assert verify(store, delete_damaged=True).deleted == 1
 
 
@@ -179,25 +181,26 @@ def test_a_modification_time_in_the_future_keeps_neither_entry_nor_leftover(
     seconds_ahead = time.time() + 20  # as between two machines
     os.utime(store.entry_path(KEYS[1]), (seconds_ahead, seconds_ahead))
     report = gc(store, set(HANDLES[2:]))
-    assert (report.deleted, report.kept_young) == ((KEYS[0],), 1)
-    assert report.leftovers == (path,)
+    assert (list(report.deleted.first), report.kept_young) == ([KEYS[0]], 1)
+    assert list(report.leftovers.first) == [str(path)]
 
 
 def test_gc_keeps_what_is_referred_to_and_deletes_the_rest(store: DirectoryStore) -> None:
     sizes = [store.entry_path(key).stat().st_size for key in KEYS]
     report = gc(store, set(HANDLES[:3]))
-    assert (report.kept, report.kept_young, report.deleted) == (3, 0, (KEYS[3],))
+    assert (report.kept, report.kept_young) == (3, 0)
+    assert list(report.deleted.first) == [KEYS[3]]
     assert report.freed_bytes == sizes[3]
-    assert report.errors == ()
+    assert not report.errors
     assert sorted(store.keys()) == sorted(KEYS[:3])
 
 
 def test_gc_leaves_young_entries_alone(store: DirectoryStore) -> None:
     store.put(KEYS[3], KV[3])
     report = gc(store, set())
-    assert (report.kept, report.kept_young, len(report.deleted)) == (0, 1, 3)
+    assert (report.kept, report.kept_young, report.deleted.count) == (0, 1, 3)
     assert list(store.keys()) == [KEYS[3]]
-    assert gc(store, set(), grace_s=0).deleted == (KEYS[3],)
+    assert list(gc(store, set(), grace_s=0).deleted.first) == [KEYS[3]]
 
 
 def test_a_dry_run_tells_the_same_and_deletes_nothing(store: DirectoryStore) -> None:
@@ -208,16 +211,16 @@ def test_a_dry_run_tells_the_same_and_deletes_nothing(store: DirectoryStore) -> 
     assert told.dry_run
     done = gc(store, set(HANDLES[:1]))
     assert (done.deleted, done.freed_bytes) == (told.deleted, told.freed_bytes)
-    assert done.leftovers == told.leftovers == (path,)
+    assert list(done.leftovers.first) == list(told.leftovers.first) == [str(path)]
     assert not path.exists()
 
 
 def test_with_a_fingerprint_other_models_entries_go_too(store: DirectoryStore) -> None:
     other = make_kv("passage 0", fingerprint="other model")
     store.put(key_of(other), other)
-    assert gc(store, set(HANDLES), grace_s=0).deleted == ()
+    assert not gc(store, set(HANDLES), grace_s=0).deleted
     report = gc(store, set(HANDLES), grace_s=0, fingerprint=KV[0].fingerprint)
-    assert report.deleted == (key_of(other),)
+    assert list(report.deleted.first) == [key_of(other)]
 
 
 def test_gc_removes_old_leftovers_and_leaves_new_ones(store: DirectoryStore) -> None:
@@ -225,7 +228,7 @@ def test_gc_removes_old_leftovers_and_leaves_new_ones(store: DirectoryStore) -> 
     old, new = leftover(shard, "old"), leftover(shard, "new")
     os.utime(new)
     report = gc(store, set(HANDLES))
-    assert report.leftovers == (old,)
+    assert list(report.leftovers.first) == [str(old)]
     assert report.freed_bytes == len(b"half")
     assert list(store.leftovers()) == [new]
 
@@ -233,9 +236,9 @@ def test_gc_removes_old_leftovers_and_leaves_new_ones(store: DirectoryStore) -> 
 def test_gc_reports_what_it_cannot_read_and_goes_on(store: DirectoryStore) -> None:
     store.entry_path(KEYS[0]).write_bytes(b"")
     report = gc(store, set())
-    assert len(report.errors) == 1
-    assert str(store.entry_path(KEYS[0])) in report.errors[0]
-    assert len(report.deleted) == 3
+    assert report.errors.count == 1
+    assert str(store.entry_path(KEYS[0])) in report.errors.first[KEYS[0]]
+    assert report.deleted.count == 3
 
 
 def test_gc_reports_what_it_cannot_delete_and_goes_on(
@@ -257,9 +260,9 @@ def test_gc_reports_what_it_cannot_delete_and_goes_on(
     monkeypatch.setattr(os, "rename", refuse_entry)
     monkeypatch.setattr(Path, "unlink", refuse_leftover)
     report = gc(store, set())
-    assert sorted(report.deleted) == sorted(KEYS[1:])
-    assert report.leftovers == ()
-    assert [error.split(":")[0] for error in report.errors] == [
+    assert sorted(report.deleted.first) == sorted(KEYS[1:])
+    assert not report.leftovers
+    assert [error.split(":")[0] for error in report.errors.first.values()] == [
         f"cannot delete {store.entry_path(KEYS[0])}",
         f"cannot delete {old}",
     ]
@@ -276,7 +279,7 @@ def test_an_entry_that_vanishes_meanwhile_is_neither_deleted_nor_an_error(
 
     monkeypatch.setattr(DirectoryStore, "discard", vanish)
     report = gc(store, set())
-    assert (report.deleted, report.errors) == ((), ())
+    assert (report.deleted.count, report.errors.count) == (0, 0)
 
 
 def test_a_store_that_cannot_be_listed_is_an_error(store: DirectoryStore) -> None:

@@ -1,0 +1,209 @@
+"""``blockattn-rag store gc`` and ``store live``: deleting what nothing refers to."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from blockattn_rag import store as kv_store
+from blockattn_rag.adapters.handles import handles_in
+from blockattn_rag.cli.addresses import StoreArgument, open_maintained
+from blockattn_rag.cli.figures import count, size
+from blockattn_rag.cli.output import JsonOption, counter, emit, note, working
+from blockattn_rag.rag.database import MANIFEST, chroma_client, require_manifest
+
+if TYPE_CHECKING:
+    from chromadb.api import ClientAPI
+
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+DatabaseOption = Annotated[
+    list[Path] | None, typer.Option("--db", help="A database folder whose passages are kept.")
+]
+ChromaOption = Annotated[
+    list[Path] | None, typer.Option(help="Folder of an embedded Chroma, its passages are kept.")
+]
+HostOption = Annotated[str | None, typer.Option(help="Host of a Chroma server.")]
+PortOption = Annotated[int, typer.Option(help="Port of the Chroma server.")]
+CollectionOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Look at these collections only; default: all that are there."),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Chroma databases whose passages are in use.
+
+    Args:
+        databases: folders made by ``ingest``.
+        chroma: folders of embedded Chroma.
+        host: of a Chroma server, at ``port``.
+        collections: names of the ones to look at; none for all.
+    """
+
+    databases: list[Path]
+    chroma: list[Path]
+    host: str | None
+    port: int
+    collections: list[str]
+
+    def handles(self) -> tuple[kv_store.LiveHandles, list[str], int]:
+        """What is referred to, the names of the collections, and how many databases they are of."""
+        looked_up = time.time()
+        clients = self._clients()
+        found = [each for client in clients for each in client.list_collections()]
+        wanted = set(self.collections)
+        found = [each for each in found if not wanted or each.name in wanted]
+        names = [each.name for each in found]
+        if missing := sorted(wanted - set(names)):
+            raise ValueError(f"no such collection: {', '.join(missing)}")
+        with counter("handles read") as tick:
+            live = kv_store.LiveHandles(_counted(handles_in(found), tick), looked_up)
+        return live, names, len(clients)
+
+    def _clients(self) -> list[ClientAPI]:
+        for folder in self.databases:
+            require_manifest(folder)
+        clients = [chroma_client(folder / "chroma") for folder in self.databases]
+        clients += [chroma_client(path) for path in self.chroma]
+        if self.host:
+            import chromadb
+            from chromadb.config import Settings
+
+            no_telemetry = Settings(anonymized_telemetry=False)
+            clients.append(chromadb.HttpClient(self.host, self.port, settings=no_telemetry))
+        return clients
+
+
+def live(
+    db: DatabaseOption = None,
+    chroma_path: ChromaOption = None,
+    host: HostOption = None,
+    port: PortOption = 8000,
+    collection: CollectionOption = None,
+) -> None:
+    """Print what passages in Chroma refer to, for `store gc --live FILE` on another machine.
+
+    One handle a line. The first line tells when they were looked up, the last one their number.
+    """
+    sources = _Sources(db or [], chroma_path or [], host, port, collection or [])
+    with working(True):
+        handles, names, databases = sources.handles()
+        if not databases:
+            raise ValueError("name the Chroma databases: --db, --chroma-path or --host")
+    for line in handles.lines():
+        typer.echo(line)
+    note(f"{count(len(handles), 'handle')} in {count(len(names), 'collection')}")
+
+
+def gc(
+    store: StoreArgument,
+    db: DatabaseOption = None,
+    chroma_path: ChromaOption = None,
+    host: HostOption = None,
+    port: PortOption = 8000,
+    collection: CollectionOption = None,
+    live_file: Annotated[
+        list[Path] | None,
+        typer.Option("--live", help="File of handles that are kept, as `store live` prints them."),
+    ] = None,
+    grace: Annotated[
+        str, typer.Option(help="Keep entries that were used within this time: 90s, 30m, 24h, 7d.")
+    ] = "1h",
+    ttl: Annotated[
+        str | None,
+        typer.Option(
+            help="Delete what was not used for this time even if it is referred to. In object "
+            "stores, which know no use but writing: what was written so long ago."
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing, only tell.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Go on although no passage is in use: delete all.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete entries that no passage in Chroma refers to (mark and sweep), or that are old.
+
+    A database folder's own collection always counts. Entries that hold no passage, such as the
+    instructions before them, go too once they were not used for the grace period: they cost one
+    computation. With --ttl and no Chroma, age alone decides.
+    """
+    grace_s, ttl_s = _seconds(grace, "--grace"), None if ttl is None else _seconds(ttl, "--ttl")
+    with working(as_json):
+        opened = open_maintained(store)
+        own = [Path(store)] if (Path(store) / MANIFEST).is_file() else []
+        sources = _Sources([*own, *(db or [])], chroma_path or [], host, port, collection or [])
+        kept, names, databases = sources.handles()
+        files = [kv_store.LiveHandles.read(path) for path in live_file or []]
+        if files:
+            kept = _joined([kept, *files])
+        by_age = ttl_s is not None and not databases and not files
+        if not by_age and not kept and not force:
+            raise ValueError(
+                f"no handle found in {len(names)} collection(s) of {databases} Chroma "
+                "database(s), so that every entry would be deleted; name the Chroma databases "
+                "that use this store (--db, --chroma-path, --host, --live), or pass --force"
+            )
+        # What was stored before the look-up and referred to after it counts as young.
+        young_s = grace_s + max(0.0, time.time() - kept.looked_up)
+        if ttl_s is not None and ttl_s >= grace_s:
+            ttl_s = max(ttl_s, young_s)
+        with counter("entries judged") as tick:
+            report = kv_store.gc(
+                opened,
+                None if by_age else kept,
+                tick,
+                grace_s=young_s,
+                ttl_s=ttl_s,
+                dry_run=dry_run,
+            )
+    for error in report.errors.first.values():
+        note(f"note: {error}")
+    data = asdict(report) | {"store": store, "collections": names, "live_handles": len(kept)}
+    verb = "would delete" if dry_run else "deleted"
+    summary = (
+        f"{verb} {count(report.deleted.count, 'entry')} and "
+        f"{count(report.leftovers.count, 'temporary file')} "
+        f"({size(report.freed_bytes)}); kept {report.kept} referred to and {report.kept_young} "
+        f"used recently; {count(len(kept), 'handle')} in {count(len(names), 'collection')}"
+    )
+    if files:
+        summary += f" and {count(len(files), 'file')}"
+    emit(as_json, data, summary)
+    if report.errors:
+        raise typer.Exit(1)
+
+
+def _joined(parts: list[kv_store.LiveHandles]) -> kv_store.LiveHandles:
+    """All of them, as old as the oldest."""
+    handles = (handle for part in parts for handle in part)
+    return kv_store.LiveHandles(handles, min(part.looked_up for part in parts))
+
+
+def _counted(handles: Iterable[str], tick: Callable[[int], None]) -> Iterator[str]:
+    """Handles as the package spells them: other programs write metadata too, and what is none
+    names no entry."""
+    from blockattn_rag.store.live import is_handle
+
+    for done, handle in enumerate(handles, start=1):
+        if is_handle(handle):
+            yield handle
+        if done % 1000 == 0:
+            tick(done)
+
+
+def _seconds(text: str, option: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
+    if match is None:
+        raise typer.BadParameter(
+            f"expected a time such as 90s, 30m, 24h or 7d, found {text!r}", param_hint=option
+        )
+    return float(match[1]) * _UNITS[match[2]]
