@@ -269,3 +269,119 @@ def test_damaged_entries_are_named_when_they_are_migrated(cli: Command, old_stor
     assert "2 entries migrated" in done.stdout
     assert "1 damaged" in done.stdout
     assert first.stem in "".join(done.stderr.split())
+
+
+# -- addresses, lists of handles, samples -----------------------------------------------------
+
+
+def test_a_store_is_named_by_folder_address_or_database(
+    cli: Command, database: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(database / "kv", elsewhere)
+    manifest = database / MANIFEST
+    manifest.write_text(
+        manifest.read_text().replace('"store": null', f'"store": "file://{elsewhere}"')
+    )
+    for name in (database, elsewhere, f"file://{elsewhere}"):
+        assert cli("store", "stats", name, "--json").json["entries"] == 1
+        assert cli("store", "verify", name).status == 0
+    kept = cli("store", "gc", database, "--grace", "0", "--json").json
+    assert (kept["kept"], kept["deleted"]["count"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("memory:", "is a cache"),
+        ("redis://127.0.0.1:1/0", "is a cache"),
+        ("file:///no/such/folder", "no such KV store"),
+        ("ftp://host/kv", "found ftp://"),
+        ("s3:/bucket/kv", "two slashes"),
+    ],
+)
+@pytest.mark.parametrize("command", ["stats", "ls", "verify", "gc"])
+def test_what_cannot_be_looked_after_is_refused(
+    cli: Command, command: str, address: str, message: str
+) -> None:
+    output = cli("store", command, address)
+    assert (output.status, output.stdout) == (1, "")
+    assert message in output.stderr
+
+
+def test_ls_shows_each_entry_on_a_line_or_as_one_object(cli: Command, database: Path) -> None:
+    [entry] = entries(database)
+    orphan = add_orphan(database)
+    lines = cli("store", "ls", database).stdout.splitlines()
+    assert sorted(line.split()[0] for line in lines) == sorted([entry.stem, orphan.stem])
+    listed = cli("store", "ls", database, "--long", "--json").json["entries"]
+    assert {row["key"]: row["bytes"] for row in listed} == {
+        path.stem: path.stat().st_size for path in (entry, orphan)
+    }
+    assert make_kv("instructions").handle in {row["handle"] for row in listed}
+    assert len(cli("store", "ls", database, "--limit", 1, "--json").json["entries"]) == 1
+
+
+def test_gc_keeps_what_a_file_lists_and_refuses_a_cut_one(
+    cli: Command, database: Path, tmp_path: Path
+) -> None:
+    [entry] = entries(database)
+    orphan = add_orphan(database)
+    printed = cli("store", "live", "--db", database)
+    live = tmp_path / "live"
+    live.write_text(printed.stdout)
+    assert (printed.status, len(printed.stdout.splitlines())) == (0, 3)
+    done = cli("store", "gc", database / "kv", "--live", live, "--grace", "0", "--json").json
+    assert (done["kept"], list(done["deleted"]["first"])) == (1, [orphan.stem])
+    live.write_text("".join(printed.stdout.splitlines(keepends=True)[:-1]))
+    output = cli("store", "gc", database / "kv", "--live", live, "--grace", "0")
+    assert (output.status, "cut short" in output.stderr) == (1, True)
+    assert entries(database) == [entry]
+
+
+def test_what_was_used_after_the_handles_were_looked_up_is_kept(
+    cli: Command, database: Path, tmp_path: Path
+) -> None:
+    live = tmp_path / "live"
+    live.write_text(cli("store", "live", "--db", database).stdout)
+    orphan = add_orphan(database)
+    kept = cli("store", "gc", database / "kv", "--live", live, "--grace", "0", "--json").json
+    assert (kept["kept"], kept["kept_young"]) == (1, 1)
+    assert orphan.exists()
+
+
+def test_live_asks_for_a_chroma_database(cli: Command) -> None:
+    output = cli("store", "live")
+    assert (output.status, "name the Chroma databases" in output.stderr) == (1, True)
+
+
+def test_by_time_to_live_alone_no_chroma_is_needed(cli: Command, database: Path) -> None:
+    [entry] = entries(database)
+    os.utime(add_orphan(database), (0, 0))
+    done = cli("store", "gc", database / "kv", "--ttl", "30d", "--json").json
+    assert (done["kept"], done["deleted"]["count"]) == (1, 1)
+    assert entries(database) == [entry]
+    refused = cli("store", "gc", database / "kv", "--ttl", "1m")
+    assert (refused.status, "shorter than the grace period" in refused.stderr) == (1, True)
+    assert cli("store", "gc", database, "--ttl", "soon").status == 2
+
+
+def test_verify_reads_a_share(cli: Command, database: Path) -> None:
+    add_orphan(database)
+    parts = [
+        cli("store", "verify", database, "--sample", "50%", "--seed", seed, "--json").json
+        for seed in (0, 1)
+    ]
+    assert [part["sample"] for part in parts] == [0.5, 0.5]
+    assert sum(part["ok"] for part in parts) == 2
+    assert sum(part["skipped"] for part in parts) == 2
+    for share in ("0", "101%", "2", "half"):
+        assert cli("store", "verify", database, "--sample", share).status == 2
+
+
+def test_quick_stats_count_without_reading(cli: Command, database: Path) -> None:
+    [entry] = entries(database)
+    size = entry.stat().st_size
+    entry.write_bytes(b"?" * size)
+    found = cli("store", "stats", database, "--quick", "--json").json
+    assert (found["entries"], found["bytes"]) == (1, size)

@@ -1,0 +1,72 @@
+"""Sets of handles: each once, in order, in memory and as a file that cannot be cut unnoticed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.store import LiveHandles
+from tests.store.kvs import make_kv
+
+HANDLES = [hashlib.sha256(bytes([i])).hexdigest()[:32] for i in range(50)]
+SAME_START = [HANDLES[0][:16] + end for end in ("0" * 16, "8" + "0" * 15, "f" * 16)]
+
+
+def test_it_holds_what_it_was_given_each_once_in_order() -> None:
+    live = LiveHandles(iter([*HANDLES, *SAME_START, *HANDLES[:20]]))
+    assert list(live) == sorted([*HANDLES, *SAME_START])
+    assert len(live) == 53
+    assert all(handle in live for handle in [*HANDLES, *SAME_START])
+
+
+def test_it_holds_nothing_else() -> None:
+    live = LiveHandles([*HANDLES[:20], *SAME_START])
+    assert not any(handle in live for handle in HANDLES[20:])
+    mixed = SAME_START[0][:16] + HANDLES[1][16:]  # halves of two that are there
+    odd = ("", "x" * 32, HANDLES[0].upper(), HANDLES[0] + "0", 7, None)
+    assert not any(handle in live for handle in (mixed, *odd))
+    assert HANDLES[0] not in LiveHandles([])
+
+
+def test_a_handle_of_a_block_is_one() -> None:
+    assert make_kv().handle in LiveHandles([make_kv().handle])
+
+
+def test_what_is_no_handle_is_refused() -> None:
+    with pytest.raises(ValueError, match="32 hex digits, found 'abc'"):
+        LiveHandles(["abc"])
+
+
+def written(path: Path, *lines: str) -> Path:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("handles", [HANDLES, []])
+def test_a_file_gives_back_what_was_written(tmp_path: Path, handles: list[str]) -> None:
+    live = LiveHandles(handles, looked_up=1790000000.25)
+    again = LiveHandles.read(written(tmp_path / "live", *live.lines()))
+    assert (list(again), again.looked_up) == (sorted(handles), 1790000000.25)
+
+
+def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
+    lines = list(LiveHandles(HANDLES).lines())
+    for cut in (lines[:-1], lines[:1], [*lines[:-1], lines[-1][:-2]], [*lines[:10], lines[-1]]):
+        with pytest.raises(ValueError, match=r"cut short|expected a handle"):
+            LiveHandles.read(written(tmp_path / "live", *cut))
+
+
+def test_a_plain_list_is_as_old_as_its_file(tmp_path: Path) -> None:
+    path = written(tmp_path / "live", HANDLES[0], "", HANDLES[1])
+    os.utime(path, (1000, 1000))
+    live = LiveHandles.read(path)
+    assert (set(live), live.looked_up) == ({*HANDLES[:2]}, 1000.0)
+
+
+def test_a_line_that_is_no_handle_is_shown_with_its_place(tmp_path: Path) -> None:
+    path = written(tmp_path / "live", HANDLES[0], "not a handle")
+    with pytest.raises(ValueError, match="found 'not a handle' after 1 handles"):
+        LiveHandles.read(path)
