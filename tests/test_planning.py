@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from transformers import LlamaConfig, MambaConfig
@@ -122,10 +125,15 @@ def test_a_model_without_keys_and_values_is_refused() -> None:
 
 
 def test_a_store_pays_from_the_speed_on_at_which_reading_takes_as_long_as_computing() -> None:
-    sizes = {"passages": 1000, "passage_tokens": 512, "top_k": 10}
-    fast = {"memory_bytes": GIB, "disk_bytes": GIB, "operations_per_s": 6e14}
-    machine = Machine(**fast, device_bytes_per_s=2e12, network_bytes_per_s=1.2e9)
-    found = plan(LLAMA_8B, torch.bfloat16, machine, **sizes)
+    machine = Machine(
+        memory_bytes=GIB,
+        disk_bytes=GIB,
+        operations_per_s=6e14,
+        device_bytes_per_s=2e12,
+        network_bytes_per_s=1.2e9,
+    )
+    planned = partial(plan, LLAMA_8B, torch.bfloat16, passages=1000, passage_tokens=512, top_k=10)
+    found = planned(machine=machine)
     memory, _, network = found.tiers
     moved = 10 * found.passage_bytes
     assert network.name == "network"
@@ -137,8 +145,8 @@ def test_a_store_pays_from_the_speed_on_at_which_reading_takes_as_long_as_comput
     # An 8B model at 600 * 10^12 operations/s: 128 KiB a token in some 23.5 microseconds.
     assert speed == pytest.approx(5.6e9, rel=0.1)
     for factor, pays in ((1.01, True), (0.99, False)):
-        there = Machine(**fast, device_bytes_per_s=2e12, disk_bytes_per_s=factor * speed)
-        assert plan(LLAMA_8B, torch.bfloat16, there, **sizes).tiers[1].pays is pays
+        there = replace(machine, disk_bytes_per_s=factor * speed)
+        assert planned(machine=there).tiers[1].pays is pays
 
 
 def test_reuse_that_saves_nothing_has_no_break_even() -> None:

@@ -63,13 +63,18 @@ def check_run(
             nor resumed; or something else is there.
         ValueError: the interrupted run was of other settings, or is damaged.
     """
+    check_work(work)
+    before = {} if overwrite else _interrupted(work, settings, resume)
+    check_output(output, overwrite or bool(before.get(_OVERWRITE)))
+
+
+def check_work(work: Path) -> None:
+    """Raises ``FileExistsError`` if there is something at ``work`` that no run left there."""
     if os.path.lexists(work) and not (work / RUN).is_file():
         raise FileExistsError(f"{work} is no work folder of a run (it has no {RUN}); move it away")
-    before = {} if overwrite else _interrupted(work, settings, resume)
-    _check_output(output, overwrite or bool(before.get(_OVERWRITE)))
 
 
-def _check_output(output: Path, overwrite: bool) -> None:
+def check_output(output: Path, overwrite: bool) -> None:
     """Raises ``FileExistsError`` if there is something at ``output``, unless it is an earlier
     result or an empty folder and is to be overwritten."""
     if not os.path.lexists(output):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.engine.fetcher import BlockFetcher, Wanted
 from blockattn_rag.engine.ingest import precompute
 from blockattn_rag.errors import ContextOverflowError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
@@ -16,6 +16,8 @@ from tests.engine.ingestion import FaultyStore, ingest
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
 A, B, C = Block("first passage"), Block("second"), Block("third", BlockTemplate("- ", "\n"))
+
+Batch = list[tuple[Wanted, BlockKV]]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,7 @@ def test_the_model_runs_one_batch_at_a_time_and_stores_in_between(
 ) -> None:
     entries: list[int] = []
 
-    def run(work: Callable[[], list[BlockKV] | None]) -> list[BlockKV] | None:
+    def run(work: Callable[[], Batch | None]) -> Batch | None:
         entries.append(store.stats().entries)
         computed = work()
         assert store.stats().entries == entries[-1]

@@ -90,7 +90,8 @@ def test_a_digest_is_that_of_the_token_ids_as_64_bit_little_endian_integers() ->
 
 def test_a_digest_tells_how_a_block_was_encoded() -> None:
     ids = [1, 2]
-    sinks, corrections = ([], [1], [2], [1, 2], [12]), ("", "c", "d")
+    sinks: tuple[list[int], ...] = ([], [1], [2], [1, 2], [12])
+    corrections = ("", "c", "d")
     digests = {token_digest(ids, sink, by) for sink in sinks for by in corrections}
     assert len(digests) == 15
     assert token_digest(ids) in digests
