@@ -1,0 +1,106 @@
+"""Time and memory of looking after a store of many entries, on a local disk.
+
+Entries are tiny and written without flushing to the disk, so that what is measured is the work for
+each entry, not the disk. Each command runs in a process of its own; its memory is the most that the
+process took (``ru_maxrss``), next to that of a process that only imports the package.
+
+    python benchmarks/store_at_size.py --entries 10000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.store import DirectoryStore, LiveHandles, describe_all, gc, verify
+
+
+def digest_of(number: int) -> str:
+    """64 hex digits that lie as evenly as a hash's."""
+    return f"{number * 0x9E3779B97F4A7C15 % (1 << 64):016x}" * 4
+
+
+def fill(path: Path, entries: int) -> None:
+    """A store of so many entries of one token."""
+    store = DirectoryStore(path, fsync=False)
+    part = (torch.ones(1, 1, 4),)
+    first = BlockKV(part, part, torch.zeros(1, dtype=torch.int64), "f" * 64, "", "")
+    for number in range(entries):
+        digest = digest_of(number)
+        kv = replace(first, digest=digest, handle=digest[:32])
+        store.put(kv.key, kv)
+
+
+def commands(path: Path, entries: int) -> dict[str, Callable[[], object]]:
+    """What is measured, by name. Half of the entries are referred to."""
+
+    def collect() -> object:
+        live = LiveHandles(digest_of(number)[:32] for number in range(0, entries, 2))
+        report = gc(DirectoryStore(path), live, grace_s=0, dry_run=True)
+        return {"kept": report.kept, "deleted": report.deleted.count}
+
+    def sample() -> object:
+        report = verify(DirectoryStore(path), sample=0.01)
+        return {"ok": report.ok, "skipped": report.skipped}
+
+    def handles() -> object:
+        live = LiveHandles(digest_of(number)[:32] for number in range(10**6))
+        return {"handles": len(live)}
+
+    return {
+        "import": lambda: None,
+        "open": lambda: repr(DirectoryStore(path))[:14],
+        "stats --quick": lambda: DirectoryStore(path).stats().entries,
+        "stats": lambda: sum(1 for _ in describe_all(DirectoryStore(path))),
+        "gc --dry-run": collect,
+        "verify --sample 1%": sample,
+        "a million handles": handles,
+    }
+
+
+def measure(name: str, path: Path, entries: int) -> None:
+    """Print what a command took, in this process."""
+    start_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    command = commands(path, entries)[name]
+    began = time.perf_counter()
+    result = command()
+    took_s = time.perf_counter() - began
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    figures = {"seconds": round(took_s, 4), "peak_mib": round(peak_mib, 1)}
+    grown_mib = round(peak_mib - start_mib, 1)
+    print(json.dumps({"command": name, **figures, "grown_mib": grown_mib, "result": result}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--entries", type=int, default=10_000)
+    parser.add_argument("--store", type=Path, help="a folder that was filled before")
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.only:
+        measure(options.only, options.store, options.entries)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.store or Path(folder) / "kv"
+        if not path.exists():
+            began = time.perf_counter()
+            fill(path, options.entries)
+            print(json.dumps({"filled": options.entries, "seconds": time.perf_counter() - began}))
+        for name in commands(path, options.entries):
+            own = [sys.executable, __file__, "--only", name, "--store", str(path)]
+            subprocess.run([*own, "--entries", str(options.entries)], check=True)
+
+
+if __name__ == "__main__":
+    main()
