@@ -22,7 +22,9 @@ def test_a_removed_file_answers_no_more_and_gc_frees_its_blocks(
     assert report["removed"] == 1
     assert report["sources"] == [str(documents / "tower.txt")]
     freed = cli("store", "gc", database, "--grace", "0s", "--json").json
-    assert len(freed["deleted"]) == 2  # and the words before passages, which no passage refers to
+    assert (
+        freed["deleted"]["count"] == 2
+    )  # and the words before passages, which no passage refers to
     command = ("ask", "How high is Halden Tower?", "--db", database, "--max-new-tokens", 2)
     found = cli(*command, "--json").json
     assert all("Halden" not in source["text"] for source in found["sources"])
@@ -95,4 +97,4 @@ def test_the_command_that_is_suggested_frees_everything(
 ) -> None:
     suggestion = cli("remove", documents, "--db", database).stdout.split("blockattn-rag ")[1]
     words = suggestion.replace("\n", "").split()
-    assert len(cli(*words, "--json").json["deleted"]) == 3  # two, and the words before them
+    assert cli(*words, "--json").json["deleted"]["count"] == 3  # two, and the words before them
