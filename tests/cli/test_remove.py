@@ -22,9 +22,8 @@ def test_a_removed_file_answers_no_more_and_gc_frees_its_blocks(
     assert report["removed"] == 1
     assert report["sources"] == [str(documents / "tower.txt")]
     freed = cli("store", "gc", database, "--grace", "0s", "--json").json
-    assert (
-        freed["deleted"]["count"] == 2
-    )  # and the words before passages, which no passage refers to
+    # One passage, and the words before passages, which no passage refers to.
+    assert freed["deleted"]["count"] == 2
     command = ("ask", "How high is Halden Tower?", "--db", database, "--max-new-tokens", 2)
     found = cli(*command, "--json").json
     assert all("Halden" not in source["text"] for source in found["sources"])
