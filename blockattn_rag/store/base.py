@@ -8,8 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
-from blockattn_rag.errors import StoreError
+from blockattn_rag.errors import FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.store.files import age_s
+from blockattn_rag.store.header import Header
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -122,6 +124,22 @@ class EntryInfo:
     used_ns: int
     age_s: float
 
+    @classmethod
+    def of(cls, header: Header, nbytes: int, used_ns: int) -> EntryInfo:
+        """Of an entry with this header, which takes so many bytes and was last used then."""
+        return cls(
+            key=header.key,
+            handle=header.handle,
+            digest=header.digest,
+            fingerprint=header.fingerprint,
+            namespace=header.namespace,
+            kv_dtype=header.kv_dtype,
+            num_tokens=header.num_tokens,
+            nbytes=nbytes,
+            used_ns=used_ns,
+            age_s=age_s(used_ns),
+        )
+
 
 @runtime_checkable
 class MaintainedStore(KVStore, Protocol):
@@ -209,4 +227,17 @@ def check_key_of(key: str, kv: BlockKV) -> None:
         raise ValueError(
             f"found the key {key!r}, expected {kv.key!r}: put a block under "
             "store_key(kv.fingerprint, kv.digest)"
+        )
+
+
+def check_found_under(key: str, entry: BlockKV | Header, place: object) -> None:
+    """Refuse what lies at ``place``, under ``key``, and is another entry.
+
+    Raises:
+        FingerprintMismatchError: its own key is another one.
+    """
+    if entry.key != key:
+        raise FingerprintMismatchError(
+            f"{place} holds the entry of another text, model or tenant, whose key is {entry.key} "
+            f"(fingerprint {entry.fingerprint!r}); delete it, or put the block anew"
         )

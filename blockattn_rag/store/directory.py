@@ -14,7 +14,7 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
-from blockattn_rag.errors import FingerprintMismatchError, StoreError
+from blockattn_rag.errors import StoreError
 from blockattn_rag.files.atomic import is_temporary, replacing, sync
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import files
@@ -22,6 +22,7 @@ from blockattn_rag.store.base import (
     EntryInfo,
     StoredEntry,
     StoreStats,
+    check_found_under,
     check_key_of,
     is_key,
     warn_of_refused,
@@ -202,18 +203,7 @@ class DirectoryStore:
                 return None
             header = _read_header(path, file)
             status = os.fstat(file.fileno())
-        return EntryInfo(
-            key=key,
-            handle=header.handle,
-            digest=header.digest,
-            fingerprint=header.fingerprint,
-            namespace=header.namespace,
-            kv_dtype=header.kv_dtype,
-            num_tokens=header.num_tokens,
-            nbytes=status.st_size,
-            used_ns=status.st_mtime_ns,
-            age_s=files.age_s(status.st_mtime_ns),
-        )
+        return EntryInfo.of(header, status.st_size, status.st_mtime_ns)
 
     def used_ns(self, key: str) -> int | None:
         """When the entry was last used, as ``EntryInfo.used_ns``, sound or not; None if absent."""
@@ -231,7 +221,7 @@ class DirectoryStore:
             if file is None:
                 return None
             kv = decode(files.read_whole(file))
-            _check_name(path, kv)
+            check_found_under(key, kv, path)
             if use:
                 files.mark_used(file.fileno(), _MARK_READ_S)
         return kv
@@ -326,16 +316,8 @@ def _status(path: Path) -> os.stat_result | None:
 
 def _read_header(path: Path, file: FileIO) -> Header:
     header = read_header(file, os.fstat(file.fileno()).st_size)
-    _check_name(path, header)
+    check_found_under(path.stem, header, path)
     return header
-
-
-def _check_name(path: Path, entry: BlockKV | Header) -> None:
-    if path.name != entry.key + _SUFFIX:
-        raise FingerprintMismatchError(
-            f"{path} holds the entry of another text, model or tenant, whose key is {entry.key} "
-            f"(fingerprint {entry.fingerprint!r}); delete it, or put the block anew"
-        )
 
 
 def read_mark(mark: Path) -> object:

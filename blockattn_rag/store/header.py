@@ -179,7 +179,11 @@ def _check_version(start: bytes) -> None:
 
 
 def header_end(head: Buffer) -> int:
-    """Bytes up to the token ids."""
+    """Bytes up to the token ids.
+
+    Raises:
+        FormatError: no entry has a header of that length.
+    """
     if len(head) < LENGTH_BYTES:
         raise FormatError(f"{len(head)} bytes are too few for an entry")
     length = int.from_bytes(head[:LENGTH_BYTES], "little")

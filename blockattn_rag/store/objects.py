@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
-from blockattn_rag.kv.block_kv import BlockKV, store_key
+from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import (
     EntryInfo,
     Found,
     StoredEntry,
     StoreStats,
+    check_found_under,
     check_key_of,
     is_key,
 )
 from blockattn_rag.store.checks import check_finite, check_storable
 from blockattn_rag.store.deadlines import check_seconds
-from blockattn_rag.store.files import age_s
 from blockattn_rag.store.format import decode, encode
-from blockattn_rag.store.header import FormatError, Header, read_header
+from blockattn_rag.store.header import FormatError, header_end, read_header
 from blockattn_rag.store.object_client import ObjectClient, connect
 from blockattn_rag.store.urls import check_no_credentials
 
@@ -38,8 +38,6 @@ _NAME = re.compile(rf"{_OBJECTS}/([0-9a-f]{{2}})/([0-9a-f]{{64}}){re.escape(_SUF
 
 # A header of most models is smaller; the length of a larger one stands in its first bytes.
 _HEADER_BYTES = 16 << 10
-_LENGTH_BYTES = 8
-_MOST_HEADER_BYTES = 1 << 20
 
 _ENVIRONMENT = "the environment variables of the provider, such as AWS_ACCESS_KEY_ID"
 
@@ -186,37 +184,25 @@ class ObjectStore:
             StoreError: as ``get``.
         """
         path = entry_path(key)
-        found = self._client.read_start(path, _HEADER_BYTES)
-        if found is not None and len(found[0]) < (end := _header_end(found[0])):
-            found = self._client.read_start(path, end)
-        if found is None:
-            return None
-        start, meta = found
         try:
+            found = self._client.read_start(path, _HEADER_BYTES)
+            if found is not None and len(found[0]) < (end := header_end(found[0])):
+                found = self._client.read_start(path, end)
+            if found is None:
+                return None
+            start, meta = found
             header = read_header(BytesIO(start), meta["size"])
         except FormatError as error:
             raise self._damaged(path, error) from error
-        self._check_key(key, header)
-        used_ns = _written_ns(meta)
-        return EntryInfo(
-            key=key,
-            handle=header.handle,
-            digest=header.digest,
-            fingerprint=header.fingerprint,
-            namespace=header.namespace,
-            kv_dtype=header.kv_dtype,
-            num_tokens=header.num_tokens,
-            nbytes=meta["size"],
-            used_ns=used_ns,
-            age_s=age_s(used_ns),
-        )
+        check_found_under(key, header, self._client.place(path))
+        return EntryInfo.of(header, meta["size"], _written_ns(meta))
 
     def _entry(self, key: str, content: Tensor | StoreError | None) -> Found:
         if not isinstance(content, Tensor):
             return content
         try:
             kv = decode(content)
-            self._check_key(key, kv)
+            check_found_under(key, kv, self._client.place(entry_path(key)))
         except FormatError as error:
             return self._damaged(entry_path(key), error)
         except FingerprintMismatchError as error:
@@ -228,27 +214,12 @@ class ObjectStore:
             f"{self._client.place(path)} is damaged: {error}; delete it, or put the block anew"
         )
 
-    def _check_key(self, key: str, entry: BlockKV | Header) -> None:
-        expected = store_key(entry.fingerprint, entry.digest, entry.namespace)
-        if key != expected:
-            raise FingerprintMismatchError(
-                f"{self._client.place(entry_path(key))} holds the entry of another text or model, "
-                f"whose key is {expected} (fingerprint {entry.fingerprint!r}); delete it, or put "
-                "the block anew"
-            )
-
 
 def entry_path(key: str) -> str:
     """Where the entry of this key is, or would be, under the store's address."""
     if not is_key(key):
         raise ValueError(f"a store key is 64 hex digits (kv.store_key), found {key!r}")
     return f"{_OBJECTS}/{key[:2]}/{key}{_SUFFIX}"
-
-
-def _header_end(start: bytes) -> int:
-    """Bytes up to the first tensor's, as far as a header can reach."""
-    length = int.from_bytes(start[:_LENGTH_BYTES], "little")
-    return min(_LENGTH_BYTES + length, _LENGTH_BYTES + _MOST_HEADER_BYTES)
 
 
 def _written_ns(meta: ObjectMeta) -> int:
