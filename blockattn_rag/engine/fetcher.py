@@ -21,6 +21,7 @@ from blockattn_rag.prompts.sinks import FIRST_BLOCK, NO_SINK, sink_ids
 from blockattn_rag.store.base import Found, KVStore, get_many, keep, touch
 from blockattn_rag.store.device_cache import DeviceCache, with_device_cache
 from blockattn_rag.store.namespaces import OPEN, Access
+from blockattn_rag.store.tier import is_damage
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -338,9 +339,12 @@ class BlockFetcher:
             if answer is not None:
                 self._check(answer, key, one.ids)
         except StoreError as error:
+            is_bad = isinstance(answer, BlockKV) or is_damage(answer)
             done = "kept in memory" if self.access.read_only else "the entry overwritten"
+            done = done if is_bad else "the store asked again next time"
             logger.warning("%s. The block is computed again and %s.", error, done)
-            self._to_store.add(one.key)
+            if is_bad:  # a store that does not answer may never have held it
+                self._to_store.add(one.key)
             return None
         if answer is not None and key in self._to_store:
             self._store(answer)

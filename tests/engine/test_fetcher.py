@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from blockattn_rag.engine.fetcher import BlockFetcher
-from blockattn_rag.errors import ContextOverflowError, MissError
+from blockattn_rag.errors import ContextOverflowError, MissError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockTemplate, Origin, Span
@@ -328,6 +328,24 @@ def test_a_damaged_entry_of_any_origin_is_overwritten_at_once(
     entry.write_bytes(entry.read_bytes()[:500])
     assert fresh().fetch([of(origin)], "compute").misses == 1
     assert fresh().fetch([of(origin)], "compute").misses == 0
+
+
+@pytest.mark.parametrize("origin", ["system", "conversation"])
+def test_a_store_that_does_not_answer_is_not_given_what_is_private_to_a_prompt(
+    on_disk: BlockFetcher,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    origin: Origin,
+) -> None:
+    def fail(_store: DirectoryStore, _key: str) -> None:
+        raise StoreError("cannot read: the server is down")
+
+    monkeypatch.setattr(DirectoryStore, "get", fail)
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        assert on_disk.fetch([of(origin), A], "compute").misses == 2
+    assert "computed again and the store asked again next time" in caplog.text
+    assert on_disk.contains(A)
+    assert not on_disk.contains(of(origin), first=True)
 
 
 def test_an_ingestion_computes_a_damaged_entry_anew(on_disk: BlockFetcher, tmp_path: Path) -> None:
