@@ -6,14 +6,14 @@ import os
 import re
 from urllib.parse import urlsplit
 
-_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):/")
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):/", re.IGNORECASE)
 _CREDENTIAL_NAMES = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS")
 _CREDENTIAL_OWNERS = ("AWS_", "AZURE_", "GOOGLE_", "GCP_", "REDIS_")
 _LONGEST_REASON = 500
 
 
 def scheme_of(spec: str) -> str:
-    """The scheme of an address such as ``s3://bucket/kv``; empty for a path.
+    """The scheme of an address such as ``s3://bucket/kv``, in lower case; empty for a path.
 
     Raises:
         ValueError: it was written as an address and made a path since, as ``pathlib.Path`` does.
@@ -23,11 +23,11 @@ def scheme_of(spec: str) -> str:
     if (match := _SCHEME.match(spec)) is None:
         return ""
     if not spec.startswith(f"{match[1]}://"):
-        raise ValueError(
-            f"found {spec!r}, expected two slashes after {match[1]}:; give an address as a str, "
-            "because pathlib.Path takes one of them away"
+        raise ValueError(  # without the rest, which may hold a password
+            f"found {match[1]}:/, expected two slashes after {match[1]}:; give an address as a "
+            "str, because pathlib.Path takes one of them away"
         )
-    return match[1]
+    return match[1].lower()
 
 
 def lasts(spec: str) -> bool:
@@ -44,7 +44,10 @@ def check_no_credentials(url: str, instead: str) -> None:
     Raises:
         ValueError: it holds some; the message does not show them.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # its message would show what the address holds
+        raise ValueError(f"the address after {scheme_of(url)}:// is none of a server") from None
     if "@" in parts.netloc or parts.query or parts.fragment:
         place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         raise ValueError(

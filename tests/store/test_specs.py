@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,29 @@ def test_an_address_of_no_known_kind_is_refused(spec: str | Path, message: str) 
 
 
 @pytest.mark.parametrize(
+    "spec",
+    [
+        "redis://me:a secret@host/0",
+        "REDIS://me:a secret@host/0",
+        "S3://key:a secret@bucket/kv",
+        "file://me:a secret@host/kv",
+        "http://me:a secret@host/kv",
+        "redis://me:a secret@ho\N{ACCOUNT OF}st/0",
+        Path("redis://me:a secret@host/0"),
+    ],
+)
+def test_credentials_in_an_address_are_refused_and_not_shown(
+    spec: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"address|expected") as raised:
+        open_store(spec)
+    told = "".join(traceback.format_exception(raised.value))
+    assert "a secret" not in told
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
     ("url", "package", "extra"),
     [("s3://bucket/kv", "obstore", "s3"), ("redis://host/0", "redis", "redis")],
 )
@@ -99,6 +123,7 @@ def test_a_missing_extra_is_named(
 def test_a_path_with_a_colon_is_a_path(tmp_path: Path) -> None:
     assert scheme_of("C:/kv") == ""
     assert scheme_of("kv:old") == ""
+    assert scheme_of("S3://bucket/kv") == "s3"
     assert isinstance(open_store(tmp_path / "kv:old"), DirectoryStore)
 
 
