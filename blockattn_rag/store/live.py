@@ -94,8 +94,13 @@ def _handles(path: Path, lines: Iterable[str], *, has_end: bool) -> Iterator[str
     number, end = 0, None
     for line in lines:
         text = line.strip()
-        if end is not None or not text:
+        if not text:
             continue
+        if end is not None:  # dropping what another file added would delete what it refers to
+            raise ValueError(
+                f"{path} goes on after its last line, with {text[:80]!r}; give each file by a "
+                "--live of its own"
+            )
         if has_end and (end := _END.fullmatch(text)) is not None:
             continue
         if not is_handle(text):

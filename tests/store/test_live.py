@@ -59,6 +59,12 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
             LiveHandles.read(written(tmp_path / "live", *cut))
 
 
+def test_two_files_in_one_are_refused_and_not_taken_for_the_first(tmp_path: Path) -> None:
+    two = [*LiveHandles(HANDLES[:2]).lines(), *LiveHandles(HANDLES[2:]).lines()]
+    with pytest.raises(ValueError, match="give each file by a --live of its own"):
+        LiveHandles.read(written(tmp_path / "live", *two))
+
+
 def test_a_plain_list_is_as_old_as_its_file(tmp_path: Path) -> None:
     path = written(tmp_path / "live", HANDLES[0], "", HANDLES[1])
     os.utime(path, (1000, 1000))
