@@ -125,7 +125,13 @@ class Layout:
 
     def is_stacked(self, kind: Kind) -> bool:
         """Whether a head's layers are one tensor: all layers agree in their shape."""
-        return len({layer.of(kind) for layer in self.layers}) == 1
+        return kind in self._stacked
+
+    @cached_property
+    def _stacked(self) -> frozenset[Kind]:
+        """Found once: it is asked for every piece, and looks at every layer."""
+        found = (kind for kind in KINDS if len({layer.of(kind) for layer in self.layers}) == 1)
+        return frozenset(found)
 
     def place(self, name: str) -> ByteRange:
         """Of a tensor."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.format import encode, parse_token_ids, verify_range
 from blockattn_rag.store.header import FormatError, Header, read_header
-from blockattn_rag.store.layout import Layout, ranges, share_of
+from blockattn_rag.store.layout import Kind, LayerShape, Layout, ranges, share_of
 from tests.store.kvs import kvs, make_kv, quantised_kvs
 
 RANKS = st.sampled_from([1, 2, 3, 4, 8, 16])
@@ -143,3 +143,21 @@ def test_no_such_rank_is_refused(rank: int, ranks: int, count: int) -> None:
 def test_the_layout_of_an_8b_model_says_what_a_header_costs() -> None:
     kv = make_kv(layers=32, heads=8, tokens=4, head_dim=128, dtype=torch.bfloat16)
     assert Layout.of(kv).data_start < 24 << 10
+
+
+def test_finding_all_pieces_looks_at_each_layer_a_few_times_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = 0
+    of = LayerShape.of
+
+    def counted(layer: LayerShape, kind: Kind) -> tuple[int, int, torch.dtype]:
+        nonlocal looks
+        looks += 1
+        return of(layer, kind)
+
+    monkeypatch.setattr(LayerShape, "of", counted)
+    layer = LayerShape(4, 8, 8, torch.float32, torch.float32)
+    pieces = list(Layout(3, (layer,) * 100).pieces())
+    assert len(pieces) == 800
+    assert looks < 2 * len(pieces)
