@@ -31,6 +31,7 @@ from blockattn_rag.store.urls import check_no_credentials, reason
 
 if TYPE_CHECKING:
     from redis import Redis
+    from redis.exceptions import ResponseError
 
 T = TypeVar("T")
 
@@ -58,7 +59,8 @@ class RedisStore:
             server.
         max_entry_bytes: a larger entry is not kept, at most 512 MiB. Large values keep a server
             from answering others.
-        deadline_s: seconds that a call may take; ``get_many`` is one call.
+        deadline_s: seconds that a call may take; ``get_many`` is one call. A write that the
+            server did not answer is made once more, and may take as long again.
         parallel: calls at once, at most.
 
     Raises:
@@ -184,7 +186,7 @@ class RedisStore:
             raise ValueError(f"a store key is 64 hex digits (kv.store_key), found {key!r}")
         return f"{self._prefix}{key}"
 
-    def _values(self, names: Sequence[str]) -> list[bytes | None]:
+    def _values(self, names: Sequence[str]) -> list[bytes | ResponseError | None]:
         """The values in one round trip; what is there lives for another ``ttl_s``."""
         with self._server.pipeline(transaction=False) as calls:
             for name in names:
@@ -192,14 +194,20 @@ class RedisStore:
                     calls.get(name)
                 else:
                     calls.getex(name, px=self._ttl_ms)
-            return list(calls.execute())
+            return list(calls.execute(raise_on_error=False))
 
-    def _entry(self, key: str, value: bytes | None) -> Found:
+    def _entry(self, key: str, value: bytes | ResponseError | None) -> Found:
         if value is None:
             return None
+        place = f"{self.url} {self._name(key)}"
+        if not isinstance(value, bytes):
+            if not str(value).startswith("WRONGTYPE"):
+                return StoreError(f"cannot read {place}: {reason(value)}")
+            return CorruptEntryError(
+                f"{place} is damaged: {reason(value)}; delete it, or put the block anew"
+            )
         raw = torch.empty(len(value), dtype=torch.uint8)
         raw.numpy().data[:] = value
-        place = f"{self.url} {self._name(key)}"
         try:
             kv = decode(raw)
         except FormatError as error:

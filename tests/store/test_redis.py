@@ -104,8 +104,19 @@ def test_damage_and_others_entries_are_told(redis: RedisStore, client: Any) -> N
         redis.get(KEY)
     client.delete(name)
     client.lpush(name, b"no text")
-    with pytest.raises(StoreError, match="WRONGTYPE"):
-        redis.get(KEY)
+    damaged, sound = redis.get_many([KEY, other.key])
+    assert isinstance(damaged, CorruptEntryError)
+    assert "WRONGTYPE" in str(damaged)
+    assert not isinstance(sound, StoreError)
+
+
+def test_what_the_server_refuses_is_no_damage(redis: RedisStore, client: Any) -> None:
+    client.acl_setuser("reader", enabled=True, nopass=True, keys=["none"], categories=["+@all"])
+    redis._server.connection_pool.connection_kwargs["username"] = "reader"
+    redis._server.connection_pool.connection_kwargs["password"] = "any"
+    (refused,) = redis.get_many([KEY])
+    assert type(refused) is StoreError
+    assert "permission" in str(refused).lower()
 
 
 def test_a_server_that_is_not_there_is_an_error_at_once() -> None:
