@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
@@ -14,7 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from blockattn_rag.engine.options import GenerateOptions
-from blockattn_rag.engine.results import Generation
+from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 T = TypeVar("T")
@@ -175,12 +176,68 @@ class Step(Job[None]):
         self._num_threads = 1
 
 
-class PendingRequest(Pending[Generation]):
+class PendingAnswer(Pending[Generation]):
     """A prompt that waits for its answer.
 
     Args:
-        make_prompt: makes the prompt on the model's thread, because that may take a while and the
-            caller may be an event loop.
+        make_prompt: makes the prompt on another thread than the caller's, because that may take a
+            while and the caller may be an event loop.
+    """
+
+    def __init__(self, make_prompt: Callable[[], BlockPrompt]) -> None:
+        super().__init__()
+        self.on_text: Callable[[str], object] | None = None
+        self._make_prompt = make_prompt
+
+    def prompt(self) -> BlockPrompt:
+        """The prompt, made with the caller's context variables."""
+        return self._context.copy().run(self._make_prompt)
+
+    def emit(self, text: str) -> None:
+        """Hand a piece of the answer to whoever reads the answer as it comes."""
+        if text and self.on_text is not None:
+            self.on_text(text)
+
+    def chunks(self, submit: Callable[[], object]) -> Generator[GenerationChunk, None, None]:
+        """Submit the request and yield its answer as it comes; the last chunk carries the whole."""
+        texts: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self.on_text = texts.put
+        self.answer.add_done_callback(lambda _: texts.put(None))
+        try:
+            submit()
+            while (text := texts.get()) is not None:
+                yield GenerationChunk(text)
+            yield GenerationChunk("", self.answer.result())
+        finally:
+            self.leave()
+
+    async def achunks(self, submit: Callable[[], object]) -> AsyncGenerator[GenerationChunk, None]:
+        """``chunks`` for a task of an event loop."""
+        loop = self.loop = asyncio.get_running_loop()
+        texts: asyncio.Queue[str | None] = asyncio.Queue()
+
+        def put(text: str | None) -> None:
+            try:
+                loop.call_soon_threadsafe(texts.put_nowait, text)
+            except RuntimeError:  # the loop is closed: nobody reads any more
+                self.leave()
+
+        self.on_text = put
+        self.answer.add_done_callback(lambda _: put(None))
+        try:
+            submit()
+            while (text := await texts.get()) is not None:
+                yield GenerationChunk(text)
+            yield GenerationChunk("", self.answer.result())
+        finally:
+            self.leave()
+
+
+class PendingRequest(PendingAnswer):
+    """A prompt that waits for the model.
+
+    Args:
+        make_prompt: see ``PendingAnswer``; called on the model's thread.
         options: how to answer.
         answer_batch: answers requests with equal options; the engine's.
         can_share: whether these options give in a batch what they give alone; asked when another
@@ -199,23 +256,12 @@ class PendingRequest(Pending[Generation]):
         max_batch: int = MAX_BATCH,
         group: Group | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(make_prompt)
         self.options = options
         self.max_batch = max_batch
         self.group = group
-        self.on_text: Callable[[str], object] | None = None
-        self._make_prompt = make_prompt
         self._answer_batch = answer_batch
         self._can_share = can_share
-
-    def prompt(self) -> BlockPrompt:
-        """The prompt, made with the caller's context variables."""
-        return self._context.copy().run(self._make_prompt)
-
-    def emit(self, text: str) -> None:
-        """Hand a piece of the answer to whoever reads the answer as it comes."""
-        if text and self.on_text is not None:
-            self.on_text(text)
 
     def joins(self, first: Pending[Any]) -> bool:
         return (

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import threading
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
@@ -147,37 +146,11 @@ class Scheduler:
 
     def stream(self, request: PendingRequest) -> Generator[GenerationChunk, None, None]:
         """Submit a request and yield its answer as it comes; the last chunk carries the whole."""
-        texts: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        request.on_text = texts.put
-        request.answer.add_done_callback(lambda _: texts.put(None))
-        try:
-            self.submit(request)
-            while (text := texts.get()) is not None:
-                yield GenerationChunk(text)
-            yield GenerationChunk("", request.answer.result())
-        finally:
-            request.leave()
+        return request.chunks(partial(self.submit, request))
 
-    async def astream(self, request: PendingRequest) -> AsyncGenerator[GenerationChunk, None]:
+    def astream(self, request: PendingRequest) -> AsyncGenerator[GenerationChunk, None]:
         """``stream`` for a task of an event loop."""
-        loop = request.loop = asyncio.get_running_loop()
-        texts: asyncio.Queue[str | None] = asyncio.Queue()
-
-        def put(text: str | None) -> None:
-            try:
-                loop.call_soon_threadsafe(texts.put_nowait, text)
-            except RuntimeError:  # the loop is closed: nobody reads any more
-                request.leave()
-
-        request.on_text = put
-        request.answer.add_done_callback(lambda _: put(None))
-        try:
-            self.submit_in_turn(request)
-            while (text := await texts.get()) is not None:
-                yield GenerationChunk(text)
-            yield GenerationChunk("", request.answer.result())
-        finally:
-            request.leave()
+        return request.achunks(partial(self.submit_in_turn, request))
 
     # -- the model's thread ------------------------------------------------------------------
 
