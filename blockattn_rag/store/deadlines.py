@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from blockattn_rag.errors import StoreError
+from blockattn_rag.store.forks import renew_in_child
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -26,6 +27,11 @@ class Readers:
         if threads < 1:
             raise ValueError(f"expected at least one thread, found {threads}")
         self._threads, self._name = threads, name
+        self.renew()
+        renew_in_child(self)
+
+    def renew(self) -> None:
+        """Forget the threads, which a forked process does not have."""
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 

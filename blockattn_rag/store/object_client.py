@@ -185,10 +185,26 @@ class ObjectClient:
         """What the client library raises becomes a StoreError that names the object."""
         from obstore.exceptions import BaseError
 
+        if not _has_its_threads():
+            raise StoreError(
+                f"cannot {doing} {self.place(path)}: this process was forked from one that had "
+                "used an object store, and lacks its threads; start processes by 'spawn' or "
+                "'forkserver', or fork before an object store is used"
+            )
         try:
             yield
         except (BaseError, OSError, ValueError) as error:
             raise StoreError(f"cannot {doing} {self.place(path)}: {reason(error)}") from None
+
+
+_first_user: list[int] = []  # the process that used the client library first
+
+
+def _has_its_threads() -> bool:
+    """Whether the client library's threads are in this process; without them it waits for ever."""
+    if not _first_user:
+        _first_user.append(os.getpid())
+    return _first_user[0] == os.getpid()
 
 
 def connect(url: str, deadline_s: float, retries: int) -> Backend:

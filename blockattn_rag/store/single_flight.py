@@ -9,12 +9,18 @@ from concurrent.futures import Future
 from blockattn_rag.errors import StoreError
 from blockattn_rag.store.base import Found
 from blockattn_rag.store.deadlines import deadline, remaining
+from blockattn_rag.store.forks import renew_in_child
 
 
 class SingleFlight:
     """Reads through a function, no key twice at once."""
 
     def __init__(self) -> None:
+        self.renew()
+        renew_in_child(self)
+
+    def renew(self) -> None:
+        """Forget all reads, which a forked process does not make."""
         self._lock = threading.Lock()
         self._reads: dict[str, Future[Found]] = {}
 

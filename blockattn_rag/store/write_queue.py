@@ -11,6 +11,7 @@ import torch
 
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import check_max_bytes
+from blockattn_rag.store.forks import renew_in_child
 
 _THREADS = 4
 
@@ -34,10 +35,15 @@ class WriteQueue:
     def __init__(self, max_bytes: int) -> None:
         check_max_bytes(max_bytes)
         self._max_bytes = max_bytes
+        self._closed = False
+        self.renew()
+        renew_in_child(self)
+
+    def renew(self) -> None:
+        """Forget what waits, which the process writes that a forked one comes from."""
         self._changed = threading.Condition()
         self._waiting: dict[str, _Write] = {}
         self._bytes = 0
-        self._closed = False
         # Its threads are waited for when the interpreter ends, and make all that they were given.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="blockattn-rag-writes")
 
