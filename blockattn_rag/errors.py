@@ -10,10 +10,13 @@
     ├── DataError                    a training or evaluation record is malformed
     ├── DatabaseError                a database folder cannot serve what was asked
     ├── DivergedError                training came to a loss or weights that are not finite
-    └── StoreError                   an entry of the KV store cannot be used
-        ├── CorruptEntryError        damaged, truncated, or of another format version
-        ├── FingerprintMismatchError written by another model, tokenizer or dtype
-        └── StoreUnavailableError    the store failed again and again and is not asked for a while
+    ├── StoreError                   an entry of the KV store cannot be used
+    │   ├── CorruptEntryError        damaged, truncated, or of another format version
+    │   ├── FingerprintMismatchError written by another model, tokenizer or dtype
+    │   └── StoreUnavailableError    the store failed again and again and is not asked for a while
+    └── ServingError                 a server cannot do, or did not do, what was asked
+        ├── ProtocolError            what client or server said is not as the protocol has it
+        └── LoadError                blocks of a prompt could not be loaded
 
 A message says what was found, what was expected, and what to do. Bad arguments raise
 ``ValueError`` or ``TypeError``.
@@ -68,3 +71,29 @@ class FingerprintMismatchError(StoreError):
 
 class StoreUnavailableError(StoreError):
     """A store failed several times in a row and is left alone for a while; this was told before."""
+
+
+class ServingError(BlockAttnError):
+    """A server cannot do what was asked in block mode, or answered in another way."""
+
+
+class ProtocolError(ServingError, ValueError):
+    """What client or server said, or a profile, is not as the protocol has it."""
+
+
+class LoadError(ServingError):
+    """Blocks of a prompt could not be loaded by a server.
+
+    Args:
+        message: which block of the prompt, and why.
+        blocks: places of all those blocks among the prompt's context blocks, from 0.
+        damaged: store keys of those whose entry is there and cannot be used, so that encoding them
+            again mends it.
+    """
+
+    def __init__(
+        self, message: str, blocks: tuple[int, ...] = (), damaged: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.blocks = blocks
+        self.damaged = damaged

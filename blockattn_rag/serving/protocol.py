@@ -1,0 +1,297 @@
+"""What client and server say to each other about blocks, and what a server makes of it.
+
+A client sends a prompt as token ids, and how many of them each context block has. It sends neither
+keys nor digests nor places of anything: the server computes keys from the ids that it was sent, so
+that a client finds the keys and values of tokens that it has itself, and no others.
+
+Importing this loads no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from blockattn_rag.errors import ProtocolError
+from blockattn_rag.serving.fields import one_of, real, record, sequence, shown, text, whole
+from blockattn_rag.store.namespaces import check_namespace
+
+if TYPE_CHECKING:
+    from blockattn_rag.serving.profile import ModelProfile
+
+VERSION = 1
+FIELD = "blockattn"
+"""The field of ``kv_transfer_params`` that is ours, in requests and in answers."""
+
+MOST_BLOCKS = 256
+
+Op = Literal["complete", "encode"]
+"""``complete``: answer from the blocks. ``encode``: compute one block's keys and values, and store
+them."""
+
+_OPS: tuple[Op, ...] = ("complete", "encode")
+_SALT = re.compile(r"ba1-[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """How a prompt is cut, as a request says.
+
+    Args:
+        op: what is asked.
+        lengths: tokens of each context block, in order. ``complete``: they stand at the start of
+            the prompt, and at least one token follows. ``encode``: one block, at the end.
+        namespace: for whom, as ``store.namespaces``.
+
+    Raises:
+        ProtocolError: an unknown op, no block, too many, one of no token, or no name.
+    """
+
+    op: Op
+    lengths: tuple[int, ...]
+    namespace: str = ""
+
+    def __post_init__(self) -> None:
+        one_of(self.op, "op", _OPS)
+        lengths = sequence(self.lengths, "lengths", 1, MOST_BLOCKS)
+        checked = tuple(whole(n, f"lengths[{place}]", 1) for place, n in enumerate(lengths))
+        object.__setattr__(self, "lengths", checked)
+        if self.op == "encode" and len(lengths) > 1:
+            raise ProtocolError(
+                f"op='encode' takes one block, found {len(lengths)}; make a request for each"
+            )
+        try:
+            check_namespace(self.namespace)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of all context blocks."""
+        return sum(self.lengths)
+
+    def to_dict(self, secret: str | None = None) -> dict[str, Any]:
+        """``kv_transfer_params`` of a request with this plan.
+
+        Args:
+            secret: the server's tenant secret, which alone allows to name a namespace.
+
+        Raises:
+            ValueError: there is a namespace and no secret.
+        """
+        fields: dict[str, Any] = {"v": VERSION, "op": self.op, "lengths": list(self.lengths)}
+        if secret is not None:
+            fields |= {"namespace": self.namespace, "mac": _mac(self, secret)}
+        elif self.namespace:
+            raise ValueError(
+                f"the namespace {self.namespace!r} can be named with the server's tenant secret "
+                "alone, found none; a client sends a plan without a namespace"
+            )
+        return {FIELD: fields}
+
+
+def parse_plan(
+    kv_transfer_params: Mapping[str, Any] | None,
+    num_prompt_tokens: int,
+    *,
+    secret: str | None = None,
+    namespace: str = "",
+) -> BlockPlan | None:
+    """The plan in a request's ``kv_transfer_params``; None if these are not ours.
+
+    Args:
+        num_prompt_tokens: of the prompt that came with it.
+        secret: the server's tenant secret. A request may name a namespace only if it holds the
+            secret's code for this very plan (``BlockPlan.to_dict``).
+        namespace: the server's own, of requests that name none.
+
+    Raises:
+        ProtocolError: something in it is not as the protocol has it; says what.
+    """
+    if kv_transfer_params is None:
+        return None
+    if isinstance(kv_transfer_params, Mapping) and FIELD not in kv_transfer_params:
+        return None
+    told = record(kv_transfer_params, "kv_transfer_params", (FIELD,))[FIELD]
+    fields = record(told, FIELD, ("v", "op", "lengths"), ("namespace", "mac"))
+    _check_version(fields["v"])
+    is_named = "namespace" in fields or "mac" in fields
+    named = fields.get("namespace") if is_named else namespace
+    plan = BlockPlan(fields["op"], fields["lengths"], named)  # type: ignore[arg-type]
+    if is_named:
+        _check_mac(plan, fields.get("mac"), secret)
+    _check_fits(plan, num_prompt_tokens)
+    return plan
+
+
+def salt(plan: BlockPlan, profile: ModelProfile) -> str:
+    """The cache salt of a request: only requests with equal salts may share an engine's pages.
+
+    In it is all that decides the pages' keys and values beside the token ids: where the prompt is
+    cut, the model, and the sink; and for whom, so that no tenant learns what another one asked.
+    """
+    parts = [profile.fingerprint, plan.namespace, plan.op, plan.lengths, profile.sink_ids]
+    return "ba1-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
+
+
+def is_salt(cache_salt: object) -> bool:
+    """Whether a text has the form of our salts, which no client may set itself."""
+    return isinstance(cache_salt, str) and _SALT.fullmatch(cache_salt) is not None
+
+
+class BlockId(NamedTuple):
+    """One context block of a prompt.
+
+    Args:
+        place: which one, from 0.
+        start: place of its first token in the prompt.
+        ids: its token ids.
+        digest: ``kv.token_digest`` of them, and of the sink where it is encoded after that.
+        keys: where stores hold it, in each namespace to look in; the first is where it is stored.
+    """
+
+    place: int
+    start: int
+    ids: tuple[int, ...]
+    digest: str
+    keys: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """Where it is stored."""
+        return self.keys[0]
+
+
+def block_keys(
+    token_ids: Sequence[int],
+    plan: BlockPlan,
+    profile: ModelProfile,
+    read_namespaces: Sequence[str] = (),
+) -> list[BlockId]:
+    """A prompt's context blocks, and where stores hold them: as an engine of this package has it.
+
+    The first block of a prompt is encoded alone, all others after the profile's sink.
+
+    Args:
+        token_ids: of the whole prompt. With ``op="encode"`` the block alone, or after the sink.
+        read_namespaces: where to look next, in this order.
+
+    Raises:
+        ProtocolError: the plan does not fit the prompt; or a block to be encoded stands after
+            anything else than the sink.
+    """
+    # Here, so that a client, which needs no keys, loads no torch.
+    from blockattn_rag.kv.block_kv import store_key, token_digest
+
+    _check_fits(plan, len(token_ids))
+    start = len(token_ids) - plan.lengths[0] if plan.op == "encode" else 0
+    before = tuple(token_ids[:start])
+    if before not in ((), profile.sink_ids):
+        raise ProtocolError(
+            f"found {start} tokens before the block to be encoded, expected none, or the "
+            f"{len(profile.sink_ids)} of the server's sink ({profile.sink})"
+        )
+    namespaces = tuple(dict.fromkeys((plan.namespace, *read_namespaces)))
+    found = []
+    for place, length in enumerate(plan.lengths):
+        ids = tuple(token_ids[start : start + length])
+        digest = token_digest(ids, profile.sink_ids if place else before)
+        keys = tuple(store_key(profile.fingerprint, digest, name) for name in namespaces)
+        found.append(BlockId(place, start, ids, digest, keys))
+        start += length
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBlocks:
+    """What a server says of a request that it served in block mode.
+
+    Args:
+        blocks: context blocks.
+        loaded_tokens: of these, tokens whose keys and values were loaded from a store.
+        local_tokens: of these, tokens that the engine still had in its own cache.
+        encoded: blocks that were computed for this request, because no store had them.
+        fetch_s: seconds from asking the stores until all blocks were there.
+        int8_blocks: blocks that came quantised.
+
+    Raises:
+        ProtocolError: a figure is none.
+    """
+
+    blocks: int
+    loaded_tokens: int
+    local_tokens: int
+    encoded: int = 0
+    fetch_s: float = 0.0
+    int8_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            whole(getattr(self, name), name)
+        object.__setattr__(self, "fetch_s", real(self.fetch_s, "fetch_s"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """``kv_transfer_params`` of the answer."""
+        figures = {name: getattr(self, name) for name in (*_COUNTS, "fetch_s")}
+        return {FIELD: {"v": VERSION, "mode": "block", **figures}}
+
+    @classmethod
+    def from_dict(cls, kv_transfer_params: Mapping[str, Any] | None) -> ServedBlocks:
+        """From an answer's ``kv_transfer_params``; what others say there is left alone.
+
+        Raises:
+            ProtocolError: they do not say, as this version does, that the answer was computed in
+                block mode.
+        """
+        told = kv_transfer_params
+        if not isinstance(told, Mapping) or FIELD not in told:
+            raise ProtocolError(
+                f"the server's answer holds no {FIELD!r} in kv_transfer_params, found "
+                f"{shown(told)}: it was not computed in block mode. Is the connector of this "
+                "package configured there?"
+            )
+        fields = record(told[FIELD], FIELD, ("v", "mode", *_COUNTS, "fetch_s"))
+        _check_version(fields["v"])
+        one_of(fields["mode"], "mode", ("block",))
+        return cls(**{name: fields[name] for name in (*_COUNTS, "fetch_s")})
+
+
+_COUNTS = ("blocks", "loaded_tokens", "local_tokens", "encoded", "int8_blocks")
+
+
+def _check_version(version: object) -> None:
+    if type(version) is not int or version != VERSION:
+        raise ProtocolError(
+            f"found version {shown(version)} of the protocol, expected {VERSION}: client and "
+            "server need releases of this package that speak the same one"
+        )
+
+
+def _check_fits(plan: BlockPlan, num_prompt_tokens: int) -> None:
+    """A final block has at least one token; a block to be encoded is not longer than its prompt."""
+    most = num_prompt_tokens - (plan.op == "complete")
+    if plan.context_tokens > most:
+        raise ProtocolError(
+            f"lengths add up to {plan.context_tokens} tokens, expected at most {most}: the prompt "
+            f"has {num_prompt_tokens}" + (", the last one is no block's" * (plan.op == "complete"))
+        )
+
+
+def _mac(plan: BlockPlan, secret: str) -> str:
+    """What proves that whoever wrote a plan knows the secret: 64 hex digits of HMAC-SHA256."""
+    said = json.dumps([VERSION, plan.op, plan.lengths, plan.namespace])
+    return hmac.new(secret.encode(), said.encode(), hashlib.sha256).hexdigest()
+
+
+def _check_mac(plan: BlockPlan, mac: object, secret: str | None) -> None:
+    found = text(mac, "mac", "[0-9a-f]{64}", "64 hex digits")
+    if secret is None or not hmac.compare_digest(found, _mac(plan, secret)):
+        raise ProtocolError(
+            "a request may not name its namespace: the server's own endpoint does, and proves it "
+            "by the server's tenant_secret"
+        )
