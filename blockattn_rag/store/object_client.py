@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blockattn_rag.errors import CorruptEntryError, StoreError
 from blockattn_rag.lazy import missing_extra
-from blockattn_rag.store.deadlines import Readers, deadline, outcome
+from blockattn_rag.store.deadlines import Readers, deadline, outcome, remaining
 from blockattn_rag.store.urls import reason
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class ObjectClient:
         All are read at once, with one deadline.
         """
         until = deadline(self.deadline_s)
-        reads = [self._readers.start(self._begin, path) for path in paths]
+        reads = [self._readers.start(self._begin, path, until) for path in paths]
         return [self._finish(*each, until) for each in zip(paths, reads, strict=True)]
 
     def read_start(self, path: str, nbytes: int) -> tuple[bytes, ObjectMeta] | None:
@@ -102,11 +102,16 @@ class ObjectClient:
             for page in self._backend.list(folder, chunk_size=_PAGE):
                 yield from page
 
-    def _begin(self, path: str) -> _Begun | None:
-        """Read the first part, learn of the size by it, and begin to read the others."""
+    def _begin(self, path: str, until: float) -> _Begun | None:
+        """Read the first part, learn of the size by it, and begin to read the others.
+
+        Nobody waits after ``until``: then no others are read, which later reads would wait for.
+        """
         found = self._range(path, 0, _PART_BYTES)
         if found is None:
             return None
+        if not remaining(until):
+            raise StoreError(f"cannot read {self.place(path)}: it came after the deadline")
         first, meta = found
         size = meta["size"]
         try:

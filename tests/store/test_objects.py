@@ -44,12 +44,13 @@ class Slow:
     def __init__(self, backend: Any) -> None:
         self.backend = backend
         self.go = threading.Event()
-        self.most = self.waiting = 0
+        self.most = self.waiting = self.asked = 0
         self._lock = threading.Lock()
 
     def get(self, path: str, **options: Any) -> Any:
         with self._lock:
             self.waiting += 1
+            self.asked += 1
             self.most = max(self.most, self.waiting)
         self.go.wait(10)
         with self._lock:
@@ -222,6 +223,23 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_the_deadline(backend: 
     assert slow.most == 2
     slow.go.set()
     assert store.get(KEY) is not None
+
+
+def test_what_came_too_late_is_read_no_further(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockattn_rag.store.object_client._PART_BYTES", 1000)
+    ObjectStore("memory://kv", backend=backend).put(KEY, KV)
+    parts = -(-backend.head(entry_path(KEY))["size"] // 1000)
+    slow = Slow(backend)
+    store = ObjectStore("memory://kv", backend=slow, deadline_s=1, parallel=1)  # type: ignore[arg-type]
+    with pytest.raises(StoreError, match="no answer before the deadline"):
+        store.get(KEY)
+    slow.go.set()
+    store._client.deadline_s = 60
+    assert store.get(KEY) is not None
+    assert parts > 3
+    assert slow.asked == 1 + parts
 
 
 def test_entries_are_read_at_once(backend: Any) -> None:
