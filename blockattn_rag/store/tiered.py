@@ -16,7 +16,7 @@ from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import Found, KVStore, StoreStats, check_key_of, touch
 from blockattn_rag.store.breaker import CircuitBreaker
-from blockattn_rag.store.checks import check_storable
+from blockattn_rag.store.checks import check_finite, check_storable
 from blockattn_rag.store.deadlines import check_seconds
 from blockattn_rag.store.single_flight import SingleFlight
 from blockattn_rag.store.specs import open_spec
@@ -127,10 +127,12 @@ class TieredStore:
 
         Raises:
             ValueError: as ``KVStore.put``.
-            StoreError: with ``write="through"``, the home cannot store it; faster tiers have it.
+            StoreError: the block holds NaN or infinity; or, with ``write="through"``, the home
+                cannot store it, and faster tiers have it.
         """
         check_key_of(key, kv)
         check_storable(kv)
+        check_finite(kv, f"to {self!r}")  # here, for no tier is to blame for it
         self._flights.forget(key)
         if self.write == "through":
             self._fill(key, kv, self._tiers[:-1])
@@ -211,8 +213,11 @@ class TieredStore:
         for tier in tiers:
             try:
                 tier.write(key, kv)
-            except (StoreError, ValueError):  # counted; and told of when the breaker opens
+            except StoreError:  # counted; and told of when the breaker opens
                 tier.count(dropped=1)
+            except Exception as error:
+                tier.count(dropped=1)
+                logger.exception("%r could not store a block: %s", tier.store, error)
 
     def _count_drop(self, tiers: Sequence[Tier]) -> None:
         for tier in tiers:

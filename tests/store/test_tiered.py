@@ -19,6 +19,7 @@ from blockattn_rag.errors import CorruptEntryError, StoreError, StoreUnavailable
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, MemoryStore, TieredStore
 from blockattn_rag.store.base import Found
+from blockattn_rag.store.tiered import Write
 from tests.store.kvs import make_kv, same
 
 KVS = [make_kv(f"passage {i}") for i in range(4)]
@@ -200,6 +201,34 @@ def test_what_does_not_fit_in_the_queue_is_dropped_counted_and_told_once(
     assert tiers.tier_stats()[0].dropped == 3
     assert len(caplog.records) == 1
     assert "Raise queue_bytes" in caplog.text
+
+
+@pytest.mark.parametrize("write", ["through", "behind"])
+def test_what_overflows_goes_to_no_tier_and_no_tier_is_blamed(home: Remote, write: Write) -> None:
+    kv, fast = make_kv(), MemoryStore(ROOM)
+    kv.keys[0][0, 0, 0] = float("nan")
+    tiers = TieredStore(fast, home, write=write, failures=1)
+    with pytest.raises(StoreError, match=r"cannot write to TieredStore\(.*NaN"):
+        tiers.put(kv.key, kv)
+    tiers.close()
+    assert kv.key not in fast
+    assert home.written == []
+    assert [tier.failures for tier in tiers.tier_stats()] == [0, 0]
+
+
+def test_what_a_thread_fails_to_write_for_no_known_reason_is_counted_and_told(
+    home: Remote, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def put(_key: str, _kv: BlockKV) -> None:
+        raise MemoryError("no room for a copy")
+
+    monkeypatch.setattr(home, "put", put)
+    tiers = TieredStore(home, write="behind")
+    with caplog.at_level(logging.WARNING):
+        tiers.put(KEY, KV)
+        tiers.close()
+    assert "could not store a block: no room for a copy" in caplog.text
+    assert tiers.tier_stats()[0].dropped == 1
 
 
 def test_put_waits_for_room_in_the_queue(home: Remote) -> None:
