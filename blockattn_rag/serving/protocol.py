@@ -119,7 +119,7 @@ def parse_plan(
         return None
     told = record(kv_transfer_params, "kv_transfer_params", (FIELD,))[FIELD]
     fields = record(told, FIELD, ("v", "op", "lengths"), ("namespace", "mac"))
-    _check_version(fields["v"])
+    check_version(fields["v"])
     is_named = "namespace" in fields or "mac" in fields
     named = fields.get("namespace") if is_named else namespace
     plan = BlockPlan(fields["op"], fields["lengths"], named)  # type: ignore[arg-type]
@@ -142,6 +142,15 @@ def salt(plan: BlockPlan, profile: ModelProfile) -> str:
 def is_salt(cache_salt: object) -> bool:
     """Whether a text has the form of our salts, which no client may set itself."""
     return isinstance(cache_salt, str) and _SALT.fullmatch(cache_salt) is not None
+
+
+def check_version(version: object) -> None:
+    """Refuse, by a ProtocolError, another version of the protocol than this one."""
+    if type(version) is not int or version != VERSION:
+        raise ProtocolError(
+            f"found version {shown(version)} of the protocol, expected {VERSION}: client and "
+            "server need releases of this package that speak the same one"
+        )
 
 
 class BlockId(NamedTuple):
@@ -216,6 +225,7 @@ class ServedBlocks:
         loaded_tokens: of these, tokens whose keys and values were loaded from a store.
         local_tokens: of these, tokens that the engine still had in its own cache.
         encoded: blocks that were computed for this request, because no store had them.
+        encoded_tokens: their tokens.
         fetch_s: seconds from asking the stores until all blocks were there.
         int8_blocks: blocks that came quantised.
 
@@ -227,12 +237,18 @@ class ServedBlocks:
     loaded_tokens: int
     local_tokens: int
     encoded: int = 0
+    encoded_tokens: int = 0
     fetch_s: float = 0.0
     int8_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
             whole(getattr(self, name), name)
+        if self.encoded_tokens < self.encoded or (self.encoded_tokens and not self.encoded):
+            raise ProtocolError(
+                f"found {self.encoded} encoded blocks of {self.encoded_tokens} tokens together, "
+                "which disagree"
+            )
         object.__setattr__(self, "fetch_s", real(self.fetch_s, "fetch_s"))
 
     def to_dict(self) -> dict[str, Any]:
@@ -256,20 +272,15 @@ class ServedBlocks:
                 "package configured there?"
             )
         fields = record(told[FIELD], FIELD, ("v", "mode", *_COUNTS, "fetch_s"))
-        _check_version(fields["v"])
+        check_version(fields["v"])
         one_of(fields["mode"], "mode", ("block",))
         return cls(**{name: fields[name] for name in (*_COUNTS, "fetch_s")})
 
 
-_COUNTS = ("blocks", "loaded_tokens", "local_tokens", "encoded", "int8_blocks")
-
-
-def _check_version(version: object) -> None:
-    if type(version) is not int or version != VERSION:
-        raise ProtocolError(
-            f"found version {shown(version)} of the protocol, expected {VERSION}: client and "
-            "server need releases of this package that speak the same one"
-        )
+_COUNTS = (
+    *("blocks", "loaded_tokens", "local_tokens"),
+    *("encoded", "encoded_tokens", "int8_blocks"),
+)
 
 
 def _check_fits(plan: BlockPlan, num_prompt_tokens: int) -> None:

@@ -1,0 +1,161 @@
+"""The routes by which a server is asked for blocks, and what is said there.
+
+Answers are asked for by the engine's own bodies, with ``kv_transfer_params`` of ``protocol``. What
+is ours alone is here: what a server tells of itself, and the encoding of blocks.
+
+Importing this loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from blockattn_rag.errors import ProtocolError
+from blockattn_rag.serving.fields import one_of, record, sequence, shown, text, whole
+from blockattn_rag.serving.protocol import MOST_BLOCKS, VERSION, check_version
+from blockattn_rag.store.namespaces import check_namespace
+
+INFO = "/blockattn/v1/info"
+ENCODE = "/blockattn/v1/encode"
+COMPLETIONS = "/blockattn/v1/completions"
+CHAT_COMPLETIONS = "/blockattn/v1/chat/completions"
+
+Outcome = Literal["found", "encoded", "missing"]
+"""What became of a block: it was stored already, it is stored now, it is not stored."""
+
+_OUTCOMES: tuple[Outcome, ...] = ("found", "encoded", "missing")
+_MOST_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server tells of itself to whoever asks at ``INFO``.
+
+    Args:
+        fingerprint, tokenizer, sink, block_tuned: see ``ModelProfile``.
+        models: names by which it can be asked, the base model's first.
+        max_tokens: longest prompt and answer together.
+        namespace: where it stores and looks for the blocks of whoever asks.
+        read_only: it encodes nothing.
+
+    Raises:
+        ProtocolError: a field is not as it should be.
+    """
+
+    fingerprint: str
+    tokenizer: str
+    sink: str
+    block_tuned: bool
+    models: tuple[str, ...]
+    max_tokens: int
+    namespace: str = ""
+    read_only: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("fingerprint", "tokenizer"):
+            text(getattr(self, name), name, "[0-9a-f]{64}", "64 hex digits")
+        text(self.sink, "sink", "[a-z0-9:-]{1,32}", "a sink such as 'none' or 'head:4'")
+        names = sequence(self.models, "models", 1, MOST_BLOCKS)
+        object.__setattr__(self, "models", tuple(text(n, "models", ".+", "names") for n in names))
+        whole(self.max_tokens, "max_tokens", 1)
+        for name in ("block_tuned", "read_only"):
+            _flag(getattr(self, name), name)
+        try:
+            check_namespace(self.namespace)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"v": VERSION, **asdict(self), "models": list(self.models)}
+
+    @classmethod
+    def from_dict(cls, told: object) -> ServerInfo:
+        """What ``to_dict`` told of. Raises ProtocolError, also for another version."""
+        if isinstance(told, Mapping):
+            check_version(told.get("v"))
+        fields = record(told, "a server's info", ("v", *cls.__dataclass_fields__))
+        return cls(**{name: fields[name] for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeBody:
+    """What is asked at ``ENCODE``: that these blocks be stored.
+
+    Args:
+        blocks: token ids of each.
+        model: one of the server's models; None: its first.
+        opens_prompt: the first block opens a prompt, and so is encoded after no sink.
+        only_look: encode nothing, and say of what is not stored that it is missing.
+
+    Raises:
+        ProtocolError: no block, too many, one of no token; or a field of another type.
+    """
+
+    blocks: tuple[tuple[int, ...], ...]
+    model: str | None = None
+    opens_prompt: bool = False
+    only_look: bool = False
+
+    def __post_init__(self) -> None:
+        blocks = sequence(self.blocks, "blocks", 1, MOST_BLOCKS)
+        checked = tuple(_ids(ids, f"blocks[{place}]") for place, ids in enumerate(blocks))
+        object.__setattr__(self, "blocks", checked)
+        if self.model is not None:
+            text(self.model, "model", ".+", "a model's name")
+        for name in ("opens_prompt", "only_look"):
+            _flag(getattr(self, name), name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it; what is not given is left out."""
+        named = {} if self.model is None else {"model": self.model}
+        flags = {name: True for name in ("opens_prompt", "only_look") if getattr(self, name)}
+        return {**named, "blocks": [list(ids) for ids in self.blocks], **flags}
+
+    @classmethod
+    def from_dict(cls, told: object) -> EncodeBody:
+        """What ``to_dict`` told of. Raises ProtocolError."""
+        optional = ("model", "opens_prompt", "only_look")
+        return cls(**record(told, "the body", ("blocks",), optional))
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeAnswer:
+    """What became of blocks, in the order in which they were sent.
+
+    ``stored_bytes``: of those that were encoded, together.
+
+    Raises:
+        ProtocolError: a field is not as it should be.
+    """
+
+    blocks: tuple[Outcome, ...]
+    stored_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        outcomes = sequence(self.blocks, "blocks", 1, MOST_BLOCKS)
+        for outcome in outcomes:
+            one_of(outcome, "blocks", _OUTCOMES)
+        object.__setattr__(self, "blocks", tuple(outcomes))
+        whole(self.stored_bytes, "stored_bytes")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"blocks": list(self.blocks), "stored_bytes": self.stored_bytes}
+
+    @classmethod
+    def from_dict(cls, told: object) -> EncodeAnswer:
+        """What ``to_dict`` told of. Raises ProtocolError."""
+        return cls(**record(told, "the answer", ("blocks", "stored_bytes")))
+
+
+def _flag(value: object, name: str) -> None:
+    if type(value) is not bool:
+        raise ProtocolError(f"{name} must be true or false, found {shown(value)}")
+
+
+def _ids(ids: Sequence[int], name: str) -> tuple[int, ...]:
+    found = sequence(ids, name, 1, _MOST_TOKENS)
+    return tuple(whole(one, name) for one in found)
