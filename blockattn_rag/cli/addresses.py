@@ -22,6 +22,20 @@ FolderArgument = Annotated[
 ]
 
 
+def whole_store(spec: str | None) -> str | None:
+    """What an option names a store by: an address as it is, a folder as a whole path.
+
+    Raises:
+        BadParameter: it is no address.
+    """
+    from blockattn_rag.store.urls import scheme_of
+
+    try:
+        return spec if not spec or scheme_of(spec) else str(Path(spec).resolve())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def open_maintained(store: str) -> kv_store.MaintainedStore:
     """The store that an address, a folder that exists, or a database's folder means.
 

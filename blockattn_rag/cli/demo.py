@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from blockattn_rag.cli.addresses import whole_store
 from blockattn_rag.cli.ask import ModeOption
 from blockattn_rag.cli.figures import count, duration, size
 from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, note, plain, stdout, working
@@ -26,6 +27,14 @@ def demo(
     ] = None,
     mode: ModeOption = "block",
     model: Annotated[str, typer.Option(help=ModelArgument, callback=existing_model)] = "bundled",
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Where keys and values go: a folder, s3://bucket/kv, redis://host/0 or memory:. "
+            "Default: the folder kv of the database.",
+            callback=whole_store,
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Ingest a small encyclopedia and answer questions about it, with and without reuse.
@@ -35,7 +44,7 @@ def demo(
     with working(as_json):
         note("Reading the bundled encyclopedia into Chroma, computing keys and values ...")
         show: dict[str, Any] = {"on_ingested": _show_ingested, "on_question": _show_question}
-        report = run_demo(db, model=model, mode=mode, **({} if as_json else show))
+        report = run_demo(db, model=model, mode=mode, store=store, **({} if as_json else show))
     emit(as_json, report.to_dict(), *_summary(report))
 
 
@@ -78,5 +87,5 @@ def _summary(report: DemoReport) -> list[str]:
         f"{duration(total['ttft_full_median_s'])} in full mode ({total['speedup']:.1f} times).",
         "The bundled model is tiny, and so is the difference: `blockattn-rag bench ttft` shows it "
         "at the size of models that people use.",
-        f"Database: {report.db}",
+        f"Database: {report.db}; keys and values: {report.store}",
     ]

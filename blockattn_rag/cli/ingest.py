@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from blockattn_rag.cli.addresses import whole_store
 from blockattn_rag.cli.figures import count, duration, size
 from blockattn_rag.cli.output import (
     JsonOption,
@@ -25,7 +26,7 @@ from blockattn_rag.rag.ingest import ingest_documents
 from blockattn_rag.rag.model_names import existing_model
 from blockattn_rag.rag.sources import orphaned_sources
 from blockattn_rag.store.namespaces import check_namespace
-from blockattn_rag.store.urls import lasts, scheme_of
+from blockattn_rag.store.urls import lasts
 
 _TOLD = (
     "model",
@@ -56,12 +57,10 @@ def _known_namespace(name: str | None) -> str | None:
 
 
 def _known_store(spec: str | None) -> str | None:
-    try:
-        if spec and not lasts(spec):
-            raise typer.BadParameter("what is in memory ends with this command; name a lasting one")
-        return spec if not spec or scheme_of(spec) else str(Path(spec).resolve())
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    whole = whole_store(spec)
+    if whole and not lasts(whole):
+        raise typer.BadParameter("what is in memory ends with this command; name a lasting one")
+    return whole
 
 
 def ingest(

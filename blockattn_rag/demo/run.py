@@ -60,9 +60,11 @@ class DemoQuestion:
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """The whole demo. ``mode`` is the mode whose answers are shown and judged."""
+    """The whole demo. ``mode`` is the mode whose answers are shown and judged; ``store``: the
+    folder or address of the keys and values."""
 
     db: str
+    store: str
     model: str
     mode: Mode
     ingest: IngestReport
@@ -113,6 +115,7 @@ def run_demo(
     *,
     model: str = "bundled",
     mode: Mode = "block",
+    store: str | None = None,
     on_ingested: Callable[[IngestReport], None] | None = None,
     on_question: Callable[[DemoQuestion], None] | None = None,
 ) -> DemoReport:
@@ -125,11 +128,13 @@ def run_demo(
         folder: the database's; :func:`default_folder` if None.
         model: name or path of another model to show.
         mode: ``"block"`` or ``"full"``.
+        store: where keys and values go, as ``Manifest.store``; default: the folder ``kv`` of the
+            database.
         on_ingested: called when the encyclopedia is ready.
         on_question: called after each question.
     """
     folder = folder or default_folder()
-    database = Database.create(folder, Manifest(model=model, fingerprint=""))
+    database = Database.create(folder, Manifest(model=model, fingerprint="", store=store))
     report = ingest_documents(database, documents())
     if on_ingested:
         on_ingested(report)
@@ -144,4 +149,5 @@ def run_demo(
         questions.append(DemoQuestion(question, **answers, shown=answers[mode]))
         if on_question:
             on_question(questions[-1])
-    return DemoReport(str(folder), model, mode, report, tuple(questions))
+    kept = store or str(folder / "kv")
+    return DemoReport(str(folder), kept, model, mode, report, tuple(questions))

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from blockattn_rag.cli import app
 from tests.models import tiny_model, tiny_tokenizer
+from tests.store.conftest import s3 as s3
+from tests.store.conftest import s3_url as s3_url
 
 
 @dataclass(frozen=True)

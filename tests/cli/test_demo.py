@@ -61,3 +61,33 @@ def test_the_demo_keeps_its_database_in_the_user_s_cache(
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     assert run.default_folder() == tmp_path / ".cache" / "blockattn_rag" / "demo"
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory", "s3"])
+def test_the_demo_answers_the_same_over_every_store_and_one_string_chooses_it(
+    cli: Command, model: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    addresses = {"folder": str(tmp_path / "elsewhere"), "memory": "memory:"}
+    store = addresses.get(kind) or request.getfixturevalue(kind)
+    command = ("demo", "--json", "--model", model, "--db")
+    near = cli(*command, tmp_path / "near").json
+    assert near["store"] == str(tmp_path / "near" / "kv")
+    output = cli(*command, tmp_path / "far", "--store", store)
+    assert output.status == 0, output.stderr
+    report = output.json
+    assert report["store"] == store
+    assert not (tmp_path / "far" / "kv").exists()
+    assert [one["answer"] for one in report["questions"]] == [
+        one["answer"] for one in near["questions"]
+    ]
+    assert report["summary"]["misses"] == 0
+    again = cli(*command, tmp_path / "far", "--store", store).json["ingest"]
+    assert again["reused"] == (0 if kind == "memory" else 6)
+
+
+def test_the_demo_refuses_what_is_no_store(cli: Command, model: Path, tmp_path: Path) -> None:
+    command = ("demo", "--model", model, "--db", tmp_path / "db")
+    for store, message in [("s3:/bucket/kv", "two slashes"), ("ftp://host/kv", "found ftp://")]:
+        output = cli(*command, "--store", store)
+        assert output.status != 0
+        assert message in " ".join(output.stderr.replace("│", " ").split())
