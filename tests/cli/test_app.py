@@ -15,7 +15,18 @@ from blockattn_rag.cli import app
 from tests.cli.conftest import Command
 from tests.holding import LONGEST_S
 
-COMMANDS = ("demo", "ingest", "ask", "check", "train", "adapt", "eval", "store", "bench")
+COMMANDS = (
+    "demo",
+    "ingest",
+    "ask",
+    "check",
+    "fingerprint",
+    "train",
+    "adapt",
+    "eval",
+    "store",
+    "bench",
+)
 
 
 def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
