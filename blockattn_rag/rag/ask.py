@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import blockattn_rag.llama_index as adapter
 from blockattn_rag.engine.results import Mode, ReuseStats
+from blockattn_rag.errors import StoreError
 from blockattn_rag.rag.database import Database
 from blockattn_rag.rag.documents import SOURCE_KEY
 
 if TYPE_CHECKING:
     from llama_index.core.schema import NodeWithScore
+
+logger = logging.getLogger("blockattn_rag.rag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ class Assistant:
             "reader": reader,
             "retry": retry,
         }
-        self._has_head = False
+        self._head_was_stored = False
         self._index = VectorStoreIndex.from_vector_store(
             ChromaVectorStore(chroma_collection=database.collection), embed_model=database.embedding
         )
@@ -113,10 +117,8 @@ class Assistant:
             max_new_tokens=self._max_new_tokens,
             **self._repairs,
         )
-        if mode == "block" and not self._has_head:
-            # `store gc` may have deleted the head: no passage refers to it.
-            adapter.encode_prompt_head(llm)
-            self._has_head = True
+        if mode == "block" and not self._head_was_stored:
+            self._store_head(llm)
         engine = adapter.block_query_engine(
             self._index, llm, streaming=True, similarity_top_k=self._top_k
         )
@@ -134,6 +136,15 @@ class Assistant:
             stats=_total(mode, calls),
             finish_reason=calls[-1]["finish_reason"] if calls else "stop",
         )
+
+    def _store_head(self, llm: adapter.BlockAttentionLLM) -> None:
+        """Store the prompt's head, once: `store gc` may have deleted it, as no passage refers to
+        it. That it cannot be stored is no reason not to answer."""
+        self._head_was_stored = True  # or was tried: a store that hangs is not waited for again
+        try:
+            adapter.encode_prompt_head(llm)
+        except StoreError as error:
+            logger.warning("%s. The answer is not affected.", error)
 
 
 def _total(mode: Mode, calls: Sequence[Any]) -> ReuseStats:
