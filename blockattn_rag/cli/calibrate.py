@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _PASSAGES = (3, 5, 10)
 _FEWEST_QUESTIONS = 4
 _STORE_BYTES = 8 << 30
+_STORE = "kv"
 
 
 def calibrate(
@@ -125,6 +126,7 @@ def calibrate(
             )
         path = _write(database, report, output)
         if keep_records:
+            shutil.rmtree(work / _STORE)  # gigabytes, which only a stopped run still needs
             note(f"every comparison is in {work / 'records.jsonl'}")
         else:
             shutil.rmtree(work)
@@ -166,13 +168,14 @@ def _run(
     from blockattn_rag.evaluation.calibration.run import calibrate as run
     from blockattn_rag.evaluation.calibration.settings import SINKS, Setting, usable_sinks
     from blockattn_rag.evaluation.calibration.settings import stages as stages_of
+    from blockattn_rag.evaluation.records import OtherSettingsError
     from blockattn_rag.model.correction_file import load_correction
     from blockattn_rag.prompts.sinks import FIRST_BLOCK
     from blockattn_rag.store import DirectoryStore
     from blockattn_rag.training.distillation.asked import read_asked
 
     loaded = database.engine.model
-    store = DirectoryStore(work / "kv", max_bytes=_STORE_BYTES, fsync=False)
+    store = DirectoryStore(work / _STORE, max_bytes=_STORE_BYTES, fsync=False)
     engine = BlockAttentionEngine(loaded, store, kv_dtype=database.engine.kv_dtype)
     folder = None if reader is None else str(reader.resolve())
     corrected = None
@@ -186,19 +189,22 @@ def _run(
     choose, certify = _pairs(database, engine, plan, work, tell, seen)
     # Passages are ingested alone, where there is no first block to encode them after.
     sinks = usable_sinks(loaded.tokenizer, [sink for sink in SINKS if sink != FIRST_BLOCK])
-    return run(
-        engine,
-        choose,
-        certify,
-        stages_of(sinks, corrected=corrected, reader=folder, most_promoted=most),
-        records_path=work / "records.jsonl",
-        targets=targets,
-        max_new_tokens=plan.max_new_tokens,
-        seed=plan.seed,
-        package_version=__version__,
-        noted={"files": digests},
-        on_progress=tell,
-    )
+    try:
+        return run(
+            engine,
+            choose,
+            certify,
+            stages_of(sinks, corrected=corrected, reader=folder, most_promoted=most),
+            records_path=work / "records.jsonl",
+            targets=targets,
+            max_new_tokens=plan.max_new_tokens,
+            seed=plan.seed,
+            package_version=__version__,
+            noted={"files": digests},
+            on_progress=tell,
+        )
+    except OtherSettingsError as error:
+        raise DataError(f"{error} Here: --overwrite starts anew") from error
 
 
 def _pairs(

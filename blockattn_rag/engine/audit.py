@@ -90,6 +90,7 @@ class Auditor:
         self._agreement = 0.0  # sum
         # How far the last audits were above what their answers' certificates promise.
         self._above: deque[float] = deque(maxlen=_LAST)
+        self._told_of_processing = False
 
     @property
     def stats(self) -> AuditStats:
@@ -131,10 +132,24 @@ class Auditor:
         options, generation = answer.options, answer.generation
         was_given = generation is not None and bool(generation.token_ids) and not answer.abstained
         is_block = options.mode == "block" and bool(answer.prompt.context)
-        is_greedy = not draws_tokens(options.sampling) and batches_exactly(
-            self._model.hf_model, options.sampling
-        )
-        return was_given and is_block and is_greedy
+        if not (was_given and is_block) or draws_tokens(options.sampling):
+            return False
+        if batches_exactly(self._model.hf_model, options.sampling):
+            return True
+        self._tell_of_processing()
+        return False
+
+    def _tell_of_processing(self) -> None:
+        """Say once that audit_rate does nothing where a model's own settings change its logits."""
+        with self._lock:
+            told, self._told_of_processing = self._told_of_processing, True
+        if not told:
+            logger.warning(
+                "an answer is not audited: its tokens are chosen by more than what the model "
+                "predicts there, such as a repetition penalty or beams, in its generation config "
+                "or among the options of the call. audit_rate=%g does nothing for such answers",
+                self._rate,
+            )
 
     def _audit(
         self,

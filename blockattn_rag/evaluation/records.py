@@ -14,6 +14,10 @@ from blockattn_rag.errors import DataError
 _COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_tokens")
 
 
+class OtherSettingsError(DataError):
+    """A file holds records of a run with other settings."""
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
     """One question answered in one mode. Scores lie in 0..1; times are seconds.
@@ -169,7 +173,7 @@ class RecordFile(Generic[R]):
         if not isinstance(found, dict) or found.keys() != header.keys():
             raise self._refusal(1, "not a record file (no settings there)")
         if found != json.loads(_dump(header)):
-            raise DataError(
+            raise OtherSettingsError(
                 f"{self.path} holds records made with other settings. Found: {_dump(found).strip()}"
                 f" expected: {_dump(header).strip()} Name another file or delete this one."
             )

@@ -89,6 +89,18 @@ class Correction:
         digest = self.digest_of(kv.digest)
         return replace(kv, keys=keys, values=values, digest=digest, pending_copy=None)
 
+    def _layers_on(self, device: torch.device) -> Sequence[LayerCorrection]:
+        """The layers on a device, which get there once."""
+        if device not in self._copies:
+            self._copies[device] = [
+                LayerCorrection(*(tensor.to(device) for tensor in layer)) for layer in self.layers
+            ]
+        return self._copies[device]
+
+    @cached_property
+    def _copies(self) -> dict[torch.device, Sequence[LayerCorrection]]:
+        return {}
+
     def _apply(
         self, layer: int, keys: Tensor, values: Tensor, layout: RotaryLayout
     ) -> tuple[Tensor, Tensor]:
@@ -103,7 +115,7 @@ class Correction:
         Returns:
             New keys and values of the same shapes and dtypes. Computed in float32.
         """
-        weight, bias = (tensor.to(keys.device) for tensor in self.layers[layer])
+        weight, bias = self._layers_on(keys.device)[layer]
         states = bare_states(keys, values, layout)
         change = states @ weight + bias[:, places(states.shape[1]).to(keys.device)]
         of_keys, of_values = change.split([keys.shape[-1], values.shape[-1]], dim=-1)

@@ -293,6 +293,10 @@ def test_prompts_that_do_not_fit_are_left_out_and_told(
 
 def test_overwriting_starts_again(cli: Command, db: Path, questions: Path) -> None:
     assert cli(*command(db, questions, "--keep-records")).status == 0
+    (work,) = db.glob("calibrate-*.work")
+    assert [path.name for path in work.iterdir() if path.is_dir()] == []  # no blocks are kept
     changed = command(db, questions, "--max-new-tokens", 2)
-    assert "records made with other settings" in cli(*changed).stderr
+    refused = " ".join(cli(*changed).stderr.split())
+    assert "records made with other settings" in refused
+    assert "--overwrite starts anew" in refused
     assert cli(*changed, "--overwrite").status == 0

@@ -123,6 +123,18 @@ def test_only_greedy_answers_of_block_mode_are_audited(engine: BlockAttentionEng
     assert finished(engine, 0) == AuditStats()
 
 
+def test_a_model_whose_own_settings_change_its_logits_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = block_model()
+    model.hf_model.generation_config.repetition_penalty = 1.2
+    engine = BlockAttentionEngine(model, audit_rate=1)
+    for _ in range(2):
+        engine.generate(A, max_new_tokens=NEW)
+    assert finished(engine, 0) == AuditStats()
+    assert caplog.text.count("audit_rate=1 does nothing for such answers") == 1
+
+
 def test_an_abstention_and_an_answer_in_full_mode_are_not_audited(
     model: BlockModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
