@@ -84,15 +84,18 @@ def engines_of(model: BlockModel) -> dict[str, BlockAttentionEngine]:
 
 
 def prepare(engines: Mapping[str, BlockAttentionEngine], prompt: BlockPrompt, mode: str) -> None:
-    """Encode a prompt's blocks once, and give every engine its own form of them."""
+    """Encode a prompt's blocks once, and give every engine its own form of them no more."""
     how = mode_options(mode)
     plain = engines["model"]
+    for engine in engines.values():
+        for key in list(engine.store.keys()):
+            engine.store.delete(key)
     encoded = {option: how[option] for option in ("sink", "correction")}
     plain.precompute(prompt.context, as_prompt=True, **encoded)
     for name, engine in engines.items():
         for key in list(plain.store.keys()):
             kv = plain.store.get(key)
-            if kv is not None and key not in engine.store:
+            if kv is not None and engine is not plain:
                 engine.store.put(key, kv.quantised() if name == "int8" else kv)
 
 
