@@ -20,7 +20,8 @@ from blockattn_rag.engine.options import (
     check_names,
 )
 from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingRequest
-from blockattn_rag.engine.prefetch import Prefetcher, PrefetchStats
+from blockattn_rag.engine.prefetch import Prefetched, Prefetcher, PrefetchStats
+from blockattn_rag.engine.protocol import LatePrompt, Prompt, made
 from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
 from blockattn_rag.engine.retry import check_abstentions
 from blockattn_rag.engine.runner import Runner
@@ -36,10 +37,6 @@ from blockattn_rag.store.namespaces import Access
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-
-Prompt = BlockPrompt | Sequence["str | Block"]
-LatePrompt = Prompt | Callable[[], Prompt]
-"""A prompt, or what makes it when its turn comes."""
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -254,13 +251,14 @@ class BlockAttentionEngine:
     ) -> None:
         """Begin to read passages from the store, before the prompt that will hold them is there.
 
-        Returns at once and raises nothing; ``prefetches`` counts. What is read stays in memory
-        as far as ``resident_bytes`` allow, and an answer waits for reads that are going on. Nothing
-        is computed: see ``encode``. ``sink`` and ``correction`` as for ``encode``.
+        Returns at once and raises nothing; ``prefetches`` counts. What is read stays in memory,
+        until ``resident_bytes`` are full: give the likeliest passages first. An answer waits for
+        reads that are going on. Nothing is computed: see ``encode``. ``sink`` and ``correction``
+        as for ``encode``.
         """
-        blocks = [one if isinstance(one, Block) else Block(one) for one in passages]
+        given = [passages] if isinstance(passages, str) else list(passages)
         encoded = {"sink": sink, "correction": correction}
-        self._prefetcher.submit(len(blocks), partial(self._prefetch, blocks, encoded))
+        self._prefetcher.submit(len(given), partial(self._prefetch, given, encoded))
 
     @property
     def prefetches(self) -> PrefetchStats:
@@ -413,8 +411,8 @@ class BlockAttentionEngine:
             raise ValueError("the answer has no token to predict")
         check_names(options)
         parsed = self._options({**options, "mode": mode, "max_new_tokens": len(answer_ids)})
-        made = _made(prompt)
-        return self._scheduler.run(partial(self._runner.answer_logits, made, answer_ids, parsed))
+        answer_logits = self._runner.answer_logits
+        return self._scheduler.run(partial(answer_logits, made(prompt), answer_ids, parsed))
 
     def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
         """Answer requests with equal options. For the scheduler, which runs this on the model's
@@ -423,7 +421,8 @@ class BlockAttentionEngine:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _prefetch(self, blocks: Sequence[Block], encoded: Mapping[str, Any]) -> int:
+    def _prefetch(self, passages: Sequence[str | Block], encoded: Mapping[str, Any]) -> Prefetched:
+        blocks = [one if isinstance(one, Block) else Block(one) for one in passages if one != ""]
         options = self._options(encoded)
         how = how_encoded(self.model, options.sink, options.correction)
         return self._fetcher.prefetch(blocks, how=how)
@@ -447,12 +446,7 @@ class BlockAttentionEngine:
         return parsed
 
     def _checked(self, prompt: LatePrompt, options: GenerateOptions) -> BlockPrompt:
-        made = _made(prompt)
-        if options.mode == "block" and made.context:
-            warn_if_untuned(self.model, made, options, self._calibration, self._uncalibrated)
-        return made
-
-
-def _made(prompt: LatePrompt) -> BlockPrompt:
-    given = prompt() if callable(prompt) else prompt
-    return given if isinstance(given, BlockPrompt) else BlockPrompt.from_texts(given)
+        found = made(prompt)
+        if options.mode == "block" and found.context:
+            warn_if_untuned(self.model, found, options, self._calibration, self._uncalibrated)
+        return found

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakSet
 
 from blockattn_rag.engine.options import NO_CORRECTION, OnMiss
+from blockattn_rag.engine.prefetch import Prefetched
 from blockattn_rag.engine.tokenised import remembering
 from blockattn_rag.engine.transfer import to_device
 from blockattn_rag.errors import MissError, StoreError, StoreUnavailableError
@@ -18,7 +20,7 @@ from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.prompts.blocks import Block, Origin
 from blockattn_rag.prompts.sinks import FIRST_BLOCK, NO_SINK, sink_ids
-from blockattn_rag.store.base import Found, KVStore, get_many, keep, touch
+from blockattn_rag.store.base import Found, KVStore, ResidentStore, get_many, keep, touch
 from blockattn_rag.store.device_cache import DeviceCache, with_device_cache
 from blockattn_rag.store.namespaces import OPEN, Access
 from blockattn_rag.store.tier import is_damage
@@ -128,6 +130,9 @@ _COMMON: frozenset[Origin] = frozenset({"passage", "system"})
 
 _MOST_TO_STORE = 4096
 
+# Blocks that prefetching holds at once besides those that stay; as many as are read in parallel.
+_PREFETCHED_AT_ONCE = 16
+
 
 class BlockFetcher:
     """A model and a store, and the promise that what comes out is this model's KV of these tokens.
@@ -164,6 +169,8 @@ class BlockFetcher:
                 "kv_dtype='model'"
             )
         self._model = model
+        in_memory = isinstance(store, ResidentStore)
+        self._resident_bytes = math.inf if in_memory else resident_bytes or math.inf
         self._cache = (
             DeviceCache(store, resident_bytes or 1)  # a store in memory is not written either
             if access.read_only
@@ -226,17 +233,25 @@ class BlockFetcher:
         missed = {one.name: len(one.ids) for one in missing}
         return Fetched([found[one.name] for one in wanted], missed)
 
-    def prefetch(self, blocks: Sequence[Block], *, how: HowEncoded = ALONE) -> int:
+    def prefetch(self, blocks: Sequence[Block], *, how: HowEncoded = ALONE) -> Prefetched:
         """Read passages from the store before the prompt that will hold them is there.
 
-        What is read stays in memory as far as ``resident_bytes`` allow.
-
-        Returns:
-            How many are there.
+        What is read stays in memory as far as ``resident_bytes`` allow; when they are full, the
+        rest is not read, because it would take the place of what came first.
         """
         wanted = [one for one in self.wanted(blocks, as_prompt=False, how=how) if one.ids]
-        found = self._look_up({one.name: one for one in wanted}.values())
-        return sum(one.name in found for one in wanted)
+        unread = list({one.name: one for one in wanted}.values())
+        ready: set[Name] = set()
+        nbytes = 0
+        while unread and (not nbytes or nbytes < self._resident_bytes):
+            found = self._look_up(unread[:_PREFETCHED_AT_ONCE])
+            del unread[:_PREFETCHED_AT_ONCE]
+            ready |= found.keys()
+            nbytes += sum(kv.nbytes for kv in found.values())
+        dropped = {one.name for one in unread}
+        return Prefetched(
+            sum(one.name in ready for one in wanted), sum(one.name in dropped for one in wanted)
+        )
 
     def wanted(
         self, blocks: Sequence[Block], *, as_prompt: bool, how: HowEncoded = ALONE

@@ -24,7 +24,8 @@ class PrefetchStats:
     Args:
         ready: read, or in memory already.
         absent: not in the store, so that their answer computes them.
-        dropped: not looked for, because too many calls were waiting.
+        dropped: not looked for, because too many calls were waiting, or those before them in one
+            call filled the memory for blocks.
         failed: of calls that raised; the first error is logged.
     """
 
@@ -34,11 +35,18 @@ class PrefetchStats:
     failed: int = 0
 
 
+class Prefetched(NamedTuple):
+    """How many passages of a call were read, and how many were not looked for."""
+
+    ready: int
+    dropped: int
+
+
 class _Call(NamedTuple):
-    """``read`` returns how many of ``passages`` are ready."""
+    """``read`` reads so many ``passages``; those that it does not tell of are not in the store."""
 
     passages: int
-    read: Callable[[], int]
+    read: Callable[[], Prefetched]
 
 
 class Prefetcher:
@@ -57,9 +65,8 @@ class Prefetcher:
     def stats(self) -> PrefetchStats:
         return self._stats
 
-    def submit(self, passages: int, read: Callable[[], int]) -> None:
-        """Call ``read``, which returns how many of so many passages are ready, when its turn
-        comes."""
+    def submit(self, passages: int, read: Callable[[], Prefetched]) -> None:
+        """Call ``read``, which reads so many passages, when its turn comes."""
         with self._lock:
             if len(self._waiting) >= MOST_WAITING:
                 self._stats = replace(self._stats, dropped=self._stats.dropped + passages)
@@ -77,14 +84,11 @@ class Prefetcher:
     def _work(self) -> None:
         while (call := self._next()) is not None:
             try:
-                ready = call.read()
+                ready, dropped = call.read()
             except Exception as error:  # noqa: BLE001 -- the answer meets it again and raises it
                 self._note_failure(call.passages, error)
             else:
-                absent = call.passages - ready
-                with self._lock:
-                    now = self._stats
-                    self._stats = replace(now, ready=now.ready + ready, absent=now.absent + absent)
+                self._note(ready, call.passages - ready - dropped, dropped)
 
     def _next(self) -> _Call | None:
         with self._lock:
@@ -97,6 +101,16 @@ class Prefetcher:
             passages = sum(call.passages for call in self._waiting)
             self._waiting.clear()
         return passages
+
+    def _note(self, ready: int, absent: int, dropped: int) -> None:
+        with self._lock:
+            now = self._stats
+            self._stats = replace(
+                now,
+                ready=now.ready + ready,
+                absent=now.absent + absent,
+                dropped=now.dropped + dropped,
+            )
 
     def _note_failure(self, passages: int, error: Exception) -> None:
         with self._lock:

@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from blockattn_rag.engine import prefetch
+from blockattn_rag.engine import fetcher, prefetch
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.prefetch import Prefetcher, PrefetchStats
+from blockattn_rag.engine.prefetch import Prefetched, Prefetcher, PrefetchStats
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import DirectoryStore
@@ -91,6 +92,31 @@ def test_nothing_is_computed_or_stored(model: BlockModel, store: GatedStore) -> 
     assert store.stats().entries == 1
 
 
+def test_what_would_push_out_the_passages_before_it_is_not_read(
+    model: BlockModel, store: GatedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetcher, "_PREFETCHED_AT_ONCE", 2)
+    texts = [f"Passage {i}." for i in range(7)]
+    BlockAttentionEngine(model, store, resident_bytes=0).encode(texts)
+    of_one = min(kv.nbytes for key in [*store.keys()] if (kv := store.peek(key)))
+    store.asked.clear()
+    engine = BlockAttentionEngine(model, store, resident_bytes=4 * of_one)
+    engine.prefetch([*texts, texts[6]])
+    wait_for(lambda: engine.prefetches == PrefetchStats(ready=4, dropped=4))
+    assert len(store.asked) == 4
+
+
+@pytest.mark.parametrize("passages", [[""], [None], [3], "text", []])
+def test_passages_that_are_none_raise_nothing(
+    model: BlockModel, store: GatedStore, passages: Any
+) -> None:
+    engine = BlockAttentionEngine(model, store)
+    engine.prefetch(passages)
+    engine.prefetch([A])
+    wait_for(lambda: engine.prefetches.ready == 1)
+    assert engine.prefetches.failed == sum(one in (None, 3) for one in passages)
+
+
 def test_passages_under_another_sink_are_other_blocks(model: BlockModel, store: GatedStore) -> None:
     engine = BlockAttentionEngine(model, store)
     engine.prefetch([A], sink="head:2")
@@ -120,10 +146,10 @@ def test_calls_beyond_what_may_wait_are_dropped_and_counted(
     monkeypatch.setattr(prefetch, "MOST_WAITING", 2)
     prefetcher, gate, begun = Prefetcher(), threading.Event(), threading.Event()
 
-    def read() -> int:
+    def read() -> Prefetched:
         begun.set()
         assert gate.wait(20)
-        return 1
+        return Prefetched(ready=1, dropped=0)
 
     prefetcher.submit(1, read)
     assert begun.wait(20)
@@ -141,7 +167,7 @@ def test_the_thread_ends_when_nothing_waits() -> None:
         return [one for one in threading.enumerate() if one.name == "blockattn-prefetch"]
 
     for ready in (1, 2):
-        prefetcher.submit(1, lambda: 1)
+        prefetcher.submit(1, lambda: Prefetched(1, 0))
         wait_for(lambda: prefetcher.stats.ready == ready)  # noqa: B023 -- called at once
         wait_for(lambda: not threads())
 
@@ -153,7 +179,7 @@ def test_a_system_without_threads_is_no_reason_to_raise(monkeypatch: pytest.Monk
     prefetcher = Prefetcher()
     with monkeypatch.context() as patch:
         patch.setattr(prefetch, "start_thread", refuse)
-        prefetcher.submit(2, lambda: 2)
+        prefetcher.submit(2, lambda: Prefetched(2, 0))
     assert prefetcher.stats == PrefetchStats(failed=2)
-    prefetcher.submit(2, lambda: 2)
+    prefetcher.submit(2, lambda: Prefetched(2, 0))
     wait_for(lambda: prefetcher.stats.ready == 2)
