@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -226,11 +227,17 @@ def connect(url: str, deadline_s: float, retries: int) -> Backend:
         from obstore.store import from_url
     except ModuleNotFoundError as error:
         raise ImportError(f"a store at {url} needs {missing_extra('obstore', 's3')}") from error
+    if not urlsplit(url).netloc:
+        raise ValueError(f"found no bucket in {url}, expected an address such as s3://bucket/kv")
     limit = timedelta(seconds=deadline_s)
     least, most = (timedelta(seconds=min(seconds, deadline_s)) for seconds in _BACKOFF_S)
     client: ClientConfig = {"timeout": limit, "connect_timeout": min(limit, timedelta(seconds=5))}
-    if any(os.environ.get(name, "").startswith("http://") for name in _S3_SERVERS):
-        client["allow_http"] = True  # whoever names such a server wants no encryption
+    for name in _S3_SERVERS:
+        server = os.environ.get(name, "")
+        if server.startswith("http://"):
+            client["allow_http"] = True  # whoever names such a server wants no encryption
+        elif server and not server.startswith("https://"):
+            raise ValueError(f"{name} names no server: expected http://... or https://...")
     retry: RetryConfig = {
         "max_retries": retries,
         "retry_timeout": limit,

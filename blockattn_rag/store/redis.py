@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 
@@ -252,6 +253,10 @@ def _connect(url: str, deadline_s: float) -> Redis:
         from redis.retry import Retry
     except ModuleNotFoundError as error:
         raise ImportError(f"a store at {url} needs {missing_extra('redis', 'redis')}") from error
+    if not re.fullmatch(r"/?\d*", path := urlsplit(url).path):
+        raise ValueError(
+            f"found the database {path[1:]!r} in {url}, expected a number, as in redis://host:6379/0"
+        )
     try:
         client: Redis = Redis.from_url(
             url,

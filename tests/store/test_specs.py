@@ -70,6 +70,12 @@ def test_memory_has_a_size(spec: str, nbytes: int) -> None:
         ("memory:much", "a size as in memory:2GiB"),
         ("memory:0", "must be positive"),
         ("s3:/bucket/kv", "two slashes after s3:"),
+        ("s3:bucket/kv", "two slashes after s3:"),
+        ("redis:host", "two slashes after redis:"),
+        ("file:kv", "two slashes after file:"),
+        ("", "an empty address of a store, expected a path or s3://"),
+        ("s3://", "found no bucket in s3:, expected an address such as s3://bucket/kv"),
+        ("redis://host/cache", "found the database 'cache' in redis://host/cache, expected a num"),
         (Path("s3://bucket/kv"), "pathlib.Path takes one of them away"),
     ],
 )
@@ -125,6 +131,38 @@ def test_a_path_with_a_colon_is_a_path(tmp_path: Path) -> None:
     assert scheme_of("kv:old") == ""
     assert scheme_of("S3://bucket/kv") == "s3"
     assert isinstance(open_store(tmp_path / "kv:old"), DirectoryStore)
+
+
+def test_a_server_that_is_named_without_its_scheme_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("obstore")  # it would panic at the first request
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "me:secret@127.0.0.1:9000")
+    with pytest.raises(ValueError, match="AWS_ENDPOINT_URL names no server: expected http://") as e:
+        open_store("s3://bucket/kv")
+    assert "secret" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "GET http://host/b failed - 404 Not Found: <?xml version='1.0'?> <Error>\n<Code>"
+            "NoSuchBucket</Code><Message>There is none</Message><HostId>x</HostId></Error>",
+            "404 Not Found: NoSuchBucket: There is none; make the bucket",
+        ),
+        ("PUT http://169.254.169.254/latest/api - 403 Forbidden", "no credentials, and the mach"),
+        ("HEAD http://host/b/x - 403 Forbidden: ", "; the server refuses these credentials"),
+        ("GET http://host/b/x - HTTP error: error sending request", "; see whether the server is"),
+        ("Received redirect without LOCATION", "; set AWS_REGION"),
+        ("Generic MicrosoftAzure error: Account must be specified", "; set AZURE_STORAGE_ACCOUNT_"),
+        ("invalid username-password pair or user is disabled.", "disabled; set REDIS_PASSWORD"),
+        ("HELLO must be called with the client already authenticated", "; set REDIS_PASSWORD"),
+    ],
+)
+def test_what_a_library_says_comes_with_what_to_do(said: str, told: str) -> None:
+    assert told in reason(OSError(said))
+    assert told.partition("; ")[2] in reason(OSError("x" * 600 + said))
 
 
 def test_only_memory_goes_with_the_process() -> None:
