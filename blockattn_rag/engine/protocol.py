@@ -1,0 +1,107 @@
+"""What pipelines need of an engine, be its model in this process or behind a server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from blockattn_rag.engine.ingest import EncodeStats
+from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingAnswer
+from blockattn_rag.engine.results import Generation, GenerationChunk
+from blockattn_rag.prompts.blocks import Block, BlockPrompt
+from blockattn_rag.prompts.tokenization import BlockTokenizer
+
+Prompt = BlockPrompt | Sequence["str | Block"]
+LatePrompt = Prompt | Callable[[], Prompt]
+"""A prompt, or what makes it when its turn comes."""
+
+
+def made(prompt: LatePrompt) -> BlockPrompt:
+    """The prompt, made now if it was not.
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
+    given = prompt() if callable(prompt) else prompt
+    return given if isinstance(given, BlockPrompt) else BlockPrompt.from_texts(given)
+
+
+class EngineModel(Protocol):
+    """What an engine tells of its model."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> BlockTokenizer: ...
+
+    @property
+    def max_context_tokens(self) -> int: ...
+
+
+class Engine(Protocol):
+    """A ``BlockAttentionEngine`` as its users see it, who need not know where the model runs.
+
+    The methods are those of ``BlockAttentionEngine``, which says what they do.
+    """
+
+    @property
+    def model(self) -> EngineModel: ...
+
+    defaults: GenerateOptions
+
+    def generate(self, prompt: Prompt, **options: Any) -> Generation: ...
+
+    def submit(
+        self, prompt: LatePrompt, *, group: Group | None = None, **options: Any
+    ) -> PendingAnswer: ...
+
+    async def agenerate(
+        self, prompt: LatePrompt, *, group: Group | None = None, **options: Any
+    ) -> Generation: ...
+
+    def stream(self, prompt: Prompt, **options: Any) -> Generator[GenerationChunk, None, None]: ...
+
+    def astream(
+        self, prompt: LatePrompt, **options: Any
+    ) -> AsyncGenerator[GenerationChunk, None]: ...
+
+    def generate_batch(
+        self, prompts: Sequence[Prompt], *, batch_size: int = MAX_BATCH, **options: Any
+    ) -> list[Generation]: ...
+
+    def encode(
+        self,
+        texts: Sequence[str | Block] | BlockPrompt,
+        *,
+        show_progress: bool = False,
+        sink: str | None = None,
+        correction: str | Path | None = None,
+    ) -> list[str]: ...
+
+    def precompute(
+        self,
+        blocks: Sequence[Block],
+        *,
+        as_prompt: bool = False,
+        show_progress: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+        batch_tokens: int | None = None,
+        sink: str | None = None,
+        correction: str | Path | None = None,
+    ) -> EncodeStats: ...
+
+    def prefetch(
+        self,
+        passages: Sequence[str | Block],
+        *,
+        sink: str | None = None,
+        correction: str | Path | None = None,
+    ) -> None: ...
+
+    def contains(self, block: Block, *, first: bool = False) -> bool: ...
