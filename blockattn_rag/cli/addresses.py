@@ -18,7 +18,7 @@ StoreArgument = Annotated[
     ),
 ]
 FolderArgument = Annotated[
-    Path, typer.Argument(help="A KV store's folder, or a database folder made by `ingest`.")
+    str, typer.Argument(help="A KV store's folder, or a database folder made by `ingest`.")
 ]
 
 
@@ -56,8 +56,8 @@ def open_maintained(store: str) -> kv_store.MaintainedStore:
         return kv_store.DirectoryStore(store_folder(folder_of(store)), create=False)
     if scheme in ("memory", "redis", "rediss"):
         raise ValueError(
-            f"{store} is a cache: it forgets by itself, and there is nothing to look after; "
-            "give the folder or the address of the store behind it"
+            f"a store at {scheme}: is a cache: it forgets by itself, and there is nothing to look "
+            "after; give the folder or the address of the store behind it"
         )
     opened = open_spec(store)
     if not isinstance(opened, kv_store.MaintainedStore):
@@ -74,6 +74,27 @@ def open_folder(store: str) -> kv_store.DirectoryStore:
             "Delete what is old with `blockattn-rag store gc --ttl 30d`"
         )
     return opened
+
+
+def find_folder(store: str) -> tuple[Path, Manifest | None]:
+    """The folder of a store's entries, which is not opened, and the manifest of its database.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: the entries are in no folder.
+    """
+    from blockattn_rag.store.specs import folder_of
+    from blockattn_rag.store.urls import scheme_of
+
+    if scheme := scheme_of(store):
+        raise ValueError(f"found an address ({scheme}:), expected a folder")
+    manifest = Manifest.read(Path(store))
+    kept = manifest.store if manifest is not None else None
+    if kept is None:
+        return store_folder(Path(store)), manifest
+    if scheme_of(kept) not in ("", "file"):
+        raise ValueError(f"the keys and values of {store} are at {kept}, expected a folder")
+    return store_folder(folder_of(kept) if scheme_of(kept) else Path(kept)), manifest
 
 
 def store_folder(path: Path) -> Path:

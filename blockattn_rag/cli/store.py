@@ -18,9 +18,9 @@ from blockattn_rag.cli import collect
 from blockattn_rag.cli.addresses import (
     FolderArgument,
     StoreArgument,
+    find_folder,
     open_folder,
     open_maintained,
-    store_folder,
 )
 from blockattn_rag.cli.figures import count, size
 from blockattn_rag.cli.output import (
@@ -35,7 +35,6 @@ from blockattn_rag.cli.output import (
 )
 from blockattn_rag.errors import StoreError
 from blockattn_rag.prompts.sinks import NO_SINK
-from blockattn_rag.rag.database import require_manifest
 
 _GROUPS = ("models", "namespaces", "kv_dtypes")
 _COLUMNS = ("model", "namespace", "kept in", "entries", "tokens", "size")
@@ -202,7 +201,7 @@ app.command()(collect.live)
 
 @app.command()
 def shrink(
-    store: StoreArgument,
+    store: FolderArgument,
     max_bytes: Annotated[
         str, typer.Option(help="What the entries may take: 500MB, 20GB, 20GiB, or bytes.")
     ],
@@ -254,8 +253,8 @@ def migrate(
             param_hint="--sink",
         )
     with working(as_json), progress("migrating folders") as tick:
-        folder = store_folder(store)
-        made = require_manifest(store).sink if folder != store else NO_SINK
+        folder, manifest = find_folder(store)
+        made = manifest.sink if manifest is not None else NO_SINK
         if made != NO_SINK and not drop:
             raise ValueError(f"{store} was ingested with the sink {made}; pass --drop")
         report = kv_store.migrate(folder, all_plain=not drop, dry_run=dry_run, progress=tick)
