@@ -13,6 +13,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import Found, KVStore, ResidentStore, StoreStats, get_many, touch
 from blockattn_rag.store.memory import MemoryStore
 from blockattn_rag.store.single_flight import SingleFlight
+from blockattn_rag.store.tiered import mark_used
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -56,6 +57,7 @@ class DeviceCache:
         self._kept = MemoryStore(max_bytes)
         self._flights = SingleFlight()
         self._used_s: dict[str, float] = {}  # when the store last learned of a block's use
+        self._failed_s = -math.inf  # when it could not be told
 
     def get(self, key: str) -> BlockKV | None:
         """The block, from memory or else from the store."""
@@ -129,14 +131,21 @@ class DeviceCache:
         self._used_s[key] = time.monotonic()
 
     def _tell_of_use(self, key: str) -> None:
-        """Touch the stored entry once in a while, because a store that forgets what was not used
-        for the longest time would forget the blocks that are used most, and so never read."""
-        if time.monotonic() - self._used_s.get(key, -math.inf) < _TOUCH_EVERY_S:
+        """Tell the store once in a while, because a store that forgets what was not used for the
+        longest time would forget the blocks that are used most, and so never read.
+
+        After a failure it is told of nothing for a while: an answer that has its blocks in memory
+        must not wait for a store that hangs, once for each of them.
+        """
+        now_s = time.monotonic()
+        last_s = max(self._used_s.get(key, -math.inf), self._failed_s)
+        if now_s - last_s < _TOUCH_EVERY_S:
             return
         self._note_use(key)
         try:
-            touch(self._store, key)
+            mark_used(self._store, key)
         except StoreUnavailableError:  # told when the store failed, and counted there
-            return
+            self._failed_s = now_s
         except StoreError as error:
+            self._failed_s = now_s
             logger.warning("%s. The answer is not affected.", error)

@@ -18,6 +18,7 @@ from blockattn_rag.store.base import Found, KVStore, StoreStats, check_key_of, t
 from blockattn_rag.store.breaker import CircuitBreaker
 from blockattn_rag.store.checks import check_finite, check_storable
 from blockattn_rag.store.deadlines import check_seconds
+from blockattn_rag.store.objects import ObjectStore
 from blockattn_rag.store.single_flight import SingleFlight
 from blockattn_rag.store.specs import open_spec
 from blockattn_rag.store.tier import Tier, TierStats, is_damage
@@ -121,6 +122,13 @@ class TieredStore:
         if self._queue.pending(key) is not None and self.write == "behind":
             return True
         return self._home.ask(partial(touch, self._home.store, key))
+
+    def mark_used(self, key: str) -> None:
+        """Mark an entry as used now in every tier that answers and records use."""
+        for tier in self._tiers:
+            if not isinstance(tier.store, ObjectStore):
+                with suppress(StoreError):
+                    tier.ask(partial(mark_used, tier.store, key))
 
     def put(self, key: str, kv: BlockKV) -> None:
         """Store an entry in all tiers, in the home at once or later (``write``).
@@ -235,6 +243,18 @@ class TieredStore:
                 "ones are only counted (tier_stats())",
                 self,
             )
+
+
+def mark_used(store: KVStore, key: str) -> None:
+    """Mark an entry as used now, if the store records use.
+
+    Raises:
+        StoreError: as ``touch``.
+    """
+    if isinstance(store, TieredStore):
+        store.mark_used(key)
+    elif not isinstance(store, ObjectStore):  # it would be asked, far away, for nothing
+        touch(store, key)
 
 
 def _opened(tier: KVStore | str | Path) -> KVStore:

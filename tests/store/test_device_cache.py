@@ -11,7 +11,7 @@ import pytest
 
 from blockattn_rag.errors import CorruptEntryError, StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
+from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, ObjectStore, TieredStore
 from blockattn_rag.store.base import Found, get_or_error
 from blockattn_rag.store.device_cache import DeviceCache, with_device_cache
 from tests.store.kvs import key_of, make_kv
@@ -133,6 +133,46 @@ def test_a_use_that_cannot_be_recorded_is_a_warning_and_no_error(
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         assert cache.get(KEY) is KV
     assert "the disk is gone. The answer is not affected." in caplog.text
+
+
+def test_a_store_that_hangs_is_told_of_no_further_uses_for_a_while(
+    cache: DeviceCache, store: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    told: list[str] = []
+
+    def fail(key: str) -> bool:
+        told.append(key)
+        raise StoreError("no answer before the deadline")
+
+    monkeypatch.setattr(store, "touch", fail)
+    for kv in (KV, OTHER):
+        cache.keep(kv.key, kv)
+    for _ in range(2):
+        cache.get_many([KEY, OTHER.key])
+    assert told == [KEY]
+    now_s += 100
+    cache.get_many([OTHER.key, KEY])
+    assert told == [KEY, OTHER.key]
+
+
+def test_a_store_that_records_no_use_is_not_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    obstore = pytest.importorskip("obstore.store")
+    now_s = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    bucket = ObjectStore("memory://kv", backend=obstore.MemoryStore())
+    near = Recorded(tmp_path / "near")
+    for store in (bucket, TieredStore(near, bucket)):
+        cache = DeviceCache(store, 1 << 20)
+        cache.keep(KEY, KV)
+        with monkeypatch.context() as patch:
+            patch.setattr(ObjectStore, "touch", lambda *_: pytest.fail("the bucket was asked"))
+            now_s += 100
+            assert cache.get(KEY) is KV
+    assert near.asked == ["touch"]
 
 
 def test_what_is_not_the_block_asked_for_is_given_as_it_is_and_not_kept(
