@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from blockattn_rag.store.base import (
         BatchStore,
         EntryInfo,
+        EntryPart,
         KVStore,
         MaintainedStore,
+        RangeStore,
         StoredEntry,
         StoreStats,
         TouchableStore,
@@ -38,7 +40,10 @@ DEFAULT_RESIDENT_BYTES = 1 << 30
 """What an engine keeps ready on the model's device of the blocks that it read: 1 GiB."""
 
 _HOMES = {
-    "base": "BatchStore EntryInfo KVStore MaintainedStore StoreStats StoredEntry TouchableStore",
+    "base": (
+        "BatchStore EntryInfo EntryPart KVStore MaintainedStore RangeStore StoreStats StoredEntry "
+        "TouchableStore"
+    ),
     "directory": "DirectoryStore",
     "live": "LiveHandles",
     "migration": "MigrateReport migrate",
@@ -57,6 +62,7 @@ __all__ = [
     "BatchStore",
     "DirectoryStore",
     "EntryInfo",
+    "EntryPart",
     "GcReport",
     "KVStore",
     "LiveHandles",
@@ -64,6 +70,7 @@ __all__ = [
     "MemoryStore",
     "MigrateReport",
     "ObjectStore",
+    "RangeStore",
     "RedisStore",
     "ShrinkReport",
     "StoreStats",

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, TypeGuard, runtime_checkable
+
+from torch import Tensor
 
 from blockattn_rag.errors import FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.files import age_s
 from blockattn_rag.store.header import Header
+from blockattn_rag.store.layout import ByteRange
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -139,6 +142,46 @@ class EntryInfo:
             used_ns=used_ns,
             age_s=age_s(used_ns),
         )
+
+
+class EntryPart(NamedTuple):
+    """Some bytes of an entry, of which its header alone has been checked.
+
+    Args:
+        header: of the entry, found under the key that was asked for.
+        places: where the bytes stand in the entry.
+        data: the bytes of one place after the other, uint8, in memory of their own.
+        source: what they were read from, for messages.
+    """
+
+    header: Header
+    places: Sequence[ByteRange]
+    data: Tensor
+    source: str
+
+
+@runtime_checkable
+class RangeStore(KVStore, Protocol):
+    """A ``KVStore`` that can read some bytes of an entry, without reading it whole."""
+
+    def read_ranges(
+        self,
+        keys: Sequence[str],
+        wanted: Callable[[Header], Sequence[ByteRange]],
+        head_bytes: int,
+    ) -> list[EntryPart | StoreError | None]:
+        """Bytes of entries: in two requests one after the other, for all keys at once where the
+        store is far away. Counts as a use of each.
+
+        Args:
+            wanted: which bytes, told by the header. A StoreError that it raises is the answer.
+            head_bytes: what is read first. It must hold the header, or the answer is a StoreError;
+                wanted bytes that are among the first ones are not read again.
+
+        Returns:
+            In the order of the keys: the bytes; None where there is no entry; the StoreError that
+            ``get`` would raise because of the header.
+        """
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -20,6 +20,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import files
 from blockattn_rag.store.base import (
     EntryInfo,
+    EntryPart,
     StoredEntry,
     StoreStats,
     check_found_under,
@@ -31,6 +32,7 @@ from blockattn_rag.store.checks import check_finite, check_storable
 from blockattn_rag.store.eviction import SizeBound, StoredFile
 from blockattn_rag.store.format import decode, encode
 from blockattn_rag.store.header import FORMAT, VERSION, Header, read_header
+from blockattn_rag.store.layout import ByteRange
 
 MARK = "format.json"
 MARKED = {"format": FORMAT, "version": VERSION}
@@ -109,6 +111,15 @@ class DirectoryStore:
     def peek(self, key: str) -> BlockKV | None:
         """As ``get``, but looking at an entry is no use of it."""
         return self._load(key, use=False)
+
+    def read_ranges(
+        self,
+        keys: Sequence[str],
+        wanted: Callable[[Header], Sequence[ByteRange]],
+        head_bytes: int,
+    ) -> list[EntryPart | StoreError | None]:
+        """As ``RangeStore.read_ranges``; a header of any length is read as it is."""
+        return [self._part(key, wanted) for key in keys]
 
     def touch(self, key: str) -> bool:
         """Mark an entry as used now; True if there is one that looks sound.
@@ -225,6 +236,22 @@ class DirectoryStore:
             if use:
                 files.mark_used(file.fileno(), _MARK_READ_S)
         return kv
+
+    def _part(
+        self, key: str, wanted: Callable[[Header], Sequence[ByteRange]]
+    ) -> EntryPart | StoreError | None:
+        path = self.entry_path(key)
+        try:
+            with files.opened(path) as file:
+                if file is None:
+                    return None
+                header = _read_header(path, file)
+                places = wanted(header)
+                data = files.read_places(file, places)
+                files.mark_used(file.fileno(), _MARK_READ_S)
+        except StoreError as error:
+            return error
+        return EntryPart(header, places, data, str(path))
 
     def _write(self, path: Path, buffers: list[memoryview]) -> None:
         if not self._mark.exists():  # the folder was deleted since it was opened

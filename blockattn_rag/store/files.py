@@ -13,7 +13,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -91,15 +91,40 @@ def read_whole(file: FileIO) -> Tensor:
     (SIGBUS), and each mapping counts against a limit of the system (65,530 on Linux). What is
     missing by the time it is read is missing in the tensor, where a checksum finds it.
     """
-    size = os.fstat(file.fileno()).st_size
+    raw = _memory(os.fstat(file.fileno()).st_size)
+    return raw[: _fill(raw.numpy().data, file)]
+
+
+def read_places(file: FileIO, places: Sequence[tuple[int, int]]) -> Tensor:
+    """The file's bytes from each place's start to its stop, one after the other; as ``read_whole``.
+
+    Raises:
+        FormatError: it has fewer bytes.
+    """
+    raw = _memory(sum(stop - start for start, stop in places))
+    view, at = raw.numpy().data, 0
+    for start, stop in places:
+        file.seek(start)
+        filled = _fill(view[at : at + stop - start], file)
+        if filled < stop - start:
+            raise FormatError(f"it ends at byte {start + filled}, before byte {stop}")
+        at += filled
+    return raw
+
+
+def _memory(size: int) -> Tensor:
     try:
-        raw = torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8)
     except RuntimeError as error:  # torch's way to say that there is no memory
         raise OSError(errno.ENOMEM, f"no memory for its {size} bytes") from error
-    view, filled = raw.numpy().data, 0
-    while filled < size and (count := file.readinto(view[filled:])):
+
+
+def _fill(view: memoryview, file: FileIO) -> int:
+    """Read into memory until it is full or the file ends; how many bytes were read."""
+    filled = 0
+    while filled < len(view) and (count := file.readinto(view[filled:])):
         filled += count
-    return raw[:filled]
+    return filled
 
 
 def age_s(used_ns: int, now_ns: int | None = None) -> float:

@@ -6,7 +6,9 @@ specification; ``store.layout`` says where everything lies, ``store.header`` wha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import itertools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +26,15 @@ from blockattn_rag.store.header import (
     header_end,
     parse_header,
 )
-from blockattn_rag.store.layout import CHECKSUM_DIGITS, Kind, Layout, Piece, ranges
+from blockattn_rag.store.layout import (
+    CHECKSUM_DIGITS,
+    KINDS,
+    ByteRange,
+    Kind,
+    Layout,
+    Piece,
+    ranges,
+)
 
 
 def encode(kv: BlockKV) -> list[memoryview]:
@@ -79,18 +89,57 @@ def decode(raw: Tensor) -> BlockKV:
     for name, spec in layout.tensors.items():
         if spec.dtype.is_floating_point and not checks.all_finite(_typed(data, spec)):
             raise FormatError(f"its {name} hold NaN or infinity")
-    kv = BlockKV(
-        keys=_by_layer(data, layout, "keys", "keys"),
-        values=_by_layer(data, layout, "values", "values"),
-        token_ids=token_ids,
-        fingerprint=header.fingerprint,
-        digest=header.digest,
-        handle=header.handle,
-        scales=_scales(data, header) if layout.quantised else None,
-        namespace=header.namespace,
-    )
+    named = ((kind, name) for kind in KINDS for name in layout.tensor_names(kind))
+    kv = _block(header, token_ids, {n: _by_layer(data, layout, kind, n) for kind, n in named})
     if layout.quantised and not checks.is_finite(kv):
         raise FormatError(f"its scales are too large for {header.dtype}")
+    return kv
+
+
+def decode_part(
+    header: Header, pieces: Sequence[Piece], places: Sequence[ByteRange], data: Tensor
+) -> BlockKV:
+    """Some heads of some layers of an entry, as a block of the same key.
+
+    Args:
+        header: of the entry.
+        pieces: what the block is made of, the heads of each layer in their order.
+        places: where ``data`` stand in the entry; the pieces and the token ids are within.
+        data: uint8, the bytes of one place after the other. Keys and values may be views of it.
+
+    Raises:
+        FormatError: as ``decode``, of these bytes.
+    """
+    layout, view, buffers = header.layout, data.numpy().data, []
+    for start, stop in places:
+        buffers.append((start, view[: stop - start]))
+        view = view[stop - start :]
+    offsets = [0, *itertools.accumulate(len(buffer) for _, buffer in buffers)]
+
+    def within(place: ByteRange) -> int:
+        """Where a place of the entry stands in the data."""
+        near = (n for n, (at, b) in enumerate(buffers) if at <= place.start < at + len(b))
+        number = next(near)
+        return offsets[number] + place.start - buffers[number][0]
+
+    place = layout.place("token_ids")
+    ids = data[within(place) :][: place.stop - place.start]
+    token_ids = parse_token_ids(header, ids.numpy().data)
+    verify(header, pieces, buffers)
+    own: dict[tuple[int, Kind], list[Piece]] = {}
+    for piece in pieces:
+        own.setdefault((piece.layer, piece.kind), []).append(piece)
+    by_name: dict[str, list[Tensor]] = {}
+    for (layer, kind), heads in sorted(own.items()):
+        for number, name in enumerate(layout.tensor_names(kind)):
+            dtype, shape = layout.tensor_of(layout.layers[layer], kind, name)
+            nbytes = math.prod(shape) * dtype.itemsize
+            starts = [within(head.ranges[number]) for head in heads]
+            specs = [TensorSpec(dtype, shape, start, start + nbytes) for start in starts]
+            by_name.setdefault(name, []).append(_joined(data, specs))
+    kv = _block(header, token_ids, by_name)
+    if not checks.is_finite(kv):
+        raise FormatError(f"its keys or values hold NaN or infinity in {header.dtype}")
     return kv
 
 
@@ -134,7 +183,7 @@ def verify_range(
 
 
 def verify(
-    header: Header, pieces: Iterator[Piece], buffers: Sequence[tuple[int, memoryview]]
+    header: Header, pieces: Iterable[Piece], buffers: Sequence[tuple[int, memoryview]]
 ) -> None:
     """``verify_range`` of ``pieces``; ``buffers`` hold them, with the place of their first byte."""
     width = CHECKSUM_DIGITS
@@ -183,13 +232,22 @@ def _by_layer(data: Tensor, layout: Layout, kind: Kind, name: str) -> tuple[Tens
     )
 
 
-def _scales(data: Tensor, header: Header) -> KVScales:
-    keys = _by_layer(data, header.layout, "keys", "key_scales")
-    values = _by_layer(data, header.layout, "values", "value_scales")
-    return KVScales(
-        tuple(scale.unsqueeze(1) for scale in keys),
-        tuple(scale.unsqueeze(2) for scale in values),
-        header.dtype,
+def _block(header: Header, token_ids: Tensor, by_name: Mapping[str, Sequence[Tensor]]) -> BlockKV:
+    """The block that an entry holds, of its tensors by name and layer."""
+    scales = None
+    if header.layout.quantised:
+        keys = tuple(scale.unsqueeze(1) for scale in by_name["key_scales"])
+        values = tuple(scale.unsqueeze(2) for scale in by_name["value_scales"])
+        scales = KVScales(keys, values, header.dtype)
+    return BlockKV(
+        keys=tuple(by_name["keys"]),
+        values=tuple(by_name["values"]),
+        token_ids=token_ids,
+        fingerprint=header.fingerprint,
+        digest=header.digest,
+        handle=header.handle,
+        scales=scales,
+        namespace=header.namespace,
     )
 
 

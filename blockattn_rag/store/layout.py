@@ -152,18 +152,25 @@ class Layout:
         """What the tensors of keys or values are called within a head, in their order."""
         return (_SCALES[kind], kind) if self.quantised else (kind,)
 
+    def tensor_of(
+        self, layer: LayerShape, kind: Kind, name: str
+    ) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Number type and shape of what one head of a layer has under one of ``tensor_names``."""
+        _, size, dtype = layer.of(kind)
+        if name == kind:
+            return dtype, (self.num_tokens, size)
+        # Of keys there is a scale for each channel, of values for each token.
+        return torch.float32, (size,) if kind == "keys" else (self.num_tokens,)
+
     def _of_head(self, head: int, kind: Kind) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Name, number type and shape of one head's tensors."""
         stacked = self.is_stacked(kind)
         for name in self.tensor_names(kind):
             for index, layer in enumerate(self.layers):
-                heads, size, dtype = layer.of(kind)
-                shape: tuple[int, ...] = (self.num_tokens, size)
-                if name != kind:  # of keys a scale for each channel, of values for each token
-                    shape, dtype = (size,) if kind == "keys" else shape[:1], torch.float32
+                dtype, shape = self.tensor_of(layer, kind, name)
                 if stacked and index == 0:
                     yield f"head.{head}.{name}", dtype, (len(self.layers), *shape)
-                elif not stacked and head < heads:
+                elif not stacked and head < layer.heads:
                     yield f"head.{head}.{name}.{index}", dtype, shape
 
     def _ranges(self, head: int, kind: Kind, layer: int) -> Iterator[ByteRange]:
@@ -183,7 +190,12 @@ def ranges(
 
     Heads without a gap and all layers are one range. For what ranks hold see ``share_of``.
     """
-    return _merged(place for piece in layout.pieces(heads, layers) for place in piece.ranges)
+    return ranges_of(layout.pieces(heads, layers))
+
+
+def ranges_of(pieces: Iterable[Piece]) -> list[ByteRange]:
+    """The bytes of pieces, as few ranges as hold nothing else, in the order of the entry."""
+    return _merged(place for piece in pieces for place in piece.ranges)
 
 
 def share_of(rank: int, ranks: int, count: int) -> range:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +17,7 @@ from torch import Tensor
 from blockattn_rag.errors import CorruptEntryError, StoreError
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.store.deadlines import Readers, deadline, outcome, remaining
+from blockattn_rag.store.layout import ByteRange
 from blockattn_rag.store.urls import reason
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ _PAGE = 1000
 
 _BACKOFF_S = (0.1, 2.0)
 _S3_SERVERS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
+
+
+Choose = Callable[[memoryview, int], Sequence[ByteRange]]
+"""Which bytes of an object are wanted: told by its first bytes, and by its size."""
 
 
 class _Begun(NamedTuple):
@@ -66,8 +71,22 @@ class ObjectClient:
 
         All are read at once, with one deadline.
         """
+        return self.read_ranges([(path, _whole) for path in paths], _PART_BYTES)
+
+    def read_ranges(
+        self, wishes: Sequence[tuple[str, Choose]], first_bytes: int
+    ) -> list[Tensor | StoreError | None]:
+        """Of each object the bytes that are chosen, one range after the other; as ``read_many``.
+
+        Args:
+            wishes: paths, and what chooses. A StoreError that it raises is the answer.
+            first_bytes: what is read of each object before its bytes are chosen. Of these, none is
+                read again.
+        """
         until = deadline(self.deadline_s)
-        reads = [self._readers.start(self._begin, path, until) for path in paths]
+        start = self._readers.start
+        reads = [start(self._begin, path, choose, first_bytes, until) for path, choose in wishes]
+        paths = [path for path, _ in wishes]
         return [self._finish(*each, until) for each in zip(paths, reads, strict=True)]
 
     def read_start(self, path: str, nbytes: int) -> tuple[bytes, ObjectMeta] | None:
@@ -103,41 +122,47 @@ class ObjectClient:
             for page in self._backend.list(folder, chunk_size=_PAGE):
                 yield from page
 
-    def _begin(self, path: str, until: float) -> _Begun | None:
-        """Read the first part, learn of the size by it, and begin to read the others.
+    def _begin(self, path: str, choose: Choose, first_bytes: int, until: float) -> _Begun | None:
+        """Read the first part, learn what is wanted by it, and begin to read that.
 
         Nobody waits after ``until``: then no others are read, which later reads would wait for.
         """
-        found = self._range(path, 0, _PART_BYTES)
+        found = self._range(path, 0, first_bytes)
         if found is None:
             return None
         if not remaining(until):
             raise StoreError(f"cannot read {self.place(path)}: it came after the deadline")
-        first, meta = found
-        size = meta["size"]
+        first, meta = memoryview(found[0]), found[1]
+        places = choose(first, meta["size"])
+        size = sum(stop - start for start, stop in places)
         try:
             raw = torch.empty(size, dtype=torch.uint8)
         except RuntimeError:  # torch's way to say that there is no memory
             place = self.place(path)
             raise StoreError(f"cannot read {place}: no memory for its {size} bytes") from None
-        self._place_part(path, raw, 0, first)
-        fill = partial(self._fill, path, raw, e_tag=meta["e_tag"])
-        starts = range(_PART_BYTES, size, _PART_BYTES)
-        return _Begun(raw, [self._readers.start(fill, start) for start in starts])
+        view, at = raw.numpy().data, 0
+        fill = partial(self._fill, path, e_tag=meta["e_tag"])
+        parts = []
+        for start, stop in places:
+            known = first[start:stop]
+            view[at : at + len(known)] = known
+            for begin in range(start + len(known), stop, _PART_BYTES):
+                end = min(begin + _PART_BYTES, stop)
+                room = view[at + begin - start : at + end - start]
+                parts.append(self._readers.start(fill, room, begin, end))
+            at += stop - start
+        return _Begun(raw, parts)
 
-    def _fill(self, path: str, raw: Tensor, start: int, e_tag: str | None) -> None:
-        found = self._range(path, start, min(start + _PART_BYTES, len(raw)), e_tag)
+    def _fill(self, path: str, room: memoryview, start: int, stop: int, e_tag: str | None) -> None:
+        found = self._range(path, start, stop, e_tag)
         if found is None:
             raise StoreError(f"cannot read {self.place(path)}: it was deleted meanwhile")
-        self._place_part(path, raw, start, found[0])
-
-    def _place_part(self, path: str, raw: Tensor, start: int, part: Bytes) -> None:
-        stop = min(start + _PART_BYTES, len(raw))
-        if len(part) != stop - start:
+        if len(found[0]) != stop - start:
             raise StoreError(
-                f"cannot read {self.place(path)}: of its bytes {start} to {stop}, {len(part)} came"
+                f"cannot read {self.place(path)}: of its bytes {start} to {stop}, "
+                f"{len(found[0])} came"
             )
-        raw.numpy().data[start:stop] = memoryview(part)
+        room[:] = memoryview(found[0])
 
     def _finish(
         self, path: str, read: Future[_Begun | None], until: float
@@ -211,6 +236,10 @@ def _has_its_threads() -> bool:
     if not _first_user:
         _first_user.append(os.getpid())
     return _first_user[0] == os.getpid()
+
+
+def _whole(_first: memoryview, size: int) -> Sequence[ByteRange]:
+    return [ByteRange(0, size)]
 
 
 def connect(url: str, deadline_s: float, retries: int) -> Backend:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, St
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import (
     EntryInfo,
+    EntryPart,
     Found,
     StoredEntry,
     StoreStats,
@@ -24,7 +25,8 @@ from blockattn_rag.store.base import (
 from blockattn_rag.store.checks import check_finite, check_storable
 from blockattn_rag.store.deadlines import check_seconds
 from blockattn_rag.store.format import decode, encode
-from blockattn_rag.store.header import FormatError, header_end, read_header
+from blockattn_rag.store.header import FormatError, Header, header_end, read_header
+from blockattn_rag.store.layout import ByteRange
 from blockattn_rag.store.object_client import ObjectClient, connect
 from blockattn_rag.store.urls import check_no_credentials
 
@@ -119,6 +121,29 @@ class ObjectStore:
         contents = self._client.read_many([entry_path(key) for key in keys])
         return [self._entry(*each) for each in zip(keys, contents, strict=True)]
 
+    def read_ranges(
+        self,
+        keys: Sequence[str],
+        wanted: Callable[[Header], Sequence[ByteRange]],
+        head_bytes: int,
+    ) -> list[EntryPart | StoreError | None]:
+        """As ``RangeStore.read_ranges``, with one deadline."""
+        chosen: dict[str, tuple[Header, Sequence[ByteRange]]] = {}
+
+        def choose(key: str, first: memoryview, size: int) -> Sequence[ByteRange]:
+            header = self._header(key, first, size)
+            chosen[key] = header, wanted(header)
+            return chosen[key][1]
+
+        wishes = [(entry_path(key), partial(choose, key)) for key in keys]
+        found = self._client.read_ranges(wishes, head_bytes)
+        return [
+            EntryPart(*chosen[key], data, self._client.place(entry_path(key)))
+            if isinstance(data, Tensor)
+            else data
+            for key, data in zip(keys, found, strict=True)
+        ]
+
     def touch(self, key: str) -> bool:
         """True if there is an entry that looks sound. It is *not* marked as used: see the class.
 
@@ -196,6 +221,22 @@ class ObjectStore:
             raise self._damaged(path, error) from error
         check_found_under(key, header, self._client.place(path))
         return EntryInfo.of(header, meta["size"], _written_ns(meta))
+
+    def _header(self, key: str, first: memoryview, size: int) -> Header:
+        """The header in an object's first bytes."""
+        path = entry_path(key)
+        try:
+            end = header_end(first)
+            if len(first) < end <= size:
+                raise StoreError(
+                    f"{self._client.place(path)} has a header of {end} bytes, expected at most "
+                    f"{len(first)}: it is of another model, or another format"
+                )
+            header = read_header(BytesIO(first), size)
+        except FormatError as error:
+            raise self._damaged(path, error) from error
+        check_found_under(key, header, self._client.place(path))
+        return header
 
     def _entry(self, key: str, content: Tensor | StoreError | None) -> Found:
         if not isinstance(content, Tensor):
