@@ -6,13 +6,14 @@ reads no more than it holds: entries are ordered so that this is one range of by
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 
-from blockattn_rag.errors import CorruptEntryError, StoreError
+from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.serving.profile import ModelProfile
 from blockattn_rag.store.base import (
@@ -62,6 +63,16 @@ class Share:
             raise ValueError(f"found {layers} for layers, expected some of {every}")
         heads = (share_of(rank, ranks, profile.layers[layer].kv_heads) for layer in layers)
         return cls(layers, tuple(heads))
+
+    @property
+    def name(self) -> str:
+        """What it is called among shares of one model, such as ``layers-0-32-heads-2-4``: for the
+        folder in which a rank keeps what it has read."""
+        found = f"layers-{self.layers.start}-{self.layers.stop}"
+        if len(set(self.heads)) > 1:
+            every = ",".join(f"{heads.start}-{heads.stop}" for heads in self.heads)
+            return f"{found}-heads-{hashlib.sha256(every.encode()).hexdigest()[:16]}"
+        return f"{found}-heads-{self.heads[0].start}-{self.heads[0].stop}"
 
     def is_whole(self, profile: ModelProfile) -> bool:
         """Whether it is all of every block."""
@@ -125,7 +136,8 @@ class ShareStore:
 
         Raises:
             CorruptEntryError: its header, its token ids or this share of it are damaged.
-            StoreError: as of the home; or the block is of another shape than the model's.
+            FingerprintMismatchError: the block is of another shape than the model's.
+            StoreError: as of the home.
         """
         (found,) = self.get_many([key])
         if isinstance(found, StoreError):
@@ -197,8 +209,8 @@ def _layout(profile: ModelProfile, num_tokens: int, quantised: bool) -> Layout:
     return Layout(num_tokens, tuple(shapes), quantised)
 
 
-def _other_shape(key: str) -> StoreError:
-    return StoreError(
+def _other_shape(key: str) -> FingerprintMismatchError:
+    return FingerprintMismatchError(
         f"the store holds under {key} keys and values of another shape or number type than the "
         "model's profile tells; is the profile that of the model which filled the store?"
     )

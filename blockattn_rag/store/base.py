@@ -175,7 +175,7 @@ class RangeStore(KVStore, Protocol):
 
         Args:
             wanted: which bytes, told by the header. A StoreError that it raises is the answer.
-            head_bytes: what is read first. It must hold the header, or the answer is a StoreError;
+            head_bytes: what is read first. A longer header may be answered by a StoreError;
                 wanted bytes that are among the first ones are not read again.
 
         Returns:

@@ -228,7 +228,7 @@ class ObjectStore:
         try:
             end = header_end(first)
             if len(first) < end <= size:
-                raise StoreError(
+                raise FingerprintMismatchError(
                     f"{self._client.place(path)} has a header of {end} bytes, expected at most "
                     f"{len(first)}: it is of another model, or another format"
                 )

@@ -33,6 +33,7 @@ class TierStats:
     Args:
         name: the tier's store.
         hits: entries that were read there.
+        read_tokens, read_bytes: of these entries; bytes of keys, values and scales.
         misses: entries that were looked for there and were not, or were damaged.
         written: entries that were written there, promoted ones included.
         failures: reads and writes that failed, a read of many entries being one.
@@ -43,6 +44,8 @@ class TierStats:
 
     name: str
     hits: int = 0
+    read_tokens: int = 0
+    read_bytes: int = 0
     misses: int = 0
     written: int = 0
     failures: int = 0
@@ -74,8 +77,13 @@ class Tier:
             found = self.ask(lambda: get_many(self.store, keys), len(keys))
         except StoreError as error:
             return [error] * len(keys)
-        hits = sum(isinstance(one, BlockKV) for one in found)
-        self.count(hits=hits, misses=sum(one is None or is_damage(one) for one in found))
+        read = [one for one in found if isinstance(one, BlockKV)]
+        self.count(
+            hits=len(read),
+            read_tokens=sum(one.num_tokens for one in read),
+            read_bytes=sum(one.nbytes for one in read),
+            misses=sum(one is None or is_damage(one) for one in found),
+        )
         return found
 
     def write(self, key: str, kv: BlockKV) -> None:

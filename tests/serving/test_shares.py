@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blockattn_rag.errors import CorruptEntryError, StoreError
+from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.serving.profile import LayerProfile, ModelProfile, Rotary
 from blockattn_rag.serving.shares import Share, ShareStore, open_share
@@ -61,7 +62,7 @@ def shares_of(profile: ModelProfile, ranks: int, stages: int) -> list[Share]:
     cuts = [stage * count // stages for stage in range(stages + 1)]
     return [
         Share.of(profile, rank, ranks, range(start, stop))
-        for start, stop in zip(cuts, cuts[1:], strict=False)
+        for start, stop in itertools.pairwise(cuts)
         if start < stop
         for rank in range(ranks)
     ]
@@ -100,6 +101,18 @@ def test_layers_of_differing_heads_are_shared_out_each_for_itself() -> None:
     profile = make_profile(heads=(4, 2, 1))
     assert Share.of(profile, 1, 2).heads == (range(2, 4), range(1, 2), range(1))
     assert Share.of(profile, 1, 2, range(1, 3)) == Share(range(1, 3), (range(1, 2), range(1)))
+
+
+def test_shares_that_differ_have_names_that_differ() -> None:
+    even, odd = make_profile(heads=(4, 4)), make_profile(heads=(4, 2))
+    shares = [
+        Share.of(profile, rank, ranks, layers)
+        for profile, ranks in ((even, 2), (even, 4), (odd, 2))
+        for rank in range(ranks)
+        for layers in (range(1), range(2))
+    ]
+    assert len({share.name for share in shares}) == len(set(shares))
+    assert shares[1].name == "layers-0-2-heads-0-2"
 
 
 @pytest.mark.parametrize("layers", [range(0), range(1, 3), range(-1, 1), range(0, 2, 2)])
@@ -209,9 +222,8 @@ def test_an_entry_of_another_shape_is_not_the_model_s(
     kv = make_kv(tokens=40, quantised=quantised)
     home.put(kv.key, kv)
     store = ShareStore(home, Share.of(profile, 1, 2), profile)
-    with pytest.raises(StoreError, match="of another shape or number type") as caught:
+    with pytest.raises(FingerprintMismatchError, match="of another shape or number type"):
         store.get(kv.key)
-    assert not isinstance(caught.value, CorruptEntryError)
 
 
 # -- damage ----------------------------------------------------------------------------------------

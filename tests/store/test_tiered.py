@@ -108,6 +108,12 @@ def test_what_only_the_home_has_is_read_there_once_and_goes_to_the_faster_tiers(
     assert (first.hits, first.misses, first.written) == (2, 1, 1)
     assert (second.hits, second.misses, second.written) == (0, 1, 1)
     assert (last.hits, last.misses, last.written) == (1, 0, 0)
+    assert [tier.read_tokens for tier in (first, second, last)] == [
+        2 * KV.num_tokens,
+        0,
+        KV.num_tokens,
+    ]
+    assert [tier.read_bytes for tier in (first, second, last)] == [2 * KV.nbytes, 0, KV.nbytes]
 
 
 def test_each_tier_is_asked_once_for_what_is_still_missing(
