@@ -29,12 +29,16 @@ EXTRA_OF = {
     "langchain": "langchain",
     "llama_index": "llama-index",
     "rag": "llama-index",
+    "remote": "serving",
     "training": "train",
+    "vllm": "vllm",
 }
 # Modules of packages that the gate does not install: the package to install, and who says so.
 NOT_INSTALLED = {
+    "fastapi": "fastapi",
     "flash_attn": "flash-attn",
     "llama_index.embeddings.huggingface": "llama-index-embeddings-huggingface",
+    "vllm": "vllm",
 }
 # Imported where a user names a HuggingFace embedding; the error message says what to install.
 ASKED_FOR_BY_MESSAGE = {"llama-index-embeddings-huggingface"}

@@ -1,0 +1,125 @@
+"""One answer, as its tokens come from a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, get_args
+
+from blockattn_rag.engine.detokenizer import Detokenizer
+from blockattn_rag.engine.pending import PendingAnswer
+from blockattn_rag.engine.results import Clock, FinishReason, Generation, Mode, ReuseStats
+from blockattn_rag.errors import ProtocolError, ServingError
+from blockattn_rag.remote.request import TokenPrompt
+from blockattn_rag.serving.fields import shown
+from blockattn_rag.serving.protocol import ServedBlocks
+
+
+class ComingAnswer:
+    """Makes text of tokens, hands it on, and tells at the end what the answer reused.
+
+    Text is made here and not taken from the server, so that it is what a local engine would write.
+
+    Args:
+        request: whose answer it is.
+        prompt: the request's.
+        mode: in which it was asked for.
+        tokenizer: a transformers tokenizer.
+        stop: strings that end it.
+    """
+
+    def __init__(
+        self,
+        request: PendingAnswer,
+        prompt: TokenPrompt,
+        mode: Mode,
+        tokenizer: Any,
+        stop: tuple[str, ...],
+    ) -> None:
+        self._request = request
+        self._prompt = prompt
+        self._mode = mode
+        self._detokenizer = Detokenizer(tokenizer, stop)
+        self._clock = Clock(request.started)
+        self._sent = time.perf_counter()
+        self._ids: list[int] = []
+        self._finish_reason: str | None = None
+        self._said: Mapping[str, Any] | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a token has come."""
+        return bool(self._ids)
+
+    def take(self, event: Any) -> None:
+        """Take an event of the stream.
+
+        Raises:
+            ProtocolError: it is not as vLLM writes them.
+        """
+        try:
+            self._said = event.get("kv_transfer_params") or self._said
+            for choice in event["choices"]:
+                for token in choice.get("token_ids") or ():
+                    self._push(token)
+                self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ProtocolError(
+                f"found {shown(event)} in the server's answer, expected a piece of a completion"
+            ) from error
+
+    def _push(self, token: int) -> None:
+        if type(token) is not int:
+            raise TypeError("a token is a whole number")
+        self._clock.note_token()
+        self._ids.append(token)
+        self._request.emit(self._detokenizer.push(token))
+
+    def complete(self) -> Generation:
+        """The whole answer, when the stream has ended.
+
+        Raises:
+            ProtocolError: it has no end, or was not computed in the mode that was asked for.
+            ServingError: the server did not complete it.
+        """
+        self._request.emit(self._detokenizer.finish())
+        reason = "stop" if self._detokenizer.stopped else self._finish_reason
+        if reason is not None and not self._ids:
+            raise ProtocolError("the server's answer holds no token ids, which were asked for")
+        if reason not in get_args(FinishReason):
+            raise ServingError(f"the server ended an answer early: finish_reason={shown(reason)}")
+        ids = self._ids[: self._detokenizer.num_tokens]  # a token may come after the stop string
+        stats = self._clock.complete(self._stats(), len(ids))
+        return Generation(self._detokenizer.text, ids, reason, stats)  # type: ignore[arg-type]
+
+    def _stats(self) -> ReuseStats:
+        """What was reused, as the server says."""
+        prompt = self._prompt
+        computed = len(prompt.final)
+        if self._mode == "full" or not prompt.context:
+            self._clock.assembling = self._clock.prefilling = self._sent
+            total = computed + sum(prompt.lengths)
+            return ReuseStats(self._mode, computed_tokens=total)
+        served = ServedBlocks.from_dict(self._said)
+        tokens = served.loaded_tokens + served.local_tokens
+        if (served.blocks, tokens) != (len(prompt.lengths), sum(prompt.lengths)):
+            raise ProtocolError(
+                f"the server answered from {served.blocks} blocks of {tokens} tokens, asked for "
+                f"{len(prompt.lengths)} of {sum(prompt.lengths)}"
+            )
+        if served.encoded > served.blocks or served.encoded_tokens > tokens:
+            raise ProtocolError(
+                f"the server says that {served.encoded} of {served.blocks} blocks were encoded, "
+                f"{served.encoded_tokens} of {tokens} tokens"
+            )
+        self._clock.assembling = self._clock.prefilling = self._sent + served.fetch_s
+        return replace(
+            ReuseStats("block"),
+            hits=served.blocks - served.encoded,
+            misses=served.encoded,
+            reused_tokens=tokens - served.encoded_tokens,
+            computed_tokens=computed + served.encoded_tokens,
+            fetch_s=served.fetch_s,
+            int8_blocks=served.int8_blocks,
+        )

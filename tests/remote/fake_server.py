@@ -1,0 +1,424 @@
+"""A server on this machine that speaks as ``vllm serve`` does with this package's connector.
+
+It answers by a model of this process and checks all that it is sent. A test can make it fail.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+from blockattn_rag.engine.detokenizer import Detokenizer
+from blockattn_rag.errors import ProtocolError
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.context import Context, place
+from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model.profile import profile_of
+from blockattn_rag.model.sampling import Sampling
+from blockattn_rag.prompts.sinks import NO_SINK
+from blockattn_rag.serving.endpoint import (
+    COMPLETIONS,
+    ENCODE,
+    INFO,
+    EncodeAnswer,
+    EncodeBody,
+    ServerInfo,
+)
+from blockattn_rag.serving.protocol import (
+    BlockId,
+    BlockPlan,
+    ServedBlocks,
+    block_keys,
+    parse_plan,
+)
+from blockattn_rag.store import KVStore, MemoryStore
+from tests.holding import LONGEST_S
+
+_REQUIRED = {"model", "prompt", "max_tokens", "stream", "stream_options", "return_token_ids"}
+_TAKEN = {
+    *("temperature", "top_p", "top_k", "seed", "stop", "kv_transfer_params"),
+    *("repetition_penalty", "min_p", "min_tokens", "ignore_eos", "logit_bias", "response_format"),
+}
+
+
+class RefusalError(Exception):
+    """What the server answers instead, or in the middle of a stream."""
+
+    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": str(self), "type": "Error", "code": self.status}}
+
+
+class HangupError(Exception):
+    """The server ends the connection."""
+
+
+Fault = Callable[[int], None]
+"""Called before each token of an answer with how many went before; raises what goes wrong."""
+
+
+def fault(error: Exception, after: int = 0) -> Fault:
+    """What raises the error after so many tokens."""
+
+    def raise_it(tokens: int) -> None:
+        if tokens >= after:
+            raise error
+
+    return raise_it
+
+
+class FakeServer:
+    """A model and a store behind a port.
+
+    Args:
+        model: what answers.
+        store: where it keeps blocks.
+        sink: after which it encodes blocks.
+        name: of the model.
+        api_key: without which it refuses.
+        read_only: it encodes nothing for the store.
+        with_connector: else it is a plain server, and answers in full mode.
+        block_tuned: what it says of the model.
+        max_tokens: that it takes; default: the model's.
+    """
+
+    def __init__(
+        self,
+        model: BlockModel,
+        store: KVStore | None = None,
+        *,
+        sink: str = NO_SINK,
+        name: str = "the-model",
+        api_key: str | None = None,
+        read_only: bool = False,
+        with_connector: bool = True,
+        block_tuned: bool = True,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.model = model
+        self.store = MemoryStore(1 << 28) if store is None else store
+        self.profile = profile_of(model, sink)
+        self.api_key = api_key
+        self.read_only = read_only
+        self.with_connector = with_connector
+        self.info: dict[str, Any] = ServerInfo(
+            fingerprint=self.profile.fingerprint,
+            tokenizer=self.profile.tokenizer,
+            sink=sink,
+            block_tuned=block_tuned,
+            models=(name, "a-reader"),
+            max_tokens=max_tokens or self.profile.max_positions,
+            read_only=read_only,
+        ).to_dict()
+        self.requests: list[tuple[str, Any]] = []
+        """What was asked: the path, and the body."""
+        self.authorizations: list[str | None] = []
+        self.faults: deque[Fault | None] = deque()
+        """What goes wrong with the next requests, in their order, that to INFO aside."""
+        self.marker: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda told: told
+        """What becomes of the figures of an answer in block mode."""
+        self.at_once = self.most_at_once = 0
+        self.left = threading.Event()
+        """Set when a client has left a stream."""
+        self._lock = threading.Lock()
+        self.url = ""
+
+    def bodies(self, path: str) -> list[Any]:
+        """What was asked at a path."""
+        return [body for at, body in self.requests if at == path]
+
+    # -- what it does ------------------------------------------------------------------------
+
+    def encode(self, told: Any) -> dict[str, Any]:
+        """The blocks of a request that are not stored, encoded."""
+        body = EncodeBody.from_dict(told)
+        self._check_model(body.model)
+        outcomes, stored_bytes = [], 0
+        for place_, ids in enumerate(body.blocks):
+            sink_ids = () if body.opens_prompt and not place_ else self.profile.sink_ids
+            plan = BlockPlan("encode", (len(ids),))
+            (one,) = block_keys([*sink_ids, *ids], plan, self.profile)
+            if one.key in self.store:
+                outcomes.append("found")
+            elif body.only_look:
+                outcomes.append("missing")
+            elif self.read_only:
+                raise RefusalError(403, "the server is read-only")
+            else:
+                outcomes.append("encoded")
+                stored_bytes += self._encoded(one, sink_ids).nbytes
+        return EncodeAnswer(tuple(outcomes), stored_bytes).to_dict()  # type: ignore[arg-type]
+
+    def _encoded(self, one: BlockId, sink_ids: Sequence[int]) -> BlockKV:
+        request = EncodeRequest(list(one.ids), one.digest, one.digest[:32], sink_ids)
+        ((kv,),) = self.model.encode([request])
+        assert kv.key == one.key
+        self.store.put(kv.key, kv)
+        return kv
+
+    def _blocks(self, ids: list[int], plan: BlockPlan) -> tuple[list[BlockKV], ServedBlocks]:
+        encoded, found = [], []
+        for one in block_keys(ids, plan, self.profile):
+            kv = self.store.get(one.key)
+            if kv is None:
+                kv = self._encoded(one, self.profile.sink_ids if one.place else ())
+                encoded.append(kv.num_tokens)
+            found.append(kv)
+        served = ServedBlocks(
+            blocks=len(found),
+            loaded_tokens=plan.context_tokens,
+            local_tokens=0,
+            encoded=len(encoded),
+            encoded_tokens=sum(encoded),
+        )
+        return found, served
+
+    def complete(self, path: str, body: dict[str, Any], write: Callable[[Any], None]) -> None:
+        """An answer, as a stream of events."""
+        fail = self.faults.popleft() if self.faults else None
+        if fail is not None:
+            fail(-1)
+        if unknown := body.keys() - _REQUIRED - _TAKEN:
+            raise RefusalError(400, f"unknown fields {sorted(unknown)}")
+        assert body.keys() >= _REQUIRED, body.keys()
+        self._check_model(body["model"])
+        ids, told = body["prompt"], body.get("kv_transfer_params")
+        assert ids
+        assert all(type(one) is int for one in ids)
+        if len(ids) + body["max_tokens"] > self.info["max_tokens"]:
+            raise RefusalError(400, f"maximum context length is {self.info['max_tokens']} tokens")
+        try:
+            plan = parse_plan(told, len(ids))
+        except ProtocolError as error:
+            raise RefusalError(400, str(error)) from error
+        assert (plan is not None) == (path == COMPLETIONS)
+        blocks, served = self._blocks(ids, plan) if plan else ([], None)
+        reason = self._write_tokens(ids, place(blocks), body, fail, write)
+        end: dict[str, Any] = {"choices": [self._choice([], reason)]}
+        if served is not None and (params := self.marker(served.to_dict())) is not None:
+            end["kv_transfer_params"] = params
+        write(end)
+        write({"choices": [], "usage": {"prompt_tokens": len(ids)}})
+
+    def _write_tokens(
+        self,
+        ids: list[int],
+        context: Context,
+        body: dict[str, Any],
+        fail: Fault | None,
+        write: Callable[[Any], None],
+    ) -> str:
+        """Write tokens as they come; why the answer ended."""
+        sampling = _sampling(body)
+        # As vLLM, which looks for them in the text alone.
+        text = Detokenizer(self.model.tokenizer.tokenizer, body.get("stop", ()))
+        made: list[int] = []
+        errors: list[Exception] = []
+
+        def on_token(token: int) -> None:
+            try:
+                if fail is not None:
+                    fail(len(made))
+                made.append(token)
+                text.push(token)
+                write({"choices": [self._choice([token], None)]})
+            except Exception as error:  # noqa: BLE001 -- raised again below
+                errors.append(error)
+
+        split = context.num_tokens
+        cache = self.model.cache_for(
+            context, assembly=self.model.choose_assembly("auto", len(ids) - split)
+        )
+        self.model.generate(
+            ids[:split],
+            ids[split:],
+            sampling,
+            cache=cache,
+            on_token=on_token,
+            is_cancelled=lambda: bool(errors) or text.stopped,
+        )
+        if errors:
+            raise errors[0]
+        has_ended = text.stopped or made[-1] in self.model.end_token_ids
+        return "stop" if has_ended else "length"
+
+    @staticmethod
+    def _choice(ids: list[int], reason: str | None) -> dict[str, Any]:
+        # The text is never the client's: it has the tokens. This separator ends no line.
+        return {"index": 0, "text": "not\u2028read", "token_ids": ids, "finish_reason": reason}
+
+    def _check_model(self, name: object) -> None:
+        if name not in self.info["models"]:
+            raise RefusalError(404, f"The model `{name}` does not exist.")
+
+    # -- how it listens ----------------------------------------------------------------------
+
+    def answer(self, handler: Handler, path: str, body: Any) -> None:
+        """Answer one request."""
+        if self.api_key and handler.headers["Authorization"] != f"Bearer {self.api_key}":
+            raise RefusalError(401, "Unauthorized")
+        if path == INFO and self.with_connector:
+            handler.send_json(200, self.info)
+        elif path == ENCODE and self.with_connector:
+            fail = self.faults.popleft() if self.faults else None
+            if fail is not None:
+                fail(-1)
+            handler.send_json(200, self.encode(body))
+        elif path == "/v1/completions" or (path == COMPLETIONS and self.with_connector):
+            self.complete(path, body, handler.send_event)
+            handler.end_events()
+        else:
+            raise RefusalError(404, "Not Found")
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Surrounds a request."""
+        with self._lock:
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.at_once -= 1
+
+    def wait_for_idleness(self) -> None:
+        """Until no request is under way."""
+        until = time.monotonic() + LONGEST_S
+        while self.at_once:
+            assert time.monotonic() < until, "a request is still under way"
+            time.sleep(0.01)
+
+    @contextmanager
+    def listening(self) -> Iterator[str]:
+        """The address at which it listens."""
+        http = _Http(("127.0.0.1", 0), Handler)
+        http.fake = self
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            self.url = f"http://127.0.0.1:{http.server_address[1]}"
+            yield self.url
+        finally:
+            http.shutdown()
+            thread.join()
+            http.server_close()
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    fake: FakeServer
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._open: set[Any] = set()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        super().server_close()
+        for request in list(self._open):  # connections that clients keep
+            self.shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients leave; that is no error."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    server: _Http
+
+    def do_GET(self) -> None:
+        self._do(None)
+
+    def do_POST(self) -> None:
+        assert self.headers["Content-Type"] == "application/json"
+        self._do(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def _do(self, body: Any) -> None:
+        fake = self.server.fake
+        self._streams = False
+        fake.requests.append((self.path, body))
+        fake.authorizations.append(self.headers["Authorization"])
+        with fake.counted():
+            try:
+                fake.answer(self, self.path, body)
+            except RefusalError as error:
+                if self._streams:
+                    self.send_event(error.body)
+                    self.end_events()
+                else:
+                    self.send_json(error.status, error.body, error.headers)
+            except HangupError:
+                self.close_connection = True
+            except OSError:
+                fake.left.set()
+                self.close_connection = True
+
+    def send_json(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def send_event(self, event: Any) -> None:
+        if not self._streams:
+            self._streams = True
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self._send(": a comment\n\n")
+        self._send(f"data: {json.dumps(event, ensure_ascii=False)}\n\n")
+
+    def end_events(self) -> None:
+        self._send("data: [DONE]\n\n")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _send(self, text: str) -> None:
+        data = text.encode()
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+    def log_message(self, *arguments: Any) -> None:
+        """Say nothing."""
+
+
+def _sampling(body: dict[str, Any]) -> Sampling:
+    given = SimpleNamespace(**dict.fromkeys(_TAKEN) | body)
+    extra: dict[str, Any] = {
+        name: body[name] for name in ("repetition_penalty", "min_p") if name in body
+    }
+    if given.min_tokens is not None:
+        extra["min_new_tokens"] = given.min_tokens
+    sampling = Sampling(
+        max_new_tokens=given.max_tokens,
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        seed=given.seed,
+    )
+    return replace(sampling, extra=extra)
