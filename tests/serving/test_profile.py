@@ -33,7 +33,7 @@ def test_a_profile_is_read_as_it_was_told_to_the_last_bit(
     profile = ModelProfile(
         fingerprint="0" * 64,
         tokenizer="1" * 64,
-        name="a name",
+        name="a name\nof two lines",
         dtype="bfloat16",
         layers=(LayerProfile(2, 8, 6, 1), LayerProfile(1, 8, 8, 0)),
         rotary=(Rotary("half", ()), Rotary(pairing, tuple(frequencies))),

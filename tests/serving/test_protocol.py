@@ -293,6 +293,7 @@ def test_an_answer_is_read_as_it_was_told() -> None:
         ({"blocks": -1}, "blocks must be a whole number at least 0, found -1"),
         ({"loaded_tokens": 4.0}, "loaded_tokens must be a whole number"),
         ({"fetch_s": float("nan")}, "fetch_s must be a number from 0, found nan"),
+        ({"fetch_s": -0.5}, "fetch_s must be a number from 0, found -0.5"),
         ({"fetch_s": "fast"}, "fetch_s must be a number"),
         ({"encoded_tokens": 0}, "found 1 encoded blocks of 0 tokens together"),
         ({"encoded": 0}, "found 0 encoded blocks of 20 tokens together"),
