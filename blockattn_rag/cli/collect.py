@@ -17,6 +17,7 @@ from blockattn_rag.cli.addresses import StoreArgument, open_maintained
 from blockattn_rag.cli.figures import count, size
 from blockattn_rag.cli.output import JsonOption, counter, emit, note, working
 from blockattn_rag.rag.database import MANIFEST, chroma_client, require_manifest
+from blockattn_rag.store.namespaces import check_namespace
 
 if TYPE_CHECKING:
     from chromadb.api import ClientAPI
@@ -67,6 +68,15 @@ class _Sources:
         with counter("handles read") as tick:
             live = kv_store.LiveHandles(_counted(handles_in(found), tick), looked_up)
         return live, names, len(clients)
+
+    def namespaces(self, named: list[str]) -> set[str]:
+        """Whose entries are judged: those named, else the databases' own.
+
+        Raises:
+            ValueError: a name is none.
+        """
+        own = [require_manifest(folder).namespace for folder in self.databases]
+        return {check_namespace(name) for name in named or own or [""]}
 
     def _clients(self) -> list[ClientAPI]:
         for folder in self.databases:
@@ -124,6 +134,16 @@ def gc(
             "stores, which know no use but writing: what was written so long ago."
         ),
     ] = None,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Judge entries of this namespace, and leave others alone; may be given several "
+            "times. Default: those of the database folders; without any, the one without a name."
+        ),
+    ] = None,
+    all_namespaces: Annotated[
+        bool, typer.Option("--all-namespaces", help="Judge the entries of all tenants.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing, only tell.")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Go on although no passage is in use: delete all.")
@@ -141,6 +161,7 @@ def gc(
         opened = open_maintained(store)
         own = [Path(store)] if (Path(store) / MANIFEST).is_file() else []
         sources = _Sources([*own, *(db or [])], chroma_path or [], host, port, collection or [])
+        judged = None if all_namespaces else sources.namespaces(namespace or [])
         kept, names, databases = sources.handles()
         files = [kv_store.LiveHandles.read(path) for path in live_file or []]
         if files:
@@ -163,11 +184,13 @@ def gc(
                 tick,
                 grace_s=young_s,
                 ttl_s=ttl_s,
+                namespaces=judged,
                 dry_run=dry_run,
             )
     for error in report.errors.first.values():
         note(f"note: {error}")
     data = asdict(report) | {"store": store, "collections": names, "live_handles": len(kept)}
+    data["namespaces"] = None if judged is None else sorted(judged)
     verb = "would delete" if dry_run else "deleted"
     summary = (
         f"{verb} {count(report.deleted.count, 'entry')} and "
@@ -177,6 +200,8 @@ def gc(
     )
     if files:
         summary += f" and {count(len(files), 'file')}"
+    if report.other:
+        summary += f"; {count(report.other, 'entry')} of other namespaces left alone"
     emit(as_json, data, summary)
     if report.errors:
         raise typer.Exit(1)

@@ -11,8 +11,10 @@ import shlex
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from io import FileIO
 from pathlib import Path
+from typing import Any, TypeVar
 
 from blockattn_rag.errors import StoreError
 from blockattn_rag.files.atomic import is_temporary, replacing, sync
@@ -21,18 +23,23 @@ from blockattn_rag.store import files
 from blockattn_rag.store.base import (
     EntryInfo,
     EntryPart,
+    Found,
     StoredEntry,
     StoreStats,
     check_found_under,
     check_key_of,
+    get_or_error,
     is_key,
     warn_of_refused,
 )
 from blockattn_rag.store.checks import check_finite, check_storable
+from blockattn_rag.store.deadlines import Readers
 from blockattn_rag.store.eviction import SizeBound, StoredFile
 from blockattn_rag.store.format import decode, encode
 from blockattn_rag.store.header import FORMAT, VERSION, Header, read_header
 from blockattn_rag.store.layout import ByteRange
+
+T = TypeVar("T")
 
 MARK = "format.json"
 MARKED = {"format": FORMAT, "version": VERSION}
@@ -46,6 +53,8 @@ _SHARD = re.compile(r"[0-9a-f]{2}")
 # (``touch``) so often: a store that is mostly read must not be written for every hit.
 _MARK_READ_S = 60.0
 _MARK_TOUCHED_S = 1.0
+
+_READS_AT_ONCE = 8
 
 
 class DirectoryStore:
@@ -86,6 +95,7 @@ class DirectoryStore:
         self._mark, self._objects = self.path / MARK, self.path / OBJECTS
         self.max_bytes = max_bytes
         self._bound = None if max_bytes is None else SizeBound(max_bytes)
+        self._readers = Readers(_READS_AT_ONCE, "blockattn-rag-directory")
         try:
             with files.explained("open a store at", self.path):
                 if not self._mark.exists():
@@ -93,6 +103,10 @@ class DirectoryStore:
                 _check_mark(self._mark)
         except ValueError as error:  # a path with a NUL, or with half a surrogate pair
             raise StoreError(f"no folder can have the name {str(path)!r}: {error}") from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Threads cannot be pickled, and another process has its own."""
+        return partial(DirectoryStore, self.path, fsync=self.fsync, max_bytes=self.max_bytes), ()
 
     def __repr__(self) -> str:
         bound = "" if self.max_bytes is None else f", max_bytes={self.max_bytes}"
@@ -108,6 +122,10 @@ class DirectoryStore:
         """
         return self._load(key, use=True)
 
+    def get_many(self, keys: Sequence[str]) -> list[Found]:
+        """As ``get`` for each key, several at once."""
+        return self._at_once(partial(get_or_error, self), keys)
+
     def peek(self, key: str) -> BlockKV | None:
         """As ``get``, but looking at an entry is no use of it."""
         return self._load(key, use=False)
@@ -119,7 +137,7 @@ class DirectoryStore:
         head_bytes: int,
     ) -> list[EntryPart | StoreError | None]:
         """As ``RangeStore.read_ranges``; a header of any length is read as it is."""
-        return [self._part(key, wanted) for key in keys]
+        return self._at_once(partial(self._part, wanted), keys)
 
     def touch(self, key: str) -> bool:
         """Mark an entry as used now; True if there is one that looks sound.
@@ -237,8 +255,16 @@ class DirectoryStore:
                 files.mark_used(file.fileno(), _MARK_READ_S)
         return kv
 
+    def _at_once(self, read: Callable[[str], T], keys: Sequence[str]) -> list[T]:
+        """Several reads at once: a share on a network answers each after a while, and checksums of
+        large entries are computed beside each other."""
+        if len(keys) < 2:
+            return [read(key) for key in keys]
+        started = [self._readers.start(read, key) for key in keys]
+        return [one.result() for one in started]
+
     def _part(
-        self, key: str, wanted: Callable[[Header], Sequence[ByteRange]]
+        self, wanted: Callable[[Header], Sequence[ByteRange]], key: str
     ) -> EntryPart | StoreError | None:
         path = self.entry_path(key)
         try:

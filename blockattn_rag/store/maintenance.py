@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -19,6 +19,7 @@ from blockattn_rag.store import eviction
 from blockattn_rag.store.base import EntryInfo, MaintainedStore, check_max_bytes
 from blockattn_rag.store.directory import DirectoryStore
 from blockattn_rag.store.files import age_s, explained, remove_unused
+from blockattn_rag.store.namespaces import is_of
 from blockattn_rag.store.reports import GcReport, ShrinkReport, Tally, VerifyReport
 
 T = TypeVar("T")
@@ -47,6 +48,7 @@ class _Verdict(NamedTuple):
     """What ``gc`` did with an entry."""
 
     key: str
+    other: bool = False
     kept: bool = False
     young: bool = False
     deleted: str = ""
@@ -120,6 +122,7 @@ def gc(
     grace_s: float = GRACE_S,
     ttl_s: float | None = None,
     fingerprint: str | None = None,
+    namespaces: Collection[str] | None = None,
     dry_run: bool = False,
     deleted: Callable[[str], None] | None = None,
 ) -> GcReport:
@@ -144,6 +147,8 @@ def gc(
         ttl_s: seconds; what was not used for that long goes even if it is referred to.
         fingerprint: if given, entries of any other model are taken as not referred to, whatever
             their handle. None judges by handle alone.
+        namespaces: if given, entries of any other are left alone: what tenants share a store with
+            is not theirs to judge. Each name stands for the texts of its users, too.
         dry_run: delete nothing, only tell.
         deleted: called with the key of each entry that is deleted; the report names only the first.
 
@@ -158,6 +163,8 @@ def gc(
             info = store.describe(key)
             if info is None:
                 return _Verdict(key)
+            if namespaces is not None and not is_of(info.namespace, namespaces):
+                return _Verdict(key, other=True)
             live = live_handles is None or info.handle in live_handles
             live = live and fingerprint in (None, info.fingerprint)
             expired = ttl_s is not None and info.age_s >= ttl_s
@@ -172,9 +179,10 @@ def gc(
             return _Verdict(key, error=str(error))
         return _Verdict(key)
 
-    kept = kept_young = expired = freed_bytes = 0
+    kept = kept_young = other = expired = freed_bytes = 0
     gone, errors = Tally(), Tally()
     for done, one in enumerate(_at_once(judge, store.keys(), _HEADERS_AT_ONCE), start=1):
+        other += one.other
         kept += one.kept
         kept_young += one.young
         expired += one.expired
@@ -190,7 +198,7 @@ def gc(
     leftovers = Tally()
     if isinstance(store, DirectoryStore):
         freed_bytes += _sweep_leftovers(store, grace_s, dry_run, leftovers, errors)
-    return GcReport(kept, kept_young, gone, expired, freed_bytes, leftovers, errors, dry_run)
+    return GcReport(kept, kept_young, gone, expired, freed_bytes, leftovers, errors, dry_run, other)
 
 
 def shrink(store: DirectoryStore, max_bytes: int, *, dry_run: bool = False) -> ShrinkReport:

@@ -7,7 +7,7 @@ decides nothing for another, who can therefore not learn of it by timing either.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -26,6 +26,11 @@ def check_namespace(name: object) -> str:
         "a namespace is named by 1 to 64 ASCII letters, digits, '.', '_' and '-', and starts with "
         f"a letter or digit, such as 'customer-17'; found {name!r:.80}"
     )
+
+
+def is_of(namespace: str, names: Collection[str]) -> bool:
+    """Whether an entry's namespace is one of these, or a private part of one."""
+    return namespace.removesuffix(_PRIVATE) in names
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ class GcReport:
         leftovers: temporary files deleted.
         errors: what could not be read or deleted, and why. It is still there.
         dry_run: nothing was deleted.
+        other: entries of other namespaces than the ones looked after, which were left alone.
     """
 
     kept: int
@@ -80,6 +81,7 @@ class GcReport:
     leftovers: Tally
     errors: Tally
     dry_run: bool
+    other: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -372,6 +372,25 @@ def test_live_asks_for_a_chroma_database(cli: Command) -> None:
     assert (output.status, "name the Chroma databases" in output.stderr) == (1, True)
 
 
+def test_gc_leaves_entries_of_other_tenants_alone(cli: Command, database: Path) -> None:
+    [own] = entries(database)
+    store = DirectoryStore(database / "kv")
+    for name in ("one", "two"):
+        kv = make_kv("passage", namespace=name)
+        store.put(kv.key, kv)
+    command = ("store", "gc", database / "kv", "--ttl", "0s", "--grace", "0", "--json")
+    done = cli(*command, "--namespace", "one").json
+    assert (done["namespaces"], done["other"], done["deleted"]["count"]) == (["one"], 2, 1)
+    assert own in entries(database)
+    done = cli(*command).json
+    assert (done["namespaces"], done["other"], done["deleted"]["count"]) == ([""], 1, 1)
+    told = cli("store", "gc", database, "--db", database, "--grace", "0").stdout
+    assert "1 entry of other namespaces left alone" in " ".join(told.split())
+    assert cli("store", "gc", database / "kv", "--ttl", "0s", "--namespace", "a/b").status == 1
+    done = cli(*command, "--all-namespaces").json
+    assert (done["namespaces"], done["deleted"]["count"]) == (None, 1)
+
+
 def test_by_time_to_live_alone_no_chroma_is_needed(cli: Command, database: Path) -> None:
     [entry] = entries(database)
     os.utime(add_orphan(database), (0, 0))

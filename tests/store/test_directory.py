@@ -9,9 +9,11 @@ import pickle
 import resource
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,9 @@ from hypothesis import strategies as st
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, KVStore, StoreStats, open_store
+from blockattn_rag.store import files as read_files
 from blockattn_rag.store.format import encode
+from tests.holding import LONGEST_S
 from tests.store.kvs import key_of, kvs, make_kv, same
 
 
@@ -155,6 +159,32 @@ def test_an_entry_describes_itself(store: DirectoryStore) -> None:
     assert (info.fingerprint, info.num_tokens) == (kv.fingerprint, kv.num_tokens)
     assert info.nbytes == path.stat().st_size
     assert 100 <= info.age_s <= time.time() - written
+
+
+def test_many_entries_are_read_at_once_and_in_order(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = [make_kv(f"passage {n}") for n in range(3)]
+    for kv in blocks:
+        store.put(kv.key, kv)
+    damaged, absent = blocks[1].key, "0" * 64
+    store.entry_path(damaged).write_bytes(b"damaged")
+    all_read = threading.Barrier(3)
+    read_whole = read_files.read_whole
+
+    def meet(file: FileIO) -> torch.Tensor:
+        all_read.wait(LONGEST_S)  # nobody goes on before all three files are read
+        return read_whole(file)
+
+    monkeypatch.setattr(read_files, "read_whole", meet)
+    keys = [blocks[0].key, damaged, absent, blocks[2].key]
+    first, error, none, last = store.get_many(keys)
+    assert isinstance(first, BlockKV)
+    assert isinstance(last, BlockKV)
+    assert same(first, blocks[0])
+    assert same(last, blocks[2])
+    assert isinstance(error, CorruptEntryError)
+    assert none is None
 
 
 def test_a_store_can_be_pickled(store: DirectoryStore) -> None:

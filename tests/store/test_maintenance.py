@@ -39,6 +39,9 @@ def damage(store: DirectoryStore, key: str) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"?")
 
 
+TENANTS = ["a", "a/private", "ab", "b"]
+
+
 def leftover(folder: Path, name: str = "x") -> Path:
     """What a killed writer leaves, a day ago."""
     path = folder / f".{name}.0123456789abcdef.tmp"
@@ -221,6 +224,17 @@ def test_with_a_fingerprint_other_models_entries_go_too(store: DirectoryStore) -
     assert not gc(store, set(HANDLES), grace_s=0).deleted
     report = gc(store, set(HANDLES), grace_s=0, fingerprint=KV[0].fingerprint)
     assert list(report.deleted.first) == [key_of(other)]
+
+
+def test_entries_of_namespaces_that_are_not_judged_are_left_alone(store: DirectoryStore) -> None:
+    others = [make_kv(f"passage {n}", namespace=name) for n, name in enumerate(TENANTS)]
+    for one in others:
+        store.put(key_of(one), one)
+    report = gc(store, set(), grace_s=0, namespaces={"a"})
+    assert set(report.deleted.first) == {key_of(others[0]), key_of(others[1])}
+    assert (report.other, report.deleted.count) == (4 + 2, 2)
+    assert gc(store, set(), grace_s=0, namespaces={""}).deleted.count == 4
+    assert gc(store, set(), grace_s=0).deleted.count == 2
 
 
 def test_gc_removes_old_leftovers_and_leaves_new_ones(store: DirectoryStore) -> None:
