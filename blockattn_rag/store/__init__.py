@@ -5,6 +5,7 @@ Names are imported when they are first used.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,12 +113,20 @@ def open_store(spec: KVStore | str | Path | None) -> KVStore:
     """
     from blockattn_rag.store.base import KVStore
     from blockattn_rag.store.memory import MemoryStore
-    from blockattn_rag.store.specs import open_spec
+    from blockattn_rag.store.specs import is_cache, open_spec
 
     if spec is None:
         return MemoryStore(DEFAULT_MEMORY_BYTES)
     if isinstance(spec, (str, Path)):
-        return open_spec(spec)
+        opened = open_spec(spec)
+        if is_cache(spec):
+            logging.getLogger("blockattn_rag").warning(
+                "%r is a cache, which forgets: what it forgot is computed anew. Give it a home for "
+                "its entries: TieredStore(%r, 's3://bucket/kv'), or a folder in its place",
+                opened,
+                str(spec),
+            )
+        return opened
     if isinstance(spec, KVStore):
         return spec
     raise TypeError(

@@ -51,6 +51,11 @@ def open_spec(spec: str | Path, *, on_host: bool = False) -> KVStore:
     raise ValueError(f"found {scheme}:// for a store, expected {_KNOWN}")
 
 
+def is_cache(spec: str | Path) -> bool:
+    """Whether an address means a server that forgets its entries."""
+    return scheme_of(str(spec)) in _REDIS_SCHEMES
+
+
 def _memory_bytes(spec: str) -> int:
     from blockattn_rag.store import DEFAULT_MEMORY_BYTES
 

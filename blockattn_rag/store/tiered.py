@@ -236,7 +236,13 @@ class TieredStore:
         self._count_drop(tiers)
         with self._lock:
             told, self._told_of_drops = self._told_of_drops, True
-        if not told:
+        if not told and self._queue.is_closed:
+            logger.warning(
+                "%r is closed, and takes no more blocks to be written behind: they are computed "
+                "anew each time. Further ones are only counted (tier_stats())",
+                self,
+            )
+        elif not told:
             logger.warning(
                 "%r is written more slowly than blocks are computed: a block was not stored and "
                 "is computed anew each time. Raise queue_bytes, or use write='through'. Further "

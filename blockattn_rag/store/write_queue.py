@@ -98,6 +98,11 @@ class WriteQueue:
         with self._changed:
             return self._changed.wait_for(lambda: not self._bytes, wait_s)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it takes no more."""
+        return self._closed
+
     def close(self) -> None:
         """Write what waits, and take no more."""
         with self._changed:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from blockattn_rag import store
-from blockattn_rag.store import DirectoryStore, MemoryStore, open_store
+from blockattn_rag.store import DirectoryStore, MemoryStore, TieredStore, open_store
 
 
 def test_no_store_means_one_of_a_gibibyte_in_memory() -> None:
@@ -23,6 +23,15 @@ def test_a_path_means_a_store_on_disk(tmp_path: Path, kind: type[str] | type[Pat
     opened = open_store(kind(tmp_path / "kv"))
     assert isinstance(opened, DirectoryStore)
     assert opened.path == tmp_path / "kv"
+
+
+def test_a_cache_without_a_home_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("redis")
+    open_store("redis://localhost:1/0")  # which is asked for nothing yet
+    assert "is a cache, which forgets" in caplog.text
+    caplog.clear()
+    TieredStore("redis://localhost:1/0", "memory:").close()
+    assert not caplog.text
 
 
 def test_a_store_is_itself() -> None:

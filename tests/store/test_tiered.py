@@ -237,6 +237,18 @@ def test_what_a_thread_fails_to_write_for_no_known_reason_is_counted_and_told(
     assert tiers.tier_stats()[0].dropped == 1
 
 
+def test_a_closed_store_says_that_it_is_closed(
+    home: Remote, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = TieredStore(home, write="behind")
+    tiers.close()
+    for kv in KVS[:2]:
+        tiers.put(kv.key, kv)
+    assert caplog.text.count("is closed, and takes no more blocks") == 1
+    assert "more slowly" not in caplog.text
+    assert tiers.tier_stats()[0].dropped == 2
+
+
 def test_put_waits_for_room_in_the_queue(home: Remote) -> None:
     home.go.clear()
     tiers = TieredStore(home, write="behind", queue_bytes=KV.nbytes, deadline_s=10)
