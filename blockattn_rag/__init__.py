@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         FingerprintMismatchError,
         MissError,
         SegmentationError,
+        ServingError,
         StoreError,
         StoreUnavailableError,
         UnsupportedModelError,
@@ -89,6 +90,7 @@ __all__ = [
     "RedisStore",
     "ReuseStats",
     "SegmentationError",
+    "ServingError",
     "Span",
     "StoreError",
     "StoreUnavailableError",
@@ -106,8 +108,8 @@ _HOMES = {
     "engine": "BlockAttentionEngine EncodeStats Generation GenerationChunk ReuseStats",
     "errors": (
         "BlockAttnError ContextOverflowError CorruptEntryError DataError DivergedError "
-        "FingerprintMismatchError MissError SegmentationError StoreError StoreUnavailableError "
-        "UnsupportedModelError"
+        "FingerprintMismatchError MissError SegmentationError ServingError StoreError "
+        "StoreUnavailableError UnsupportedModelError"
     ),
     "kv": "BlockKV",
     "model": "BlockModel",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NoReturn
 
 import torch
@@ -31,6 +32,8 @@ from blockattn_rag.store.layout import ByteRange, LayerShape, Layout, Piece, ran
 
 # Read with the header, in which they would take a request of their own: ids of 1024 tokens.
 _IDS_BYTES = 8 << 10
+
+_MOST_LAYOUTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,8 @@ class ShareStore:
         self.share = share
         self._profile = profile
         layouts = (_layout(profile, 1, quantised) for quantised in (False, True))
+        # Blocks of one length have one layout, and looking for its pieces takes milliseconds.
+        self._pieces = lru_cache(_MOST_LAYOUTS)(share.pieces)
         self._head_bytes = max(layout.data_start for layout in layouts) + _IDS_BYTES
 
     def __repr__(self) -> str:
@@ -183,11 +188,11 @@ class ShareStore:
         expected = _layout(self._profile, layout.num_tokens, layout.quantised)
         if layout != expected or header.dtype != self._profile.torch_dtype:
             raise _other_shape(header.key)
-        return [layout.place("token_ids"), *ranges_of(self.share.pieces(layout))]
+        return [layout.place("token_ids"), *ranges_of(self._pieces(layout))]
 
     def _decoded(self, part: EntryPart) -> Found:
         try:
-            pieces = self.share.pieces(part.header.layout)
+            pieces = self._pieces(part.header.layout)
             return decode_part(part.header, pieces, part.places, part.data)
         except FormatError as error:
             return CorruptEntryError(

@@ -187,9 +187,8 @@ def verify(
 ) -> None:
     """``verify_range`` of ``pieces``; ``buffers`` hold them, with the place of their first byte."""
     width = CHECKSUM_DIGITS
-    numbers = {piece[:3]: n for n, piece in enumerate(header.layout.pieces(), start=1)}
     for piece in pieces:
-        number = numbers[piece[:3]]
+        number = 1 + header.layout.piece_numbers[piece[:3]]  # the token ids come first
         parts = []
         for start, stop in piece.ranges:
             at, buffer = next(b for b in buffers if b[0] <= start and stop <= b[0] + len(b[1]))

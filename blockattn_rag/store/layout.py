@@ -148,6 +148,19 @@ class Layout:
                     if head < self.layers[layer].heads:
                         yield Piece(head, kind, layer, tuple(self._ranges(head, kind, layer)))
 
+    @cached_property
+    def piece_numbers(self) -> dict[tuple[int, Kind, int], int]:
+        """Which piece of ``pieces`` a layer of a head's keys or values is, from 0."""
+        counts = [layer.heads for layer in self.layers]
+        places = (
+            (head, kind, layer)
+            for head in range(self.num_heads)
+            for kind in KINDS
+            for layer, heads in enumerate(counts)
+            if head < heads
+        )
+        return {place: number for number, place in enumerate(places)}
+
     def tensor_names(self, kind: Kind) -> tuple[str, ...]:
         """What the tensors of keys or values are called within a head, in their order."""
         return (_SCALES[kind], kind) if self.quantised else (kind,)

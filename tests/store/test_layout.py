@@ -57,6 +57,13 @@ def test_what_all_ranks_read_is_the_entry_bit_by_bit(
     assert read == set(range(len(content)))
 
 
+@given(kvs() | quantised_kvs())
+def test_pieces_are_numbered_as_they_come(kv: BlockKV) -> None:
+    layout = Layout.of(kv)
+    expected = {piece[:3]: number for number, piece in enumerate(layout.pieces())}
+    assert layout.piece_numbers == expected
+
+
 @given(kvs() | quantised_kvs(), RANKS, RANKS, st.data())
 @settings(deadline=None)
 def test_a_flipped_bit_is_found_by_every_range_that_holds_it_and_by_no_other(
