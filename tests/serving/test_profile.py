@@ -87,6 +87,7 @@ def test_a_file_that_holds_none_says_how_to_make_one(tmp_path: Path, content: by
         ({"rotary": [{"pairing": "half", "frequencies": [0.1]}]}, "float32 numbers"),
         ({"rotary": [{"pairing": "half", "frequencies": [1]}]}, "float32 numbers"),
         ({"rotary": [{"pairing": "half", "frequencies": [1e300]}]}, "finite"),
+        ({"rotary": [{"pairing": "half", "frequencies": [float("inf")]}]}, "finite"),
         ({"rotary": [{"pairing": "half", "frequencies": [1.0] * 3}]}, "found 3 frequencies"),
         ({"vocab_size": 0}, "vocab_size must be a whole number at least 1"),
         ({"sink": "head 2"}, "sink must be a sink such as"),
