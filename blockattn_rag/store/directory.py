@@ -90,7 +90,7 @@ class DirectoryStore:
         fsync: bool = True,
         max_bytes: int | None = None,
     ) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self.fsync = fsync
         self._mark, self._objects = self.path / MARK, self.path / OBJECTS
         self.max_bytes = max_bytes

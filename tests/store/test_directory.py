@@ -187,6 +187,14 @@ def test_many_entries_are_read_at_once_and_in_order(
     assert none is None
 
 
+def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for spec in ("~/kv", Path("~/kv")):
+        opened = open_store(spec)
+        assert isinstance(opened, DirectoryStore)
+        assert opened.path == tmp_path / "kv"
+
+
 def test_a_store_can_be_pickled(store: DirectoryStore) -> None:
     key, _ = stored(store)
     assert same(got(pickle.loads(pickle.dumps(store)), key), make_kv())
