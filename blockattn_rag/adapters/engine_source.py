@@ -18,6 +18,7 @@ from blockattn_rag.adapters.passage_encoding import PassageEncoding
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.options import BlockOptions
 from blockattn_rag.engine.pending import Group
+from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.model.loading import load_config, load_tokenizer
@@ -27,6 +28,7 @@ from blockattn_rag.prompts.marked_text import content_spans, holds_orphans
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.store import KVStore
 from blockattn_rag.store.directory import CALIBRATION_FILE
+from blockattn_rag.store.urls import lasts
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -41,43 +43,64 @@ class EngineSource:
         kv_store: a store, or what ``store.open_store`` takes, such as a directory or
             ``"s3://bucket/kv"``; None keeps keys and values in memory.
         device_map: a torch device, or ``"auto"``.
-        model_kwargs: further arguments for loading the model.
+        model_kwargs: further arguments for loading the model; with ``api_base``, of
+            ``RemoteEngine``, such as ``timeout_s``.
+        api_base: address of a server that has the model and the store, such as
+            ``"http://gpu:8000/v1"``; ``model_name`` is its name there.
+        api_key: of the server; default: see ``RemoteEngine``. It is no part of ``fields``, and not
+            sent to other processes, which take it from their environment.
+
+    Raises:
+        ValueError: no model, more than one source of it, or what a server has itself.
     """
 
     def __init__(
         self,
-        engine: BlockAttentionEngine | None = None,
+        engine: Engine | None = None,
         model_name: Any = None,
         tokenizer_name: Any = None,
         kv_store: KVStore | str | Path | None = None,
         device_map: str = "auto",
         model_kwargs: dict[str, Any] | None = None,
+        api_base: str | None = None,
+        api_key: str | None = None,
     ) -> None:
-        if (engine is None) == (model_name is None):
+        has_name = model_name is not None or api_base is not None
+        if (engine is None) != has_name:
             raise ValueError(
-                "expected one source of the model, either model_name= (or model= with tokenizer=) "
-                f"or engine=; found {'none' if model_name is None else 'both'}"
+                "expected one source of the model, either model_name= (or model= with tokenizer=), "
+                "or that with a server's address, or engine=; found "
+                f"{'both' if has_name else 'none'}"
             )
-        if engine is None and tokenizer_name is None and not isinstance(model_name, (str, Path)):
+        is_name = isinstance(model_name, (str, Path, type(None)))
+        if api_base is not None and not (is_name and kv_store is None and device_map == "auto"):
+            raise ValueError(
+                "a server has its model, device and store itself: with its address, give the "
+                "model's name there, and no kv_store, device or loaded model"
+            )
+        if tokenizer_name is None and not is_name:
             raise ValueError("a ready model was given without its tokenizer; pass tokenizer=...")
         self._engine = engine
+        self._api_base = api_base
+        self._api_key = api_key
         self._model = str(model_name) if isinstance(model_name, Path) else model_name
         self._tokenizer = tokenizer_name
-        self._kv_store = engine.store if engine is not None else kv_store
+        self._kv_store = engine.store if isinstance(engine, BlockAttentionEngine) else kv_store
         self._device_map = device_map
         self._model_kwargs = dict(model_kwargs or {})
         if "torch_dtype" in self._model_kwargs:  # its name in transformers 4
             self._model_kwargs["dtype"] = self._model_kwargs.pop("torch_dtype")
         self._block_tokenizer: BlockTokenizer | None = None
         self._lock = threading.RLock()
-        self._hints = ReuseHints() if self._kv_store is not None else None
+        keeps = self._kv_store is not None or not self._is_local
+        self._hints = ReuseHints() if keeps else None
         self._told_of_control_tokens = False
 
     @property
     def live_parts(self) -> list[str]:
         """What was given as an object in memory, which no name can bring back."""
         live = {
-            "engine": self._engine is not None and self._model is None,
+            "engine": self._engine is not None and not (self._model or self._api_base),
             "model": self._model is not None and not isinstance(self._model, str),
             "tokenizer": not isinstance(self._tokenizer, (str, Path, type(None))),
             "kv_store": self._kv_store is not None and _location(self._kv_store) is None,
@@ -96,16 +119,52 @@ class EngineSource:
             "kv_store": _location(self._kv_store),
             "device_map": self._device_map,
             "model_kwargs": self._model_kwargs,
+            "api_base": self._api_base,
         }
+
+    def asking_for(self, fields: dict[str, Any]) -> EngineSource:
+        """A source with these fields in place of its own, and the same key."""
+        return EngineSource(**{**self.fields(), **fields}, api_key=self._api_key)
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether the model is, or will be, in this process."""
+        return self._api_base is None and isinstance(
+            self._engine, (BlockAttentionEngine, type(None))
+        )
+
+    @property
+    def lasting_store(self) -> str | None:
+        """The store that other processes find too, by its place or its server's; None if it goes
+        with this process."""
+        if self._api_base is not None:
+            return self._api_base
+        place = _location(self._kv_store)
+        return place if place and lasts(place) else None
+
+    @property
+    def storage(self) -> dict[str, str]:
+        """Store and namespace of what is encoded, such that others do not have the same."""
+        engine = self.engine
+        if isinstance(engine, BlockAttentionEngine):
+            # A store in memory lives as long as its object.
+            passing = f"{type(engine.store).__name__} {id(engine.store)}"
+            return {"store": self.lasting_store or passing, "namespace": engine.access.namespace}
+        from blockattn_rag.remote import RemoteEngine
+
+        assert isinstance(engine, RemoteEngine)
+        return {"store": engine.base_url, "namespace": engine.info.namespace}
 
     @property
     def identity(self) -> dict[str, Any]:
         """What answers depend on besides a component's fields: a ready engine's model and options;
         of an engine to be loaded, the calibrations that it will find with its store."""
         if "engine" in self.live_parts:
-            defaults = self.engine.defaults
-            options = {name: getattr(defaults, name) for name in BlockOptions.__annotations__}
-            known = {"fingerprint": self.engine.model.fingerprint, "kv_dtype": self.engine.kv_dtype}
+            engine = self.engine
+            options = {n: getattr(engine.defaults, n) for n in BlockOptions.__annotations__}
+            known = {"fingerprint": engine.model.fingerprint}
+            if isinstance(engine, BlockAttentionEngine):
+                known["kv_dtype"] = engine.kv_dtype
             return {**known, **options}
         folder = _location(self._kv_store)
         path = None if folder is None else Path(folder) / CALIBRATION_FILE
@@ -124,13 +183,23 @@ class EngineSource:
                 f"this was built from a live {' and '.join(live)}, which cannot be sent to another "
                 "process; build it from the name of a model and the directory or address of a store"
             )
-        # The store itself, which may have a bound, and not its place alone.
+        # The store itself, which may have a bound, and not its place alone; and not the API key.
         return partial(EngineSource, **{**self.fields(), "kv_store": self._kv_store}), ()
 
     @property
-    def engine(self) -> BlockAttentionEngine:
-        """The engine; loads the weights on first use."""
+    def engine(self) -> Engine:
+        """The engine; loads the weights on first use, unless a server has them."""
         with self._lock:
+            if self._engine is None and self._api_base is not None:
+                from blockattn_rag.remote import RemoteEngine
+
+                self._engine = RemoteEngine(
+                    self._api_base,
+                    self._model,
+                    self._block_tokenizer or self._tokenizer,
+                    api_key=self._api_key,
+                    **self._model_kwargs,
+                )
             if self._engine is None:
                 self._engine = BlockAttentionEngine.from_pretrained(
                     self._model,
@@ -199,7 +268,7 @@ class EngineSource:
         if self._engine is not None:
             self._engine.prefetch(blocks, **encoding)
 
-    async def _loaded_engine(self) -> BlockAttentionEngine:
+    async def _loaded_engine(self) -> Engine:
         if self._engine is not None:
             return self._engine
         return await asyncio.to_thread(lambda: self.engine)
@@ -208,8 +277,8 @@ class EngineSource:
     def tokenizer(self) -> BlockTokenizer:
         """The model's tokenizer, without loading weights."""
         with self._lock:
-            if self._engine is not None:
-                return self._engine.model.tokenizer
+            if self._engine is not None or self._api_base is not None:
+                return self.engine.model.tokenizer
             if self._block_tokenizer is None:
                 given = self._tokenizer or self._model
                 by_name = isinstance(given, (str, Path))
@@ -218,10 +287,10 @@ class EngineSource:
 
     @property
     def max_context_tokens(self) -> int:
-        """Tokens that the model can hold, without loading weights."""
+        """Tokens that the model can hold, without loading weights; a server is asked."""
         with self._lock:
-            if self._engine is not None:
-                return self._engine.model.max_context_tokens
+            if self._engine is not None or self._api_base is not None:
+                return self.engine.model.max_context_tokens
             model = self._model
             return position_limit(load_config(model) if isinstance(model, str) else model.config)
 

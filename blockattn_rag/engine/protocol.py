@@ -53,7 +53,8 @@ class Engine(Protocol):
     @property
     def model(self) -> EngineModel: ...
 
-    defaults: GenerateOptions
+    @property
+    def defaults(self) -> GenerateOptions: ...
 
     def generate(self, prompt: Prompt, **options: Any) -> Generation: ...
 

@@ -20,6 +20,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SecretStr,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -28,9 +29,9 @@ from pydantic import (
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.adapters.passage_encoding import PassageEncoding, passage_encoding
-from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.option_files import file_digests
 from blockattn_rag.engine.options import OnMiss, checked_option
+from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.engine.results import GenerationChunk, Mode
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.langchain.cleaning import without_markers
@@ -39,13 +40,21 @@ from blockattn_rag.prompts.formats import BLANK_LINE
 
 PROVIDER = "blockattn_rag"
 
-_SOURCE_FIELDS = ("model_name", "tokenizer_name", "kv_store", "device_map", "model_kwargs")
+_SOURCE_FIELDS = (
+    *("model_name", "tokenizer_name", "kv_store", "device_map", "model_kwargs"),
+    "api_base",
+)
 _OPTION_FIELDS = (
     *("mode", "on_miss", "positions"),
     *("sink", "correction", "merge", "promote", "reader", "retry"),
     *("temperature", "top_p", "top_k", "seed"),
 )
-_ALIASES = {"model": "model_name", "tokenizer": "tokenizer_name", "device": "device_map"}
+_ALIASES = {
+    "model": "model_name",
+    "tokenizer": "tokenizer_name",
+    "device": "device_map",
+    "base_url": "api_base",
+}
 
 
 class EngineFields(BaseModel):
@@ -60,7 +69,13 @@ class EngineFields(BaseModel):
         kv_store: the KV store: a directory, an address such as ``"s3://bucket/kv"`` (see
             ``store.open_store``), or a store object; default: 1 GiB of memory.
         device_map (or device): a torch device, or ``"auto"``.
-        model_kwargs: for loading the model, such as ``dtype``.
+        model_kwargs: for loading the model, such as ``dtype``; with a server, for ``RemoteEngine``,
+            such as ``timeout_s``.
+        base_url: address of a server that has the model and the store (docs/guides/serving.md),
+            such as ``"http://gpu:8000/v1"``; ``model`` is then its name there, and options that
+            change how the model computes cannot be given.
+        api_key: of the server, a string or ``SecretStr``; default: ``BLOCKATTN_RAG_API_KEY`` of the
+            environment. It is no field: it is neither shown nor pickled.
         block_template: what stands around each passage. Ingestion and answers must agree on it;
             the default is that of the LlamaIndex adapter, so that both share what is stored.
         sink: what passages are encoded after, such as ``"head:4"`` for models that are not
@@ -84,6 +99,7 @@ class EngineFields(BaseModel):
     kv_store: str | None = None
     device_map: str = Field(default="auto", alias="device")
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
+    api_base: str | None = Field(default=None, alias="base_url")
     block_template: BlockTemplate = BLANK_LINE
     sink: str | None = None
     correction: str | None = None
@@ -104,25 +120,30 @@ class EngineFields(BaseModel):
     @classmethod
     def _find_source(cls, values: dict[str, Any]) -> dict[str, Any]:
         aliases = {field.alias for field in cls.model_fields.values() if field.alias}
-        check_known(cls, values, [*cls.model_fields, *aliases, *_ALIASES, "llm", "engine"])
+        apart = ("llm", "engine", "api_key")
+        check_known(cls, values, [*cls.model_fields, *aliases, *_ALIASES, *apart])
         rest = {_ALIASES.get(name, name): value for name, value in values.items()}
-        llm, engine = rest.pop("llm", None), rest.pop("engine", None)
+        llm, engine, api_key = (rest.pop(name, None) for name in apart)
+        if isinstance(api_key, SecretStr):
+            api_key = api_key.get_secret_value()
         given = {k: v for k in _SOURCE_FIELDS if (v := rest.pop(k, None)) is not None}
         source: EngineSource | None = rest.pop("source", None)
         if llm is not None:
-            if given or engine is not None or source is not None:
+            if given or any(one is not None for one in (engine, source, api_key)):
                 raise ValueError("give either llm=, or the model and store, not both")
             source = llm.source
             rest.setdefault("block_template", llm.block_template)
             rest = {**_passage_encoding(llm), **rest}
-        known = source.fields() if source is not None else {}
+        if source is None:
+            source = EngineSource(engine, **given, api_key=api_key)
         # configurable_fields gives a source and fields that may ask for another one.
-        if source is None or any(known[name] != value for name, value in given.items()):
-            source = EngineSource(engine, **{**known, **given})
+        known = source.fields()
+        if any(known[name] != value for name, value in given.items()):
+            source = source.asking_for(given)
         return {**rest, **source.fields(), "source": source}
 
     @property
-    def engine(self) -> BlockAttentionEngine:
+    def engine(self) -> Engine:
         """The engine that does the work; the first use loads the model."""
         return self.source.engine
 

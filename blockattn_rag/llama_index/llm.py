@@ -1,4 +1,4 @@
-"""BlockAttentionLLM: a local model for LlamaIndex that reuses the keys and values of passages."""
+"""BlockAttentionLLM: a model for LlamaIndex that reuses the keys and values of passages."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from llama_index_instrumentation import get_dispatcher
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.adapters.passage_encoding import PassageEncoding, passage_encoding
-from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.options import OnMiss, checked_option
+from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.llama_index.chat import as_template_messages, chat_response
@@ -58,7 +58,7 @@ MakePrompt = Callable[[], BlockPrompt]
 
 
 class BlockAttentionLLM(EngineComponent, CustomLLM):
-    """A local transformers model that answers from cached passages.
+    """A transformers model, in this process or behind a server, that answers from cached passages.
 
     Takes the place of ``HuggingFaceLLM`` and shares its argument names. Passages that arrive
     between block markers (see ``BlockKVPostprocessor``) are looked up in the KV store by the
@@ -73,6 +73,10 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         engine: a ready engine, shared with others; instead of all that says how to load one.
         kv_store: the KV store: a directory, an address such as ``"s3://bucket/kv"`` (see
             ``store.open_store``), or a store object; default: 1 GiB of memory.
+        api_base: address of a server that has the model and the store (docs/guides/serving.md),
+            such as ``"http://gpu:8000/v1"``; ``model_name`` is then its name there, and options
+            that change how the model computes cannot be given.
+        api_key: of the server; default: ``BLOCKATTN_RAG_API_KEY`` of the environment.
         mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
         on_miss: ``"compute"`` what is not stored, or ``"error"``.
         positions: ``"reordered"``, or ``"composite"``, the papers' ablation.
@@ -91,7 +95,8 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         context_window: tokens that the frameworks may fill; default: all that the model holds.
         max_new_tokens: longest answer.
         generate_kwargs: defaults of every call, such as ``temperature`` or ``stop``.
-        model_kwargs: for loading the model, such as ``dtype``.
+        model_kwargs: for loading the model, such as ``dtype``; with a server, for ``RemoteEngine``,
+            such as ``timeout_s``.
         device_map: a torch device, or ``"auto"``.
         is_chat_model: default: whether the tokenizer has a chat template.
         parse_special_tokens: whether control tokens are parsed in prompts that are strings,
@@ -135,8 +140,10 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         model: Any = None,
         tokenizer: Any = None,
         tokenizer_name: str | None = None,
-        engine: BlockAttentionEngine | None = None,
+        engine: Engine | None = None,
         kv_store: KVStore | str | Path | None = None,
+        api_base: str | None = None,
+        api_key: str | None = None,
         mode: Mode = "block",
         on_miss: OnMiss = "compute",
         positions: Positions = "reordered",
@@ -156,11 +163,12 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         parse_special_tokens: bool = False,
         **llm_fields: Any,
     ) -> None:
-        known = [*type(self).model_fields, "model", "tokenizer", "engine"]
+        known = [*type(self).model_fields, "model", "tokenizer", "engine", "api_key"]
         check_known(type(self), llm_fields, known)
         model = model if model is not None else model_name
         tokenizer = tokenizer if tokenizer is not None else tokenizer_name
-        source = EngineSource(engine, model, tokenizer, kv_store, device_map, model_kwargs)
+        loading = (engine, model, tokenizer, kv_store, device_map, model_kwargs)
+        source = EngineSource(*loading, api_base, api_key)
         fields = {
             **source.fields(),
             "mode": mode,

@@ -9,14 +9,15 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import BaseComponent
 
 from blockattn_rag.adapters.engine_source import EngineSource
-from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.protocol import Engine
 
 
 class EngineComponent(BaseComponent):
     """A LlamaIndex component with an engine.
 
     The fields say how to load the engine again: in another process, or from ``to_dict``. Both
-    leave live objects behind; pickling refuses to, since the receiver could not work without.
+    leave live objects behind; pickling refuses to, since the receiver could not work without. A
+    server's API key is no field: the receiver takes its own from the environment.
     """
 
     model_name: str | None = Field(description="Name or path of the model.")
@@ -24,6 +25,7 @@ class EngineComponent(BaseComponent):
     kv_store: str | None = Field(description="Place of the KV store; None: in memory.")
     device_map: str = Field(description="Device of the model, such as 'cuda:0', or 'auto'.")
     model_kwargs: dict[str, Any] = Field(description="Further arguments for loading the model.")
+    api_base: str | None = Field(description="Address of a server with the model; None: here.")
 
     _source: EngineSource = PrivateAttr()
 
@@ -33,7 +35,7 @@ class EngineComponent(BaseComponent):
         return self._source
 
     @property
-    def engine(self) -> BlockAttentionEngine:
+    def engine(self) -> Engine:
         """The engine that does the work; the first use loads the model."""
         return self._source.engine
 

@@ -18,16 +18,15 @@ from llama_index.core.schema import (
 
 from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.adapters.passage_encoding import passage_encoding
-from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.engine.option_files import correction_digest
+from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.llama_index.nodes import canonical_text, stamp
 from blockattn_rag.llama_index.source import EngineComponent
 from blockattn_rag.prompts.blocks import Block, BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import KVStore
-from blockattn_rag.store.urls import lasts
 
 _NO_FIELDS = ("fingerprint", "store", "namespace", "correction_digest")
 """What ``to_dict`` tells besides the fields."""
@@ -46,8 +45,8 @@ class BlockKVTransform(EngineComponent, TransformComponent):
     which makes cached results of another model, store or template invalid.
 
     Args:
-        model_name, model, tokenizer, tokenizer_name, engine, kv_store, model_kwargs, device_map: as
-            for ``BlockAttentionLLM``.
+        model_name, model, tokenizer, tokenizer_name, engine, kv_store, api_base, api_key,
+            model_kwargs, device_map: as for ``BlockAttentionLLM``.
         llm: takes model, store, template, sink and correction from this LLM; instead of the above.
         block_template: what stands around each passage; must be that of the LLM.
         sink: what passages are encoded after; must be that of the LLM.
@@ -80,8 +79,10 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         model: Any = None,
         tokenizer: Any = None,
         tokenizer_name: str | None = None,
-        engine: BlockAttentionEngine | None = None,
+        engine: Engine | None = None,
         kv_store: KVStore | str | Path | None = None,
+        api_base: str | None = None,
+        api_key: str | None = None,
         block_template: BlockTemplate | None = None,
         sink: str | None = None,
         correction: str | Path | None = None,
@@ -94,7 +95,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         model = model if model is not None else model_name
         tokenizer = tokenizer if tokenizer is not None else tokenizer_name
         if llm is not None:
-            given = (model, tokenizer, engine, kv_store, model_kwargs)
+            given = (model, tokenizer, engine, kv_store, model_kwargs, api_base, api_key)
             if any(value is not None for value in given):
                 raise ValueError("give either llm=, or the model and store, not both")
             source, block_template = llm.source, block_template or llm.block_template
@@ -104,7 +105,8 @@ class BlockKVTransform(EngineComponent, TransformComponent):
                 "correction": encoding["correction"] or own["correction"],
             }
         else:
-            source = EngineSource(engine, model, tokenizer, kv_store, device_map, model_kwargs)
+            loading = (engine, model, tokenizer, kv_store, device_map, model_kwargs)
+            source = EngineSource(*loading, api_base, api_key)
         fields = {**source.fields(), **encoding, "block_template": block_template or BLANK_LINE}
         fields |= {"show_progress": show_progress, "hide_file_paths": hide_file_paths}
         super().__init__(**fields)
@@ -139,21 +141,13 @@ class BlockKVTransform(EngineComponent, TransformComponent):
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """The fields, and what else makes a cached ingestion valid: ``IngestionCache`` reads it."""
-        store = self.engine.store
         return {
             **super().to_dict(**kwargs),
             "fingerprint": self.engine.model.fingerprint,
-            # A store in memory lives as long as its object.
-            "store": self._lasting_store or f"{type(store).__name__} {id(store)}",
-            "namespace": self.engine.access.namespace,
+            **self.source.storage,
             # Another one may come to the same file.
             "correction_digest": correction_digest(self.correction),
         }
-
-    @property
-    def _lasting_store(self) -> str | None:
-        """The place of the store; None if it goes with this process."""
-        return self.kv_store if self.kv_store and lasts(self.kv_store) else None
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> BlockKVTransform:
@@ -161,7 +155,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         return super().from_dict(fields, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._lasting_store is None:
+        if self.source.lasting_store is None:
             raise pickle.PicklingError(
                 "this BlockKVTransform stores in memory, where another process could not leave "
                 "anything; give kv_store= a directory or an address, or run the pipeline without "

@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,9 @@ class RemoteEngine:
             raise ValueError(f"retries must be a whole number from 0 on, found {retries!r}")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be a number above 0, found {timeout_s!r}")
-        self.defaults = GenerateOptions.parse({"on_miss": on_miss, "sink": sink}, GenerateOptions())
+        self._defaults = GenerateOptions.parse(
+            {"on_miss": on_miss, "sink": sink}, GenerateOptions()
+        )
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         client = Client(base_url, api_key, timeout_s, retries)
         self._server = Server(client, model, tokenizer, sink)
@@ -78,6 +81,11 @@ class RemoteEngine:
     def model(self) -> RemoteModel:
         """What is known here of the server's model."""
         return self._server.model
+
+    @property
+    def defaults(self) -> GenerateOptions:
+        """Options of calls that say nothing else; the sink is the server's."""
+        return replace(self._defaults, sink=self.info.sink)
 
     @property
     def base_url(self) -> str:
@@ -138,7 +146,7 @@ class RemoteEngine:
             ServingError: a request failed; what was encoded before is stored.
         """
         given = {"sink": sink, "correction": correction}
-        check_possible(GenerateOptions.parse(given, self.defaults))
+        check_possible(GenerateOptions.parse(given, self._defaults))
         info = self.info
         self._server.check_sink(sink, info)
         ids = [self.model.tokenised(one, as_prompt and not at).ids for at, one in enumerate(blocks)]
@@ -248,7 +256,7 @@ class RemoteEngine:
         self, prompt: LatePrompt, given: Mapping[str, Any], gate: asyncio.Semaphore | None = None
     ) -> tuple[PendingAnswer, Callable[[], None]]:
         """A request that was checked, and what asks the server for its answer."""
-        options = GenerateOptions.parse(given, self.defaults)
+        options = GenerateOptions.parse(given, self._defaults)
         check_possible(options)
         if not callable(prompt):  # a bad one is refused now
             prompt = made(prompt)

@@ -21,6 +21,7 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import DirectoryStore
+from tests.engines import local
 from tests.holding import FEW, Held
 from tests.langchain.conftest import passages, tiny_block_model
 from tests.models import tiny_model, tiny_tokenizer
@@ -218,7 +219,7 @@ def test_a_model_by_name_is_loaded_when_first_needed_and_once(
     assert len(str(answer.content)) == 2
     assert is_loaded(chat)  # the configured copy loaded it for both
     assert copy.deepcopy(chat).engine is chat.engine
-    assert isinstance(chat.engine.store, DirectoryStore)
+    assert isinstance(local(chat.engine).store, DirectoryStore)
 
 
 def test_a_model_by_name_survives_pickling_and_finds_its_store(

@@ -18,6 +18,7 @@ from blockattn_rag.langchain import (
     format_blocks,
 )
 from blockattn_rag.prompts.blocks import handle_of
+from tests.engines import local
 from tests.langchain.conftest import passages
 
 TITLED = BlockDocumentPrompt.from_template("title: {title}\n\n{page_content}")
@@ -122,7 +123,7 @@ def test_a_compressor_with_a_model_has_stored_documents_read_ahead(
     chat: ChatBlockAttention,
 ) -> None:
     documents = BlockKVTransformer(llm=chat).transform_documents(passages())
-    engine = chat.engine
+    engine = local(chat.engine)
     before = engine.prefetches
     BlockKVCompressor(llm=chat).compress_documents([*documents, Document("new")], "q")
     until = time.monotonic() + 20

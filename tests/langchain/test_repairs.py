@@ -22,6 +22,7 @@ from blockattn_rag.langchain import (
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction_file import save_correction
 from blockattn_rag.model.reader import Reader
+from tests.engines import local
 from tests.langchain.conftest import passages
 from tests.model.test_correction import correction_of
 from tests.models import tiny_model, tiny_tokenizer
@@ -61,9 +62,9 @@ def saved_merge(engine: BlockAttentionEngine, path: Path, bias: float) -> str:
 
 
 def test_fields_and_bound_options_are_the_engines(chat: ChatBlockAttention, tmp_path: Path) -> None:
-    saved_reader(chat.engine, tmp_path / "reader", 0)
+    saved_reader(local(chat.engine), tmp_path / "reader", 0)
     options: dict[str, Any] = {
-        "correction": saved_correction(chat.engine, tmp_path / "kv.safetensors"),
+        "correction": saved_correction(local(chat.engine), tmp_path / "kv.safetensors"),
         "merge": "scale:0.5",
         "promote": 1,
         "reader": tmp_path / "reader",
@@ -111,12 +112,12 @@ def test_an_answer_cache_tells_repairs_apart(chat: ChatBlockAttention, tmp_path:
         model = ChatBlockAttention(source=chat.source, max_tokens=6, cache=cache, **options)
         return str(model.invoke(MESSAGES).content)
 
-    saved_reader(chat.engine, folder, 0)
+    saved_reader(local(chat.engine), folder, 0)
     answers = [ask(), ask(promote=1), ask(merge="scale:0.5"), ask(reader=folder)]
     assert len(cache._cache) == 4
     assert [ask(), ask(promote="1"), ask(merge="scale:0.5"), ask(reader=str(folder))] == answers
     assert len(cache._cache) == 4
-    saved_reader(chat.engine, folder, 1)  # another one in the same folder
+    saved_reader(local(chat.engine), folder, 1)  # another one in the same folder
     ask(reader=folder)
     assert len(cache._cache) == 5
 
@@ -133,10 +134,10 @@ def test_an_answer_cache_tells_contents_of_files_apart(
         return str(model.invoke(MESSAGES).content)
 
     for number, size in enumerate((0.1, 0.1, 0.2)):
-        ask(correction=str(saved_correction(chat.engine, path, size=size)))
+        ask(correction=str(saved_correction(local(chat.engine), path, size=size)))
         assert len(cache._cache) == (1, 1, 2)[number]
     for number, bias in enumerate((0.1, 0.1, 0.2)):
-        ask(merge=saved_merge(chat.engine, path, bias))
+        ask(merge=saved_merge(local(chat.engine), path, bias))
         assert len(cache._cache) == (3, 3, 4)[number]
 
 
@@ -146,15 +147,15 @@ def test_an_answer_cache_tells_engines_options_apart(
     cache, path = InMemoryCache(), tmp_path / "kv.safetensors"
 
     def ask(**options: Any) -> str:
-        engine = BlockAttentionEngine(chat.engine.model, **options)
+        engine = BlockAttentionEngine(local(chat.engine).model, **options)
         model = ChatBlockAttention(engine=engine, max_tokens=6, cache=cache)
         return str(model.invoke(MESSAGES).content)
 
-    answers = [ask(), ask(sink="bos"), ask(correction=saved_correction(chat.engine, path))]
+    answers = [ask(), ask(sink="bos"), ask(correction=saved_correction(local(chat.engine), path))]
     assert len(cache._cache) == 3
     assert [ask(), ask(sink="bos"), ask(correction=path)] == answers
     assert len(cache._cache) == 3
-    ask(correction=saved_correction(chat.engine, path, size=0.2))
+    ask(correction=saved_correction(local(chat.engine), path, size=0.2))
     assert len(cache._cache) == 4
 
 
@@ -193,7 +194,7 @@ def test_ingestion_takes_a_sink_that_is_bound_or_in_generate_kwargs(
 def test_ingestion_takes_a_correction_that_is_a_field_bound_or_in_generate_kwargs(
     chat: ChatBlockAttention, tmp_path: Path
 ) -> None:
-    path = saved_correction(chat.engine, tmp_path / "kv.safetensors", "head:4")
+    path = saved_correction(local(chat.engine), tmp_path / "kv.safetensors", "head:4")
     encoding: dict[str, Any] = {"sink": "head:4", "correction": path}
     given = ChatBlockAttention(llm=chat, generate_kwargs=encoding)
     own = ChatBlockAttention(llm=chat, **encoding)
@@ -217,7 +218,7 @@ def test_ingestion_takes_a_correction_that_is_a_field_bound_or_in_generate_kwarg
 
 def test_an_abstention_is_answered_again(chat: ChatBlockAttention) -> None:
     retrying = ChatBlockAttention(llm=chat, max_tokens=6, retry="full")
-    chat.engine.abstentions = (str(chat.invoke(MESSAGES).content),)
+    local(chat.engine).abstentions = (str(chat.invoke(MESSAGES).content),)
     full = chat.bind(mode="full").invoke(MESSAGES)
     answers = [retrying.invoke(MESSAGES), chat.bind(retry="full").invoke(MESSAGES)]
     assert [answer.content for answer in answers] == [full.content] * 2

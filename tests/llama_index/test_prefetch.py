@@ -17,6 +17,7 @@ from blockattn_rag.llama_index import (
     block_query_engine,
 )
 from blockattn_rag.model import BlockModel
+from tests.engines import local
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -28,7 +29,7 @@ def llm_over(store: Path) -> BlockAttentionLLM:
 def read(llm: BlockAttentionLLM, passages: int) -> PrefetchStats:
     """What was prefetched, once so many passages were."""
     until = time.monotonic() + 20
-    while (stats := llm.engine.prefetches).ready + stats.absent < passages:
+    while (stats := local(llm.engine).prefetches).ready + stats.absent < passages:
         assert time.monotonic() < until
         time.sleep(0.005)
     return stats

@@ -13,6 +13,7 @@ from llama_index.core.base.llms.types import ChatMessage
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform
 from blockattn_rag.store import MemoryStore
+from tests.engines import local
 from tests.llama_index.conftest import RecordingEngine, passages
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -76,7 +77,7 @@ def test_loads_once_with_what_was_given(saved: str, loads: list[Any], tmp_path: 
     [(model, kwargs)] = loads
     assert model == saved
     assert kwargs["device"] == "cpu"
-    assert str(llm.engine.model.dtype) == "torch.float64"
+    assert str(local(llm.engine).model.dtype) == "torch.float64"
     assert (tmp_path / "kv").is_dir()
 
 
@@ -88,7 +89,7 @@ def test_a_live_model_is_used_as_it_is(loads: list[Any]) -> None:
     assert not llm.metadata.is_chat_model
     assert loads == []
     llm.complete("Hi")
-    assert llm.engine.model.hf_model is model
+    assert local(llm.engine).model.hf_model is model
 
 
 def test_the_source_must_be_one(engine: RecordingEngine) -> None:
