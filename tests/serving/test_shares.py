@@ -226,6 +226,42 @@ def test_an_entry_of_another_shape_is_not_the_model_s(
         store.get(kv.key)
 
 
+class Counting:
+    """A backend that counts what is asked of it."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.asked = 0
+
+    def get(self, path: str, *, options: Any) -> Any:
+        self.asked += 1
+        return self.backend.get(path, options=options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("more_heads", [0, 1])
+@pytest.mark.parametrize("tokens", [1, 7, 1000])
+def test_a_tensor_parallel_share_takes_two_requests_however_large_the_header(
+    quantised: bool, more_heads: int, tokens: int
+) -> None:
+    obstore = pytest.importorskip("obstore.store")
+    kv = make_kv(layers=40, heads=8, tokens=tokens, more_heads=more_heads, quantised=quantised)
+    profile = profile_of_block(kv)
+    backend = Counting(obstore.MemoryStore())
+    home = ObjectStore("memory://kv", backend=backend)  # type: ignore[arg-type]
+    home.put(kv.key, kv)
+    for rank in range(8):
+        backend.asked = 0
+        share = Share.of(profile, rank, 8)
+        found = ShareStore(home, share, profile).get(kv.key)
+        assert found is not None
+        assert same(found, share.cut(kv))
+        assert backend.asked <= 2
+
+
 # -- damage ----------------------------------------------------------------------------------------
 
 
