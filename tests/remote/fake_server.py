@@ -274,7 +274,7 @@ class FakeServer:
         elif path == ENCODE and self.with_connector:
             fail = self.faults.popleft() if self.faults else None
             if fail is not None:
-                fail(-1)
+                fail(0)
             handler.send_json(200, self.encode(body))
         elif path == "/v1/completions" or (path == COMPLETIONS and self.with_connector):
             self.complete(path, body, handler.send_event)
