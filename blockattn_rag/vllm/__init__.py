@@ -1,0 +1,1 @@
+"""Block-Attention in vLLM: a KV connector, and endpoints that encode what is missing."""

@@ -1,0 +1,182 @@
+"""Having blocks stored before a prompt that needs them is computed: in the API server's process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from vllm import SamplingParams
+
+from blockattn_rag.errors import MissError, ServingError, StoreError
+from blockattn_rag.serving.config import ServingConfig
+from blockattn_rag.serving.profile import ModelProfile
+from blockattn_rag.serving.protocol import BlockId, BlockPlan, block_keys
+from blockattn_rag.store.base import KVStore, get_or_error, touch
+from blockattn_rag.store.tier import is_damage
+
+logger = logging.getLogger("blockattn_rag")
+
+_AT_ONCE = 64
+"""Blocks that are encoded at once; further ones wait here, where they hold no pages."""
+
+_STORED_WITHIN_S = 60.0
+_THREADS = 16
+
+
+class Encodable(NamedTuple):
+    """A block, and the request that encodes it: its prompt is the block, maybe after the sink."""
+
+    block: BlockId
+    token_ids: list[int]
+    plan: BlockPlan
+
+    @property
+    def key(self) -> str:
+        """Where it is stored."""
+        return self.block.key
+
+
+def encodables(
+    blocks: Sequence[Sequence[int]],
+    namespace: str,
+    profile: ModelProfile,
+    read_namespaces: Sequence[str] = (),
+    *,
+    opens_prompt: bool,
+) -> list[Encodable]:
+    """Blocks by their token ids; ``opens_prompt``: the first one is encoded alone, as the first of
+    its prompt. Raises ProtocolError."""
+    found = []
+    for place, ids in enumerate(blocks):
+        before = () if opens_prompt and place == 0 else profile.sink_ids
+        token_ids = [*before, *ids]
+        plan = BlockPlan("encode", (len(ids),), namespace)
+        (block,) = block_keys(token_ids, plan, profile, read_namespaces)
+        found.append(Encodable(block, token_ids, plan))
+    return found
+
+
+class BlockEnsurer:
+    """Looks blocks up in the home, and has the engine encode those that are not there.
+
+    Several requests that need one block cause one encoding of it.
+
+    Args:
+        engine_client: vLLM's.
+        home: the store that the engine's workers write to.
+    """
+
+    def __init__(
+        self, engine_client: Any, home: KVStore, config: ServingConfig, profile: ModelProfile
+    ) -> None:
+        self._engine_client = engine_client
+        self._home = home
+        self._config = config
+        self._profile = profile
+        self._secret = config.tenant_secret
+        self._flights: dict[str, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="blockattn-rag-ensure")
+
+    async def found(self, blocks: Sequence[Encodable], *, thorough: bool = False) -> list[bool]:
+        """Whether each block is stored; it counts as used now.
+
+        Args:
+            thorough: read it all. An entry that is damaged is deleted, as it could not be loaded.
+
+        Raises:
+            StoreError: the store does not say.
+        """
+        look = self._is_sound if thorough else self._is_there
+        distinct = {one.key: one.block for one in blocks}
+        answers = await asyncio.gather(*(self._asked(look, one) for one in distinct.values()))
+        there = dict(zip(distinct, answers, strict=True))
+        return [there[one.key] for one in blocks]
+
+    async def ensure(self, blocks: Sequence[Encodable], *, thorough: bool = False) -> list[bool]:
+        """Have all blocks stored; says of each whether it had to be encoded.
+
+        Raises:
+            MissError: some are missing and this server encodes nothing.
+            ServingError: one could not be encoded, or was not stored in time.
+            StoreError: the store does not say what it has.
+        """
+        found = await self.found(blocks, thorough=thorough)
+        missing = {one.key: one for one, there in zip(blocks, found, strict=True) if not there}
+        if missing and self._config.read_only:
+            raise MissError(
+                f"{len(missing)} of {len(blocks)} blocks are not stored and this server is "
+                "read_only; encode them on one that is not"
+            )
+        await asyncio.gather(*(self._encoded(one) for one in missing.values()))
+        return [not there for there in found]
+
+    async def _encoded(self, one: Encodable) -> None:
+        """Join the encoding of a block, or begin it. That who asked goes away does not end it."""
+        task = self._flights.get(one.key)
+        if task is None:
+            task = asyncio.create_task(self._encode(one))
+            self._flights[one.key] = task
+            task.add_done_callback(lambda _: self._flights.pop(one.key, None))
+        await asyncio.shield(task)
+
+    async def _encode(self, one: Encodable) -> None:
+        sampling = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            extra_args={"kv_transfer_params": one.plan.to_dict(self._secret)},
+        )
+        request_id = f"blockattn-encode-{uuid.uuid4().hex}"
+        async with self._slots:
+            reason = None
+            outputs = self._engine_client.generate(
+                {"prompt_token_ids": one.token_ids}, sampling, request_id
+            )
+            async for output in outputs:
+                reason = output.outputs[0].finish_reason
+            if reason not in ("length", "stop"):
+                raise ServingError(
+                    f"a block of {len(one.block.ids)} tokens was not encoded (request {request_id} "
+                    f"ended by {reason!r}); the server's log says why"
+                )
+            await self._stored(one.block, request_id)
+
+    async def _stored(self, block: BlockId, request_id: str) -> None:
+        """Wait until a block that was encoded is stored: workers write it when it is finished."""
+        until, pause = time.monotonic() + _STORED_WITHIN_S, 0.005
+        while not await self._asked(self._is_in_own, block):
+            if time.monotonic() > until:
+                raise ServingError(
+                    f"a block of {len(block.ids)} tokens was encoded and not stored within "
+                    f"{_STORED_WITHIN_S:g} s (request {request_id}); the server's log says why"
+                )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.2)
+
+    async def _asked(self, look: Callable[[BlockId], bool], block: BlockId) -> bool:
+        """What a look at the store says, which may take it long."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, look, block)
+
+    def _is_in_own(self, block: BlockId) -> bool:
+        return block.key in self._home
+
+    def _is_there(self, block: BlockId) -> bool:
+        return any(touch(self._home, key) for key in block.keys)
+
+    def _is_sound(self, block: BlockId) -> bool:
+        for key in block.keys:
+            found = get_or_error(self._home, key)
+            if isinstance(found, StoreError):
+                if not is_damage(found):
+                    raise found
+            elif found is not None and tuple(found.token_ids.tolist()) == block.ids:
+                return True
+            if found is not None and key == block.key and not self._config.read_only:
+                self._home.delete(key)
+        return False

@@ -1,0 +1,131 @@
+"""Storing blocks that were encoded here: out of the pages, over the ranks, to the home."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from vllm.distributed import get_tp_group
+
+from blockattn_rag.errors import StoreError
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.quantization import KVDtype
+from blockattn_rag.kv.rope import shift_positions
+from blockattn_rag.serving.profile import ModelProfile
+from blockattn_rag.serving.protocol import block_keys
+from blockattn_rag.serving.shares import Share
+from blockattn_rag.store.base import KVStore
+from blockattn_rag.store.write_queue import WriteQueue
+from blockattn_rag.vllm.metrics import Counters
+from blockattn_rag.vllm.orders import Save
+from blockattn_rag.vllm.pages import LayerPages
+
+logger = logging.getLogger("blockattn_rag")
+
+_QUEUE_BYTES = 1 << 30
+
+
+class BlockSaver:
+    """Stores blocks; the same calls must be made on every rank of the tensor-parallel group.
+
+    The first rank gathers all heads and writes one entry, so that an entry is there whole or not
+    at all, and is the same whichever engine wrote it.
+
+    Args:
+        pages: of all layers of the model.
+        home: where entries are written, in threads of its own.
+
+    Raises:
+        ServingError: what a layer writes to its pages cannot be read there.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[LayerPages],
+        profile: ModelProfile,
+        home: KVStore,
+        kv_dtype: KVDtype,
+        counters: Counters,
+    ) -> None:
+        self._pages = pages
+        self._profile = profile
+        self._home = home
+        self._quantises = kv_dtype == "int8"
+        self._writes = WriteQueue(_QUEUE_BYTES)
+        self._counters = counters
+        for place, one in enumerate(pages):
+            one.share_layout(pages[:place])
+
+    def save(self, save: Save, slots: Tensor) -> None:
+        """Copy a block out of its pages, whose slots ``[tokens]`` are those of the whole prompt;
+        on the first rank, have it written soon.
+
+        Raises:
+            ProtocolError: the plan does not fit the tokens.
+        """
+        (block,) = block_keys(save.token_ids, save.plan, self._profile)
+        states = self._gathered([one.read(slots) for one in self._pages])
+        if states is None:
+            return
+        layouts = self._profile.layouts
+        keys = [
+            shift_positions(one[:, block.start :], -block.start, layout)
+            for (one, _), layout in zip(states, layouts, strict=True)
+        ]
+        kv = BlockKV(
+            keys=tuple(keys),
+            values=tuple(values[:, block.start :] for _, values in states),
+            token_ids=torch.tensor(block.ids, dtype=torch.int64),
+            fingerprint=self._profile.fingerprint,
+            digest=block.digest,
+            handle="",  # of a text, which is not known here
+            namespace=save.plan.namespace,
+        ).copy_to(torch.device("cpu"))
+        if not self._writes.add(kv.key, kv, partial(self._store, save.request_id)):
+            self._count_failure(save.request_id, "blocks are encoded faster than they are stored")
+
+    def close(self) -> None:
+        """Write what waits, and take no more."""
+        self._writes.close()
+
+    def _store(self, request_id: str, key: str, kv: BlockKV) -> None:
+        try:
+            kept = kv.quantised() if self._quantises else kv
+            self._home.put(key, kept)
+        except (StoreError, ValueError) as error:
+            self._count_failure(request_id, str(error))
+            return
+        self._counters.count("saved_blocks")
+        self._counters.count("saved_bytes", kept.nbytes)
+
+    def _count_failure(self, request_id: str, why: str) -> None:
+        self._counters.count("save_failures")
+        logger.warning("the block of request %s is not stored: %s", request_id, why)
+
+    def _gathered(
+        self, states: Sequence[tuple[Tensor, Tensor]]
+    ) -> list[tuple[Tensor, Tensor]] | None:
+        """Each layer's keys and values with the heads of all ranks; None but on the first rank."""
+        group = get_tp_group()
+        if group.world_size == 1:
+            return list(states)
+        mine = torch.cat([one.reshape(-1) for layer in states for one in layer])
+        flat = group.gather(mine, dst=0, dim=0)
+        if flat is None:
+            return None
+        shapes = [one.shape for layer in states for one in layer]
+        sizes = [shape.numel() for shape in shapes]
+        parts = [rank.split(sizes) for rank in flat.split(len(mine))]
+        shares = [Share.of(self._profile, rank, group.world_size) for rank in range(len(parts))]
+        whole = []
+        for place, shape in enumerate(shapes):
+            # Where there are more ranks than heads, several ranks have the same ones.
+            by_heads = {
+                share.heads[place // 2].start: part[place].view(shape)
+                for share, part in zip(shares, parts, strict=True)
+            }
+            whole.append(torch.cat([by_heads[start] for start in sorted(by_heads)]))
+        return list(zip(whole[::2], whole[1::2], strict=True))

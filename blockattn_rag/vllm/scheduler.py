@@ -1,0 +1,187 @@
+"""The connector's half in vLLM's scheduler: what each request's pages may be filled with.
+
+Nothing here asks a network: the scheduler's thread serves every request.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from blockattn_rag.errors import ProtocolError
+from blockattn_rag.serving.config import ServingConfig
+from blockattn_rag.serving.profile import ModelProfile
+from blockattn_rag.serving.protocol import (
+    BlockPlan,
+    ServedBlocks,
+    block_keys,
+    is_salt,
+    parse_plan,
+    salt,
+)
+from blockattn_rag.vllm.metrics import Counters, Fetches
+from blockattn_rag.vllm.orders import Load, Orders, Save
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("blockattn_rag")
+
+_ANSWERED = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request in block mode. ``plan``: None if it is refused; ``served``: figures so far."""
+
+    plan: BlockPlan | None
+    served: ServedBlocks
+
+
+class SchedulerSide:
+    """Plans of requests, their salts, and the orders to the workers.
+
+    Args:
+        config: the connector's options.
+        profile: of the served model.
+    """
+
+    def __init__(self, config: ServingConfig, profile: ModelProfile) -> None:
+        self._config = config
+        self._profile = profile
+        self._secret = config.tenant_secret
+        self._asked: dict[str, _Asked] = {}
+        self._orders = Orders()
+        self.stats = Counters()
+
+    def add(self, request: Request) -> None:
+        """Learn of a request, and see to it that it shares pages with its like alone.
+
+        Pages of block mode hold other keys and values than those of full mode, and those of one
+        cut of a prompt others than those of another. A request that is refused fails when it is
+        scheduled: here there is nobody to tell.
+        """
+        try:
+            plan = parse_plan(
+                request.kv_transfer_params,
+                request.num_prompt_tokens,
+                secret=self._secret,
+                namespace=self._config.namespace,
+            )
+            if plan is None:
+                if is_salt(request.cache_salt):
+                    _set_salt(request, None)
+                return
+            self._check(request, plan)
+        except ProtocolError as error:
+            logger.warning("request %s is refused: %s", request.request_id, error)
+            self._asked[request.request_id] = _Asked(None, ServedBlocks(0, 0, 0))
+            self.stats.count("refused")
+            _set_salt(request, f"ba1-refused-{request.request_id}")
+            request.skip_reading_prefix_cache = False  # it would keep it from failing
+            return
+        self._asked[request.request_id] = _Asked(plan, ServedBlocks(len(plan.lengths), 0, 0))
+        _set_salt(request, salt(plan, self._profile))
+
+    def promised(self, request: Request, computed: int) -> tuple[int, bool]:
+        """Tokens that will be loaded beyond the ``computed`` ones, and whether others run
+        meanwhile."""
+        asked = self._asked.get(request.request_id)
+        if asked is None:
+            return 0, False
+        if asked.plan is None:
+            return 1, True  # which never come
+        if asked.plan.op == "encode":
+            return 0, False
+        tokens = max(asked.plan.context_tokens - computed, 0)
+        return tokens, self._config.load_async and tokens > 0
+
+    def allocated(self, request: Request, pages: KVCacheBlocks, tokens: int) -> None:
+        """Pages were found for ``tokens`` tokens to be loaded; 0: for tokens to be computed."""
+        asked = self._asked.get(request.request_id)
+        if asked is None or tokens == 0:
+            return
+        if asked.plan is None:
+            self._orders.refused.append(request.request_id)
+            return
+        context = asked.plan.context_tokens
+        asked.served = replace(asked.served, loaded_tokens=tokens, local_tokens=context - tokens)
+        self._orders.loads.append(
+            Load(
+                request.request_id,
+                asked.plan,
+                list(request.prompt_token_ids or ()),
+                list(pages.get_block_ids()[0]),
+                context - tokens,
+                self._config.load_async,
+            )
+        )
+
+    def orders(self, step: SchedulerOutput) -> Orders:
+        """What the workers are to do in this step."""
+        orders, self._orders = self._orders, Orders()
+        orders.is_idle = step.total_num_scheduled_tokens == 0
+        return orders
+
+    def heard(self, output: KVConnectorOutput) -> None:
+        """Take the workers' news of loads."""
+        if isinstance(news := output.kv_connector_worker_meta, Fetches):
+            for request_id, fetch in news.of_requests.items():
+                if (asked := self._asked.get(request_id)) is not None:
+                    asked.served = replace(
+                        asked.served, fetch_s=fetch.seconds, int8_blocks=fetch.int8_blocks
+                    )
+
+    def finished(self, request: Request, pages: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended: whether its pages are still needed, and what its client is told."""
+        asked = self._asked.pop(request.request_id, None)
+        if asked is None or asked.plan is None or request.status not in _ANSWERED:
+            return False, None
+        plan = asked.plan
+        if plan.op == "encode":
+            token_ids = list(request.prompt_token_ids or ())
+            self._orders.saves.append(Save(request.request_id, plan, token_ids, list(pages)))
+            return True, None
+        self.stats.count("answers")
+        self.stats.count("loaded_tokens", asked.served.loaded_tokens)
+        self.stats.count("local_tokens", asked.served.local_tokens)
+        return False, asked.served.to_dict()
+
+    def _check(self, request: Request, plan: BlockPlan) -> None:
+        """Refuse what block mode cannot answer as it was asked. Raises ProtocolError."""
+        config = self._config
+        token_ids = request.prompt_token_ids
+        reason = None
+        if token_ids is None or request.prompt_embeds is not None or request.mm_features:
+            reason = "the prompt is not made of tokens alone"
+        elif request.skip_reading_prefix_cache:
+            reason = "prompt_logprobs, or echo with logprobs, needs the whole prompt computed"
+        elif request.resumable or request.sampling_params is None:
+            reason = "it is no request for one answer to one prompt"
+        elif request.lora_request and plan.op == "encode":
+            reason = "a block is encoded without any LoRA adapter"
+        elif request.lora_request and request.lora_request.lora_name not in config.readers:
+            reason = f"the LoRA adapter {request.lora_request.lora_name!r} is not among readers"
+        elif plan.op == "encode" and config.read_only:
+            reason = "the server is read_only"
+        if reason is not None:
+            raise ProtocolError(f"block mode is not possible for op={plan.op!r}: {reason}")
+        if plan.op == "encode":
+            block_keys(token_ids or (), plan, self._profile)  # looks at what is before the block
+
+
+def _set_salt(request: Request, cache_salt: str | None) -> None:
+    """Give a request another salt, and its pages the names that follow from it."""
+    request.cache_salt = cache_salt
+    request.block_hashes.clear()
+    request.update_block_hashes()

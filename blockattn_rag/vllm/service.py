@@ -1,0 +1,247 @@
+"""What the endpoints do: refuse what block mode cannot do, ensure blocks, and hand on to vLLM."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from blockattn_rag.errors import ProtocolError, ServingError
+from blockattn_rag.serving.config import CONNECTOR, ServingConfig
+from blockattn_rag.serving.endpoint import EncodeAnswer, EncodeBody, ServerInfo
+from blockattn_rag.serving.profile import ModelProfile
+from blockattn_rag.serving.protocol import BlockPlan, parse_plan
+from blockattn_rag.store import open_store
+from blockattn_rag.store.namespaces import check_namespace
+from blockattn_rag.vllm.ensure import BlockEnsurer, Encodable, encodables
+from blockattn_rag.vllm.retrying import CURRENT, RetryingClient, Ticket
+from blockattn_rag.vllm.streams import with_marker
+
+logger = logging.getLogger("blockattn_rag")
+
+TENANT_HEADER = "x-tenant-id"
+"""Names the tenant; set by the gateway before the server, and never by clients."""
+
+_UNSUPPORTED = {
+    "echo": "the prompt is not computed as a whole",
+    "prompt_logprobs": "the prompt is not computed as a whole",
+    "use_beam_search": "beams are requests of their own in vLLM, which would each load the blocks",
+    "truncate_prompt_tokens": "lengths are those of the whole prompt",
+    "prompt_embeds": "blocks are found by their tokens",
+    "suffix": "the prompt ends where its final block does",
+}
+
+
+class Service:
+    """The endpoints' work, for one server.
+
+    Args:
+        engine_client: vLLM's.
+        state: of vLLM's app, with its handlers.
+        config: the connector's options.
+        profile: of the served model.
+    """
+
+    def __init__(
+        self, engine_client: Any, state: Any, config: ServingConfig, profile: ModelProfile
+    ) -> None:
+        self._config = config
+        self._profile = profile
+        self._models = state.openai_serving_models
+        self._max_tokens: int = engine_client.model_config.max_model_len
+        self._secret = config.tenant_secret
+        home = open_store(config.store)
+        self._ensurer = BlockEnsurer(engine_client, home, config, profile)
+        retrying = RetryingClient(engine_client)
+        self.completions = _with_client(state.openai_serving_completion, retrying)
+        self.chat = _with_client(state.openai_serving_chat, retrying)
+
+    @classmethod
+    def of(cls, engine_client: Any, state: Any) -> Service:
+        """For a server, by the options of its connector.
+
+        Raises:
+            ServingError: it has no connector of this package, or that is one of several.
+        """
+        transfer = engine_client.vllm_config.kv_transfer_config
+        if transfer is None or transfer.kv_connector != CONNECTOR:
+            found = "none" if transfer is None else transfer.kv_connector
+            raise ServingError(
+                f"the plugin blockattn needs the connector {CONNECTOR}, found {found}; give it by "
+                "--kv-transfer-config, or leave the plugin out of VLLM_PLUGINS"
+            )
+        config = ServingConfig.parse(transfer.kv_connector_extra_config)
+        return cls(engine_client, state, config, ModelProfile.read(config.profile))
+
+    def info(self, headers: Mapping[str, str]) -> ServerInfo:
+        """What this server tells of itself. Raises ProtocolError for a bad tenant."""
+        profile, config = self._profile, self._config
+        names = [one.name for one in self._models.base_model_paths]
+        return ServerInfo(
+            fingerprint=profile.fingerprint,
+            tokenizer=profile.tokenizer,
+            sink=profile.sink,
+            block_tuned=profile.block_tuned,
+            models=(*names, *(one for one in config.readers if one in self._models.lora_requests)),
+            max_tokens=self._max_tokens,
+            namespace=self._namespace(headers),
+            read_only=config.read_only,
+        )
+
+    async def encode(self, body: EncodeBody, headers: Mapping[str, str]) -> EncodeAnswer:
+        """Have blocks stored, or look whether they are.
+
+        Raises:
+            ProtocolError: a block cannot be encoded here.
+            MissError, ServingError, StoreError: see ``BlockEnsurer.ensure``.
+        """
+        names = [one.name for one in self._models.base_model_paths]
+        if body.model is not None and body.model not in names:
+            raise ProtocolError(
+                f"found the model {body.model!r}, expected {' or '.join(names)}: blocks are "
+                "encoded by the base model, without adapters"
+            )
+        blocks = self._encodables(body.blocks, self._namespace(headers), body.opens_prompt)
+        if body.only_look:
+            there = await self._ensurer.found(blocks)
+            return EncodeAnswer(tuple("found" if one else "missing" for one in there))
+        encoded = await self._ensurer.ensure(blocks)
+        tokens = {b.key: len(b.block.ids) for b, new in zip(blocks, encoded, strict=True) if new}
+        return EncodeAnswer(
+            tuple("encoded" if one else "found" for one in encoded),
+            sum(tokens.values()) * self._profile.bytes_per_token,
+        )
+
+    async def complete(
+        self, handler: Any, create: str, request: Any, raw_request: Any
+    ) -> AsyncGenerator[str, None] | Any:
+        """A completion by vLLM's own handler, when all blocks are there.
+
+        Args:
+            handler: vLLM's, with this service's client.
+            create: its method.
+            request: the body, whose ``kv_transfer_params`` hold the plan; without, the answer is
+                computed in full mode.
+
+        Raises:
+            ProtocolError: it cannot be answered in block mode; says why.
+            MissError, ServingError, StoreError: see ``BlockEnsurer.ensure``.
+        """
+        token_ids, params = _prompt_of(request)
+        if params is None:
+            return await getattr(handler, create)(request, raw_request)
+        plan = parse_plan(params, len(token_ids), namespace=self._namespace(raw_request.headers))
+        if plan is None or plan.op != "complete":
+            raise ProtocolError("this route takes op='complete' in kv_transfer_params.blockattn")
+        self._check(request)
+        blocks = self._encodables(_cut(token_ids, plan), plan.namespace, opens_prompt=True)
+        ticket = Ticket(lambda: self._ensure(blocks, thorough=True))
+        ticket.encoded, ticket.encoded_tokens = await self._ensure(blocks)
+        request.kv_transfer_params = {
+            **({"prompt_token_ids": token_ids} if "prompt_token_ids" in params else {}),
+            **plan.to_dict(self._secret),
+        }
+        CURRENT.set(ticket)
+        answer = await getattr(handler, create)(request, raw_request)
+        return with_marker(answer, ticket) if isinstance(answer, AsyncGenerator) else answer
+
+    async def _ensure(
+        self, blocks: Sequence[Encodable], *, thorough: bool = False
+    ) -> tuple[int, int]:
+        """How many places of a prompt needed blocks to be encoded, and the tokens of these."""
+        encoded = await self._ensurer.ensure(blocks, thorough=thorough)
+        tokens = {b.key: len(b.block.ids) for b, new in zip(blocks, encoded, strict=True) if new}
+        return len(tokens), sum(tokens.values())
+
+    def _encodables(
+        self, blocks: Sequence[Sequence[int]], namespace: str, opens_prompt: bool
+    ) -> list[Encodable]:
+        found = encodables(
+            blocks,
+            namespace,
+            self._profile,
+            self._config.read_namespaces,
+            opens_prompt=opens_prompt,
+        )
+        longest = max(len(one.token_ids) for one in found)
+        if longest >= self._max_tokens:
+            raise ProtocolError(
+                f"a block takes {longest} tokens with what it is encoded after, expected fewer "
+                f"than the server's max_model_len, {self._max_tokens}"
+            )
+        if any(not 0 <= id_ < self._profile.vocab_size for one in blocks for id_ in one):
+            raise ProtocolError(
+                f"a block has token ids beyond the model's, which are below "
+                f"{self._profile.vocab_size}"
+            )
+        return found
+
+    def _namespace(self, headers: Mapping[str, str]) -> str:
+        """For whom a request is: the tenant that the gateway names, where the server has tenants.
+
+        Raises:
+            ProtocolError: the header is no name, or this server knows no tenants.
+        """
+        tenant = headers.get(TENANT_HEADER)
+        if tenant is None:
+            return self._config.namespace
+        if self._secret is None:
+            raise ProtocolError(
+                f"found the header {TENANT_HEADER}, and this server keeps no tenants apart; set "
+                "tenant_secret_env in the connector's options"
+            )
+        try:
+            return check_namespace(tenant)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
+
+    def _check(self, request: Any) -> None:
+        """Refuse what block mode cannot answer as it was asked. Raises ProtocolError."""
+        for name, why in _UNSUPPORTED.items():
+            value = getattr(request, name, None)
+            if value is not None and value is not False:
+                raise ProtocolError(f"{name} is not possible in block mode: {why}; leave it out")
+        model = getattr(request, "model", None)
+        if model in self._models.lora_requests and model not in self._config.readers:
+            raise ProtocolError(
+                f"the LoRA adapter {model!r} is not among the server's readers: blocks of the base "
+                "model would be read by weights that were not trained for them"
+            )
+
+
+def _with_client(handler: Any, client: RetryingClient) -> Any:
+    """vLLM's handler with another engine client; None stays None."""
+    if handler is None:
+        return None
+    own = copy.copy(handler)
+    own.engine_client = client
+    return own
+
+
+def _prompt_of(request: Any) -> tuple[list[int], Mapping[str, Any] | None]:
+    """A body's prompt as token ids, and its ``kv_transfer_params``, if block mode is asked for.
+
+    Raises:
+        ProtocolError: block mode is asked for and the prompt is no list of token ids.
+    """
+    params = request.kv_transfer_params
+    if params is None:
+        return [], None
+    is_chat = hasattr(request, "messages")
+    ids = params.get("prompt_token_ids") if is_chat else request.prompt
+    if not isinstance(ids, list) or not ids or any(type(one) is not int for one in ids):
+        place = "kv_transfer_params.prompt_token_ids" if is_chat else "prompt"
+        raise ProtocolError(
+            f"block mode takes one prompt as a list of token ids in {place}; found something else"
+        )
+    return ids, params
+
+
+def _cut(token_ids: Sequence[int], plan: BlockPlan) -> list[Sequence[int]]:
+    """The context blocks of a prompt."""
+    cut, start = [], 0
+    for length in plan.lengths:
+        cut.append(token_ids[start : start + length])
+        start += length
+    return cut

@@ -1,0 +1,67 @@
+"""A server's options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from blockattn_rag.serving.config import ServingConfig
+from blockattn_rag.store.namespaces import Access
+
+GIVEN: dict[str, Any] = {"store": "s3://kv/llama", "profile": "llama.json"}
+
+
+def test_what_is_not_given_has_a_default() -> None:
+    config = ServingConfig.parse(GIVEN)
+    assert config.access == Access()
+    assert config.tenant_secret is None
+    assert config.nearer_tiers(0, 1) == ["memory:8GiB"]
+
+
+def test_each_rank_has_tiers_of_its_own() -> None:
+    config = ServingConfig.parse(GIVEN | {"memory": "1GiB", "disk": "/nvme"})
+    assert config.nearer_tiers(1, 4) == ["memory:1GiB", "/nvme/rank-1-of-4"]
+
+
+def test_lists_name_namespaces_and_readers() -> None:
+    config = ServingConfig.parse(GIVEN | {"read_namespaces": ["shared"], "readers": ["r"]})
+    assert config.access.read_namespaces == ("shared",)
+    assert config.readers == ("r",)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"storre": "x"}, "unknown option 'storre'"),
+        ({"store": "memory:1GiB"}, "seen by all its processes"),
+        ({"memory": 8}, "memory must be a text"),
+        ({"disk": ""}, "disk must be a text or null"),
+        ({"read_only": 1}, "read_only must be true or false"),
+        ({"read_namespaces": "shared"}, "read_namespaces must be a list of texts"),
+        ({"read_namespaces": ["a b"]}, "a namespace is named by"),
+        ({"load_deadline_s": True}, "load_deadline_s must be a number"),
+        ({"load_deadline_s": 0}, "load_deadline_s must be positive"),
+        ({"kv_dtype": "fp8"}, "kv_dtype must be"),
+    ],
+)
+def test_a_wrong_option_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ServingConfig.parse(GIVEN | changed)
+
+
+def test_a_store_and_a_profile_must_be_given() -> None:
+    with pytest.raises(ValueError, match="found no 'profile'"):
+        ServingConfig.parse({"store": "kv"})
+
+
+def test_the_secret_stands_in_the_environment_and_must_be_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = ServingConfig.parse(GIVEN | {"tenant_secret_env": "SECRET_OF_TENANTS"})
+    monkeypatch.setenv("SECRET_OF_TENANTS", "s3cret")
+    assert config.tenant_secret == "s3cret"
+    assert "s3cret" not in repr(config)
+    monkeypatch.setenv("SECRET_OF_TENANTS", "")
+    with pytest.raises(ValueError, match="SECRET_OF_TENANTS, which is empty"):
+        _ = config.tenant_secret

@@ -1,0 +1,103 @@
+"""An engine of vLLM in processes of its own, asked for greedy tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
+from tests_vllm.reference import MODEL, Case
+
+
+class Said(NamedTuple):
+    """An answer: its tokens, why it ended, and what was said of blocks."""
+
+    tokens: list[int]
+    reason: str | None
+    blocks: dict[str, Any] | None
+
+
+class Engine:
+    """vLLM over the bundled model, float32, with the connector of this package.
+
+    Args:
+        options: the connector's.
+        module: where its class is found.
+        transfer: changed fields of ``KVTransferConfig``.
+        engine: changed arguments of ``LLM``.
+    """
+
+    def __init__(
+        self,
+        options: dict[str, Any],
+        module: str = "blockattn_rag.vllm.connector",
+        name: str = "BlockAttentionConnector",
+        **engine: Any,
+    ) -> None:
+        transfer = KVTransferConfig(
+            kv_connector=name,
+            kv_connector_module_path=module,
+            kv_role="kv_both",
+            kv_connector_extra_config=options,
+        )
+        given = {"max_model_len": 2048, "max_num_seqs": 16, "disable_log_stats": False}
+        self.llm = LLM(
+            MODEL,
+            dtype="float32",
+            enforce_eager=True,
+            kv_transfer_config=transfer,
+            **(given | engine),
+        )
+
+    def ask(
+        self, ids: Sequence[int], params: dict[str, Any] | None = None, **sampling: Any
+    ) -> Said:
+        """The answer to one prompt."""
+        (said,) = self.ask_all([(list(ids), params)], **sampling)
+        return said
+
+    def ask_all(
+        self, prompts: Sequence[tuple[list[int], dict[str, Any] | None]], **sampling: Any
+    ) -> list[Said]:
+        """The answers to many prompts, which the engine computes together."""
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": ids} for ids, _ in prompts],
+            [sampling_of(params, **sampling) for _, params in prompts],
+            use_tqdm=False,
+        )
+        return [
+            Said(
+                list(output.outputs[0].token_ids),
+                output.outputs[0].finish_reason,
+                (output.kv_transfer_params or {}).get("blockattn"),
+            )
+            for output in outputs
+        ]
+
+    def block(self, case: Case, **sampling: Any) -> Said:
+        """The answer in block mode."""
+        return self.ask(case.ids, case.params, **sampling)
+
+    def full(self, case: Case, **sampling: Any) -> Said:
+        """The answer in full mode."""
+        return self.ask(case.ids, None, **sampling)
+
+    def counted(self, name: str) -> float:
+        """One of the engine's Prometheus counters."""
+        return sum(
+            float(metric.value)
+            for metric in self.llm.get_metrics()
+            if metric.name == name and hasattr(metric, "value")
+        )
+
+    def close(self) -> None:
+        """End its processes."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def sampling_of(params: dict[str, Any] | None, **sampling: Any) -> SamplingParams:
+    """Greedy, up to 24 tokens."""
+    extra = None if params is None else {"kv_transfer_params": params}
+    return SamplingParams(**({"temperature": 0.0, "max_tokens": 24} | sampling), extra_args=extra)

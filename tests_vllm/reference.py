@@ -1,0 +1,105 @@
+"""What is right: the answers of this package's own engine, over a store that servers share."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import blockattn_rag
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.engine.results import Mode
+from blockattn_rag.kv.block_kv import BlockKV, store_key, token_digest
+from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model.profile import profile_of
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.serving.profile import ModelProfile
+from blockattn_rag.serving.protocol import BlockPlan
+from blockattn_rag.store import DirectoryStore
+
+DEMO = Path(blockattn_rag.__file__).parent / "demo"
+MODEL = str(DEMO / "model")
+SYSTEM = "Answer from the texts.\n"
+
+
+class Case(NamedTuple):
+    """A prompt: its texts, the last one final; its token ids; the lengths of its blocks."""
+
+    texts: tuple[str, ...]
+    ids: list[int]
+    lengths: tuple[int, ...]
+
+    @property
+    def blocks(self) -> list[list[int]]:
+        """Token ids of each context block."""
+        ends = list(itertools.accumulate(self.lengths))
+        return [self.ids[end - n : end] for end, n in zip(ends, self.lengths, strict=True)]
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """``kv_transfer_params``."""
+        return BlockPlan("complete", self.lengths).to_dict()
+
+
+class Reference:
+    """The local engine, a directory store, and the profile of its model in a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = folder / "kv"
+        self.engine = BlockAttentionEngine.from_pretrained(
+            MODEL, store=self.store, dtype="float32", device="cpu"
+        )
+        self.model: BlockModel = self.engine._model
+        self.profile: ModelProfile = profile_of(self.model)
+        self.profile_path = folder / "profile.json"
+        self.profile.write(self.profile_path)
+        lines = (DEMO / "data" / "test-order-5.jsonl").read_text("utf-8").splitlines()
+        self._records = [json.loads(line) for line in lines]
+
+    def options(self, **changed: Any) -> dict[str, Any]:
+        """The connector's, for the reference's own store."""
+        given = {"store": str(self.store), "profile": str(self.profile_path), "memory": "64MiB"}
+        return given | changed
+
+    def case(self, number: int, records: int = 1, pad: int = 0) -> Case:
+        """A question of the bundled data with the passages of so many records.
+
+        Args:
+            pad: tokens that are added to its last passage.
+        """
+        taken = self._records[number : number + records]
+        passages = [one["text"] + "\n" for record in taken for one in record["passages"]]
+        passages[-1] = passages[-1].rstrip() + " a" * pad + "\n"
+        return self.case_of((SYSTEM, *passages, f"Question: {taken[0]['question']}\nAnswer:"))
+
+    def case_of(self, texts: tuple[str, ...]) -> Case:
+        """A prompt of texts, the last one final."""
+        ids = self.model.tokenizer.prompt_ids(BlockPrompt.from_texts(list(texts)))
+        return Case(texts, ids.flat, tuple(len(block) for block in ids.context))
+
+    def stored(self, case: Case) -> Case:
+        """A prompt whose blocks are all stored."""
+        store = DirectoryStore(self.store)
+        for block in case.blocks:
+            if self.key(block) not in store:
+                store.put(self.key(block), self.encoded(block))
+        return case
+
+    def encoded(self, ids: list[int]) -> BlockKV:
+        """A block as the local model computes it."""
+        request = EncodeRequest(ids, token_digest(ids), "", ())
+        ((kv,),) = self.model.encode([request])
+        return kv
+
+    def key(self, ids: list[int], namespace: str = "") -> str:
+        """Where a block is stored."""
+        return store_key(self.profile.fingerprint, token_digest(ids), namespace)
+
+    def answer(self, case: Case, mode: Mode = "block", tokens: int = 24) -> list[int]:
+        """Greedy tokens of the local engine."""
+        made = self.engine.generate(
+            list(case.texts), mode=mode, max_new_tokens=tokens, temperature=0.0
+        )
+        return list(made.token_ids)

@@ -1,0 +1,102 @@
+"""``vllm serve`` in a process of its own, asked over the loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests_vllm.reference import MODEL
+
+NAME = "bundled"
+KEY = "key-of-the-server"
+
+
+class Server:
+    """A server of the bundled model, with connector and endpoints.
+
+    Args:
+        options: the connector's.
+        log: a file for what it prints.
+        more: further arguments of ``vllm serve``.
+        environment: further variables.
+    """
+
+    def __init__(
+        self,
+        options: dict[str, Any],
+        log: Path,
+        *more: str,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        transfer = {
+            "kv_connector": "BlockAttentionConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": options,
+        }
+        self.log = log
+        self._process = subprocess.Popen(
+            [
+                # What `vllm serve` runs; the command itself looks for a package that is named vllm.
+                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL),
+                *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME),
+                *("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
+                *("--kv-transfer-config", json.dumps(transfer), "--api-key", KEY, *more),
+            ],
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "VLLM_PLUGINS": "blockattn", **(environment or {})},
+        )
+        headers = {"Authorization": f"Bearer {KEY}"}
+        self.http = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60, trust_env=False
+        )
+
+    def wait(self) -> Server:
+        """Return when it answers; raises RuntimeError with what it printed if it ended."""
+        while True:
+            if self._process.poll() is not None:
+                raise RuntimeError(self.log.read_text()[-4000:])
+            try:
+                if self.http.get("/health").is_success:
+                    return self
+            except httpx.TransportError:
+                time.sleep(0.5)
+
+    def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
+        """The answer to a body, which gets the model's name."""
+        return self.http.post(path, json={"model": NAME, **body}, headers=headers)
+
+    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of a stream. Leaving them early closes it."""
+        asked = {"model": NAME, "stream": True, **body}
+        with self.http.stream("POST", path, json=asked) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield json.loads(line.removeprefix("data: "))
+
+    def counted(self, name: str) -> float:
+        """The sum of a Prometheus counter or gauge."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+
+    def close(self) -> None:
+        """End it."""
+        self.http.close()
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

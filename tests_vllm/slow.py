@@ -1,0 +1,36 @@
+"""A connector whose loads wait while a file is there."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from blockattn_rag.vllm.connector import BlockAttentionConnector
+
+GATE = "BLOCKATTN_TEST_GATE"
+"""Environment variable with the file's path."""
+
+
+class SlowConnector(BlockAttentionConnector):
+    """The connector, with loads that end when the gate is open, after 30 seconds at most."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        loader = self._in_worker._loader
+        start, threads = loader.start, ThreadPoolExecutor(32)
+
+        def started(*args: Any) -> Future[Any]:
+            loaded = start(*args)
+            return threads.submit(_waited, loaded)
+
+        setattr(loader, "start", started)  # noqa: B010
+
+
+def _waited(loaded: Future[Any]) -> Any:
+    gate, until = Path(os.environ[GATE]), time.monotonic() + 30
+    while gate.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    return loaded.result()

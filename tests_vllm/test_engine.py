@@ -1,0 +1,246 @@
+"""One rank, loads beside other requests, chunks of 32 tokens, a cache that is soon full."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.serving.protocol import BlockPlan
+from blockattn_rag.store import DirectoryStore
+from tests_vllm.engines import Engine, sampling_of
+from tests_vllm.reference import Case, Reference
+from tests_vllm.slow import GATE
+
+PAGE = 128
+PAGES = 20
+
+
+@pytest.fixture(scope="module")
+def gate(reference: Reference) -> Path:
+    return reference.folder / "gate"
+
+
+@pytest.fixture(scope="module")
+def engine(reference: Reference, gate: Path) -> Iterator[Engine]:
+    os.environ[GATE] = str(gate)
+    engine = Engine(
+        reference.options(readers=[]),
+        module="tests_vllm.slow",
+        name="SlowConnector",
+        max_num_batched_tokens=32,
+        num_gpu_blocks_override=PAGES,
+        max_model_len=1024,
+    )
+    yield engine
+    engine.close()
+
+
+def free_pages_are_all(engine: Engine) -> bool:
+    """Whether no page is in use. The first answer after a failure may still hold some."""
+    engine.ask([5, 6, 7], max_tokens=1)
+    return engine.counted("vllm:kv_cache_usage_perc") == 0.0
+
+
+def differing(reference: Reference) -> Case:
+    """A prompt that has other answers in block mode and in full mode, all blocks stored."""
+    for number in range(40):
+        case = reference.case(number, records=2)
+        if reference.answer(case) != reference.answer(case, "full"):
+            return reference.stored(case)
+    raise AssertionError("all answers are the same in both modes: they tell nothing")
+
+
+def test_answers_are_those_of_the_local_engine(reference: Reference, engine: Engine) -> None:
+    for number in range(3):
+        case = reference.stored(reference.case(number, records=3))
+        said = engine.block(case)
+        assert said.tokens == reference.answer(case)
+        assert said.blocks is not None
+        assert said.blocks["blocks"] == len(case.lengths)
+        assert said.blocks["loaded_tokens"] + said.blocks["local_tokens"] == sum(case.lengths)
+
+
+@pytest.mark.parametrize("beyond", [0, 1, PAGE - 1])
+def test_a_context_may_end_anywhere_in_a_page(
+    reference: Reference, engine: Engine, beyond: int
+) -> None:
+    plain = reference.case(7, records=2)
+    pad = (beyond - sum(plain.lengths)) % PAGE
+    case = reference.stored(reference.case(7, records=2, pad=pad))
+    assert sum(case.lengths) % PAGE == beyond
+    assert engine.block(case).tokens == reference.answer(case)
+
+
+def test_pages_of_the_modes_are_kept_apart(reference: Reference, engine: Engine) -> None:
+    case = differing(reference)
+    block, full = reference.answer(case), reference.answer(case, "full")
+    assert [engine.block(case).tokens, engine.full(case).tokens] == [block, full]
+    again = engine.block(case)
+    assert again.tokens == block
+    assert again.blocks is not None
+    assert again.blocks["local_tokens"] >= PAGE
+    assert engine.full(case).tokens == full
+
+
+def test_the_same_tokens_cut_otherwise_have_pages_of_their_own(
+    reference: Reference, engine: Engine
+) -> None:
+    case = differing(reference)
+    joined = (case.texts[0] + "".join(case.texts[1:-1]), case.texts[-1])
+    whole = reference.stored(reference.case_of(joined))
+    if whole.ids != case.ids:  # joined texts may be tokenised otherwise
+        whole = Case(joined, case.ids, (sum(case.lengths),))
+        DirectoryStore(reference.store).put(
+            reference.key(whole.blocks[0]), reference.encoded(whole.blocks[0])
+        )
+    # One block and a final one are the plain prompt.
+    for _ in range(2):
+        assert engine.block(whole).tokens == reference.answer(case, "full")
+        assert engine.block(case).tokens == reference.answer(case)
+
+
+def test_a_client_cannot_name_the_salt_of_block_mode(reference: Reference, engine: Engine) -> None:
+    from blockattn_rag.serving.protocol import salt
+
+    case = reference.stored(reference.case(30, records=2))
+    own = salt(BlockPlan("complete", case.lengths), reference.profile)
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": case.ids, "cache_salt": own}], [sampling_of(None)], use_tqdm=False
+    )
+    assert list(outputs[0].outputs[0].token_ids) == reference.answer(case, "full")
+    said = engine.block(case)
+    assert said.tokens == reference.answer(case)
+    assert said.blocks is not None
+    assert said.blocks["local_tokens"] == 0
+
+
+def test_many_requests_at_once_share_what_they_may(reference: Reference, engine: Engine) -> None:
+    cases = [reference.stored(reference.case(number % 6, records=2)) for number in range(16)]
+    asked = [(one.ids, one.params if place % 3 else None) for place, one in enumerate(cases)]
+    expected = [
+        reference.answer(one, "block" if place % 3 else "full") for place, one in enumerate(cases)
+    ]
+    assert [said.tokens for said in engine.ask_all(asked)] == expected
+
+
+def test_a_request_that_lost_its_pages_loads_them_again(
+    reference: Reference, engine: Engine
+) -> None:
+    cases = [reference.stored(reference.case(number, records=3)) for number in (10, 14, 18, 22)]
+    long = {"max_tokens": 200, "ignore_eos": True}
+    alone = [engine.block(case, **long).tokens for case in cases]
+    before = engine.counted("vllm:num_preemptions")
+    together = engine.ask_all([(case.ids, case.params) for case in cases], **long)
+    assert engine.counted("vllm:num_preemptions") > before
+    assert [said.tokens for said in together] == alone
+    assert free_pages_are_all(engine)
+
+
+def test_two_answers_to_one_prompt_are_both_right(reference: Reference, engine: Engine) -> None:
+    case = reference.stored(reference.case(3, records=2))
+    (output,) = engine.llm.generate(
+        [{"prompt_token_ids": case.ids}],
+        [sampling_of(case.params, n=2, temperature=1.0, top_k=1)],
+        use_tqdm=False,
+    )
+    assert [list(one.token_ids) for one in output.outputs] == [reference.answer(case)] * 2
+
+
+def test_a_request_with_a_missing_block_fails_and_the_next_is_right(
+    reference: Reference, engine: Engine
+) -> None:
+    missing = reference.case(50, records=2)
+    failed = engine.counted("vllm:blockattn_load_failures")
+    assert engine.block(missing).reason == "error"
+    case = reference.stored(reference.case(1))
+    assert engine.block(case).tokens == reference.answer(case)
+    assert engine.full(missing).tokens == reference.answer(missing, "full")
+    assert engine.counted("vllm:blockattn_load_failures") == failed + 1
+    assert free_pages_are_all(engine)
+
+
+def test_entries_that_are_cut_short_or_of_other_tokens_are_not_used(
+    reference: Reference, engine: Engine
+) -> None:
+    store = DirectoryStore(reference.store)
+    cut = reference.stored(reference.case(60))
+    (path,) = reference.store.rglob(f"*{reference.key(cut.blocks[1])}*")
+    path.write_bytes(path.read_bytes()[:-100])
+    assert engine.block(cut).reason == "error"
+    foreign = reference.case(64)
+    for block in foreign.blocks:
+        other = replace(reference.encoded(block[::-1]), digest=reference.encoded(block).digest)
+        store.put(reference.key(block), other)
+    assert engine.block(foreign).reason == "error"
+    case = reference.stored(reference.case(2))
+    assert engine.block(case).tokens == reference.answer(case)
+    assert free_pages_are_all(engine)
+
+
+def test_a_request_that_is_left_while_it_loads_gives_its_pages_back(
+    reference: Reference, engine: Engine, gate: Path
+) -> None:
+    case = reference.stored(reference.case(70, records=2))
+    core = engine.llm.llm_engine
+    gate.touch()
+    try:
+        core.add_request("left", {"prompt_token_ids": case.ids}, sampling_of(case.params))
+        # Another request runs while the load waits, and ends.
+        other = engine.ask(case.ids[:40], max_tokens=4)
+        assert len(other.tokens) == 4
+    finally:
+        core.abort_request(["left"])
+        gate.unlink()
+    assert engine.block(case).tokens == reference.answer(case)
+    assert free_pages_are_all(engine)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"blockattn": {"v": 1, "op": "complete", "lengths": [10_000]}},
+        {"blockattn": {"v": 1, "op": "complete", "lengths": [0]}},
+        {"blockattn": {"v": 2, "op": "complete", "lengths": [3]}},
+        {"blockattn": {"v": 1, "op": "complete", "lengths": [3], "path": "/"}},
+        {"blockattn": {"v": 1, "op": "complete", "lengths": [3], "namespace": "b", "mac": "0"}},
+    ],
+)
+def test_a_plan_that_is_none_fails(
+    engine: Engine, params: dict[str, object], reference: Reference
+) -> None:
+    case = reference.case(1)
+    assert engine.ask(case.ids, params).reason == "error"
+    assert engine.full(case).tokens == reference.answer(case, "full")
+    assert free_pages_are_all(engine)
+
+
+def test_prompt_logprobs_are_refused_in_block_mode(reference: Reference, engine: Engine) -> None:
+    case = reference.stored(reference.case(1))
+    refused = engine.counted("vllm:blockattn_refused")
+    assert engine.block(case, prompt_logprobs=1).reason == "error"
+    assert engine.counted("vllm:blockattn_refused") == refused + 1
+    assert engine.block(case).tokens == reference.answer(case)
+
+
+def test_a_block_that_is_encoded_here_is_a_hit_for_every_engine(
+    reference: Reference, engine: Engine
+) -> None:
+    case = reference.case(80)
+    store = DirectoryStore(reference.store)
+    for block in case.blocks:
+        if reference.key(block) not in store:
+            engine.ask(block, BlockPlan("encode", (len(block),)).to_dict(), max_tokens=1)
+    engine.full(case)  # the workers' threads write meanwhile
+    for block in case.blocks:
+        kv = store.get(reference.key(block))
+        assert kv is not None
+        own = reference.encoded(block)
+        for found, expected in zip((*kv.keys, *kv.values), (*own.keys, *own.values), strict=True):
+            assert float((found - expected).abs().max()) < 1e-4
+    hits = reference.engine.generate(list(case.texts), max_new_tokens=4, on_miss="error").stats
+    assert hits.misses <= 1  # the system message is looked for elsewhere
+    assert engine.block(case).tokens == reference.answer(case)

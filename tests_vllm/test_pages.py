@@ -1,0 +1,87 @@
+"""Pages are read as they were written, however a backend lays them out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockattn_rag.errors import ServingError
+from blockattn_rag.vllm.pages import LayerPages
+
+PAGES, HEADS, TOKENS, KEY, VALUE = 6, 2, 16, 8, 4
+
+
+class Backend:
+    """An attention backend that permutes the elements of each page, and maybe rounds them."""
+
+    def __init__(self, rounds: bool = False) -> None:
+        order = torch.Generator().manual_seed(1)
+        self.order = torch.randperm(TOKENS * HEADS * (KEY + VALUE), generator=order)
+        self.rounds = rounds
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor
+    ) -> None:
+        numbers = torch.arange(len(self.order))
+        split = TOKENS * HEADS * KEY
+        keys = numbers[:split].view(TOKENS, HEADS, KEY)
+        values = numbers[split:].view(TOKENS, HEADS, VALUE)
+        for token, slot in enumerate(slots.tolist()):
+            page, place = divmod(slot, TOKENS)
+            for states, places in ((key, keys), (value, values)):
+                written = states[token].to(kv_cache.dtype)
+                written = (written / 2).floor() * 2 if self.rounds else written
+                kv_cache.view(PAGES, -1)[page, self.order[places[place]]] = written
+
+
+def layer_of(backend: Backend, dtype: torch.dtype = torch.bfloat16) -> Any:
+    return SimpleNamespace(
+        impl=backend,
+        num_kv_heads=HEADS,
+        head_size=KEY,
+        head_size_v=VALUE,
+        kv_cache=torch.full((PAGES, HEADS, TOKENS, KEY + VALUE), 7.0).to(dtype),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, TOKENS, 2 * TOKENS + 3])
+def test_what_was_written_is_read(dtype: torch.dtype, tokens: int) -> None:
+    layer = layer_of(Backend(), dtype)
+    pages = LayerPages(layer)
+    table = torch.tensor([4, 1, 3])
+    slots = (table[:, None] * TOKENS + torch.arange(TOKENS)).flatten()[:tokens]
+    keys = torch.randn(HEADS, tokens, KEY).to(dtype)
+    values = torch.randn(HEADS, tokens, VALUE).to(dtype)
+    pages.share_layout([])
+    assert bool((layer.kv_cache == 7).all())  # measuring leaves no trace
+    pages.write(keys, values, slots)
+    found_keys, found_values = pages.read(slots)
+    assert torch.equal(found_keys, keys)
+    assert torch.equal(found_values, values)
+
+
+def test_layers_that_store_alike_are_measured_once() -> None:
+    backend = Backend()
+    first, second = LayerPages(layer_of(backend)), LayerPages(layer_of(backend))
+    first.share_layout([])
+    second._layer.impl = SimpleNamespace()  # which could not be measured
+    with pytest.raises(AttributeError):
+        second.share_layout([first])
+    second._layer.impl = backend
+    second.share_layout([first])
+    assert second._places is first._places
+
+
+def test_a_backend_that_changes_what_it_stores_is_refused() -> None:
+    with pytest.raises(ServingError, match="does not store keys and values as they are"):
+        LayerPages(layer_of(Backend(rounds=True))).share_layout([])
+
+
+def test_a_cache_of_eight_bits_is_refused() -> None:
+    with pytest.raises(ServingError, match="--kv-cache-dtype auto"):
+        LayerPages(layer_of(Backend(), torch.float8_e4m3fn)).share_layout([])

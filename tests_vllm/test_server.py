@@ -1,0 +1,224 @@
+"""The endpoints in ``vllm serve``: blocks are ensured, and vLLM's handlers answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from blockattn_rag.serving.endpoint import (
+    CHAT_COMPLETIONS,
+    COMPLETIONS,
+    ENCODE,
+    INFO,
+    EncodeAnswer,
+    ServerInfo,
+)
+from blockattn_rag.serving.protocol import ServedBlocks
+from blockattn_rag.store import DirectoryStore
+from tests_vllm.reference import Case, Reference
+from tests_vllm.server import NAME, Server
+
+SECRET = "a long secret of this server"
+
+
+@pytest.fixture(scope="module")
+def server(reference: Reference) -> Iterator[Server]:
+    options = reference.options(store=str(reference.folder / "served"))
+    server = Server(
+        options | {"tenant_secret_env": "TENANT_SECRET"},
+        reference.folder / "server.log",
+        environment={"TENANT_SECRET": SECRET},
+    )
+    try:
+        yield server.wait()
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def store(reference: Reference) -> DirectoryStore:
+    return DirectoryStore(reference.folder / "served")
+
+
+def body(case: Case, **more: Any) -> dict[str, Any]:
+    return {
+        "prompt": case.ids,
+        "kv_transfer_params": case.params,
+        "max_tokens": 24,
+        "temperature": 0,
+        "return_token_ids": True,
+        **more,
+    }
+
+
+def answered(response: httpx.Response) -> tuple[list[int], ServedBlocks]:
+    assert response.status_code == 200, response.text
+    told = response.json()
+    return told["choices"][0]["token_ids"], ServedBlocks.from_dict(told["kv_transfer_params"])
+
+
+def test_the_server_tells_of_itself(reference: Reference, server: Server) -> None:
+    info = ServerInfo.from_dict(server.http.get(INFO).json())
+    assert info.fingerprint == reference.profile.fingerprint
+    assert info.models == (NAME,)
+    assert info.max_tokens == 2048
+
+
+def test_nobody_is_answered_without_the_key(reference: Reference, server: Server) -> None:
+    for path in (COMPLETIONS, CHAT_COMPLETIONS, ENCODE):
+        assert server.post(path, body(reference.case(1)), Authorization="").status_code == 401
+    assert server.http.get(INFO, headers={"Authorization": "Bearer x"}).status_code == 401
+
+
+def test_missing_blocks_are_encoded_and_then_found(reference: Reference, server: Server) -> None:
+    case = reference.case(1)
+    for encoded in (len(case.lengths), 0):
+        tokens, served = answered(server.post(COMPLETIONS, body(case)))
+        assert tokens == reference.answer(case)
+        assert (served.blocks, served.encoded) == (len(case.lengths), encoded)
+        assert served.encoded_tokens == (sum(case.lengths) if encoded else 0)
+
+
+def test_a_stream_tells_of_blocks_at_its_end_and_of_usage(
+    reference: Reference, server: Server
+) -> None:
+    case = reference.case(2)
+    events = [*server.events(COMPLETIONS, body(case, stream_options={"include_usage": True}))]
+    tokens = [id_ for one in events for choice in one["choices"] for id_ in choice["token_ids"]]
+    assert tokens == reference.answer(case)
+    (told,) = [one["kv_transfer_params"] for one in events if "kv_transfer_params" in one]
+    assert ServedBlocks.from_dict(told).encoded == len(case.lengths) - 1  # the system message is
+    assert events[-1]["usage"]["prompt_tokens"] == len(case.ids)
+
+
+def test_a_stream_that_is_left_early_leaves_no_page_behind(
+    reference: Reference, server: Server
+) -> None:
+    case = reference.case(3)
+    events = server.events(COMPLETIONS, body(case, max_tokens=1000, ignore_eos=True))
+    next(events)
+    events.close()
+    tokens, _ = answered(server.post(COMPLETIONS, body(case)))
+    assert tokens == reference.answer(case)
+    assert server.counted("vllm:num_requests_running") == 0
+    assert server.counted("vllm:kv_cache_usage_perc") == 0
+
+
+def test_a_chat_is_answered_from_its_token_ids(reference: Reference, server: Server) -> None:
+    case = reference.case(4)
+    asked = body(case) | {
+        "messages": [{"role": "user", "content": "not used"}],
+        "kv_transfer_params": {"prompt_token_ids": case.ids, **case.params},
+    }
+    del asked["prompt"]
+    tokens, served = answered(server.post(CHAT_COMPLETIONS, asked))
+    assert tokens == reference.answer(case)
+    assert served.blocks == len(case.lengths)
+
+
+def test_without_a_plan_the_answer_is_computed_in_full_mode(
+    reference: Reference, server: Server
+) -> None:
+    case = reference.case(5)
+    asked = body(case)
+    del asked["kv_transfer_params"]
+    response = server.post(COMPLETIONS, asked)
+    assert response.json()["choices"][0]["token_ids"] == reference.answer(case, "full")
+    assert response.json()["kv_transfer_params"] is None
+
+
+def test_an_entry_that_is_damaged_behind_its_head_is_encoded_anew(
+    reference: Reference, server: Server, store: DirectoryStore
+) -> None:
+    fresh = reference.case(8)
+    server.post(ENCODE, {"blocks": fresh.blocks, "opens_prompt": True})
+    (path,) = store.path.rglob(f"*{reference.key(fresh.blocks[2])}*")
+    data = bytearray(path.read_bytes())
+    data[-50] ^= 0xFF
+    path.write_bytes(bytes(data))
+    tokens, served = answered(server.post(COMPLETIONS, body(fresh)))
+    assert tokens == reference.answer(fresh)
+    assert served.encoded == 1
+
+
+def test_many_clients_with_common_passages_are_all_answered_rightly(
+    reference: Reference, server: Server
+) -> None:
+    cases = [reference.case(20 + place % 4, records=2) for place in range(16)]
+    with ThreadPoolExecutor(16) as threads:
+        said = [*threads.map(lambda case: answered(server.post(COMPLETIONS, body(case))), cases)]
+    assert [tokens for tokens, _ in said] == [reference.answer(case) for case in cases]
+
+
+def test_blocks_are_looked_for_encoded_and_found(reference: Reference, server: Server) -> None:
+    blocks = reference.case(30).blocks[1:]
+    answers = [
+        EncodeAnswer.from_dict(server.post(ENCODE, {"blocks": blocks, **more}).json())
+        for more in ({"only_look": True}, {}, {})
+    ]
+    assert [one.blocks for one in answers] == [
+        (outcome,) * len(blocks) for outcome in ("missing", "encoded", "found")
+    ]
+    assert answers[1].stored_bytes == (sum(map(len, blocks)) * reference.profile.bytes_per_token)
+
+
+def test_tenants_do_not_find_each_others_blocks(
+    reference: Reference, server: Server, store: DirectoryStore
+) -> None:
+    block = reference.case(31).blocks[1]
+    asked = {"blocks": [block]}
+    for tenant in ("a", "b"):
+        told = server.post(ENCODE, asked, **{"x-tenant-id": tenant}).json()
+        assert EncodeAnswer.from_dict(told).blocks == ("encoded",)
+    assert reference.key(block, "a") in store
+    assert reference.key(block, "b") in store
+    assert reference.key(block) not in store
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"echo": True}, "echo is not possible"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs is not possible"),
+        ({"use_beam_search": True}, "use_beam_search is not possible"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not possible"),
+        ({"prompt": "text"}, "one prompt as a list of token ids"),
+        ({"prompt": [[1, 2], [3, 4]]}, "one prompt as a list of token ids"),
+        ({"kv_transfer_params": {"blockattn": {"v": 1}}}, "no field 'op'"),
+        (
+            {"kv_transfer_params": {"blockattn": {"v": 1, "op": "encode", "lengths": [1]}}},
+            "takes op='complete'",
+        ),
+    ],
+)
+def test_what_block_mode_cannot_do_is_refused_with_a_reason(
+    reference: Reference, server: Server, changed: dict[str, Any], message: str
+) -> None:
+    response = server.post(COMPLETIONS, body(reference.case(1), **changed))
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+def test_a_bad_tenant_or_model_is_refused(server: Server) -> None:
+    bad = server.post(ENCODE, {"blocks": [[5]]}, **{"x-tenant-id": "a b/"})
+    assert bad.status_code == 400
+    assert "a namespace is named" in bad.json()["error"]["message"]
+    assert server.http.post(ENCODE, json={"model": "x", "blocks": [[5]]}).status_code == 400
+    assert server.post(ENCODE, {"blocks": [[99_999]]}).status_code == 400
+
+
+def test_what_is_counted_is_told_to_prometheus(server: Server) -> None:
+    for name in ("answers", "loaded_tokens", "loads", "saved_blocks", "loaded_bytes"):
+        assert server.counted(f"vllm:blockattn_{name}_total") > 0
+    assert server.counted("vllm:blockattn_tier_hits_total") > 0
+
+
+def test_logs_hold_no_texts(reference: Reference, server: Server) -> None:
+    log = server.log.read_text()
+    assert "Application startup complete" in log
+    for word in ("Company", SECRET, str(reference.case(1).ids[:8])[1:-1]):
+        assert word not in log

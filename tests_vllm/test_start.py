@@ -1,0 +1,130 @@
+"""Engines in which block mode would be wrong are refused when they start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+
+from blockattn_rag.errors import ServingError
+from blockattn_rag.serving.config import ServingConfig
+from blockattn_rag.vllm.checks import check_engine
+from tests_vllm.reference import MODEL, Reference
+
+FULL = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32)
+SLIDING = SlidingWindowSpec(
+    block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=64
+)
+
+
+def engine_of(transfer: dict[str, Any] | None = None, **changed: Any) -> VllmConfig:
+    given = {
+        "kv_connector": "BlockAttentionConnector",
+        "kv_connector_module_path": "blockattn_rag.vllm.connector",
+        "kv_role": "kv_both",
+    }
+    args = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024} | changed
+    config = KVTransferConfig(**(given | (transfer or {})))
+    return EngineArgs(model=MODEL, kv_transfer_config=config, **args).create_engine_config()
+
+
+def cache_of(*specs: Any) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec(["model.layers.0.self_attn.attn"], spec) for spec in specs]
+    return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def test_an_engine_of_the_profiles_model_is_accepted(reference: Reference) -> None:
+    config = ServingConfig.parse(reference.options())
+    check_engine(engine_of(), cache_of(FULL), config, reference.profile)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "changed", "message"),
+    [
+        ({"kv_load_failure_policy": "recompute"}, {}, "kv_load_failure_policy is 'recompute'"),
+        ({"kv_role": "kv_producer"}, {}, "kv_role is 'kv_producer'"),
+        ({}, {"dtype": "bfloat16"}, "start it with --dtype float32"),
+    ],
+)
+def test_options_that_make_wrong_answers_are_refused(
+    reference: Reference, transfer: dict[str, Any], changed: dict[str, Any], message: str
+) -> None:
+    config = ServingConfig.parse(reference.options())
+    with pytest.raises(ServingError, match=message):
+        check_engine(engine_of(transfer, **changed), cache_of(FULL), config, reference.profile)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "message"),
+    [
+        ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size is 2"),
+        ("parallel_config", "pipeline_parallel_size", 2, "no rank has all layers"),
+        ("model_config", "max_model_len", 100_000, "set --max-model-len"),
+        ("cache_config", "cache_dtype", "fp8_e4m3", "the cache holds fp8_e4m3"),
+    ],
+)
+def test_engines_that_cannot_be_built_here_are_refused(
+    reference: Reference, part: str, name: str, value: object, message: str
+) -> None:
+    config = ServingConfig.parse(reference.options())
+    engine = engine_of()
+    setattr(getattr(engine, part), name, value)
+    with pytest.raises(ServingError, match=message):
+        check_engine(engine, cache_of(FULL), config, reference.profile)
+
+
+def test_what_stands_in_the_way_of_encoding_alone_is_no_matter_for_reading(
+    reference: Reference,
+) -> None:
+    engine = engine_of()
+    engine.parallel_config.pipeline_parallel_size = 2
+    engine.cache_config.cache_dtype = "fp8_e4m3"
+    config = ServingConfig.parse(reference.options(read_only=True))
+    check_engine(engine, cache_of(FULL), config, reference.profile)
+
+
+@pytest.mark.parametrize("specs", [(FULL, SLIDING), (SLIDING,), ()])
+def test_caches_that_do_not_keep_all_tokens_are_refused(
+    reference: Reference, specs: tuple[Any, ...]
+) -> None:
+    config = ServingConfig.parse(reference.options())
+    with pytest.raises(ServingError, match=f"the cache has {len(specs)} groups"):
+        check_engine(engine_of(), cache_of(*specs), config, reference.profile)
+
+
+def test_another_model_than_the_profiles_is_refused(reference: Reference) -> None:
+    config = ServingConfig.parse(reference.options())
+    other = replace(reference.profile, vocab_size=5000)
+    with pytest.raises(ServingError, match="vocab_size 1202"):
+        check_engine(engine_of(), cache_of(FULL), config, other)
+
+
+def test_latent_attention_is_refused(reference: Reference) -> None:
+    config = ServingConfig.parse(reference.options())
+    engine = engine_of()
+    shown = {name: getattr(engine.model_config, name) for name in ("dtype", "hf_text_config")}
+    engine.model_config = SimpleNamespace(**shown, use_mla=True, max_model_len=64)  # type: ignore[assignment]
+    with pytest.raises(ServingError, match="latent attention"):
+        check_engine(engine, cache_of(FULL), config, reference.profile)
+
+
+def test_a_connector_among_others_is_refused(reference: Reference) -> None:
+    config = ServingConfig.parse(reference.options())
+    engine = engine_of()
+    parent = engine_of({"kv_connector": "MultiConnector", "kv_connector_module_path": None})
+    with (
+        set_current_vllm_config(parent),
+        pytest.raises(ServingError, match="make it the only one"),
+    ):
+        check_engine(engine, cache_of(FULL), config, reference.profile)
