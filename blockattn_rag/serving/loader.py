@@ -122,9 +122,8 @@ class BlockLoader:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, blocks: Sequence[BlockId], until: float) -> list[BlockKV]:
-        found: dict[int, BlockKV] = {}
         try:
-            self._look_up(blocks, until, found)
+            found = self._look_up(blocks, until)
         except LoadError as error:
             self._count(failures=1, misses=len(error.blocks), load_s=self._since(until))
             raise
@@ -144,8 +143,8 @@ class BlockLoader:
         )
         return [found[one.place] for one in blocks]
 
-    def _look_up(self, blocks: Sequence[BlockId], until: float, found: dict[int, BlockKV]) -> None:
-        """Fill ``found``, by place in the prompt.
+    def _look_up(self, blocks: Sequence[BlockId], until: float) -> dict[int, BlockKV]:
+        """The blocks by their places in the prompt.
 
         Raises:
             LoadError: some are missing; says which and why.
@@ -153,6 +152,7 @@ class BlockLoader:
         """
         if not remaining(until):
             raise StoreError("other loads took until the deadline")
+        found: dict[int, BlockKV] = {}
         missing = {one.place: "no store holds it" for one in blocks}
         damaged: list[str] = []
         for turn in range(max((len(one.keys) for one in blocks), default=0)):
@@ -161,8 +161,8 @@ class BlockLoader:
             if not keys:
                 break
             read = self._readers.start(get_many, self.store, keys)
-            found_now: list[Found] = outcome(read, until, f"ask {self.store!r}")
-            answers = dict(zip(keys, found_now, strict=True))
+            said: list[Found] = outcome(read, until, f"ask {self.store!r}")
+            answers = dict(zip(keys, said, strict=True))
             for one in asked:
                 key = one.keys[turn]
                 answer = self._checked(answers[key], one, key)
@@ -174,6 +174,7 @@ class BlockLoader:
                     damaged += [key] * (is_damage(answer) or answers[key] is not answer)
         if missing:
             raise _failure(blocks, missing, damaged)
+        return found
 
     def _checked(self, answer: Found, one: BlockId, key: str) -> Found:
         """What a store said; a StoreError in place of a block that is not the one asked for."""
