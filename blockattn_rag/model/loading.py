@@ -19,6 +19,7 @@ SIDECAR = "block_attention.json"
 """Beside an adapter: the modes it was trained in, and its base if that is the bundled model."""
 
 _MODEL_FILES = ("config.json", "adapter_config.json")
+_TOKENIZER_FILE = "tokenizer_config.json"
 
 
 def resolve_name(model: str | Path) -> str:
@@ -52,8 +53,12 @@ def resolve_name(model: str | Path) -> str:
 
 
 def load_tokenizer(model: str | Path) -> Any:
-    """The tokenizer that belongs to a model name or path; without BOS for models that saw none."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(resolve_name(model))
+    """The tokenizer that belongs to a model name or path; without BOS for models that saw none.
+
+    A folder may hold the tokenizer alone.
+    """
+    holds_one = (Path(model) / _TOKENIZER_FILE).is_file()
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(model) if holds_one else resolve_name(model))
     known = known_checkpoint(str(model))
     if known is not None and not known.bos:
         tokenizer.backend_tokenizer.post_processor = None  # which puts BOS before a text

@@ -12,8 +12,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.loading import load_config, load_model, resolve_name
+from blockattn_rag.model.loading import load_config, load_model, load_tokenizer, resolve_name
 from blockattn_rag.model.reader import Reader
+from blockattn_rag.prompts.tokenization import BlockTokenizer
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
 
@@ -97,3 +98,11 @@ def test_a_folder_without_a_model_is_refused_by_what_it_lacks(tmp_path: Path) ->
 def test_a_name_is_itself() -> None:
     assert resolve_name("org/model") == "org/model"
     assert resolve_name(Path("/a/b")) == "/a/b"
+
+
+def test_a_folder_may_hold_a_tokenizer_alone(tmp_path: Path) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert BlockTokenizer(loaded).fingerprint == BlockTokenizer(tiny_tokenizer()).fingerprint
+    with pytest.raises(FileNotFoundError, match="holds no model"):
+        load_config(tmp_path)
