@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
 
 from tests_vllm.reference import MODEL, Case
 
@@ -59,13 +60,17 @@ class Engine:
         return said
 
     def ask_all(
-        self, prompts: Sequence[tuple[list[int], dict[str, Any] | None]], **sampling: Any
+        self,
+        prompts: Sequence[tuple[list[int], dict[str, Any] | None]],
+        lora: LoRARequest | None = None,
+        **sampling: Any,
     ) -> list[Said]:
         """The answers to many prompts, which the engine computes together."""
         outputs = self.llm.generate(
             [{"prompt_token_ids": ids} for ids, _ in prompts],
             [sampling_of(params, **sampling) for _, params in prompts],
             use_tqdm=False,
+            lora_request=lora,
         )
         return [
             Said(
@@ -83,6 +88,22 @@ class Engine:
     def full(self, case: Case, **sampling: Any) -> Said:
         """The answer in full mode."""
         return self.ask(case.ids, None, **sampling)
+
+    def add(self, name: str, ids: Sequence[int], params: dict[str, Any] | None) -> None:
+        """Begin a request and do not wait for it."""
+        prompt = {"prompt_token_ids": list(ids)}
+        self.llm.llm_engine.add_request(name, prompt, sampling_of(params))
+
+    def first_to_end(self) -> str:
+        """The name of the request that ends first of those that were added."""
+        while True:
+            ended = [one.request_id for one in self.llm.llm_engine.step() if one.finished]
+            if ended:
+                return ended[0]
+
+    def leave(self, name: str) -> None:
+        """Give a request up."""
+        self.llm.llm_engine.abort_request([name])
 
     def counted(self, name: str) -> float:
         """One of the engine's Prometheus counters."""

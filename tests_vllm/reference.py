@@ -97,9 +97,9 @@ class Reference:
         """Where a block is stored."""
         return store_key(self.profile.fingerprint, token_digest(ids), namespace)
 
-    def answer(self, case: Case, mode: Mode = "block", tokens: int = 24) -> list[int]:
-        """Greedy tokens of the local engine."""
+    def answer(self, case: Case, mode: Mode = "block", **options: Any) -> list[int]:
+        """Greedy tokens of the local engine, 24 at most."""
         made = self.engine.generate(
-            list(case.texts), mode=mode, max_new_tokens=tokens, temperature=0.0
+            list(case.texts), mode=mode, max_new_tokens=24, temperature=0.0, **options
         )
         return list(made.token_ids)

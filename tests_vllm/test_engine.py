@@ -167,11 +167,11 @@ def test_entries_that_are_cut_short_or_of_other_tokens_are_not_used(
     reference: Reference, engine: Engine
 ) -> None:
     store = DirectoryStore(reference.store)
-    cut = reference.stored(reference.case(60))
+    cut = reference.stored(reference.case(36))
     (path,) = reference.store.rglob(f"*{reference.key(cut.blocks[1])}*")
     path.write_bytes(path.read_bytes()[:-100])
     assert engine.block(cut).reason == "error"
-    foreign = reference.case(64)
+    foreign = reference.case(37)
     for block in foreign.blocks:
         other = replace(reference.encoded(block[::-1]), digest=reference.encoded(block).digest)
         store.put(reference.key(block), other)
@@ -184,16 +184,15 @@ def test_entries_that_are_cut_short_or_of_other_tokens_are_not_used(
 def test_a_request_that_is_left_while_it_loads_gives_its_pages_back(
     reference: Reference, engine: Engine, gate: Path
 ) -> None:
-    case = reference.stored(reference.case(70, records=2))
-    core = engine.llm.llm_engine
+    case = reference.stored(reference.case(30, records=2))
     gate.touch()
     try:
-        core.add_request("left", {"prompt_token_ids": case.ids}, sampling_of(case.params))
-        # Another request runs while the load waits, and ends.
-        other = engine.ask(case.ids[:40], max_tokens=4)
-        assert len(other.tokens) == 4
+        engine.add("left", case.ids, case.params)
+        engine.add("other", case.ids[:40], None)
+        # The other one runs while the load waits, and ends before it.
+        assert engine.first_to_end() == "other"
     finally:
-        core.abort_request(["left"])
+        engine.leave("left")
         gate.unlink()
     assert engine.block(case).tokens == reference.answer(case)
     assert free_pages_are_all(engine)
@@ -229,7 +228,7 @@ def test_prompt_logprobs_are_refused_in_block_mode(reference: Reference, engine:
 def test_a_block_that_is_encoded_here_is_a_hit_for_every_engine(
     reference: Reference, engine: Engine
 ) -> None:
-    case = reference.case(80)
+    case = reference.case(44)
     store = DirectoryStore(reference.store)
     for block in case.blocks:
         if reference.key(block) not in store:

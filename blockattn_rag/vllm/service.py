@@ -23,6 +23,9 @@ logger = logging.getLogger("blockattn_rag")
 TENANT_HEADER = "x-tenant-id"
 """Names the tenant; set by the gateway before the server, and never by clients."""
 
+_CHAT_IDS = "prompt_token_ids"
+"""Where vLLM takes the token ids of a chat from, in ``kv_transfer_params``."""
+
 _UNSUPPORTED = {
     "echo": "the prompt is not computed as a whole",
     "prompt_logprobs": "the prompt is not computed as a whole",
@@ -133,13 +136,16 @@ class Service:
             return await getattr(handler, create)(request, raw_request)
         plan = parse_plan(params, len(token_ids), namespace=self._namespace(raw_request.headers))
         if plan is None or plan.op != "complete":
-            raise ProtocolError("this route takes op='complete' in kv_transfer_params.blockattn")
+            raise ProtocolError(
+                "kv_transfer_params must hold blockattn with op='complete' here, or be left out "
+                "for full mode"
+            )
         self._check(request)
         blocks = self._encodables(_cut(token_ids, plan), plan.namespace, opens_prompt=True)
         ticket = Ticket(lambda: self._ensure(blocks, thorough=True))
         ticket.encoded, ticket.encoded_tokens = await self._ensure(blocks)
         request.kv_transfer_params = {
-            **({"prompt_token_ids": token_ids} if "prompt_token_ids" in params else {}),
+            **({_CHAT_IDS: token_ids} if hasattr(request, "messages") else {}),
             **plan.to_dict(self._secret),
         }
         CURRENT.set(ticket)
@@ -229,13 +235,13 @@ def _prompt_of(request: Any) -> tuple[list[int], Mapping[str, Any] | None]:
     if params is None:
         return [], None
     is_chat = hasattr(request, "messages")
-    ids = params.get("prompt_token_ids") if is_chat else request.prompt
+    ids = params.get(_CHAT_IDS) if is_chat else request.prompt
     if not isinstance(ids, list) or not ids or any(type(one) is not int for one in ids):
-        place = "kv_transfer_params.prompt_token_ids" if is_chat else "prompt"
+        place = f"kv_transfer_params.{_CHAT_IDS}" if is_chat else "prompt"
         raise ProtocolError(
             f"block mode takes one prompt as a list of token ids in {place}; found something else"
         )
-    return ids, params
+    return ids, {name: params[name] for name in params if not (is_chat and name == _CHAT_IDS)}
 
 
 def _cut(token_ids: Sequence[int], plan: BlockPlan) -> list[Sequence[int]]:
