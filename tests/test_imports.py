@@ -38,7 +38,7 @@ FLOORS = {
     "evaluation": "engine errors files kv lazy model prompts store",
     "training": "attention engine errors files kv lazy model prompts store",
     "planning": "errors evaluation kv",
-    "rag": "adapters engine errors files kv llama_index prompts store",
+    "rag": "adapters engine errors files kv llama_index prompts remote store",
     "demo": "engine files prompts rag",
     "cli": (
         "adapters check demo engine errors evaluation files kv lazy model planning prompts rag "

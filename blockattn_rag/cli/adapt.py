@@ -124,7 +124,7 @@ def _opened(
         def nearest(text: str, count: int) -> list[Passage]:
             return [Passage("", found) for found in find(text, count)]
 
-        engine = database.engine
+        engine = database.local_engine
         texts = [Passage("", text) for text in all_passages(database)]
         return engine.model, engine.store, database.manifest.sink, nearest, texts
     if model is None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from blockattn_rag.cli.figures import count, duration
-from blockattn_rag.cli.output import JsonOption, emit, note, piece, working
+from blockattn_rag.cli.output import JsonOption, ServerOption, emit, note, piece, working
 from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.rag.ask import Answer, Assistant
 from blockattn_rag.rag.database import Database
@@ -41,6 +41,7 @@ def ask(
             help="Another model than the one the passages were encoded by.", callback=existing_model
         ),
     ] = None,
+    server: ServerOption = None,
     mode: ModeOption = "block",
     promote: Annotated[
         str | None,
@@ -87,7 +88,7 @@ def ask(
     with working(as_json):
         if not question.strip():
             raise typer.BadParameter("the question is empty", param_hint="QUESTION")
-        database = Database.open(db, model=model, device=device, dtype=dtype)
+        database = Database.open(db, model=model, server=server, device=device, dtype=dtype)
         if not database.collection.count():
             raise ValueError(f"{db} holds no passage; run `blockattn-rag ingest PATH --db {db}`")
         assistant = Assistant(

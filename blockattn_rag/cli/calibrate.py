@@ -107,7 +107,7 @@ def calibrate(
     """
     with working(as_json):
         database = Database.open(db, model=model, device=device, dtype=dtype)
-        work = db / f"calibrate-{database.engine.model.fingerprint[:16]}.work"
+        work = db / f"calibrate-{database.local_engine.model.fingerprint[:16]}.work"
         if overwrite and work.exists():
             shutil.rmtree(work)
         numbers = sorted(set(passages or _PASSAGES))
@@ -174,9 +174,9 @@ def _run(
     from blockattn_rag.store import DirectoryStore
     from blockattn_rag.training.distillation.asked import read_asked
 
-    loaded = database.engine.model
+    loaded = database.local_engine.model
     store = DirectoryStore(work / _STORE, max_bytes=_STORE_BYTES, fsync=False)
-    engine = BlockAttentionEngine(loaded, store, kv_dtype=database.engine.kv_dtype)
+    engine = BlockAttentionEngine(loaded, store, kv_dtype=database.local_engine.kv_dtype)
     folder = None if reader is None else str(reader.resolve())
     corrected = None
     if correction is not None:
@@ -320,7 +320,7 @@ def _read_questions(path: Path) -> list[str]:
 def _write(database: Database, report: CalibrationReport, output: Path | None) -> Path:
     from blockattn_rag.engine.calibration import calibration_path, write_calibration
 
-    path = output or calibration_path(database.engine.store)
+    path = output or calibration_path(database.local_engine.store)
     assert path is not None  # because a database's store is a folder
     write_calibration(path, report.calibration)
     return path

@@ -15,6 +15,7 @@ from blockattn_rag.cli.output import (
     KVDtypeHelp,
     KVDtypeName,
     ModelArgument,
+    ServerOption,
     emit,
     note,
     working,
@@ -37,6 +38,7 @@ _TOLD = (
     "namespace",
     "kv_dtype",
     "store",
+    "server",
 )
 
 
@@ -114,6 +116,7 @@ def ingest(
         KVDtypeName | None,
         typer.Option(help=f"{KVDtypeHelp} Default: the database's, or model."),
     ] = None,
+    server: ServerOption = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     as_json: JsonOption = False,
@@ -133,6 +136,7 @@ def ingest(
             namespace=namespace,
             kv_dtype=kv_dtype,
             store=store,
+            server=server,
         )
         loaded = load_documents(paths, exclude=db)
         for file, reason in loaded.skipped:
@@ -181,4 +185,10 @@ def _manifest(db: Path, **wanted: Any) -> Manifest:
     if old is None and not wanted["model"]:
         raise typer.BadParameter("a new database needs a model", param_hint="--model")
     given = {name: value for name, value in wanted.items() if value}
+    own = ("sink", "namespace", "kv_dtype", "store")
+    if given.get("server") and (found := [name for name in own if name in given]):
+        raise typer.BadParameter(
+            f"a server has its own {' and '.join(found)}; leave that out",
+            param_hint=f"--{found[0].replace('_', '-')}",
+        )
     return replace(old, **given) if old else Manifest(**given, fingerprint="")

@@ -26,6 +26,14 @@ KVDtypeHelp = (
     "What keys and values of passages are kept in: model (its own type) or int8, in half the bytes "
     "of 16 bits, at nearly the same answers."
 )
+ServerOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Address of a server that has the model and the store, such as http://gpu:8000 (its "
+        "key: BLOCKATTN_RAG_API_KEY); --model is then where its tokenizer is found here. Default: "
+        "the database's, or none."
+    ),
+]
 ModelArgument = "Model name or folder; [bold]bundled[/bold] is the model inside this package."
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from llama_index.core.base.embeddings.base import BaseEmbedding
 
     from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.engine.protocol import Engine
 
 MANIFEST = "blockattn.json"
 HASHING = "hashing"
@@ -45,7 +46,8 @@ class Manifest:
     what it encoded passages after, or what a calibration of it chose since; ``namespace``: of their
     keys and values in the store; ``kv_dtype``: what passages are kept in that are computed from now
     on; ``store``: where these are, an address or whole path (``store.open_store``), None for the
-    folder ``kv`` of the database."""
+    folder ``kv`` of the database; ``server``: address of the server that has the model and the
+    store, None for this process, and ``model`` is then the name of the tokenizer here."""
 
     model: str
     fingerprint: str
@@ -57,6 +59,7 @@ class Manifest:
     namespace: str = ""
     kv_dtype: str = "model"
     store: str | None = None
+    server: str | None = None
     version: int = VERSION
 
     @classmethod
@@ -86,7 +89,7 @@ class Database:
 
     path: Path
     manifest: Manifest
-    engine: BlockAttentionEngine
+    engine: Engine
 
     @classmethod
     def create(
@@ -121,9 +124,16 @@ class Database:
 
     @classmethod
     def open(
-        cls, path: Path, *, model: str | None = None, device: str = "auto", dtype: str = "auto"
+        cls,
+        path: Path,
+        *,
+        model: str | None = None,
+        server: str | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
     ) -> Database:
-        """Open a folder for questions, with the model that encoded it or with another one.
+        """Open a folder for questions, with the model that encoded it or with another one, which
+        may be a server's.
 
         Handles hold no model identity: another model computes the passages anew, and stores them.
 
@@ -131,7 +141,8 @@ class Database:
             DatabaseError: the folder is no database.
         """
         manifest = require_manifest(path)
-        wanted = replace(manifest, model=model or manifest.model)
+        server = server or (None if model else manifest.server)
+        wanted = replace(manifest, model=model or manifest.model, server=server)
         loaded = _load_engine(path, wanted, device, dtype)
         engine = _with_sink(loaded, manifest, manifest.sink)
         if engine.model.fingerprint != manifest.fingerprint:
@@ -142,6 +153,22 @@ class Database:
                 path, manifest.model,
             )  # fmt: skip
         return cls(path, manifest, engine)
+
+    @property
+    def local_engine(self) -> BlockAttentionEngine:
+        """The engine, which has its model in this process.
+
+        Raises:
+            DatabaseError: a server has it.
+        """
+        from blockattn_rag.engine.engine import BlockAttentionEngine
+
+        if not isinstance(self.engine, BlockAttentionEngine):
+            raise DatabaseError(
+                f"{self.path} is answered by {self.manifest.server}, and this needs the model in "
+                "this process; name one by --model"
+            )
+        return self.engine
 
     def note_sink(self, sink: str) -> bool:
         """Note that passages are encoded after this sink from now on, if the database is the
@@ -213,7 +240,16 @@ def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
     return chromadb.PersistentClient(str(path), settings=Settings(anonymized_telemetry=False))
 
 
-def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str) -> BlockAttentionEngine:
+def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str) -> Engine:
+    if wanted.server is not None:
+        from blockattn_rag.remote import RemoteEngine
+
+        if (device, dtype) != ("auto", "auto"):
+            raise ValueError(
+                f"found device {device!r} and dtype {dtype!r}, but {wanted.server} has the model "
+                "and decides on them; leave them out"
+            )
+        return RemoteEngine(wanted.server, tokenizer=wanted.model)
     from blockattn_rag.engine.engine import BlockAttentionEngine
     from blockattn_rag.kv.quantization import check_kv_dtype
 
@@ -228,13 +264,13 @@ def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str) -> Block
         )
 
 
-def _with_sink(
-    engine: BlockAttentionEngine, made: Manifest | None, sink: str
-) -> BlockAttentionEngine:
+def _with_sink(engine: Engine, made: Manifest | None, sink: str) -> Engine:
     """The engine with a sink, unless passages were another model's and this one's calibration
-    says what it needs."""
+    says what it needs. A server has its own."""
     from blockattn_rag.engine.engine import BlockAttentionEngine
 
+    if not isinstance(engine, BlockAttentionEngine):
+        return engine
     is_own = made is not None and made.fingerprint == engine.model.fingerprint
     if engine.calibration and not is_own:
         return engine

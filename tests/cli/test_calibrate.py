@@ -86,7 +86,7 @@ def test_the_bundled_model_is_calibrated_through_a_kill_and_asked_with_what_was_
     assert kept.settings == found["settings"]
     assert found["path"] == str(store / "calibration.json")
 
-    engine = Database.open(db).engine
+    engine = Database.open(db).local_engine
     assert engine.calibration == kept
     assert {name: getattr(engine.defaults, name) for name in kept.settings} == kept.settings
     assert require_manifest(db).sink == kept.settings["sink"]
@@ -154,7 +154,7 @@ def test_another_model_is_calibrated_beside_the_first_and_keeps_its_own_sink(
     before = require_manifest(db)
     second = cli(*command(db, questions, "--model", other, "--json")).json
     assert require_manifest(db) == before  # it is still the first one's
-    assert Database.open(db).engine.calibration is None
+    assert Database.open(db).local_engine.calibration is None
     engine = Database.open(db, model=str(other)).engine
     assert engine.defaults.sink == second["settings"]["sink"]
     first = cli(*command(db, questions, "--json")).json
@@ -192,7 +192,7 @@ def test_a_changed_sink_is_noted_in_the_manifest_and_told(
 def test_a_reader_is_tried_and_noted_with_its_digest(
     cli: Command, db: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Database.open(db).engine.model
+    model = Database.open(db).local_engine.model
     reader = Reader.new(model.hf_model, rank=2, seed=1)
     reader.save(tmp_path / "reader", {"fingerprint": model.fingerprint})
     monkeypatch.chdir(tmp_path)
@@ -210,7 +210,7 @@ def test_questions_that_a_reader_was_trained_on_do_not_certify_it_while_there_ar
     cli: Command, db: Path, questions: Path, tmp_path: Path, told: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    model = Database.open(db).engine.model
+    model = Database.open(db).local_engine.model
     Reader.new(model.hf_model, rank=2).save(tmp_path / "r", {"fingerprint": model.fingerprint})
     asked = sorted(
         {json.loads(line)["question"].lower() for line in questions.read_text().splitlines()}

@@ -30,7 +30,7 @@ def test_the_nearest_passages_are_found_whatever_graph_chroma_drew(
 def test_a_database_keeps_its_namespace(model: Path, tmp_path: Path) -> None:
     wanted = Manifest(str(model), fingerprint="", namespace="one", sink="head:2")
     Database.create(tmp_path / "db", wanted)
-    engine = Database.open(tmp_path / "db").engine
+    engine = Database.open(tmp_path / "db").local_engine
     assert (engine.access.namespace, engine.defaults.sink) == ("one", "head:2")
     manifest = tmp_path / "db" / MANIFEST
     manifest.write_text(manifest.read_text().replace('"one"', '"o/ne"'))
@@ -40,8 +40,8 @@ def test_a_database_keeps_its_namespace(model: Path, tmp_path: Path) -> None:
 
 def test_a_database_keeps_what_its_blocks_are_kept_in(model: Path, tmp_path: Path) -> None:
     wanted = Manifest(str(model), fingerprint="", kv_dtype="int8", sink="head:2")
-    assert Database.create(tmp_path / "db", wanted).engine.kv_dtype == "int8"
-    assert Database.open(tmp_path / "db").engine.kv_dtype == "int8"
+    assert Database.create(tmp_path / "db", wanted).local_engine.kv_dtype == "int8"
+    assert Database.open(tmp_path / "db").local_engine.kv_dtype == "int8"
     manifest = tmp_path / "db" / MANIFEST
     manifest.write_text(manifest.read_text().replace('"int8"', '"int4"'))
     with pytest.raises(DatabaseError, match=r"is damaged .*int4"):
@@ -51,6 +51,6 @@ def test_a_database_keeps_what_its_blocks_are_kept_in(model: Path, tmp_path: Pat
 def test_a_database_keeps_the_address_of_its_store(model: Path, tmp_path: Path) -> None:
     wanted = Manifest(str(model), fingerprint="", store=f"file://{tmp_path}/elsewhere")
     Database.create(tmp_path / "db", wanted)
-    store = Database.open(tmp_path / "db").engine.store
+    store = Database.open(tmp_path / "db").local_engine.store
     assert repr(store) == f"DirectoryStore({str(tmp_path / 'elsewhere')!r})"
     assert not (tmp_path / "db" / "kv").exists()
