@@ -94,7 +94,12 @@ def test_stores_that_can_be_read_in_parts_say_so(store: RangeStore) -> None:
 @pytest.mark.parametrize("wanted", [head_1, whole, nothing])
 @pytest.mark.parametrize("part_bytes", [64, 1 << 20])
 def test_what_is_read_are_the_bytes_of_the_entry(
-    store: RangeStore, folder: Path, wanted: Any, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+    store: RangeStore,
+    folder: Path,
+    backend: Asked,
+    wanted: Any,
+    part_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("blockattn_rag.store.object_client._PART_BYTES", part_bytes)
     store.put(KEY, KV)
@@ -105,6 +110,7 @@ def test_what_is_read_are_the_bytes_of_the_entry(
     expected = b"".join(content[start:stop] for start, stop in part.places)
     assert bytes(part.data.tolist()) == expected
     assert KEY in part.source
+    assert all(stop - start <= part_bytes for _, start, stop in backend.ranges[1:])
 
 
 def test_what_is_missing_or_damaged_hides_no_other_entry(store: RangeStore, folder: Path) -> None:
