@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         strip_markers,
         wrap,
     )
+    from blockattn_rag.remote import RemoteEngine
     from blockattn_rag.store import (
         DirectoryStore,
         KVStore,
@@ -88,6 +89,7 @@ __all__ = [
     "Passage",
     "PromptFormat",
     "RedisStore",
+    "RemoteEngine",
     "ReuseStats",
     "SegmentationError",
     "ServingError",
@@ -117,6 +119,7 @@ _HOMES = {
         "Block BlockPrompt BlockTemplate Passage PromptFormat Span handle_of segment "
         "strip_markers wrap"
     ),
+    "remote": "RemoteEngine",
     "store": "DirectoryStore KVStore MemoryStore ObjectStore RedisStore TieredStore open_store",
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -46,7 +46,7 @@ FLOORS = {
     ),
 }
 FRAMEWORKS = {"llama_index", "langchain", "langchain_core", "langchain_chroma", "chromadb"}
-PUBLIC = ["", ".prompts", ".kv", ".store", ".engine", ".llama_index", ".langchain"]
+PUBLIC = ["", ".prompts", ".kv", ".store", ".engine", ".remote", ".llama_index", ".langchain"]
 
 
 def module_of(file: Path) -> str:
