@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from blockattn_rag.errors import ServingError
+from blockattn_rag.errors import MissError, ServingError
 from blockattn_rag.remote.background import background
 
 T = TypeVar("T")
@@ -67,6 +67,7 @@ class Client:
 
         Raises:
             PassingError: no answer, or one of a failure that may pass.
+            MissError: blocks are missing that the server may not encode.
             ServingError: the server refuses; says why.
         """
         async with self._answer("GET", path, None) as response:
@@ -151,6 +152,8 @@ class Client:
         message = f"{self.base_url} answers {code}: {str(said)[:1000]}"
         if code in _PASSING:
             return PassingError(message, _retry_after(response))
+        if code == 409:
+            return MissError(message)
         if code in (401, 403):
             message += f"; give the server's key by api_key, or in {API_KEY_VARIABLE}"
         return RefusedError(message, code)

@@ -192,7 +192,8 @@ class RemoteEngine:
 
         Raises:
             ContextOverflowError: the prompt does not fit in the model's context window.
-            MissError: a passage is not stored and ``on_miss`` is ``"error"``.
+            MissError: a passage is not stored, and ``on_miss`` is ``"error"``; or a block is not,
+                and the server is read-only.
             ServingError: the server refuses, fails, or answers in another mode.
             ValueError: an option is out of range, or not possible.
         """

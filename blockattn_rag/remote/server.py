@@ -72,8 +72,8 @@ class Server:
         """Have blocks encoded, or looked for."""
 
         async def ask() -> EncodeAnswer:
-            name = self.model.name_at(await self._checked_info())
-            told = {**body.to_dict(), "model": name}
+            # By the base model, whichever reader adapter is to answer.
+            told = {**body.to_dict(), "model": (await self._checked_info()).models[0]}
             return EncodeAnswer.from_dict(await self.client.post(ENCODE, told))
 
         return await self._retried(ask)

@@ -144,7 +144,8 @@ class FakeServer:
     def encode(self, told: Any) -> dict[str, Any]:
         """The blocks of a request that are not stored, encoded."""
         body = EncodeBody.from_dict(told)
-        self._check_model(body.model)
+        if body.model not in (None, self.info["models"][0]):
+            raise RefusalError(400, "blocks are encoded by the base model")
         outcomes, stored_bytes = [], 0
         for place_, ids in enumerate(body.blocks):
             sink_ids = () if body.opens_prompt and not place_ else self.profile.sink_ids
@@ -155,7 +156,7 @@ class FakeServer:
             elif body.only_look:
                 outcomes.append("missing")
             elif self.read_only:
-                raise RefusalError(403, "the server is read-only")
+                raise RefusalError(409, "the server is read-only")
             else:
                 outcomes.append("encoded")
                 stored_bytes += self._encoded(one, sink_ids).nbytes
@@ -172,6 +173,8 @@ class FakeServer:
         encoded, found = [], []
         for one in block_keys(ids, plan, self.profile):
             kv = self.store.get(one.key)
+            if kv is None and self.read_only:
+                raise RefusalError(409, "the server is read-only")
             if kv is None:
                 kv = self._encoded(one, self.profile.sink_ids if one.place else ())
                 encoded.append(kv.num_tokens)

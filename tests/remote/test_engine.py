@@ -321,6 +321,19 @@ def test_the_name_of_a_reader_is_asked_for_as_the_model(server: FakeServer) -> N
     assert server.bodies(COMPLETIONS)[0]["model"] == "a-reader"
 
 
+def test_passages_are_encoded_by_the_base_model_whoever_reads_them(server: FakeServer) -> None:
+    engine = RemoteEngine(server.url, "a-reader", tiny_tokenizer())
+    engine.encode([A])
+    assert engine.contains(Block(A))
+    assert {body["model"] for body in server.bodies(ENCODE)} == {"the-model"}
+
+
+def test_a_server_that_may_not_encode_says_what_is_missing(serve: Serve) -> None:
+    engine = RemoteEngine(serve(read_only=True).url, tokenizer=tiny_tokenizer())
+    with pytest.raises(MissError, match="answers 409: the server is read-only"):
+        engine.generate([A, Q])
+
+
 def test_a_name_that_is_no_tokenizer_asks_for_one(server: FakeServer) -> None:
     with pytest.raises(ServingError, match=r"'the-model', as the server calls.*by tokenizer="):
         RemoteEngine(server.url).generate([A, Q])

@@ -1,0 +1,110 @@
+"""This package's client asks vLLM, and gets what its own engine answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from blockattn_rag import BlockAttentionEngine, MemoryStore
+from blockattn_rag.errors import ServingError
+from blockattn_rag.prompts.blocks import Block, BlockPrompt
+from blockattn_rag.remote import RemoteEngine
+from tests_vllm.reference import MODEL, Reference
+from tests_vllm.server import KEY, Server
+
+NAMES = ("mode", "hits", "misses", "reused_tokens", "computed_tokens", "generated_tokens")
+
+
+@pytest.fixture(scope="module")
+def server(reference: Reference) -> Iterator[Server]:
+    options = reference.options(store=str(reference.folder / "remote"))
+    server = Server(options, reference.folder / "remote.log")
+    try:
+        yield server.wait()
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def engine(server: Server, monkeypatch: pytest.MonkeyPatch) -> RemoteEngine:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    return RemoteEngine(str(server.http.base_url), tokenizer=MODEL, api_key=KEY)
+
+
+@pytest.fixture
+def local(reference: Reference) -> BlockAttentionEngine:
+    return BlockAttentionEngine(reference.model, MemoryStore(1 << 28))
+
+
+@pytest.mark.parametrize("mode", ["block", "full"])
+def test_answers_and_counts_are_those_of_the_local_engine(
+    reference: Reference, engine: RemoteEngine, local: BlockAttentionEngine, mode: str
+) -> None:
+    options: dict[str, Any] = {"mode": mode, "max_new_tokens": 24}
+    for case in (reference.case(11), reference.case(12, records=2)):
+        for _ in range(2):
+            found = engine.generate(list(case.texts), **options)
+            expected = local.generate(list(case.texts), **options)
+            assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+            assert found.finish_reason == expected.finish_reason
+            counts = [getattr(found.stats, name) for name in NAMES]
+            assert counts == [getattr(expected.stats, name) for name in NAMES]
+    assert found.stats.misses == 0
+
+
+def test_streams_and_seeds_do_as_here(
+    reference: Reference, engine: RemoteEngine, local: BlockAttentionEngine
+) -> None:
+    texts = list(reference.case(13).texts)
+    whole = local.generate(texts, max_new_tokens=24)
+    pieces = list(engine.stream(texts, max_new_tokens=24))
+    assert "".join(one.text for one in pieces) == whole.text
+    sampled: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_new_tokens": 12}
+    assert engine.generate(texts, **sampled).text == engine.generate(texts, **sampled).text
+
+
+def test_many_ask_at_once(
+    reference: Reference, engine: RemoteEngine, local: BlockAttentionEngine
+) -> None:
+    prompts = [list(reference.case(20 + n).texts) for n in range(6)]
+    expected = [local.generate(one, max_new_tokens=12).text for one in prompts]
+    found = engine.generate_batch(prompts, max_new_tokens=12)
+    assert [one.text for one in found] == expected
+
+    async def ask() -> list[str]:
+        answers = (engine.agenerate(one, max_new_tokens=12) for one in prompts)
+        return [one.text for one in await asyncio.gather(*answers)]
+
+    assert asyncio.run(ask()) == expected
+
+
+def test_a_stream_that_is_left_ends_there(reference: Reference, engine: RemoteEngine) -> None:
+    texts = list(reference.case(14).texts)
+    with closing(engine.stream(texts, max_new_tokens=1500, ignore_eos=True)) as pieces:
+        next(pieces)
+    assert engine.generate(texts, max_new_tokens=4).token_ids
+
+
+def test_passages_are_encoded_once(engine: RemoteEngine, local: BlockAttentionEngine) -> None:
+    blocks = [Block(f"Passage {n} about a lake and a tower.") for n in range(20)]
+    found, expected = engine.precompute(blocks), local.precompute(blocks)
+    assert replace(found, seconds=0.0) == replace(expected, seconds=0.0)
+    assert engine.precompute(blocks).reused == 20
+    assert engine.contains(blocks[3])
+    assert not engine.contains(Block("Another one."))
+    head = BlockPrompt((Block("A head."),), "?")
+    engine.encode(head)
+    assert engine.contains(head.context[0], first=True)
+
+
+def test_another_tokenizer_and_a_wrong_key_are_refused(server: Server) -> None:
+    url = str(server.http.base_url)
+    with pytest.raises(ServingError, match="401"):
+        RemoteEngine(url, tokenizer=MODEL, api_key="wrong").generate(["A", "Q"])
+    with pytest.raises(ServingError, match="has no model"):
+        RemoteEngine(url, "another", MODEL, api_key=KEY).generate(["A", "Q"])
