@@ -9,7 +9,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
 
-from tests_vllm.reference import MODEL, Case
+from tests_vllm.reference import MODEL, TOKENS, Case
 
 
 class Said(NamedTuple):
@@ -119,6 +119,7 @@ class Engine:
 
 
 def sampling_of(params: dict[str, Any] | None, **sampling: Any) -> SamplingParams:
-    """Greedy, up to 24 tokens."""
+    """Greedy, 24 tokens, as ``Reference.answer``."""
     extra = None if params is None else {"kv_transfer_params": params}
-    return SamplingParams(**({"temperature": 0.0, "max_tokens": 24} | sampling), extra_args=extra)
+    given = {"temperature": 0.0, "max_tokens": TOKENS} | sampling
+    return SamplingParams(**({"min_tokens": given["max_tokens"]} | given), extra_args=extra)

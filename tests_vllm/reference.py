@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,9 @@ from blockattn_rag.store import DirectoryStore
 DEMO = Path(blockattn_rag.__file__).parent / "demo"
 MODEL = str(DEMO / "model")
 SYSTEM = "Answer from the texts.\n"
+TOKENS = 24
+TELLING = (3, 13, 16, 17, 19, 22, 23)
+"""Records from which ``Reference.telling`` makes prompts."""
 
 
 class Case(NamedTuple):
@@ -87,19 +91,36 @@ class Reference:
                 store.put(self.key(block), self.encoded(block))
         return case
 
-    def encoded(self, ids: list[int]) -> BlockKV:
-        """A block as the local model computes it."""
-        request = EncodeRequest(ids, token_digest(ids), "", ())
+    def encoded(self, ids: list[int], sink_ids: Sequence[int] = ()) -> BlockKV:
+        """A block as the local model computes it, alone or after a sink."""
+        request = EncodeRequest(ids, token_digest(ids, sink_ids), "", sink_ids)
         ((kv,),) = self.model.encode([request])
         return kv
 
-    def key(self, ids: list[int], namespace: str = "") -> str:
+    def key(self, ids: list[int], namespace: str = "", sink_ids: Sequence[int] = ()) -> str:
         """Where a block is stored."""
-        return store_key(self.profile.fingerprint, token_digest(ids), namespace)
+        return store_key(self.profile.fingerprint, token_digest(ids, sink_ids), namespace)
 
-    def answer(self, case: Case, mode: Mode = "block", **options: Any) -> list[int]:
-        """Greedy tokens of the local engine, 24 at most."""
+    def telling(self, place: int) -> Case:
+        """A prompt, all blocks stored, whose answer tells whether it was computed in block mode and
+        whether keys were turned to their places."""
+        case = self.case(TELLING[place], records=3)
+        right = self.answer(case)
+        assert right != self.answer(case, "full")
+        assert right != self.answer(case, positions="composite")
+        return self.stored(case)
+
+    def answer(
+        self, case: Case, mode: Mode = "block", tokens: int = TOKENS, **options: Any
+    ) -> list[int]:
+        """Greedy tokens of the local engine, so many: what follows an answer tells more than the
+        answer."""
         made = self.engine.generate(
-            list(case.texts), mode=mode, max_new_tokens=24, temperature=0.0, **options
+            list(case.texts),
+            mode=mode,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            temperature=0.0,
+            **options,
         )
         return list(made.token_ids)

@@ -45,18 +45,9 @@ def free_pages_are_all(engine: Engine) -> bool:
     return engine.counted("vllm:kv_cache_usage_perc") == 0.0
 
 
-def differing(reference: Reference) -> Case:
-    """A prompt that has other answers in block mode and in full mode, all blocks stored."""
-    for number in range(40):
-        case = reference.case(number, records=2)
-        if reference.answer(case) != reference.answer(case, "full"):
-            return reference.stored(case)
-    raise AssertionError("all answers are the same in both modes: they tell nothing")
-
-
 def test_answers_are_those_of_the_local_engine(reference: Reference, engine: Engine) -> None:
-    for number in range(3):
-        case = reference.stored(reference.case(number, records=3))
+    for place in range(3):
+        case = reference.telling(place)
         said = engine.block(case)
         assert said.tokens == reference.answer(case)
         assert said.blocks is not None
@@ -68,15 +59,15 @@ def test_answers_are_those_of_the_local_engine(reference: Reference, engine: Eng
 def test_a_context_may_end_anywhere_in_a_page(
     reference: Reference, engine: Engine, beyond: int
 ) -> None:
-    plain = reference.case(7, records=2)
-    pad = (beyond - sum(plain.lengths)) % PAGE
-    case = reference.stored(reference.case(7, records=2, pad=pad))
+    pad = (beyond - sum(reference.case(6, records=3).lengths)) % PAGE
+    case = reference.stored(reference.case(6, records=3, pad=pad))
+    assert reference.answer(case) != reference.answer(case, positions="composite")
     assert sum(case.lengths) % PAGE == beyond
     assert engine.block(case).tokens == reference.answer(case)
 
 
 def test_pages_of_the_modes_are_kept_apart(reference: Reference, engine: Engine) -> None:
-    case = differing(reference)
+    case = reference.telling(3)
     block, full = reference.answer(case), reference.answer(case, "full")
     assert [engine.block(case).tokens, engine.full(case).tokens] == [block, full]
     again = engine.block(case)
@@ -89,7 +80,7 @@ def test_pages_of_the_modes_are_kept_apart(reference: Reference, engine: Engine)
 def test_the_same_tokens_cut_otherwise_have_pages_of_their_own(
     reference: Reference, engine: Engine
 ) -> None:
-    case = differing(reference)
+    case = reference.telling(4)
     joined = (case.texts[0] + "".join(case.texts[1:-1]), case.texts[-1])
     whole = reference.stored(reference.case_of(joined))
     if whole.ids != case.ids:  # joined texts may be tokenised otherwise
@@ -106,7 +97,7 @@ def test_the_same_tokens_cut_otherwise_have_pages_of_their_own(
 def test_a_client_cannot_name_the_salt_of_block_mode(reference: Reference, engine: Engine) -> None:
     from blockattn_rag.serving.protocol import salt
 
-    case = reference.stored(reference.case(30, records=2))
+    case = reference.telling(5)
     own = salt(BlockPlan("complete", case.lengths), reference.profile)
     outputs = engine.llm.generate(
         [{"prompt_token_ids": case.ids, "cache_salt": own}], [sampling_of(None)], use_tqdm=False
@@ -119,7 +110,7 @@ def test_a_client_cannot_name_the_salt_of_block_mode(reference: Reference, engin
 
 
 def test_many_requests_at_once_share_what_they_may(reference: Reference, engine: Engine) -> None:
-    cases = [reference.stored(reference.case(number % 6, records=2)) for number in range(16)]
+    cases = [reference.telling(place % 7) for place in range(16)]
     asked = [(one.ids, one.params if place % 3 else None) for place, one in enumerate(cases)]
     expected = [
         reference.answer(one, "block" if place % 3 else "full") for place, one in enumerate(cases)
@@ -130,18 +121,17 @@ def test_many_requests_at_once_share_what_they_may(reference: Reference, engine:
 def test_a_request_that_lost_its_pages_loads_them_again(
     reference: Reference, engine: Engine
 ) -> None:
-    cases = [reference.stored(reference.case(number, records=3)) for number in (10, 14, 18, 22)]
-    long = {"max_tokens": 200, "ignore_eos": True}
-    alone = [engine.block(case, **long).tokens for case in cases]
+    cases = [reference.telling(place) for place in range(4)]
+    expected = [reference.answer(case, tokens=200) for case in cases]
     before = engine.counted("vllm:num_preemptions")
-    together = engine.ask_all([(case.ids, case.params) for case in cases], **long)
+    said = engine.ask_all([(case.ids, case.params) for case in cases], max_tokens=200)
     assert engine.counted("vllm:num_preemptions") > before
-    assert [said.tokens for said in together] == alone
+    assert [one.tokens for one in said] == expected
     assert free_pages_are_all(engine)
 
 
 def test_two_answers_to_one_prompt_are_both_right(reference: Reference, engine: Engine) -> None:
-    case = reference.stored(reference.case(3, records=2))
+    case = reference.telling(6)
     (output,) = engine.llm.generate(
         [{"prompt_token_ids": case.ids}],
         [sampling_of(case.params, n=2, temperature=1.0, top_k=1)],
@@ -172,7 +162,7 @@ def test_entries_that_are_cut_short_or_of_other_tokens_are_not_used(
     path.write_bytes(path.read_bytes()[:-100])
     assert engine.block(cut).reason == "error"
     foreign = reference.case(37)
-    for block in foreign.blocks:
+    for block in foreign.blocks[1:]:  # the system message is in all prompts
         other = replace(reference.encoded(block[::-1]), digest=reference.encoded(block).digest)
         store.put(reference.key(block), other)
     assert engine.block(foreign).reason == "error"

@@ -21,7 +21,7 @@ def folder(reference: Reference) -> Path:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for lora in reader.layers.values():
-            lora.up.copy_(torch.randn(lora.up.shape, generator=generator) * 0.05)
+            lora.up.copy_(torch.randn(lora.up.shape, generator=generator) * 0.3)
     reader.save(reference.folder / "reader", {"fingerprint": reference.profile.fingerprint})
     return reference.folder / "reader"
 

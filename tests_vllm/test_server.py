@@ -19,7 +19,7 @@ from blockattn_rag.serving.endpoint import (
 )
 from blockattn_rag.serving.protocol import ServedBlocks
 from blockattn_rag.store import DirectoryStore
-from tests_vllm.reference import Case, Reference
+from tests_vllm.reference import TOKENS, Case, Reference
 from tests_vllm.server import NAME, Server
 
 SECRET = "a long secret of this server"
@@ -48,7 +48,8 @@ def body(case: Case, **more: Any) -> dict[str, Any]:
     return {
         "prompt": case.ids,
         "kv_transfer_params": case.params,
-        "max_tokens": 24,
+        "max_tokens": TOKENS,
+        "min_tokens": TOKENS,
         "temperature": 0,
         "return_token_ids": True,
         **more,
@@ -75,7 +76,7 @@ def test_nobody_is_answered_without_the_key(reference: Reference, server: Server
 
 
 def test_missing_blocks_are_encoded_and_then_found(reference: Reference, server: Server) -> None:
-    case = reference.case(1)
+    case = reference.case(10)
     for encoded in (len(case.lengths), 0):
         tokens, served = answered(server.post(COMPLETIONS, body(case)))
         assert tokens == reference.answer(case)
@@ -86,7 +87,7 @@ def test_missing_blocks_are_encoded_and_then_found(reference: Reference, server:
 def test_a_stream_tells_of_blocks_at_its_end_and_of_usage(
     reference: Reference, server: Server
 ) -> None:
-    case = reference.case(2)
+    case = reference.case(19)
     events = [*server.events(COMPLETIONS, body(case, stream_options={"include_usage": True}))]
     tokens = [id_ for one in events for choice in one["choices"] for id_ in choice["token_ids"]]
     assert tokens == reference.answer(case)
@@ -99,7 +100,7 @@ def test_a_stream_that_is_left_early_leaves_no_page_behind(
     reference: Reference, server: Server
 ) -> None:
     case = reference.case(3)
-    events = server.events(COMPLETIONS, body(case, max_tokens=1000, ignore_eos=True))
+    events = server.events(COMPLETIONS, body(case, max_tokens=1000, min_tokens=1000))
     next(events)
     events.close()
     tokens, _ = answered(server.post(COMPLETIONS, body(case)))
@@ -109,7 +110,7 @@ def test_a_stream_that_is_left_early_leaves_no_page_behind(
 
 
 def test_a_chat_is_answered_from_its_token_ids(reference: Reference, server: Server) -> None:
-    case = reference.case(4)
+    case = reference.case(21)
     asked = body(case) | {
         "messages": [{"role": "user", "content": "not used"}],
         "kv_transfer_params": {"prompt_token_ids": case.ids, **case.params},
@@ -123,7 +124,7 @@ def test_a_chat_is_answered_from_its_token_ids(reference: Reference, server: Ser
 def test_without_a_plan_the_answer_is_computed_in_full_mode(
     reference: Reference, server: Server
 ) -> None:
-    case = reference.case(5)
+    case = reference.case(23)
     asked = body(case)
     del asked["kv_transfer_params"]
     response = server.post(COMPLETIONS, asked)
@@ -148,7 +149,7 @@ def test_an_entry_that_is_damaged_behind_its_head_is_encoded_anew(
 def test_many_clients_with_common_passages_are_all_answered_rightly(
     reference: Reference, server: Server
 ) -> None:
-    cases = [reference.case(20 + place % 4, records=2) for place in range(16)]
+    cases = [reference.case(16 + place % 4, records=3) for place in range(16)]
     with ThreadPoolExecutor(16) as threads:
         said = [*threads.map(lambda case: answered(server.post(COMPLETIONS, body(case))), cases)]
     assert [tokens for tokens, _ in said] == [reference.answer(case) for case in cases]
@@ -191,7 +192,7 @@ def test_tenants_do_not_find_each_others_blocks(
         ({"kv_transfer_params": {"blockattn": {"v": 1}}}, "no field 'op'"),
         (
             {"kv_transfer_params": {"blockattn": {"v": 1, "op": "encode", "lengths": [1]}}},
-            "takes op='complete'",
+            "with op='complete'",
         ),
     ],
 )

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 from vllm import SamplingParams
 
 from blockattn_rag.errors import MissError, ServingError, StoreError
+from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.serving.config import ServingConfig
 from blockattn_rag.serving.profile import ModelProfile
 from blockattn_rag.serving.protocol import BlockId, BlockPlan, block_keys
+from blockattn_rag.serving.shares import Share
 from blockattn_rag.store.base import KVStore, get_or_error, touch
 from blockattn_rag.store.tier import is_damage
 
@@ -79,6 +81,7 @@ class BlockEnsurer:
         self._config = config
         self._profile = profile
         self._secret = config.tenant_secret
+        self._outline = Share.of(profile).token_outline(profile)
         self._flights: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="blockattn-rag-ensure")
@@ -175,8 +178,12 @@ class BlockEnsurer:
             if isinstance(found, StoreError):
                 if not is_damage(found):
                     raise found
-            elif found is not None and tuple(found.token_ids.tolist()) == block.ids:
+            elif found is not None and self._fits(found, block):
                 return True
             if found is not None and key == block.key and not self._config.read_only:
                 self._home.delete(key)
         return False
+
+    def _fits(self, kv: BlockKV, block: BlockId) -> bool:
+        """Whether a loader would take an entry for the block."""
+        return tuple(kv.token_ids.tolist()) == block.ids and kv.token_outline == self._outline

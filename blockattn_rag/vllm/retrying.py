@@ -93,6 +93,9 @@ class RetryingClient:
             yield _marked(output, ticket)
 
 
+_WHOLE = ("stop", "length")
+
+
 def _failed(output: Any) -> bool:
     return any(one.finish_reason == "error" for one in output.outputs)
 
@@ -105,6 +108,6 @@ def _marked(output: Any, ticket: Ticket) -> Any:
             served, encoded=ticket.encoded, encoded_tokens=ticket.encoded_tokens
         ).to_dict()
         output.kv_transfer_params = ticket.marker
-    elif output.finished and ticket.marker is None:
+    elif ticket.marker is None and any(one.finish_reason in _WHOLE for one in output.outputs):
         raise ProtocolError("the engine answered without a word of blocks: is the connector there?")
     return output

@@ -189,7 +189,7 @@ class WorkerSide:
         """Write to the slots past what is computed: those before may be others' as well."""
         device = self._pages[0].device
         placed = [
-            PlacedBlock(kv.to(device), one.start, one.start)
+            PlacedBlock(_on(device, kv), one.start, one.start)
             for one, kv in zip(wanted, blocks, strict=True)
         ]
         skipped = order.computed - wanted[0].start  # tokens of the first block, if any
@@ -217,6 +217,15 @@ class WorkerSide:
         starts = torch.tensor(pages, dtype=torch.int64, device=device) * self._page_tokens
         places = torch.arange(self._page_tokens, device=device)
         return (starts[:, None] + places).flatten()[:tokens]
+
+
+def _on(device: torch.device, kv: BlockKV) -> BlockKV:
+    """A block on the device of the pages. Where that is a GPU, the copy is ordered with all that
+    the worker's thread gives it to do, and the thread goes on."""
+    if kv.device == device:
+        return kv
+    layers = [kv.tensors(layer) for layer in range(kv.num_layers)]
+    return kv.with_tensors([[t.to(device, non_blocking=True) for t in layer] for layer in layers])
 
 
 def _range(indices: Sequence[int], ranks: int) -> range:

@@ -1,0 +1,113 @@
+"""Blocks are encoded once for all who need them, and not on servers that only read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from blockattn_rag.errors import MissError, ServingError
+from blockattn_rag.serving.config import ServingConfig
+from blockattn_rag.serving.protocol import parse_plan
+from blockattn_rag.store import DirectoryStore
+from blockattn_rag.vllm.ensure import BlockEnsurer, Encodable, encodables
+from blockattn_rag.vllm.service import Service
+from tests_vllm.reference import Reference
+
+
+class Client:
+    """An engine that stores what it encodes, or ends requests for another reason."""
+
+    def __init__(self, reference: Reference, store: DirectoryStore, reason: str = "length") -> None:
+        self.reference, self.store, self.reason = reference, store, reason
+        self.asked: list[list[int]] = []
+
+    async def generate(
+        self, prompt: dict[str, list[int]], sampling: Any, request_id: str
+    ) -> AsyncGenerator[Any, None]:
+        ids = prompt["prompt_token_ids"]
+        assert parse_plan(sampling.extra_args["kv_transfer_params"], len(ids)) is not None
+        self.asked.append(ids)
+        await asyncio.sleep(0.05)
+        if self.reason == "length":
+            self.store.put(self.reference.key(ids), self.reference.encoded(ids))
+        yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=self.reason)])
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore(tmp_path / "kv")
+
+
+def ensurer_of(client: Client, **options: Any) -> BlockEnsurer:
+    reference = client.reference
+    config = ServingConfig.parse(reference.options(store=str(client.store.path), **options))
+    return BlockEnsurer(client, client.store, config, reference.profile)
+
+
+def blocks_of(reference: Reference) -> list[Encodable]:
+    blocks = reference.case(1).blocks
+    return encodables([*blocks, blocks[1]], "", reference.profile, opens_prompt=True)
+
+
+def test_a_block_is_encoded_once_for_all_who_ask(
+    reference: Reference, store: DirectoryStore
+) -> None:
+    client = Client(reference, store)
+    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+
+    async def all_at_once() -> list[list[bool]]:
+        return await asyncio.gather(*(ensurer.ensure(blocks) for _ in range(4)))
+
+    assert asyncio.run(all_at_once()) == [[True] * len(blocks)] * 4
+    assert len(client.asked) == len(blocks) - 1
+    assert asyncio.run(ensurer_of(client).ensure(blocks)) == [False] * len(blocks)
+
+
+def test_who_goes_away_does_not_take_the_block_from_others(
+    reference: Reference, store: DirectoryStore
+) -> None:
+    client = Client(reference, store)
+    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+
+    async def one_leaves() -> list[bool]:
+        first = asyncio.create_task(ensurer.ensure(blocks))
+        while not client.asked:
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(ensurer.ensure(blocks))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        return await second
+
+    assert asyncio.run(one_leaves()) == [True] * len(blocks)
+    assert len(client.asked) == len(blocks) - 1
+
+
+def test_a_server_that_only_reads_says_what_is_missing(
+    reference: Reference, store: DirectoryStore
+) -> None:
+    client = Client(reference, store)
+    blocks = blocks_of(reference)
+    with pytest.raises(MissError, match=f"{len(blocks) - 1} of {len(blocks)} blocks"):
+        asyncio.run(ensurer_of(client, read_only=True).ensure(blocks))
+    assert client.asked == []
+
+
+def test_a_block_that_the_engine_fails_to_encode_is_told(
+    reference: Reference, store: DirectoryStore
+) -> None:
+    client = Client(reference, store, reason="error")
+    with pytest.raises(ServingError, match="ended by 'error'"):
+        asyncio.run(ensurer_of(client).ensure(blocks_of(reference)))
+
+
+@pytest.mark.parametrize("connector", [None, "NixlConnector", "MultiConnector"])
+def test_the_endpoints_need_the_connector(connector: str | None) -> None:
+    transfer = connector and SimpleNamespace(kv_connector=connector)
+    client = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer))
+    with pytest.raises(ServingError, match="needs the connector BlockAttentionConnector"):
+        Service.of(client, SimpleNamespace())

@@ -1,0 +1,60 @@
+"""A server whose context blocks but the first are encoded after a sink, which is not stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from blockattn_rag.model.profile import profile_of
+from blockattn_rag.serving.profile import ModelProfile
+from blockattn_rag.serving.protocol import BlockPlan
+from blockattn_rag.store import DirectoryStore
+from tests_vllm.engines import Engine
+from tests_vllm.reference import Reference
+
+SINK = "head:4"
+
+
+@pytest.fixture(scope="module")
+def profile(reference: Reference) -> ModelProfile:
+    return profile_of(reference.model, SINK)
+
+
+@pytest.fixture(scope="module")
+def engine(reference: Reference, profile: ModelProfile) -> Iterator[Engine]:
+    path = reference.folder / "sink.json"
+    profile.write(path)
+    engine = Engine(reference.options(profile=str(path)))
+    yield engine
+    engine.close()
+
+
+def test_blocks_are_encoded_after_the_sink_and_read_without_it(
+    reference: Reference, engine: Engine, profile: ModelProfile
+) -> None:
+    case = reference.case(12)
+    sink = list(profile.sink_ids)
+    prompts = [case.blocks[0], *([*sink, *block] for block in case.blocks[1:])]
+    plans = [BlockPlan("encode", (length,)).to_dict() for length in case.lengths]
+    engine.ask_all([*zip(prompts, plans, strict=True)], max_tokens=1)
+    keys = [reference.key(block, sink_ids=sink) for block in case.blocks[1:]]
+    store, until = DirectoryStore(reference.store), time.monotonic() + 30
+    while not all(key in store for key in keys) and time.monotonic() < until:
+        time.sleep(0.05)
+    for key, block in zip(keys, case.blocks[1:], strict=True):
+        kv, own = store.get(key), reference.encoded(block, sink)
+        assert kv is not None
+        for found, expected in zip((*kv.keys, *kv.values), (*own.keys, *own.values), strict=True):
+            assert float((found - expected).abs().max()) < 1e-4
+    assert engine.block(case).tokens == reference.answer(case, sink=SINK)
+
+
+def test_a_block_after_anything_else_is_refused(
+    reference: Reference, engine: Engine, profile: ModelProfile
+) -> None:
+    block = reference.case(13).blocks[1]
+    plan = BlockPlan("encode", (len(block),)).to_dict()
+    assert engine.ask([5, 6, 7, 8, *block], plan, max_tokens=1).reason == "error"
+    assert engine.ask([*profile.sink_ids, *block], plan, max_tokens=1).reason == "length"
