@@ -65,6 +65,10 @@ class HangupError(Exception):
     """The server ends the connection."""
 
 
+class EndError(Exception):
+    """The server ends its stream as if it were whole."""
+
+
 Fault = Callable[[int], None]
 """Called before each token of an answer with how many went before; raises what goes wrong."""
 
@@ -129,6 +133,7 @@ class FakeServer:
         """What goes wrong with the next requests, in their order, that to INFO aside."""
         self.marker: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda told: told
         """What becomes of the figures of an answer in block mode."""
+        self.sees_stops = True
         self.at_once = self.most_at_once = 0
         self.left = threading.Event()
         """Set when a client has left a stream."""
@@ -197,6 +202,8 @@ class FakeServer:
             raise RefusalError(400, f"unknown fields {sorted(unknown)}")
         assert body.keys() >= _REQUIRED, body.keys()
         self._check_model(body["model"])
+        if not -(1 << 63) <= body.get("seed", 0) < 1 << 63:
+            raise RefusalError(400, "seed is no number of 64 bits with a sign")
         ids, told = body["prompt"], body.get("kv_transfer_params")
         assert ids
         assert all(type(one) is int for one in ids)
@@ -226,7 +233,8 @@ class FakeServer:
         """Write tokens as they come; why the answer ended."""
         sampling = _sampling(body)
         # As vLLM, which looks for them in the text alone.
-        text = Detokenizer(self.model.tokenizer.tokenizer, body.get("stop", ()))
+        stop = body.get("stop", ()) if self.sees_stops else ()
+        text = Detokenizer(self.model.tokenizer.tokenizer, stop)
         made: list[int] = []
         errors: list[Exception] = []
 
@@ -372,6 +380,8 @@ class Handler(BaseHTTPRequestHandler):
                     self.end_events()
                 else:
                     self.send_json(error.status, error.body, error.headers)
+            except EndError:
+                self.wfile.write(b"0\r\n\r\n")
             except HangupError:
                 self.close_connection = True
             except OSError:

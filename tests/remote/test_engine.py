@@ -21,7 +21,7 @@ from blockattn_rag.serving.endpoint import COMPLETIONS, ENCODE, INFO
 from tests.holding import LONGEST_S
 from tests.models import tiny_tokenizer
 from tests.remote.conftest import Serve
-from tests.remote.fake_server import FakeServer, HangupError, RefusalError, fault
+from tests.remote.fake_server import EndError, FakeServer, HangupError, RefusalError, fault
 
 A, B, Q = "Halden Tower is 214 metres tall.", "It was built in 1931.", "How tall?"
 NEW = 8
@@ -89,6 +89,18 @@ def test_an_answer_ends_at_a_stop_string_which_is_no_part_of_it(
     assert found.text == whole.text[: whole.text.find(stop)]
     assert found.finish_reason == "stop"
     assert len(found.token_ids) < 30
+
+
+def test_a_server_that_overlooks_a_stop_string_changes_nothing(
+    server: FakeServer, engine: RemoteEngine
+) -> None:
+    options: dict[str, Any] = {"temperature": 2.0, "seed": 3, "max_new_tokens": 30}
+    whole = engine.generate([A, Q], **options)
+    expected = engine.generate([A, Q], **options, stop=[whole.text[4:6]])
+    server.sees_stops = False
+    found = engine.generate([A, Q], **options, stop=[whole.text[4:6]])
+    assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+    assert found.finish_reason == expected.finish_reason == "stop"
 
 
 def joined(chunks: list[GenerationChunk]) -> str:
@@ -216,7 +228,9 @@ def test_a_failure_before_the_first_token_is_tried_once_more(
     assert len(server.bodies(INFO)) == 2  # it may be another server by then
 
 
-@pytest.mark.parametrize("error", [RefusalError(500, "Internal server error"), HangupError()])
+@pytest.mark.parametrize(
+    "error", [RefusalError(500, "Internal server error"), HangupError(), EndError()]
+)
 def test_a_failure_after_the_first_token_is_told_and_not_tried_again(
     server: FakeServer, engine: RemoteEngine, error: Exception
 ) -> None:
