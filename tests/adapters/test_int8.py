@@ -7,6 +7,7 @@ import json
 from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.llama_index import BlockAttentionLLM
 from blockattn_rag.store import MemoryStore
+from tests.engines import local
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
 
@@ -14,8 +15,8 @@ def test_it_reaches_the_engine_and_comes_back_with_the_state() -> None:
     arguments = {"kv_dtype": "int8"}
     model, tokenizer, store = shared_tiny_llama(), tiny_tokenizer(), MemoryStore(1 << 20)
     source = EngineSource(None, model, tokenizer, store, "auto", arguments)
-    assert source.engine.kv_dtype == "int8"
+    assert local(source.engine).kv_dtype == "int8"
     assert source.fields()["model_kwargs"] == arguments
     named = BlockAttentionLLM(model_name="bundled", model_kwargs=arguments)
     state = json.loads(named.to_json())
-    assert BlockAttentionLLM.from_dict(state).engine.kv_dtype == "int8"
+    assert local(BlockAttentionLLM.from_dict(state).engine).kv_dtype == "int8"

@@ -13,6 +13,7 @@ from blockattn_rag.llama_index import BlockKVTransform
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
 from blockattn_rag.store.namespaces import Access
+from tests.engines import local
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
 
@@ -31,7 +32,7 @@ def test_arguments_for_loading_reach_the_engine(store: MemoryStore) -> None:
         "namespace": "one", "read_namespaces": ["public"], "read_only": True,
     }  # fmt: skip
     source = EngineSource(None, shared_tiny_llama(), tiny_tokenizer(), store, "auto", arguments)
-    access = source.engine.access
+    access = local(source.engine).access
     assert access == Access("one", ("public",), read_only=True)
 
 

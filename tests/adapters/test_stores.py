@@ -27,6 +27,7 @@ from blockattn_rag.llama_index import (
     configure,
 )
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, ObjectStore, RedisStore
+from tests.engines import local
 
 TEXT = "The height of Halden Tower is 214 metres."
 QUESTION = "What is the height of Halden Tower?"
@@ -50,8 +51,8 @@ def test_llama_index_answers_the_same_over_every_store(place: tuple[str, type[KV
     llm = BlockAttentionLLM(model_name="bundled", kv_store=place[0])
     configure(llm)
     nodes = BlockKVTransform(llm=llm)([Document(text=TEXT)])
-    assert isinstance(llm.engine.store, place[1])
-    assert llm.engine.store.stats().entries >= 1
+    assert isinstance(local(llm.engine).store, place[1])
+    assert local(llm.engine).store.stats().entries >= 1
     index = VectorStoreIndex(nodes, embed_model=HashingEmbedding())
     steps = [BlockKVPrefetch(llm=llm), BlockKVPostprocessor()]
     asked = index.as_query_engine(llm=llm, node_postprocessors=steps)
@@ -63,7 +64,7 @@ def test_langchain_over_chroma_answers_the_same_over_every_store(
 ) -> None:
     chat = ChatBlockAttention(model="bundled", kv_store=place[0])
     documents = BlockKVTransformer(llm=chat).transform_documents([LangChainDocument(TEXT)])
-    assert isinstance(chat.engine.store, place[1])
+    assert isinstance(local(chat.engine).store, place[1])
     retriever = Chroma.from_documents(
         list(documents), HashingEmbeddings(), collection_name=place[1].__name__
     ).as_retriever(search_kwargs={"k": 1})
