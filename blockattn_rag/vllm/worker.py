@@ -90,9 +90,8 @@ class WorkerSide:
         # Draft layers of speculative decoding come after the model's own.
         indices = sorted(index for index in by_index if index < profile.num_layers)
         pipe, group = get_pp_group(), get_tp_group()
-        share = Share.of(
-            profile, group.rank_in_group, group.world_size, _range(indices, pipe.world_size)
-        )
+        own = _own_layers(indices, pipe.world_size, profile.num_layers)
+        share = Share.of(profile, group.rank_in_group, group.world_size, own)
         self._share = share
         self._pages = [LayerPages(by_index[index]) for index in indices]
         for index, pages in zip(indices, self._pages, strict=True):
@@ -192,14 +191,13 @@ class WorkerSide:
             PlacedBlock(_on(device, kv), one.start, one.start)
             for one, kv in zip(wanted, blocks, strict=True)
         ]
-        skipped = order.computed - wanted[0].start  # tokens of the first block, if any
-        slots = self._slots(order.pages, order.plan.context_tokens)
-        slots = slots[max(order.computed, wanted[0].start) :]
+        skipped = order.computed - wanted[0].start  # tokens of the first one
+        slots = self._slots(order.pages, order.plan.context_tokens)[order.computed :]
         angles: Angles = {}
         for index, pages in enumerate(self._pages):
             layout = self._profile.layouts[self._share.layers[index]]
             keys, values = joined_states(placed, index, layout, angles)
-            pages.write(keys[:, max(skipped, 0) :], values[:, max(skipped, 0) :], slots)
+            pages.write(keys[:, skipped:], values[:, skipped:], slots)
 
     def _save(self, save: Save) -> None:
         if self._saver is None:
@@ -228,10 +226,10 @@ def _on(device: torch.device, kv: BlockKV) -> BlockKV:
     return kv.with_tensors([[t.to(device, non_blocking=True) for t in layer] for layer in layers])
 
 
-def _range(indices: Sequence[int], ranks: int) -> range:
-    """The layers of a rank, which follow each other."""
+def _own_layers(indices: Sequence[int], ranks: int, num_layers: int) -> range:
+    """The layers of a pipeline-parallel rank, which follow each other: of a single one, all."""
     found = range(indices[0], indices[-1] + 1) if indices else range(0)
-    if list(found) != list(indices) or (ranks == 1 and found.start != 0):
+    if list(found) != list(indices) or (ranks == 1 and len(found) != num_layers):
         raise ServingError(
             f"found attention layers {list(indices)}, expected all from a first to a last one: "
             "the model has layers without keys and values, which block mode does not know"
