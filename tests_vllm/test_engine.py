@@ -118,7 +118,7 @@ def test_many_requests_at_once_share_what_they_may(reference: Reference, engine:
     assert [said.tokens for said in engine.ask_all(asked)] == expected
 
 
-def test_a_request_that_lost_its_pages_loads_them_again(
+def test_a_request_that_had_to_make_room_goes_on_as_it_was(
     reference: Reference, engine: Engine
 ) -> None:
     cases = [reference.telling(place) for place in range(4)]
