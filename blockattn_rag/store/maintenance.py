@@ -134,6 +134,9 @@ def gc(
     as that long ago. What is deleted although someone needs it costs one computation, never an
     answer.
 
+    Entries without a handle, which a server has encoded (``serving``), are not among those that
+    are referred to or not: they go by ``ttl_s`` alone.
+
     An object store knows no use but writing (``ObjectStore``): there, an old entry that an
     ingestion found present and refers to only after ``live_handles`` were read may go.
 
@@ -165,7 +168,8 @@ def gc(
                 return _Verdict(key)
             if namespaces is not None and not is_of(info.namespace, namespaces):
                 return _Verdict(key, other=True)
-            live = live_handles is None or info.handle in live_handles
+            # A server encodes tokens, and does not know of which passage they are.
+            live = live_handles is None or not info.handle or info.handle in live_handles
             live = live and fingerprint in (None, info.fingerprint)
             expired = ttl_s is not None and info.age_s >= ttl_s
             if live and not expired:

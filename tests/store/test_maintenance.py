@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -235,6 +236,15 @@ def test_entries_of_namespaces_that_are_not_judged_are_left_alone(store: Directo
     assert (report.other, report.deleted.count) == (4 + 2, 2)
     assert gc(store, set(), grace_s=0, namespaces={""}).deleted.count == 4
     assert gc(store, set(), grace_s=0).deleted.count == 2
+
+
+def test_entries_without_a_handle_go_by_their_age_alone(store: DirectoryStore) -> None:
+    unnamed = replace(make_kv("of a server"), handle="")
+    store.put(key_of(unnamed), unnamed)
+    make_old(store.entry_path(key_of(unnamed)))
+    assert (gc(store, set()).kept, list(store.keys())) == (1, [key_of(unnamed)])
+    assert gc(store, set(), ttl_s=2 * DAY_S).kept == 1
+    assert gc(store, set(), ttl_s=DAY_S / 2).deleted.count == 1
 
 
 def test_gc_removes_old_leftovers_and_leaves_new_ones(store: DirectoryStore) -> None:
