@@ -306,7 +306,7 @@ def test_a_bucket_that_is_not_there_is_an_error_when_it_is_written_or_listed(s3:
 
 
 def test_an_address_that_means_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot open a store at s3:"):
+    with pytest.raises(ValueError, match="found no bucket in s3:"):
         ObjectStore("s3://")
 
 
