@@ -222,7 +222,11 @@ def probe_states(
         hf_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         raise _refusal(hf_model, f"it cannot run {tokens} tokens at {offset}: {error}") from error
-    return [(keys[0], values[0]) for keys, values in layer_states(cache)]
+    states = layer_states(cache)
+    if any(keys is None or values is None for keys, values in states):
+        # As some releases of transformers have it; in others its cache has no such layer.
+        raise _refusal(hf_model, "some layers keep a state of another kind than keys and values")
+    return [(keys[0], values[0]) for keys, values in states]
 
 
 def check_ready(hf_model: PreTrainedModel) -> None:

@@ -100,7 +100,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mamba": ("mamba", {}, _STATE),
     "jamba": ("jamba", {}, _STATE),
     "qwen3_next": ("qwen3_next", {}, _STATE),
-    "recurrent_gemma": ("recurrent_gemma", {}, _STATE),
+    # In transformers 5.19 its cache has a layer for it as for others.
+    "recurrent_gemma": ("recurrent_gemma", {}, f"{_STATE}|keep a state of another kind"),
     "llama4": (
         "llama4_text",
         {

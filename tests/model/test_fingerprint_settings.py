@@ -383,7 +383,8 @@ def recorded(model: Any) -> Any:
 
 
 def to_be_trained(model: Any) -> Any:
-    model.activation_checkpointing_enable()
+    renamed = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.20
+    (renamed or model.gradient_checkpointing_enable)()
     return model
 
 
