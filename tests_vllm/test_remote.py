@@ -57,6 +57,23 @@ def test_answers_and_counts_are_those_of_the_local_engine(
     assert found.stats.misses == 0
 
 
+@pytest.mark.parametrize("mode", ["block", "full"])
+def test_stop_strings_end_answers_where_they_do_here(
+    reference: Reference, engine: RemoteEngine, local: BlockAttentionEngine, mode: str
+) -> None:
+    texts = list(reference.case(15).texts)
+    options: dict[str, Any] = {"mode": mode, "max_new_tokens": 24}
+    whole = local.generate(texts, **options)
+    options["stop"] = [whole.text[12:16]]
+    for _ in range(2):
+        found, expected = engine.generate(texts, **options), local.generate(texts, **options)
+        assert (found.text, found.token_ids) == (whole.text[:12], expected.token_ids)
+        assert found.finish_reason == "stop"
+    counts = [getattr(found.stats, name) for name in NAMES]
+    assert counts == [getattr(expected.stats, name) for name in NAMES]
+    assert "".join(one.text for one in engine.stream(texts, **options)) == expected.text
+
+
 def test_streams_and_seeds_do_as_here(
     reference: Reference, engine: RemoteEngine, local: BlockAttentionEngine
 ) -> None:

@@ -11,23 +11,35 @@ import pytest
 from vllm.exceptions import RetryableRequestError
 
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.serving.protocol import ServedBlocks
+from blockattn_rag.serving.protocol import BlockPlan, ServedBlocks
 from blockattn_rag.vllm.retrying import CURRENT, RetryingClient, Ticket
 from tests_vllm.engines import sampling_of
 
+PLAN = BlockPlan("complete", (4, 5))
 MARKER = ServedBlocks(blocks=2, loaded_tokens=9, local_tokens=0).to_dict()
-TOKEN = SimpleNamespace(
-    outputs=[SimpleNamespace(finish_reason=None)], finished=False, kv_transfer_params=None
-)
-LOST = SimpleNamespace(
-    outputs=[SimpleNamespace(finish_reason="error")], finished=True, kv_transfer_params=None
-)
+
+
+def output(
+    finish_reason: str | None = None,
+    marker: dict[str, Any] | None = None,
+    *,
+    stop_reason: str | int | None = None,
+    cached: int = 9,
+    finished: bool | None = None,
+) -> Any:
+    return SimpleNamespace(
+        outputs=[SimpleNamespace(finish_reason=finish_reason, stop_reason=stop_reason)],
+        finished=finish_reason is not None if finished is None else finished,
+        kv_transfer_params=marker,
+        num_cached_tokens=cached,
+    )
+
+
+TOKEN, LOST = output(), output("error")
 
 
 def end(marker: dict[str, Any] | None = MARKER) -> Any:
-    return SimpleNamespace(
-        outputs=[SimpleNamespace(finish_reason="stop")], finished=True, kv_transfer_params=marker
-    )
+    return output("stop", marker)
 
 
 class Client:
@@ -60,7 +72,7 @@ async def _one_encoded() -> tuple[int, int]:
 
 def test_blocks_that_were_lost_are_encoded_and_the_request_asked_anew() -> None:
     client = Client([LOST], [TOKEN, end()])
-    ticket = Ticket(_one_encoded)
+    ticket = Ticket(PLAN, _one_encoded)
     said = asked(client, ticket)
     assert client.ids == ["r", "r-again"]
     served = ServedBlocks.from_dict(said[-1].kv_transfer_params)
@@ -71,19 +83,44 @@ def test_blocks_that_were_lost_are_encoded_and_the_request_asked_anew() -> None:
 def test_there_is_no_third_try() -> None:
     client = Client([LOST], [LOST])
     with pytest.raises(RetryableRequestError, match="could not be loaded"):
-        asked(client, Ticket(_one_encoded))
+        asked(client, Ticket(PLAN, _one_encoded))
     assert len(client.ids) == 2
 
 
 def test_once_a_token_was_sent_an_error_is_passed_on() -> None:
     client = Client([TOKEN, LOST])
-    assert asked(client, Ticket(_one_encoded))[-1] is LOST
+    assert asked(client, Ticket(PLAN, _one_encoded))[-1] is LOST
     assert client.ids == ["r"]
 
 
 def test_an_answer_without_a_word_of_blocks_is_an_error() -> None:
     with pytest.raises(ProtocolError, match="without a word of blocks"):
-        asked(Client([end(None)]), Ticket(_one_encoded))
+        asked(Client([end(None)]), Ticket(PLAN, _one_encoded))
+
+
+def test_an_answer_that_a_stop_string_ends_is_told_of_without_the_engine() -> None:
+    ticket = Ticket(PLAN, _one_encoded)
+    said = asked(Client([LOST], [TOKEN, output("stop", stop_reason="\n")]), ticket)
+    expected = ServedBlocks(2, 0, 0, encoded=1, encoded_tokens=7, cut_short=True)
+    assert ServedBlocks.from_dict(said[-1].kv_transfer_params) == expected
+    assert ticket.marker == expected.to_dict()
+
+
+def test_a_stop_string_does_not_hide_that_blocks_were_computed_anew() -> None:
+    with pytest.raises(ProtocolError, match="without a word of blocks"):
+        asked(Client([output("stop", stop_reason="\n", cached=8)]), Ticket(PLAN, _one_encoded))
+
+
+def test_a_stop_token_is_the_engines_matter() -> None:
+    with pytest.raises(ProtocolError, match="without a word of blocks"):
+        asked(Client([output("stop", stop_reason=2)]), Ticket(PLAN, _one_encoded))
+
+
+def test_of_several_answers_the_last_to_end_tells_of_blocks() -> None:
+    ticket = Ticket(PLAN, _one_encoded)
+    first, last = output("stop", finished=False), end()
+    assert asked(Client([first, last]), ticket)[-1].kv_transfer_params == MARKER
+    assert first.kv_transfer_params is None
 
 
 def test_requests_of_full_mode_are_left_alone() -> None:

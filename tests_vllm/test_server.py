@@ -96,6 +96,38 @@ def test_a_stream_tells_of_blocks_at_its_end_and_of_usage(
     assert events[-1]["usage"]["prompt_tokens"] == len(case.ids)
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT_COMPLETIONS])
+def test_an_answer_that_a_stop_string_ends_tells_of_its_blocks(
+    reference: Reference, server: Server, path: str
+) -> None:
+    case = reference.case(9)
+    whole = reference.answer(case)
+    text = reference.model.tokenizer.tokenizer.decode(whole)
+    asked = body(case, min_tokens=0, stop=[text[12:16]])
+    if path == CHAT_COMPLETIONS:
+        asked["messages"] = [{"role": "user", "content": "not used"}]
+        asked["kv_transfer_params"] = {"prompt_token_ids": asked.pop("prompt"), **case.params}
+    tokens, served = answered(server.post(path, asked))
+    assert tokens == whole[: len(tokens)]
+    assert 0 < len(tokens) < len(whole)
+    assert (served.blocks, served.cut_short) == (len(case.lengths), True)
+    events = [*server.events(path, asked)]
+    (told,) = [one["kv_transfer_params"] for one in events if one.get("kv_transfer_params")]
+    choices = [choice for one in events for choice in one["choices"]]
+    assert [id_ for one in choices for id_ in one.get("token_ids") or ()] == tokens
+    assert ServedBlocks.from_dict(told) == ServedBlocks(len(case.lengths), 0, 0, cut_short=True)
+
+
+def test_a_context_that_is_in_the_engine_counts_as_local(
+    reference: Reference, server: Server
+) -> None:
+    case = reference.case(5)
+    long = reference.case_of((*case.texts[:-1], "And" + " a" * 300 + case.texts[-1]))
+    for _ in range(2):
+        _, served = answered(server.post(COMPLETIONS, body(long)))
+    assert (served.loaded_tokens, served.local_tokens) == (0, sum(long.lengths))
+
+
 def test_a_stream_that_is_left_early_leaves_no_page_behind(
     reference: Reference, server: Server
 ) -> None:

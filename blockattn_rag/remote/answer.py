@@ -102,7 +102,9 @@ class ComingAnswer:
             total = computed + sum(prompt.lengths)
             return ReuseStats(self._mode, computed_tokens=total)
         served = ServedBlocks.from_dict(self._said)
-        tokens = served.loaded_tokens + served.local_tokens
+        tokens = sum(prompt.lengths)
+        if not served.cut_short:
+            tokens = served.loaded_tokens + served.local_tokens
         if (served.blocks, tokens) != (len(prompt.lengths), sum(prompt.lengths)):
             raise ProtocolError(
                 f"the server answered from {served.blocks} blocks of {tokens} tokens, asked for "

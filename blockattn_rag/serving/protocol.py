@@ -228,6 +228,9 @@ class ServedBlocks:
         encoded_tokens: their tokens.
         fetch_s: seconds from asking the stores until all blocks were there.
         int8_blocks: blocks that came quantised.
+        cut_short: a stop string ended the answer before the engine itself did, which then tells
+            nothing: ``loaded_tokens``, ``local_tokens``, ``fetch_s`` and ``int8_blocks`` are 0, as
+            they are not known.
 
     Raises:
         ProtocolError: a figure is none.
@@ -240,10 +243,18 @@ class ServedBlocks:
     encoded_tokens: int = 0
     fetch_s: float = 0.0
     int8_blocks: int = 0
+    cut_short: bool = False
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
             whole(getattr(self, name), name)
+        if type(self.cut_short) is not bool:
+            raise ProtocolError(f"cut_short must be true or false, found {shown(self.cut_short)}")
+        if self.cut_short and any(getattr(self, name) for name in _TOLD_BY_ENGINE):
+            raise ProtocolError(
+                f"found cut_short and figures that are unknown then; {', '.join(_TOLD_BY_ENGINE)} "
+                "must be 0"
+            )
         if self.encoded_tokens < self.encoded or (self.encoded_tokens and not self.encoded):
             raise ProtocolError(
                 f"found {self.encoded} encoded blocks of {self.encoded_tokens} tokens together, "
@@ -253,7 +264,7 @@ class ServedBlocks:
 
     def to_dict(self) -> dict[str, Any]:
         """``kv_transfer_params`` of the answer."""
-        figures = {name: getattr(self, name) for name in (*_COUNTS, "fetch_s")}
+        figures = {name: getattr(self, name) for name in _FIGURES}
         return {FIELD: {"v": VERSION, "mode": "block", **figures}}
 
     @classmethod
@@ -271,16 +282,18 @@ class ServedBlocks:
                 f"{shown(told)}: it was not computed in block mode. Is the connector of this "
                 "package configured there?"
             )
-        fields = record(told[FIELD], FIELD, ("v", "mode", *_COUNTS, "fetch_s"))
+        fields = record(told[FIELD], FIELD, ("v", "mode", *_FIGURES))
         check_version(fields["v"])
         one_of(fields["mode"], "mode", ("block",))
-        return cls(**{name: fields[name] for name in (*_COUNTS, "fetch_s")})
+        return cls(**{name: fields[name] for name in _FIGURES})
 
 
 _COUNTS = (
     *("blocks", "loaded_tokens", "local_tokens"),
     *("encoded", "encoded_tokens", "int8_blocks"),
 )
+_FIGURES = (*_COUNTS, "fetch_s", "cut_short")
+_TOLD_BY_ENGINE = ("loaded_tokens", "local_tokens", "fetch_s", "int8_blocks")
 
 
 def _check_fits(plan: BlockPlan, num_prompt_tokens: int) -> None:
@@ -304,5 +317,5 @@ def _check_mac(plan: BlockPlan, mac: object, secret: str | None) -> None:
     if secret is None or not hmac.compare_digest(found, _mac(plan, secret)):
         raise ProtocolError(
             "a request may not name its namespace: the server's own endpoint does, and proves it "
-            "by the server's tenant_secret"
+            "by the secret that tenant_secret_env names in the connector's options"
         )

@@ -17,7 +17,7 @@ from blockattn_rag.serving.loader import LoaderStats
 from blockattn_rag.store.tier import TierStats
 
 PLAIN = {
-    "answers": "Requests answered in block mode.",
+    "answers": "Requests answered in block mode, but for those that a stop string ended.",
     "refused": "Requests in block mode that were refused by the engine.",
     "loaded_tokens": "Context tokens whose keys and values were loaded, of answered requests.",
     "local_tokens": "Context tokens found in the engine's own cache, of answered requests.",

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.exceptions import RetryableRequestError
 
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.serving.protocol import FIELD, ServedBlocks
+from blockattn_rag.serving.protocol import FIELD, BlockPlan, ServedBlocks
 
 
 @dataclass(slots=True)
@@ -18,12 +18,14 @@ class Ticket:
     """A request in block mode on its way through vLLM's handlers.
 
     Args:
+        plan: how its prompt is cut.
         ensure_again: have all its blocks stored, looking at each closely; returns how many were
             encoded, and their tokens.
         encoded: blocks that were encoded for it, and ``encoded_tokens``.
         marker: what its answer says of its blocks, as soon as that is known.
     """
 
+    plan: BlockPlan
     ensure_again: Callable[[], Awaitable[tuple[int, int]]]
     encoded: int = 0
     encoded_tokens: int = 0
@@ -101,13 +103,28 @@ def _failed(output: Any) -> bool:
 
 
 def _marked(output: Any, ticket: Ticket) -> Any:
-    """An output whose marker, if it has one, also tells what was encoded beforehand."""
-    if output.kv_transfer_params and FIELD in output.kv_transfer_params:
-        served = ServedBlocks.from_dict(output.kv_transfer_params)
+    """An output that also tells, where it ends an answer, what became of the prompt's blocks."""
+    served = _served(output, ticket.plan)
+    if served is not None:
         ticket.marker = replace(
             served, encoded=ticket.encoded, encoded_tokens=ticket.encoded_tokens
         ).to_dict()
         output.kv_transfer_params = ticket.marker
-    elif ticket.marker is None and any(one.finish_reason in _WHOLE for one in output.outputs):
-        raise ProtocolError("the engine answered without a word of blocks: is the connector there?")
     return output
+
+
+def _served(output: Any, plan: BlockPlan) -> ServedBlocks | None:
+    """What an output says of blocks; None if more outputs follow, or the answer was broken off.
+
+    The engine says it with the last token. It does not where a stop string ends the answer: vLLM
+    finds these where it makes text, in this process, and then breaks the engine's request off. Its
+    tokens that were not computed tell then that the blocks were there.
+    """
+    if output.kv_transfer_params and FIELD in output.kv_transfer_params:
+        return ServedBlocks.from_dict(output.kv_transfer_params)
+    if not (output.finished and any(one.finish_reason in _WHOLE for one in output.outputs)):
+        return None
+    is_stopped_here = any(isinstance(one.stop_reason, str) for one in output.outputs)
+    if is_stopped_here and (output.num_cached_tokens or 0) >= plan.context_tokens:
+        return ServedBlocks(len(plan.lengths), 0, 0, cut_short=True)
+    raise ProtocolError("the engine answered without a word of blocks: is the connector there?")

@@ -90,7 +90,8 @@ class SchedulerSide:
             _set_salt(request, f"ba1-refused-{request.request_id}")
             request.skip_reading_prefix_cache = False  # it would keep it from failing
             return
-        self._asked[request.request_id] = _Asked(plan, ServedBlocks(len(plan.lengths), 0, 0))
+        all_local = ServedBlocks(len(plan.lengths), 0, plan.context_tokens)  # if none is promised
+        self._asked[request.request_id] = _Asked(plan, all_local)
         _set_salt(request, salt(plan, self._profile))
 
     def promised(self, request: Request, computed: int) -> tuple[int, bool]:

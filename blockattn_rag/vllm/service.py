@@ -142,7 +142,7 @@ class Service:
             )
         self._check(request)
         blocks = self._encodables(_cut(token_ids, plan), plan.namespace, opens_prompt=True)
-        ticket = Ticket(lambda: self._ensure(blocks, thorough=True))
+        ticket = Ticket(plan, lambda: self._ensure(blocks, thorough=True))
         ticket.encoded, ticket.encoded_tokens = await self._ensure(blocks)
         request.kv_transfer_params = {
             **({_CHAT_IDS: token_ids} if hasattr(request, "messages") else {}),

@@ -378,6 +378,8 @@ def told(**figures: Any) -> Any:
         (told(blocks=1), "from 1 blocks of 54 tokens, asked for 2 of 54"),
         (told(encoded=1, encoded_tokens=0), "found 1 encoded blocks of 0 tokens"),
         (told(encoded=5), "5 of 2 blocks were encoded"),
+        (told(loaded_tokens=0, cut_short=True, encoded=2, encoded_tokens=55), "55 of 54 tokens"),
+        (told(loaded_tokens=0, cut_short=True, blocks=1), "from 1 blocks of 54 tokens"),
     ],
 )
 def test_an_answer_in_another_mode_than_asked_for_is_refused(

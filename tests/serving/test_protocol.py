@@ -100,7 +100,7 @@ def test_parameters_of_others_hold_no_plan(params: Any) -> None:
         (asked(namespace="a"), "mac must be 64 hex digits, found None"),
         (asked(mac="0" * 64), "a namespace is named by"),
         (asked(namespace="a", mac="é" * 64), "mac must be 64 hex digits"),
-        (asked(namespace="a", mac="0" * 64), "may not name its namespace"),
+        (asked(namespace="a", mac="0" * 64), "by the secret that tenant_secret_env names"),
         (asked(namespace="../a", mac="0" * 64), "a namespace is named by"),
     ],
 )  # fmt: skip
@@ -297,6 +297,8 @@ def test_an_answer_is_read_as_it_was_told() -> None:
         ({"fetch_s": "fast"}, "fetch_s must be a number"),
         ({"encoded_tokens": 0}, "found 1 encoded blocks of 0 tokens together"),
         ({"encoded": 0}, "found 0 encoded blocks of 20 tokens together"),
+        ({"cut_short": 1}, "cut_short must be true or false, found 1"),
+        ({"cut_short": True}, "found cut_short and figures that are unknown then"),
         ({"more": 1}, "unknown field 'more'"),
     ],
 )
