@@ -45,8 +45,8 @@ class BlockKVTransform(EngineComponent, TransformComponent):
     which makes cached results of another model, store or template invalid.
 
     Args:
-        model_name, model, tokenizer, tokenizer_name, engine, kv_store, api_base, api_key,
-            model_kwargs, device_map: as for ``BlockAttentionLLM``.
+        model_name, model, tokenizer, tokenizer_name, engine, kv_store: as ``BlockAttentionLLM``.
+        api_base, api_key, model_kwargs, device_map: as ``BlockAttentionLLM``.
         llm: takes model, store, template, sink and correction from this LLM; instead of the above.
         block_template: what stands around each passage; must be that of the LLM.
         sink: what passages are encoded after; must be that of the LLM.
