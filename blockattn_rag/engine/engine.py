@@ -21,7 +21,7 @@ from blockattn_rag.engine.options import (
 )
 from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingRequest
 from blockattn_rag.engine.prefetch import Prefetched, Prefetcher, PrefetchStats
-from blockattn_rag.engine.protocol import LatePrompt, Prompt, made
+from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, made
 from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
 from blockattn_rag.engine.retry import check_abstentions
 from blockattn_rag.engine.runner import Runner
@@ -204,11 +204,7 @@ class BlockAttentionEngine:
         a block of its own, since it holds the BOS token. ``sink`` and ``correction`` override the
         engine's own.
         """
-        if isinstance(texts, str):
-            raise TypeError("encode takes a list of texts, found one str; pass [text]")
-        as_prompt = isinstance(texts, BlockPrompt)
-        given = texts.context if isinstance(texts, BlockPrompt) else texts
-        blocks = [text if isinstance(text, Block) else Block(text) for text in given]
+        blocks, as_prompt = blocks_to_encode(texts)
         self.precompute(
             blocks,
             as_prompt=as_prompt,

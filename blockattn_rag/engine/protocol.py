@@ -28,6 +28,19 @@ def made(prompt: LatePrompt) -> BlockPrompt:
     return given if isinstance(given, BlockPrompt) else BlockPrompt.from_texts(given)
 
 
+def blocks_to_encode(texts: Sequence[str | Block] | BlockPrompt) -> tuple[list[Block], bool]:
+    """What ``encode`` was given as blocks, and whether the first one begins a prompt.
+
+    Raises:
+        TypeError: it is one string.
+    """
+    if isinstance(texts, str):
+        raise TypeError("encode takes a list of texts, found one str; pass [text]")
+    as_prompt = isinstance(texts, BlockPrompt)
+    given = texts.context if isinstance(texts, BlockPrompt) else texts
+    return [text if isinstance(text, Block) else Block(text) for text in given], as_prompt
+
+
 class EngineModel(Protocol):
     """What an engine tells of its model."""
 

@@ -15,7 +15,7 @@ from typing import Any
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.engine.options import GenerateOptions, OnMiss
 from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingAnswer
-from blockattn_rag.engine.protocol import LatePrompt, Prompt, made
+from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, made
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.remote.background import background
@@ -112,11 +112,7 @@ class RemoteEngine:
         correction: str | Path | None = None,
     ) -> list[str]:
         """As ``BlockAttentionEngine.encode``, in the server's store."""
-        if isinstance(texts, str):
-            raise TypeError("encode takes a list of texts, found one str; pass [text]")
-        as_prompt = isinstance(texts, BlockPrompt)
-        given = texts.context if isinstance(texts, BlockPrompt) else texts
-        blocks = [text if isinstance(text, Block) else Block(text) for text in given]
+        blocks, as_prompt = blocks_to_encode(texts)
         self.precompute(
             blocks,
             as_prompt=as_prompt,

@@ -13,9 +13,18 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.serving.fields import one_of, record, sequence, shown, text, whole
+from blockattn_rag.serving.fields import (
+    hex_digest,
+    namespace_name,
+    one_of,
+    record,
+    sequence,
+    shown,
+    sink_name,
+    text,
+    whole,
+)
 from blockattn_rag.serving.protocol import MOST_BLOCKS, VERSION, check_version
-from blockattn_rag.store.namespaces import check_namespace
 
 INFO = "/blockattn/v1/info"
 ENCODE = "/blockattn/v1/encode"
@@ -55,17 +64,14 @@ class ServerInfo:
 
     def __post_init__(self) -> None:
         for name in ("fingerprint", "tokenizer"):
-            text(getattr(self, name), name, "[0-9a-f]{64}", "64 hex digits")
-        text(self.sink, "sink", "[a-z0-9:-]{1,32}", "a sink such as 'none' or 'head:4'")
+            hex_digest(getattr(self, name), name)
+        sink_name(self.sink)
         names = sequence(self.models, "models", 1, MOST_BLOCKS)
         object.__setattr__(self, "models", tuple(text(n, "models", ".+", "names") for n in names))
         whole(self.max_tokens, "max_tokens", 1)
         for name in ("block_tuned", "read_only"):
             _flag(getattr(self, name), name)
-        try:
-            check_namespace(self.namespace)
-        except ValueError as error:
-            raise ProtocolError(str(error)) from None
+        namespace_name(self.namespace)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""

@@ -8,6 +8,7 @@ from reprlib import Repr
 from typing import Any
 
 from blockattn_rag.errors import ProtocolError
+from blockattn_rag.store.namespaces import check_namespace
 
 _MOST = 1 << 53
 """Beyond it, JSON's numbers are not exact everywhere."""
@@ -78,3 +79,21 @@ def sequence(value: object, name: str, least: int, most: int) -> list[Any] | tup
     if not least <= len(value) <= most:
         raise ProtocolError(f"{name} must have {least} to {most} items, found {len(value)}")
     return value
+
+
+def hex_digest(value: object, name: str) -> str:
+    """64 hex digits, such as a fingerprint's. Raises ProtocolError."""
+    return text(value, name, "[0-9a-f]{64}", "64 hex digits")
+
+
+def sink_name(value: object) -> str:
+    """What looks like a sink's spelling. Raises ProtocolError."""
+    return text(value, "sink", "[a-z0-9:-]{1,32}", "a sink such as 'none' or 'head:4'")
+
+
+def namespace_name(value: object) -> str:
+    """A namespace's name, or none. Raises ProtocolError."""
+    try:
+        return check_namespace(value)
+    except ValueError as error:
+        raise ProtocolError(str(error)) from None

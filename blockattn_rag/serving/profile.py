@@ -19,7 +19,16 @@ import torch
 from blockattn_rag.errors import ProtocolError, ServingError
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.kv.rope import RotaryLayout
-from blockattn_rag.serving.fields import one_of, record, sequence, shown, text, whole
+from blockattn_rag.serving.fields import (
+    hex_digest,
+    one_of,
+    record,
+    sequence,
+    shown,
+    sink_name,
+    text,
+    whole,
+)
 
 VERSION = 1
 
@@ -88,7 +97,7 @@ class ModelProfile:
 
     def __post_init__(self) -> None:
         for name in ("fingerprint", "tokenizer"):
-            text(getattr(self, name), name, "[0-9a-f]{64}", "64 hex digits")
+            hex_digest(getattr(self, name), name)
         text(self.name, "name", ".*", "a text")
         one_of(self.dtype, "dtype", DTYPES)
         _set(self, "rotary", tuple(_rotary(*each) for each in _listed(self.rotary, "rotary")))
@@ -96,7 +105,7 @@ class ModelProfile:
         _set(self, "layers", tuple(_layer(self.rotary, *each) for each in layers))
         whole(self.vocab_size, "vocab_size", 1)
         whole(self.max_positions, "max_positions", 1)
-        text(self.sink, "sink", "[a-z0-9:-]{1,32}", "a sink such as 'none' or 'head:4'")
+        sink_name(self.sink)
         ids = sequence(self.sink_ids, "sink_ids", 0, _MOST_TOKENS)
         _set(self, "sink_ids", tuple(whole(n, "sink_ids", 0, self.vocab_size - 1) for n in ids))
         if (self.sink == "none") != (not ids):

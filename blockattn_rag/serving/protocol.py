@@ -18,8 +18,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.serving.fields import one_of, real, record, sequence, shown, text, whole
-from blockattn_rag.store.namespaces import check_namespace
+from blockattn_rag.serving.fields import (
+    namespace_name,
+    one_of,
+    real,
+    record,
+    sequence,
+    shown,
+    text,
+    whole,
+)
 
 if TYPE_CHECKING:
     from blockattn_rag.serving.profile import ModelProfile
@@ -65,10 +73,7 @@ class BlockPlan:
             raise ProtocolError(
                 f"op='encode' takes one block, found {len(lengths)}; make a request for each"
             )
-        try:
-            check_namespace(self.namespace)
-        except ValueError as error:
-            raise ProtocolError(str(error)) from None
+        namespace_name(self.namespace)
 
     @property
     def context_tokens(self) -> int:

@@ -10,10 +10,10 @@ from typing import Any
 from blockattn_rag.errors import ProtocolError, ServingError
 from blockattn_rag.serving.config import CONNECTOR, ServingConfig
 from blockattn_rag.serving.endpoint import EncodeAnswer, EncodeBody, ServerInfo
+from blockattn_rag.serving.fields import namespace_name
 from blockattn_rag.serving.profile import ModelProfile
 from blockattn_rag.serving.protocol import BlockPlan, parse_plan
 from blockattn_rag.store import open_store
-from blockattn_rag.store.namespaces import check_namespace
 from blockattn_rag.vllm.ensure import BlockEnsurer, Encodable, encodables
 from blockattn_rag.vllm.retrying import CURRENT, RetryingClient, Ticket
 from blockattn_rag.vllm.streams import with_marker
@@ -197,10 +197,7 @@ class Service:
                 f"found the header {TENANT_HEADER}, and this server keeps no tenants apart; set "
                 "tenant_secret_env in the connector's options"
             )
-        try:
-            return check_namespace(tenant)
-        except ValueError as error:
-            raise ProtocolError(str(error)) from None
+        return namespace_name(tenant)
 
     def _check(self, request: Any) -> None:
         """Refuse what block mode cannot answer as it was asked. Raises ProtocolError."""
