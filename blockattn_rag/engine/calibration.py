@@ -146,12 +146,19 @@ class Calibration:
         found = next(fitting, None) if passages else None
         return found if found and not self._mismatch(options, prompt) else None
 
-    def doubt(self, options: GenerateOptions, prompt: BlockPrompt) -> str:
-        """Why the certificate does not vouch for an answer; empty if it does, or need not."""
+    def doubt(
+        self, options: GenerateOptions, prompt: BlockPrompt, kv_dtype: KVDtype = "model"
+    ) -> str:
+        """Why the certificate does not vouch for an answer; empty if it does, or need not.
+
+        ``kv_dtype``: what the engine keeps blocks in.
+        """
         if not any(block.is_passage for block in prompt.context):
             return ""
         if mismatch := self._mismatch(options, prompt):
             return f"Its calibration does not count here: {mismatch}."
+        if kv_dtype == "int8" and self.kv_dtype != "int8":
+            return "Its calibration measured blocks that are not rounded to int8, as they are here."
         found = self.certificate(options, prompt)
         if found is None:
             most = self.certificates[-1].passages

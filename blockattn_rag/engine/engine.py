@@ -444,5 +444,6 @@ class BlockAttentionEngine:
     def _checked(self, prompt: LatePrompt, options: GenerateOptions) -> BlockPrompt:
         found = made(prompt)
         if options.mode == "block" and found.context:
-            warn_if_untuned(self.model, found, options, self._calibration, self._uncalibrated)
+            known, why_none = self._calibration, self._uncalibrated
+            warn_if_untuned(self.model, found, options, known, why_none, self.kv_dtype)
         return found

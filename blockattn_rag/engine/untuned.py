@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 from blockattn_rag.engine.calibration import Calibration
 from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import BlockPrompt
 
@@ -26,6 +27,7 @@ def warn_if_untuned(
     options: GenerateOptions,
     calibration: Calibration | None,
     uncalibrated: str,
+    kv_dtype: KVDtype,
 ) -> None:
     """Tell, once a model, that a prompt is about to be answered in block mode by a model that was
     not trained for it, as far as is known, and that no calibration vouches for.
@@ -33,6 +35,7 @@ def warn_if_untuned(
     Args:
         calibration: of the model and the store, if there is one.
         uncalibrated: why there is none, where one was found that is not for this model.
+        kv_dtype: what the engine keeps blocks in.
     """
     if model.hf_model in _warned_of:
         return
@@ -40,7 +43,7 @@ def warn_if_untuned(
     unmet = checkpoint.unmet(options.positions, options.sink) if checkpoint else ""
     if model.is_block_tuned and not unmet:
         return
-    doubt = calibration.doubt(options, prompt) if calibration else uncalibrated
+    doubt = calibration.doubt(options, prompt, kv_dtype) if calibration else uncalibrated
     if calibration and not doubt and not unmet:
         return
     _warned_of.add(model.hf_model)

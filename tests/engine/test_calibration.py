@@ -331,6 +331,15 @@ def test_other_options_than_those_calibrated_are_warned_of(
     assert "other sink was asked for" in warning
 
 
+def test_an_engine_that_keeps_int8_is_told_that_this_was_not_measured(
+    model: BlockModel, store: DirectoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    calibrated(model, store)
+    engine = BlockAttentionEngine(model, store, kv_dtype="int8")
+    (warning,) = said(caplog, engine, prompt(3))
+    assert "measured blocks that are not rounded to int8" in warning
+
+
 def test_a_calibration_of_another_model_is_not_used_and_the_warning_says_so(
     store: DirectoryStore, model: BlockModel, caplog: pytest.LogCaptureFixture
 ) -> None:
