@@ -23,6 +23,7 @@ FLOORS = {
     "lazy": "",
     "files": "errors",
     "prompts": "errors files",
+    "tools": "prompts",
     "kv": "",
     "attention": "files kv",
     "store": "errors files kv lazy",
@@ -33,8 +34,8 @@ FLOORS = {
     "vllm": "errors kv serving store",
     "remote": "engine errors lazy model prompts serving",
     "adapters": "engine errors model prompts remote store",
-    "llama_index": "adapters engine kv lazy prompts store",
-    "langchain": "adapters engine kv lazy prompts store",
+    "llama_index": "adapters engine kv lazy prompts store tools",
+    "langchain": "adapters engine kv lazy prompts store tools",
     "evaluation": "engine errors files kv lazy model prompts store",
     "training": "attention engine errors files kv lazy model prompts store",
     "planning": "errors evaluation kv",
@@ -46,7 +47,17 @@ FLOORS = {
     ),
 }
 FRAMEWORKS = {"llama_index", "langchain", "langchain_core", "langchain_chroma", "chromadb"}
-PUBLIC = ["", ".prompts", ".kv", ".store", ".engine", ".remote", ".llama_index", ".langchain"]
+PUBLIC = [
+    "",
+    ".prompts",
+    ".tools",
+    ".kv",
+    ".store",
+    ".engine",
+    ".remote",
+    ".llama_index",
+    ".langchain",
+]
 
 
 def module_of(file: Path) -> str:

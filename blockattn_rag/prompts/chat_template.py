@@ -49,7 +49,13 @@ def render_chat(
 
 
 def chat_spans(
-    tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    tools_variable: str = "tools",
+    add_generation_prompt: bool = True,
+    **template_kwargs: Any,
 ) -> Spans:
     """The prompt that messages become in the chat template of ``tokenizer``, by who wrote what.
 
@@ -59,7 +65,10 @@ def chat_spans(
     Args:
         messages: with ``role`` and ``content``, and what else the template knows. A content is a
             string, in which passages stand between markers, or spans.
+        tools: definitions of tools. In a definition that spells a control token, it is text.
+        tools_variable: the template's variable that takes them.
         add_generation_prompt: whether the text ends where the answer starts.
+        template_kwargs: further variables of the template, such as ``enable_thinking``.
 
     Raises:
         ValueError: no message, or a role that is no plain word.
@@ -67,14 +76,20 @@ def chat_spans(
         jinja2.TemplateError: the template refuses the messages.
     """
     render = partial(
-        tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=add_generation_prompt
+        tokenizer.apply_chat_template,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        **template_kwargs,
     )
+    defined: dict[str, Any] = {tools_variable: [*tools]} if tools else {}
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    control = [str(token) for token in added.values() if len(str(token)) > 1]
     turns = _merge_same_role(messages)
     if "reasoning_content" in str(tokenizer.chat_template):
         turns = [_with_reasoning(turn) for turn in turns]
     has_system = turns[0]["role"] == "system" and len(turns) > 1
     try:
-        spans, shown = _trace(render, turns)
+        spans, shown = _trace(render, turns, defined, control)
     except (TemplateError, SegmentationError):
         # The template refuses the messages, or drops passages: only a system role is mended.
         if not has_system:
@@ -85,7 +100,7 @@ def chat_spans(
             return spans
     system, first, *rest = turns
     joined = (*system["content"], Span("\n\n", "system"), *first["content"])
-    return trace(render, [{**first, "content": joined}, *rest])
+    return _trace(render, [{**first, "content": joined}, *rest], defined, control)[0]
 
 
 def trace(render: Render, messages: Sequence[Message]) -> Spans:
@@ -97,11 +112,20 @@ def trace(render: Render, messages: Sequence[Message]) -> Spans:
     return _trace(render, [_with_spans(message) for message in messages])[0]
 
 
-def _trace(render: Render, turns: Sequence[Message]) -> tuple[Spans, set[int]]:
-    """A prompt, and the numbers of the slots that the template shows; the first content's is 0."""
-    slots = _Slots()
-    skeleton = render([slots.put_in(turn) for turn in turns])
-    text = render([{**turn, "content": text_of(turn["content"])} for turn in turns])
+def _trace(
+    render: Callable[..., str],
+    turns: Sequence[Message],
+    variables: Mapping[str, Any] | None = None,
+    control_tokens: Sequence[str] = (),
+) -> tuple[Spans, set[int]]:
+    """A prompt, and the numbers of the slots that the template shows; the first content's is 0.
+
+    ``variables``: of the template, in which only what spells a control token is a content.
+    """
+    slots, given = _Slots(), variables or {}
+    slotted = [slots.put_in(turn) for turn in turns]
+    skeleton = render(slotted, **slots.instead_of(given, control_tokens))
+    text = render([{**turn, "content": text_of(turn["content"])} for turn in turns], **given)
     pieces = slots.pattern.split(skeleton)  # template, slot, template, slot, ..., template
     template, numbers = pieces[::2], [int(number) for number in pieces[1::2]]
     asked, shown = [slots.spans[number] for number in numbers], set(numbers)
@@ -211,6 +235,17 @@ class _Slots:
         content = self._slot(turn["content"])
         rest = {name: self._replaced(v, name) for name, v in turn.items() if name != "content"}
         return rest | {"content": content}
+
+    def instead_of(self, value: Any, tokens: Sequence[str]) -> Any:
+        """A value with slots in place of the strings in it that hold one of the tokens."""
+        if isinstance(value, Mapping):
+            pairs = value.items()
+            return {self.instead_of(k, tokens): self.instead_of(v, tokens) for k, v in pairs}
+        if isinstance(value, (list, tuple)):
+            return [self.instead_of(item, tokens) for item in value]
+        if isinstance(value, str) and any(token in value for token in tokens):
+            return self._slot((Span(value, "system"),))
+        return value
 
     def _replaced(self, value: Any, name: str = "") -> Any:
         if isinstance(value, Mapping):

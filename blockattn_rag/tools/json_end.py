@@ -1,0 +1,52 @@
+"""Where JSON ends in a text that comes piece by piece."""
+
+from __future__ import annotations
+
+
+class JsonEnd:
+    """Finds where JSON ends in a text that grows; each character is looked at once.
+
+    Args:
+        start: index in the text where it begins.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self._at = start
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def of_value(self, text: str) -> int | None:
+        """Index behind the first object or list; None: it has not ended."""
+        while self._at < len(text):
+            self._at += 1
+            if self._steps_out(text[self._at - 1]):
+                return self._at
+        return None
+
+    def before(self, mark: str, text: str, *, final: bool) -> int | None:
+        """Index of the first ``mark`` that stands in no string; None: it has not come.
+
+        Args:
+            final: whether the text is whole. If not, its end may be the beginning of a mark.
+        """
+        while self._at < len(text):
+            if not self._in_string:
+                if text.startswith(mark, self._at):
+                    return self._at
+                if not final and mark.startswith(text[self._at :]):
+                    return None
+            self._steps_out(text[self._at])
+            self._at += 1
+        return None
+
+    def _steps_out(self, character: str) -> bool:
+        """Take a character; whether it ends the outermost value."""
+        if self._in_string:
+            # JSON has no line break in a string, so a string that was never closed ends there.
+            self._in_string = character != "\n" and (self._escaped or character != '"')
+            self._escaped = character == "\\" and not self._escaped
+            return False
+        self._in_string = character == '"'
+        self._depth += (character in "{[") - (character in "}]")
+        return character in "}]" and self._depth <= 0

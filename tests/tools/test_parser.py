@@ -1,0 +1,226 @@
+"""Answers as text and calls: in one piece or in many, well-formed or not."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockattn_rag.tools import FORMATS, ReadAnswer, ToolCallParser, parse_answer
+
+Read = tuple[str, list[tuple[str, dict[str, Any]]], list[tuple[str | None, str]]]
+
+
+def plain(answer: ReadAnswer) -> Read:
+    calls = [(one.name, one.arguments) for one in answer.calls]
+    return answer.text, calls, [(one.name, one.text) for one in answer.invalid]
+
+
+def read(form: str, answer: str) -> Read:
+    """The answer as text, calls, and malformed calls; the same in whatever pieces it comes."""
+    whole = plain(parse_answer(answer, FORMATS[form], ["look_up"]))
+    draw = random.Random(len(answer))
+    for most in (1, 1, 3, 8):
+        parser, pieces, at = ToolCallParser(FORMATS[form], ["look_up"]), [], 0
+        while at < len(answer):
+            size = draw.randint(1, most)
+            pieces += parser.push(answer[at : at + size])
+            at += size
+        assert plain(ReadAnswer.of([*pieces, *parser.finish()])) == whole
+    return whole
+
+
+CALL = ("look_up", {"q": "a"})
+WELL_FORMED = {
+    "hermes": [
+        '<tool_call>\n{"name": "look_up", "arguments": {"q": "a"}}\n</tool_call>',
+        '<tool_call>{"arguments":{"q":"a"},"name":"look_up","id":"x"}</tool_call>\n',
+        '<tool_call>\n[{"name": "look_up", "arguments": {"q": "a"}}]\n</tool_call>',
+        '<tool_call>\n{"name": "look_up", "arguments": {"q": "a"}}',  # a stop string ended it
+    ],
+    "llama3": [
+        '{"name": "look_up", "parameters": {"q": "a"}}',
+        '\n{"type": "function", "name": "look_up", "parameters": {"q": "a"}}',
+        '{"name": "look_up", "arguments": {"q": "a"}}',
+        '<|python_tag|>{"name": "look_up", "parameters": {"q": "a"}}',
+    ],
+    "mistral": [
+        '[TOOL_CALLS] [{"name": "look_up", "arguments": {"q": "a"}, "id": "a1B2c3D4e"}]',
+        '[TOOL_CALLS][{"name": "look_up", "arguments": {"q": "a"}}]',
+    ],
+    "mistral_args": [
+        '[TOOL_CALLS]look_up[ARGS]{"q": "a"}',
+        '[TOOL_CALLS]look_up[CALL_ID]a1B2c3D4e[ARGS]{"q": "a"}',
+        '[TOOL_CALLS][{"name": "look_up", "arguments": {"q": "a"}}]',
+    ],
+    "granite": ['<|tool_call|>[{"name": "look_up", "arguments": {"q": "a"}}]'],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "answer"), [(form, one) for form, all_ in WELL_FORMED.items() for one in all_]
+)
+def test_a_call_is_read_in_each_form(form: str, answer: str) -> None:
+    assert read(form, answer) == ("", [CALL], [])
+
+
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        (
+            "hermes",
+            '<tool_call>\n{"name": "look_up", "arguments": {"q": "a"}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>',
+        ),
+        (
+            "llama3",
+            '{"name": "look_up", "parameters": {"q": "a"}}; {"name": "other", "parameters": {}}',
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "look_up", "arguments": {"q": "a"}}, '
+            '{"name": "other", "arguments": {}}]',
+        ),
+        ("mistral_args", '[TOOL_CALLS]look_up[ARGS]{"q": "a"}[TOOL_CALLS]other[ARGS]{}'),
+        (
+            "granite",
+            '<|tool_call|>[{"name": "look_up", "arguments": {"q": "a"}}, '
+            '{"name": "other", "arguments": {}}]',
+        ),
+    ],
+)
+def test_parallel_calls_are_read_in_their_order(form: str, answer: str) -> None:
+    assert read(form, answer) == ("", [CALL, ("other", {})], [])
+
+
+def test_ids_that_a_model_writes_are_kept_and_others_are_made() -> None:
+    with_id = parse_answer(WELL_FORMED["mistral"][0], FORMATS["mistral"]).calls[0]
+    assert with_id.id == "a1B2c3D4e"
+    with_id = parse_answer(WELL_FORMED["mistral_args"][1], FORMATS["mistral_args"]).calls[0]
+    assert with_id.id == "a1B2c3D4e"
+    made = {parse_answer(WELL_FORMED["hermes"][0], FORMATS["hermes"]).calls[0].id for _ in "12"}
+    assert len(made) == 2
+    assert all(len(one) == 9 and one.isalnum() for one in made)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_text_before_and_after_calls_is_kept(form: str) -> None:
+    text, calls, invalid = read(form, f"I look.\n{WELL_FORMED[form][-1]} \n")
+    if FORMATS[form].is_bare:
+        return  # tested below: there a call may stand without an opening
+    assert (text, calls, invalid) == ("I look.", [CALL], [])
+    opened = WELL_FORMED[form][0]
+    assert read(form, f"One\n\n{opened}\ntwo ")[0] == "One\n\ntwo "
+
+
+def test_an_object_is_a_call_without_an_opening_only_where_the_answer_begins() -> None:
+    call = WELL_FORMED["llama3"][0]
+    assert read("llama3", f"{call} Then?") == ("Then?", [CALL], [])
+    assert read("llama3", f"It is {call}") == (f"It is {call}", [], [])
+    assert read("llama3", f"I see.<|python_tag|>{call}") == ("I see.", [CALL], [])
+
+
+@pytest.mark.parametrize("answer", [' {"answer": 3} is it', "[1]", '{"name": "Bob"', "{", " x{"])
+def test_an_answer_that_happens_to_be_an_object_is_text(answer: str) -> None:
+    assert read("llama3", answer) == (answer, [], [])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@given(st.text("<tool_ca>|[TO{}\n ", max_size=12))
+def test_an_answer_without_calls_is_all_text(form: str, answer: str) -> None:
+    if FORMATS[form].opening not in answer:
+        assert read(form, answer) == (answer, [], [])
+
+
+MALFORMED = [
+    ("hermes", "<tool_call>\nlook_up(q='a')\n</tool_call>", None, "Expecting value"),
+    ("hermes", "<tool_call></tool_call>", None, "Expecting value"),
+    ("hermes", '<tool_call>{"name": "look_up"}</tool_call>', "look_up", "expected 'arguments'"),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', None, "expected a tool's 'name'"),
+    ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', None, "found 3"),
+    (
+        "hermes",
+        '<tool_call>{"name": "look_up", "arguments": "{}"}</tool_call>',
+        "look_up",
+        "to be a JSON object, found a string",
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "look_up", "arguments": {}, "q": "a"}</tool_call>',
+        "look_up",
+        "found 'q' beside a call",
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "look_up", "arguments": {"q": 1, "q": 2}}</tool_call>',
+        "look_up",
+        "the key 'q' twice",
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "look_up", "arguments": {"q": NaN}}</tool_call>',
+        "look_up",
+        "NaN",
+    ),
+    ("hermes", '<tool_call>{"name": "look_up", "argum', "look_up", "ends before the call does"),
+    ("hermes", "<tool_call>[]</tool_call>", None, "expected a JSON object, found a list"),
+    ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", None, "recursion"),
+    ("llama3", '{"name": "look_up", "q": "a"}', "look_up", "expected 'parameters' or 'arguments'"),
+    ("llama3", '{"name": "look_up", "parameters": {"q', "look_up", "ends before the call does"),
+    ("llama3", "<|python_tag|>brave_search.call(query='a')", None, "expected JSON"),
+    ("mistral", "[TOOL_CALLS] none", None, "expected JSON"),
+    ("mistral_args", '[TOOL_CALLS]look_up{"q": "a"}', None, "expected a tool's name and JSON"),
+    ("mistral_args", '[TOOL_CALLS]look_up[ARGS]{"q": ', "look_up", "ends before the call does"),
+    ("mistral_args", "[TOOL_CALLS]look_up[ARGS][1]", "look_up", "found a list"),
+    ("granite", '<|tool_call|>[{"name": "look_up"}]', "look_up", "expected 'arguments'"),
+    ("granite", "<|tool_call|>", None, "expected JSON"),
+]
+
+
+@pytest.mark.parametrize(("form", "answer", "name", "error"), MALFORMED)
+def test_a_malformed_call_is_reported_and_not_guessed(
+    form: str, answer: str, name: str | None, error: str
+) -> None:
+    read(form, answer[:500])
+    found = parse_answer(answer, FORMATS[form], ["look_up"])
+    assert not found.text
+    assert not found.calls
+    (one,) = found.invalid
+    assert error in one.error
+    assert one.name == name
+    bare = answer.replace(FORMATS[form].opening, "").replace("</tool_call>", "").strip()
+    assert one.text == bare
+
+
+def test_a_malformed_call_takes_no_other_call_with_it() -> None:
+    good = '<tool_call>\n{"name": "look_up", "arguments": {"q": "a"}}\n</tool_call>'
+    bad = '<tool_call>\n{"name": "look_up", "arguments": {"q": "a}}\n</tool_call>'
+    text, calls, invalid = read("hermes", f"One {bad}\n{good} two")
+    assert (text, calls) == ("One two", [CALL])
+    assert invalid == [("look_up", '{"name": "look_up", "arguments": {"q": "a}}')]
+    listed = '[TOOL_CALLS][{"name": "look_up", "arguments": {"q": "a"}}, {"name": "look_up"}]'
+    assert read("mistral", listed) == ("", [CALL], [("look_up", '{"name": "look_up"}')])
+    apart = '[TOOL_CALLS]oops[TOOL_CALLS]look_up[ARGS]{"q": "a"}'
+    assert read("mistral_args", apart) == ("", [CALL], [(None, "oops")])
+
+
+@pytest.mark.parametrize("q", ["</tool_call>", '\\"}]', "}{;", "<|python_tag|>", "[ARGS]", "\\n"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_marks_and_brackets_in_arguments_are_part_of_these(form: str, q: str) -> None:
+    answer = WELL_FORMED[form][0].replace('"a"', f'"{q}"')
+    _, ((_, arguments),), invalid = read(form, answer)
+    assert not invalid
+    assert arguments == {"q": q.replace("\\n", "\n").replace('\\"', '"')}
+
+
+def test_text_comes_out_at_once_and_a_call_when_it_is_whole() -> None:
+    parser = ToolCallParser(FORMATS["hermes"])
+    assert parser.push("I look") == ["I look"]
+    assert parser.push(" up.\n<tool") == [" up."]
+    assert parser.push('_call>\n{"name": "f", "arguments": {') == []
+    (call,) = parser.push("}}\n</tool_call>")
+    assert not isinstance(call, str)
+    assert parser.finish() == []
