@@ -34,23 +34,48 @@ def source_of(inputs: Mapping[str, Any]) -> str:
     return f"{','.join(names)}:{handle_of(chr(0).join(f'{len(v)}:{v}' for v in values))}"
 
 
-def live_handles(collections: Iterable[Any]) -> set[str]:
-    """Handles of all passages in these Chroma collections: what ``store gc`` must keep.
+def live_handles(places: Iterable[Any]) -> set[str]:
+    """Handles of all these passages, of any vector store: what ``gc`` must keep.
 
-    A handle whose recorded source does not agree with the record's text and metadata is left out:
+    A handle whose recorded source does not agree with the passage's text and metadata is left out:
     the text was replaced after the handle was made.
+
+    Args:
+        places: Chroma collections, which are read whole; documents of LangChain; nodes of
+            LlamaIndex; or the metadata of either, as a mapping.
+
+    Raises:
+        TypeError: one is none of these.
+
+    Example::
+
+        gc(open_store("kv"), live_handles(index.docstore.docs.values()))
     """
-    return set(handles_in(collections))
+    return set(handles_in(places))
 
 
-def handles_in(collections: Iterable[Any]) -> Iterator[str]:
+def handles_in(places: Iterable[Any]) -> Iterator[str]:
     """As ``live_handles``, one by one as they are read; one may come more than once."""
-    for collection in collections:
-        for metadata, text in records_of(collection, "metadatas", "documents"):
+    for place in places:
+        for metadata, text in _records(place):
             handle = metadata.get(HANDLE_KEY) if metadata else None
             # Other programs write metadata too: a value that is no string names no entry.
             if isinstance(handle, str) and handle and _agrees(metadata, text):
                 yield handle
+
+
+def _records(place: Any) -> Iterable[tuple[Any, ...]]:
+    """Metadata and text of the passages that are meant; None for a text that is not known."""
+    if isinstance(place, Mapping):
+        return [(place, None)]
+    if hasattr(place, "count") and hasattr(place, "get"):  # a collection has metadata of its own
+        return records_of(place, "metadatas", "documents")
+    if isinstance(metadata := getattr(place, "metadata", None), Mapping):
+        return [(metadata, getattr(place, "page_content", None))]
+    raise TypeError(
+        "expected a Chroma collection, a document, a node or its metadata, found "
+        f"{type(place).__name__}; of another vector store, give the documents that it holds"
+    )
 
 
 def records_of(collection: Any, *fields: str) -> Iterator[tuple[Any, ...]]:
@@ -63,7 +88,9 @@ def records_of(collection: Any, *fields: str) -> Iterator[tuple[Any, ...]]:
 def _agrees(metadata: Mapping[str, Any], text: str | None) -> bool:
     if (source := metadata.get(DIGEST_KEY)) is None:
         return True
-    inputs = {TEXT_VARIABLE: text or "", **metadata}
     names = str(source).partition(":")[0].split(",")
+    if text is None and TEXT_VARIABLE in names:  # nobody can tell
+        return True
+    inputs = {TEXT_VARIABLE: text, **metadata}
     # A missing input shows in the digest, which has the names of all.
     return source_of({name: inputs[name] for name in names if name in inputs}) == str(source)

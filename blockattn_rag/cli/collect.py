@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -99,7 +100,7 @@ def live(
     port: PortOption = 8000,
     collection: CollectionOption = None,
 ) -> None:
-    """Print what passages in Chroma refer to, for `store gc --live FILE` on another machine.
+    """Print what passages in Chroma refer to, for `store gc --handles FILE` on another machine.
 
     One handle a line. The first line tells when they were looked up, the last one their number.
     """
@@ -122,7 +123,12 @@ def gc(
     collection: CollectionOption = None,
     live_file: Annotated[
         list[Path] | None,
-        typer.Option("--live", help="File of handles that are kept, as `store live` prints them."),
+        typer.Option(
+            "--handles",
+            "--live",
+            help="File of handles that are kept, one a line, or - for standard input: what any "
+            "vector store's metadata holds as kv_handle, or what `store live` prints.",
+        ),
     ] = None,
     grace: Annotated[
         str, typer.Option(help="Keep entries that were used within this time: 90s, 30m, 24h, 7d.")
@@ -150,11 +156,12 @@ def gc(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete entries that no passage in Chroma refers to (mark and sweep), or that are old.
+    """Delete entries that no passage refers to (mark and sweep), or that are old.
 
-    A database folder's own collection always counts. Entries that hold no passage, such as the
+    Passages are those in Chroma, and those of other vector stores by --handles. Nothing is deleted
+    unless every list could be read whole. A database folder's own collection always counts. Entries that hold no passage, such as the
     instructions before them, go too once they were not used for the grace period: they cost one
-    computation. With --ttl and no Chroma, age alone decides.
+    computation. With --ttl and neither, age alone decides.
     """
     grace_s, ttl_s = _seconds(grace, "--grace"), None if ttl is None else _seconds(ttl, "--ttl")
     with working(as_json):
@@ -163,7 +170,7 @@ def gc(
         sources = _Sources([*own, *(db or [])], chroma_path or [], host, port, collection or [])
         judged = None if all_namespaces else sources.namespaces(namespace or [])
         kept, names, databases = sources.handles()
-        files = [kv_store.LiveHandles.read(path) for path in live_file or []]
+        files = [_listed(path) for path in live_file or []]
         if files:
             kept = _joined([kept, *files])
         by_age = ttl_s is not None and not databases and not files
@@ -171,7 +178,8 @@ def gc(
             raise ValueError(
                 f"no handle found in {len(names)} collection(s) of {databases} Chroma "
                 "database(s), so that every entry would be deleted; name the Chroma databases "
-                "that use this store (--db, --chroma-path, --host, --live), or pass --force"
+                "that use this store (--db, --chroma-path, --host), list the handles of another "
+                "vector store (--handles), or pass --force"
             )
         # What was stored before the look-up and referred to after it counts as young.
         young_s = grace_s + max(0.0, time.time() - kept.looked_up)
@@ -199,12 +207,19 @@ def gc(
         f"used recently; {count(len(kept), 'handle')} in {count(len(names), 'collection')}"
     )
     if files:
-        summary += f" and {count(len(files), 'file')}"
+        summary += f" and {count(len(files), 'list')}"
     if report.other:
         summary += f"; {count(report.other, 'entry')} of other namespaces left alone"
     emit(as_json, data, summary)
     if report.errors:
         raise typer.Exit(1)
+
+
+def _listed(path: Path) -> kv_store.LiveHandles:
+    """The handles of a file, or of standard input."""
+    if str(path) == "-":
+        return kv_store.LiveHandles.parse(sys.stdin, "standard input", looked_up=time.time())
+    return kv_store.LiveHandles.read(path)
 
 
 def _joined(parts: list[kv_store.LiveHandles]) -> kv_store.LiveHandles:

@@ -1,8 +1,9 @@
 """Handles that are referred to: what ``gc`` keeps, in 16 bytes each, in memory and as a file.
 
-The file serves to collect on another machine than the one of the vector store. It is text, one
-handle a line; what ``write`` makes begins with the time at which the handles were looked up, and
-ends with their number, so that one that was cut short is not taken for the whole::
+The file serves to collect on another machine than the one of the vector store, or for one that
+this package does not read itself. It is text, one handle a line; what ``lines`` makes begins with
+the time at which the handles were looked up, and ends with their number, so that one that was cut
+short is not taken for the whole::
 
     # blockattn-rag live handles, looked up at 1790000000.25
     00ff00ff00ff00ff00ff00ff00ff00ff
@@ -14,6 +15,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TypeGuard
 
@@ -75,14 +77,33 @@ class LiveHandles:
         """A file of ``lines``, or a plain list of handles, taken to be as old as the file.
 
         Raises:
-            ValueError: a line is no handle, or the file was cut short; the message says where.
+            ValueError: as ``parse``.
         """
         with path.open(encoding="utf-8", errors="replace") as file:
-            head = _HEAD.fullmatch(file.readline().rstrip("\n"))
-            looked_up = float(head[1]) if head else path.stat().st_mtime
-            if not head:
-                file.seek(0)
-            return cls(_handles(path, file, has_end=head is not None), looked_up)
+            return cls.parse(file, str(path), path.stat().st_mtime)
+
+    @classmethod
+    def parse(
+        cls, lines: Iterable[str], name: str = "the list", looked_up: float | None = None
+    ) -> LiveHandles:
+        """What ``lines`` gives, or plain handles, one a line; empty lines are left out.
+
+        Plain lists may end with ``# end of N handles`` too, which is then checked.
+
+        Args:
+            lines: with line ends or without.
+            name: what messages call them.
+            looked_up: when plain handles were looked up, seconds since 1970. None for now.
+
+        Raises:
+            ValueError: a line is no handle, or the list was cut short; the message says where.
+        """
+        looked_up = time.time() if looked_up is None else looked_up
+        rest = iter(lines)
+        first = next(rest, "")
+        if head := _HEAD.fullmatch(first.strip()):
+            return cls(_handles(name, rest, needs_end=True), float(head[1]))
+        return cls(_handles(name, chain([first], rest), needs_end=False), looked_up)
 
 
 def is_handle(text: object) -> TypeGuard[str]:
@@ -90,7 +111,7 @@ def is_handle(text: object) -> TypeGuard[str]:
     return isinstance(text, str) and _HANDLE.fullmatch(text) is not None
 
 
-def _handles(path: Path, lines: Iterable[str], *, has_end: bool) -> Iterator[str]:
+def _handles(name: str, lines: Iterable[str], *, needs_end: bool) -> Iterator[str]:
     number, end = 0, None
     for line in lines:
         text = line.strip()
@@ -98,21 +119,21 @@ def _handles(path: Path, lines: Iterable[str], *, has_end: bool) -> Iterator[str
             continue
         if end is not None:  # dropping what another file added would delete what it refers to
             raise ValueError(
-                f"{path} goes on after its last line, with {text[:80]!r}; give each file by a "
-                "--live of its own"
+                f"{name} goes on after its last line, with {text[:80]!r}; give each file by a "
+                "--handles of its own"
             )
-        if has_end and (end := _END.fullmatch(text)) is not None:
+        if (end := _END.fullmatch(text)) is not None:
             continue
         if not is_handle(text):
             raise ValueError(
-                f"{path}: expected a handle, 32 hex digits, found {text[:80]!r} after "
+                f"{name}: expected a handle, 32 hex digits, found {text[:80]!r} after "
                 f"{number} handles"
             )
         number += 1
         yield text
-    if has_end and (end is None or int(end[1]) != number):
+    if (needs_end and end is None) or (end is not None and int(end[1]) != number):
         raise ValueError(
-            f"{path} was cut short: it holds {number} handles and "
+            f"{name} was cut short: it holds {number} handles and "
             f"{'no last line that tells' if end is None else f'says {end[1]} of'} their number; "
-            "write it again with `blockattn-rag store live`"
+            "make it again"
         )

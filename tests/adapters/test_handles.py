@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from blockattn_rag.adapters.handles import DIGEST_KEY, HANDLE_KEY, live_handles
+import pytest
+from langchain_core.documents import Document
+from llama_index.core.schema import TextNode
+
+from blockattn_rag.adapters.handles import DIGEST_KEY, HANDLE_KEY, live_handles, source_of
 
 
 class Collection:
@@ -28,3 +32,22 @@ def test_what_is_no_text_is_no_handle() -> None:
 
 def test_a_source_that_is_no_text_does_not_agree() -> None:
     assert live_handles([Collection({HANDLE_KEY: "a" * 32, DIGEST_KEY: ["x"]})]) == set()
+
+
+def test_passages_of_both_frameworks_and_their_metadata_have_handles() -> None:
+    one, two, three = ({HANDLE_KEY: letter * 32} for letter in "abc")
+    given = [Document("text", metadata=one), TextNode(text="text", metadata=two), three, {}]
+    assert live_handles(given) == {"a" * 32, "b" * 32, "c" * 32}
+
+
+def test_a_document_whose_text_was_replaced_has_the_handle_of_another() -> None:
+    metadata = {HANDLE_KEY: "a" * 32, DIGEST_KEY: source_of({"page_content": "old"})}
+    assert live_handles([Document("old", metadata=metadata)]) == {"a" * 32}
+    assert live_handles([Document("new", metadata=metadata)]) == set()
+    # Without its text nobody can tell, and keeping too much is no loss.
+    assert live_handles([metadata]) == {"a" * 32}
+
+
+def test_what_holds_no_passages_is_refused() -> None:
+    with pytest.raises(TypeError, match="expected a Chroma collection, a document, a node"):
+        live_handles(["a" * 32])

@@ -36,10 +36,10 @@ Command = Callable[..., Output]
 
 @pytest.fixture(scope="session")
 def cli() -> Command:
-    """Run a command in this process; arguments may be paths and numbers."""
+    """Run a command in this process; arguments may be paths and numbers. ``given``: its input."""
 
-    def run(*arguments: object) -> Output:
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    def run(*arguments: object, given: str | None = None) -> Output:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=given)
         return Output(result.exit_code, result.stdout, result.stderr)
 
     return run

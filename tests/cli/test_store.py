@@ -367,6 +367,44 @@ def test_what_was_used_after_the_handles_were_looked_up_is_kept(
     assert orphan.exists()
 
 
+def test_gc_takes_handles_of_any_vector_store_from_a_pipe(cli: Command, database: Path) -> None:
+    [entry] = entries(database)
+    orphan = add_orphan(database)
+    printed = cli("store", "live", "--db", database).stdout.splitlines()
+    gc = ("store", "gc", database / "kv", "--handles", "-", "--grace", "0", "--json")
+    done = cli(*gc, given=printed[1] + "\n").json
+    assert (done["kept"], done["live_handles"], done["deleted"]["count"]) == (1, 1, 1)
+    assert (entries(database), orphan.exists()) == ([entry], False)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("kv_handle\n", "standard input: expected a handle, 32 hex digits, found 'kv_handle'"),
+        ("a" * 32 + "\n" + "b" * 31 + "\n", "after 1 handles"),
+        ("a" * 32 + "\n# end of 2 handles\n", "standard input was cut short"),
+        ("", "every entry would be deleted"),
+    ],
+)
+def test_a_broken_list_of_handles_deletes_nothing(
+    cli: Command, database: Path, given: str, told: str
+) -> None:
+    add_orphan(database)
+    output = cli("store", "gc", database / "kv", "--handles", "-", "--grace", "0", given=given)
+    assert (output.status, len(entries(database))) == (1, 2)
+    assert told in output.stderr
+
+
+def test_a_list_of_handles_judges_one_tenant_at_a_time(cli: Command, database: Path) -> None:
+    store = DirectoryStore(database / "kv")
+    for name in ("one", "two"):
+        kv = make_kv("passage", namespace=name)
+        store.put(kv.key, kv)
+    gc = ("store", "gc", database / "kv", "--handles", "-", "--grace", "0", "--json")
+    done = cli(*gc, "--namespace", "one", given="a" * 32).json
+    assert (done["namespaces"], done["other"], done["deleted"]["count"]) == (["one"], 2, 1)
+
+
 def test_live_asks_for_a_chroma_database(cli: Command) -> None:
     output = cli("store", "live")
     assert (output.status, "name the Chroma databases" in output.stderr) == (1, True)

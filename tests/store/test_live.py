@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
 
 def test_two_files_in_one_are_refused_and_not_taken_for_the_first(tmp_path: Path) -> None:
     two = [*LiveHandles(HANDLES[:2]).lines(), *LiveHandles(HANDLES[2:]).lines()]
-    with pytest.raises(ValueError, match="give each file by a --live of its own"):
+    with pytest.raises(ValueError, match="give each file by a --handles of its own"):
         LiveHandles.read(written(tmp_path / "live", *two))
 
 
@@ -76,3 +77,23 @@ def test_a_line_that_is_no_handle_is_shown_with_its_place(tmp_path: Path) -> Non
     path = written(tmp_path / "live", HANDLES[0], "not a handle")
     with pytest.raises(ValueError, match="found 'not a handle' after 1 handles"):
         LiveHandles.read(path)
+
+
+def test_a_plain_list_from_a_program_is_as_old_as_now_or_as_told() -> None:
+    before = time.time()
+    live = LiveHandles.parse([HANDLES[0], f"{HANDLES[1]}\r\n", "\n"])
+    assert set(live) == {*HANDLES[:2]}
+    assert before <= live.looked_up <= time.time()
+    assert LiveHandles.parse([HANDLES[0]], looked_up=5.0).looked_up == 5.0
+    assert not len(LiveHandles.parse([]))
+
+
+def test_a_plain_list_may_tell_its_number_which_is_checked() -> None:
+    assert len(LiveHandles.parse([*HANDLES, "# end of 50 handles"])) == 50
+    with pytest.raises(ValueError, match="a pipe was cut short: it holds 49 handles"):
+        LiveHandles.parse([*HANDLES[:-1], "# end of 50 handles"], "a pipe")
+
+
+def test_what_comes_first_in_a_plain_list_is_checked_too() -> None:
+    with pytest.raises(ValueError, match="found 'kv_handle' after 0 handles"):
+        LiveHandles.parse(["kv_handle", HANDLES[0]])
