@@ -7,6 +7,8 @@
     ├── SegmentationError            a text or prompt cannot be split in blocks
     ├── ContextOverflowError         prompt + new tokens exceed what the model can hold
     ├── MissError                    a block was not in the store and on_miss="error"
+    ├── GrammarError                 what an answer is to be cannot be compiled
+    ├── IncompleteAnswerError        an answer was cut before it was a whole object
     ├── DataError                    a training or evaluation record is malformed
     ├── DatabaseError                a database folder cannot serve what was asked
     ├── DivergedError                training came to a loss or weights that are not finite
@@ -43,6 +45,23 @@ class ContextOverflowError(BlockAttnError):
 
 class MissError(BlockAttnError):
     """A block's KV was not in the store although ``on_miss="error"`` was asked for."""
+
+
+class GrammarError(BlockAttnError, ValueError):
+    """What an answer is to be cannot be compiled or followed; nothing is given in its place."""
+
+
+class IncompleteAnswerError(BlockAttnError, ValueError):
+    """An answer that was to be an object ended, or was cut, before it was one.
+
+    Args:
+        message: how it ended, and what to do.
+        text: the answer.
+    """
+
+    def __init__(self, message: str, text: str = "") -> None:
+        super().__init__(message)
+        self.text = text
 
 
 class DataError(BlockAttnError):

@@ -30,6 +30,7 @@ EXTRA_OF = {
     "llama_index": "llama-index",
     "rag": "llama-index",
     "remote": "serving",
+    "structured": "structured",
     "training": "train",
     "vllm": "vllm",
 }

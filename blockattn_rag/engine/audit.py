@@ -26,7 +26,9 @@ from transformers import DynamicCache
 from blockattn_rag.engine.answer import Answer
 from blockattn_rag.engine.results import Certificate, Generation
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.constraint import restricted
 from blockattn_rag.model.decoding import batches_exactly, draws_tokens
+from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 logger = logging.getLogger("blockattn_rag")
@@ -116,10 +118,12 @@ class Auditor:
         if not (drawn and has_room):
             return
         generation = cast("Generation", answer.generation)
-        certificate = generation.stats.certificate
+        sampling = answer.options.sampling
+        # A certificate speaks of answers that follow no grammar.
+        certificate = None if sampling.grammar else generation.stats.certificate
+        answered = (answer.prompt, generation.token_ids, sampling)
         try:
-            fingerprint = self._model.fingerprint
-            steps = self._audit(answer.prompt, generation.token_ids, certificate, fingerprint)
+            steps = self._audit(*answered, certificate, self._model.fingerprint)
             self._pending.add(steps)
             self._submit(steps)
         except (RuntimeError, ValueError) as error:  # no thread, or a model that is being trained
@@ -155,12 +159,13 @@ class Auditor:
         self,
         prompt: BlockPrompt,
         answer_ids: Sequence[int],
+        sampling: Sampling,
         certificate: Certificate | None,
         fingerprint: str,
     ) -> Iterator[None]:
         """The steps of one audit."""
         try:
-            chosen = yield from self._chosen(prompt, answer_ids, fingerprint)
+            chosen = yield from self._chosen(prompt, answer_ids, sampling, fingerprint)
         except Exception as error:  # noqa: BLE001 -- nobody waits for it
             with self._lock:
                 self._failed += 1
@@ -186,10 +191,15 @@ class Auditor:
             self._compare(agreement, certificate)
 
     def _chosen(
-        self, prompt: BlockPrompt, answer_ids: Sequence[int], fingerprint: str
+        self,
+        prompt: BlockPrompt,
+        answer_ids: Sequence[int],
+        sampling: Sampling,
+        fingerprint: str,
     ) -> Generator[None, None, list[int] | None]:
         """What full mode would choose at each token of an answer; None if the model has changed."""
         model = self._model
+        matcher = model.matcher(sampling.grammar)
         ids = model.tokenizer.prompt_ids(prompt).flat
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         chosen: list[int] = []
@@ -207,7 +217,12 @@ class Auditor:
                 done = len(chosen)
                 before = answer_ids[done - 1] if done else ids[-1]
                 given = answer_ids[done : done + tokens]
-                chosen += model.answer_logits((), [before], given, cache).argmax(-1).tolist()
+                scores = model.answer_logits((), [before], given, cache)
+                if matcher is not None:
+                    rows = [answer_ids[:at] for at in range(done, done + len(given))]
+                    matchers = [matcher] * len(rows)
+                    scores = restricted(scores, rows, matchers, model.end_ids(sampling))
+                chosen += scores.argmax(-1).tolist()
             tokens = _fitting(tokens, time.perf_counter() - began)
             yield
         return chosen

@@ -15,6 +15,7 @@ from blockattn_rag.model.correction_file import load_correction
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.promotion import NO_PROMOTION, check_promotion
 from blockattn_rag.prompts.sinks import NO_SINK, check_sink
+from blockattn_rag.structured.grammar import parse_grammar
 
 OnMiss = Literal["compute", "error"]
 """``compute``: a block that is not in the store is encoded and stored. ``error``: ``MissError``."""
@@ -24,7 +25,7 @@ NO_MERGE = "none"
 NO_READER = "none"
 
 _WORDS = {"mode": Mode, "on_miss": OnMiss, "positions": Positions, "assembly": Assembly}
-_SAMPLING = {one.name for one in fields(Sampling)} - {"extra"}
+_SAMPLING = {one.name for one in fields(Sampling)} - {"extra", "grammar"}
 
 
 class BlockOptions(TypedDict, total=False):
@@ -136,12 +137,13 @@ class GenerateOptions:
         rest = dict(given)
         words = {name: rest.pop(name) for name in ("mode", *_BLOCK) if name in rest}
         named = {name: rest.pop(name) for name in _SAMPLING & rest.keys()}
+        asked = (rest.pop("response_format", None), rest.pop("structured_outputs", None))
         stop = named.pop("stop", ()) or ()
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         return replace(
             defaults,
             **{name: word for name, word in words.items() if word is not None},
-            sampling=Sampling(**named, stop=stop, extra=rest),
+            sampling=Sampling(**named, stop=stop, extra=rest, grammar=parse_grammar(*asked)),
         )
 
     def of_retry(self) -> GenerateOptions | None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from blockattn_rag.structured.answers import complete_json
+
 Mode = Literal["block", "full"]
 """``block``: context blocks are looked up and attend to themselves only. ``full``: ordinary causal
 attention over the same token ids, nothing reused."""
@@ -168,6 +170,14 @@ class Generation:
     token_ids: list[int]
     finish_reason: FinishReason
     stats: ReuseStats
+
+    def json(self) -> Any:
+        """The JSON value that the answer is, where a grammar made it one.
+
+        Raises:
+            IncompleteAnswerError: the answer was cut, or is none.
+        """
+        return complete_json(self.text, self.finish_reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ class Runner:
                 raise CancelledError
             prompt = request.prompt() if first is None else first.prompt
             options = (first and first.again) or request.options
+            self._model.matcher(options.sampling.grammar)  # refused before anything is computed
             prepared = self.prepare(prompt, options)
         except KeyboardInterrupt:  # which is no request's own error: it ends the whole batch
             raise
@@ -257,6 +258,7 @@ class Runner:
                 cache=self._cache(answers),
                 on_tokens=on_tokens,
                 is_cancelled=nobody_waits,
+                grammars=[one.options.sampling.grammar for one in answers],
             )
         for answer, ids in zip(answers, rows, strict=True):
             answer.complete(ids)

@@ -39,6 +39,8 @@ from blockattn_rag.model.relay_attention import (
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.checkpoints import Checkpoint, known_checkpoint
 from blockattn_rag.prompts.tokenization import BlockTokenizer
+from blockattn_rag.structured.compiler import GrammarCompiler, Matcher
+from blockattn_rag.structured.grammar import Grammar
 
 
 class BlockModel:
@@ -229,6 +231,20 @@ class BlockModel:
         return decoding.end_token_ids(self.hf_model, self.tokenizer.tokenizer, sampling.extra)
 
     @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer.tokenizer, self.end_token_ids, self.name)
+
+    def matcher(self, grammar: Grammar | None) -> Matcher | None:
+        """What holds one answer to a grammar; None: the answer may be anything.
+
+        Raises:
+            GrammarError: the grammar cannot be compiled.
+            UnsupportedModelError: nor can any other for this model's tokenizer.
+            ImportError: the extra ``structured`` is not installed.
+        """
+        return None if grammar is None else self._compiler.matcher(grammar)
+
+    @cached_property
     def supports_relay(self) -> bool:
         """Whether relay attention gives this model's own logits: measured, on a short probe."""
         with self.lock:
@@ -373,10 +389,9 @@ class BlockModel:
         """
         ids, tokenizer = [*context_ids, *final_ids], self.tokenizer.tokenizer
         limit = self.room_for(len(ids), sampling)
+        ways = (on_token, is_cancelled, self.matcher(sampling.grammar))
         with self.running(sampling):
-            return decoding.generate(
-                self.hf_model, tokenizer, ids, sampling, limit, cache, on_token, is_cancelled
-            )
+            return decoding.generate(self.hf_model, tokenizer, ids, sampling, limit, cache, *ways)
 
     def generate_batch(
         self,
@@ -386,6 +401,7 @@ class BlockModel:
         cache: DynamicCache | None = None,
         on_tokens: Callable[[list[int | None]], object] | None = None,
         is_cancelled: Callable[[], bool] | None = None,
+        grammars: Sequence[Grammar | None] | None = None,
     ) -> list[list[int]]:
         """Generate for several (context ids, final ids) in one batch; see ``generate``.
 
@@ -395,12 +411,16 @@ class BlockModel:
             on_tokens: called after each step with the newest token of every row (padding in rows
                 that have ended, or None after a stop string). With beams, a row is a beam.
             is_cancelled: asked after each step; True ends the batch.
+            grammars: of each prompt's answer; default: for all the one of ``sampling``.
         """
+        grammars = [sampling.grammar] * len(prompts) if grammars is None else grammars
+        matchers = [self.matcher(one) for one in grammars]
         longest = max(len(context) + len(final) for context, final in prompts)
         limit, tokenizer = self.room_for(longest, sampling), self.tokenizer.tokenizer
+        ways = (on_tokens, is_cancelled, matchers)
         with self.running(sampling):
             return decoding.generate_batch(
-                self.hf_model, tokenizer, prompts, sampling, limit, cache, on_tokens, is_cancelled
+                self.hf_model, tokenizer, prompts, sampling, limit, cache, *ways
             )
 
     def batches_exactly(self, sampling: Sampling) -> bool:

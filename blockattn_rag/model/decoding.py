@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     DynamicCache,
+    LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -18,8 +19,10 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from blockattn_rag.model.constraint import GrammarConstraint
 from blockattn_rag.model.running_cache import running_with
 from blockattn_rag.model.sampling import Sampling
+from blockattn_rag.structured.compiler import Matcher
 
 
 class _OnToken(BaseStreamer):
@@ -89,10 +92,12 @@ def generate(
     cache: DynamicCache | None,
     on_token: Callable[[int], None] | None,
     is_cancelled: Callable[[], bool] | None,
+    matcher: Matcher | None = None,
 ) -> list[int]:
     """New tokens after ``ids``. ``cache`` holds the KV of the first ``ids``; None: of none."""
     input_ids = torch.tensor([list(ids)], device=hf_model.device)
     arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
+    _add_grammars(hf_model, tokenizer, arguments, [matcher], len(ids))
     if is_cancelled is not None:
         _add_criterion(arguments, _AfterEachStep(is_cancelled))
     if cache is not None:
@@ -113,6 +118,7 @@ def generate_batch(
     cache: DynamicCache | None,
     on_tokens: Callable[[list[int | None]], object] | None,
     is_cancelled: Callable[[], bool] | None,
+    matchers: Sequence[Matcher | None] = (),
 ) -> list[list[int]]:
     """New tokens for several (context ids, final ids), padded on the left of each part.
 
@@ -132,6 +138,7 @@ def generate_batch(
     stop = StopStringCriteria(tokenizer, strings) if strings else None
     step = _AfterEachStep(is_cancelled or (lambda: False), on_tokens, stop, width)
     _add_criterion(arguments, step)
+    _add_grammars(hf_model, tokenizer, arguments, matchers, width)
     output = _run(hf_model, sampling, input_ids, mask, cache, arguments)
     ends = end_token_ids(hf_model, tokenizer, arguments)
     rows = enumerate(output[:, width:].tolist())
@@ -203,6 +210,24 @@ def _arguments(
 def _add_criterion(arguments: dict[str, Any], criterion: StoppingCriteria) -> None:
     criteria = [*arguments.get("stopping_criteria", []), criterion]
     arguments["stopping_criteria"] = StoppingCriteriaList(criteria)
+
+
+def _add_grammars(
+    hf_model: PreTrainedModel,
+    tokenizer: Any,
+    arguments: dict[str, Any],
+    matchers: Sequence[Matcher | None],
+    prompt_width: int,
+) -> None:
+    """Hold each row to its grammar, after whatever processors the caller has."""
+    if all(one is None for one in matchers):
+        return
+    ends = end_token_ids(hf_model, tokenizer, arguments)
+    if not ends:
+        raise ValueError("a grammar needs a token that ends the answer; found no eos_token_id")
+    constraint = GrammarConstraint(matchers, prompt_width, ends)
+    processors = [*(arguments.get("logits_processor") or ()), constraint]
+    arguments["logits_processor"] = LogitsProcessorList(processors)
 
 
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+from blockattn_rag.structured.grammar import Grammar
+
 # Arguments of transformers' `generate` that would undo what the engine does.
 _OWNED = frozenset(
     {
@@ -20,7 +22,9 @@ _OWNED = frozenset(
 class Sampling:
     """How tokens are chosen. Greedy unless ``temperature`` is above 0.
 
-    ``extra`` goes to transformers' ``generate`` as it stands and wins over all else.
+    ``extra`` goes to transformers' ``generate`` as it stands and wins over all else but the
+    grammar. The grammar is each answer's own: a batch, whose rows have all else in common, may hold
+    several, so it plays no part when options are compared.
     """
 
     max_new_tokens: int = 256
@@ -30,6 +34,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    grammar: Grammar | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not _is_whole(self.max_new_tokens, 1):

@@ -34,7 +34,7 @@ _OF_TRANSFORMERS = {"min_new_tokens": "min_tokens"}
 _OF_THE_SERVER = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p", "min_tokens"),
     *("logit_bias", "bad_words", "allowed_token_ids", "stop_token_ids", "ignore_eos"),
-    *("response_format", "structured_outputs", "priority"),
+    "priority",
 )
 """Arguments beside ``Sampling``'s own that vLLM takes."""
 
@@ -105,6 +105,7 @@ def completion_body(
         "seed": _signed(sampling.seed),
         "stop": list(sampling.stop) or None,
         **{_OF_TRANSFORMERS.get(name, name): value for name, value in sampling.extra.items()},
+        **(sampling.grammar.asked if sampling.grammar else {}),
         "kv_transfer_params": plan and plan.to_dict(),
     }
     return {

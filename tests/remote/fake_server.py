@@ -40,12 +40,14 @@ from blockattn_rag.serving.protocol import (
     parse_plan,
 )
 from blockattn_rag.store import KVStore, MemoryStore
+from blockattn_rag.structured.grammar import parse_grammar
 from tests.holding import LONGEST_S
 
 _REQUIRED = {"model", "prompt", "max_tokens", "stream", "stream_options", "return_token_ids"}
 _TAKEN = {
     *("temperature", "top_p", "top_k", "seed", "stop", "kv_transfer_params"),
     *("repetition_penalty", "min_p", "min_tokens", "ignore_eos", "logit_bias", "response_format"),
+    "structured_outputs",
 }
 
 
@@ -434,4 +436,5 @@ def _sampling(body: dict[str, Any]) -> Sampling:
         top_k=given.top_k,
         seed=given.seed,
     )
-    return replace(sampling, extra=extra)
+    grammar = parse_grammar(given.response_format, given.structured_outputs)
+    return replace(sampling, extra=extra, grammar=grammar)

@@ -1,0 +1,141 @@
+"""What an answer must be, as it was asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+Kind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must be. Nothing is compiled yet.
+
+    Args:
+        kind: how ``text`` is to be read: in vLLM's words.
+        text: a JSON schema, a regular expression, a list of texts in JSON, a grammar, or structural
+            tags in JSON.
+        name: what messages call it.
+        asked: the option of a call that asks for it, which is also a server's.
+    """
+
+    kind: Kind
+    text: str
+    name: str
+    asked: Mapping[str, Any] = field(compare=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def parse_grammar(response_format: Any, structured_outputs: Any) -> Grammar | None:
+    """The grammar that these options of a call ask for; None if they ask for none.
+
+    Args:
+        response_format: as OpenAI's, or a pydantic class.
+        structured_outputs: as vLLM's: a mapping of one kind to what it takes.
+
+    Raises:
+        TypeError, ValueError: they are not of these forms, or both are given.
+    """
+    if response_format is None and structured_outputs is None:
+        return None
+    if response_format is not None and structured_outputs is not None:
+        raise ValueError("give either response_format or structured_outputs, not both")
+    if structured_outputs is not None:
+        return _of_outputs(structured_outputs)
+    if callable(schema_of := getattr(response_format, "model_json_schema", None)):
+        named = {"name": response_format.__name__, "schema": schema_of()}
+        response_format = {"type": "json_schema", "json_schema": named}
+    return _of_format(response_format)
+
+
+def _of_format(given: Any) -> Grammar | None:
+    if not isinstance(given, Mapping) or "type" not in given:
+        raise TypeError(
+            "response_format must be a pydantic class, or a mapping with a type, such as "
+            f"{{'type': 'json_schema', 'json_schema': {{...}}}}; found {_shown(given)}"
+        )
+    asked = {"response_format": given}
+    match given["type"]:
+        case "text":
+            return None
+        case "json_object":
+            return Grammar("json_object", '{"type":"object"}', "a JSON object", asked)
+        case "json_schema":
+            named = given.get("json_schema")
+            if not isinstance(named, Mapping) or not isinstance(named.get("schema"), Mapping):
+                raise ValueError(
+                    "response_format of the type json_schema must have the schema in "
+                    f"['json_schema']['schema']; found {_shown(given)}"
+                )
+            name = f"the JSON schema {named.get('name') or _title(named['schema'])!r}"
+            return Grammar("json", _json(named["schema"]), name, asked)
+    raise ValueError(
+        "the type of response_format must be json_schema, json_object or text; found "
+        f"{_shown(given['type'])}"
+    )
+
+
+def _of_outputs(given: Any) -> Grammar:
+    kinds = get_args(Kind)
+    if not isinstance(given, Mapping):
+        raise TypeError(f"structured_outputs must be a mapping; found {_shown(given)}")
+    present = [name for name, value in given.items() if value is not None and value is not False]
+    if len(present) != 1 or present[0] not in kinds:
+        raise ValueError(
+            f"structured_outputs must hold one of {', '.join(kinds)}; found {_shown(given)}"
+        )
+    (kind,) = present
+    value, asked = given[kind], {"structured_outputs": given}
+    match kind:
+        case "json":
+            schema = _read(value) if isinstance(value, str) else value
+            if not isinstance(schema, Mapping):
+                raise TypeError(f"a JSON schema must be an object; found {_shown(value)}")
+            return Grammar("json", _json(schema), f"the JSON schema {_title(schema)!r}", asked)
+        case "json_object":
+            return Grammar("json_object", '{"type":"object"}', "a JSON object", asked)
+        case "choice":
+            if not _is_choice(value):
+                raise TypeError(f"choice must be a list of texts; found {_shown(value)}")
+            return Grammar("choice", _json(list(value)), f"the choice {_shown(value)}", asked)
+        case "structural_tag":
+            text = value if isinstance(value, str) else _json(value)
+            asked = {"structured_outputs": {kind: text}}  # a server takes a text alone
+            return Grammar("structural_tag", text, "the structural tag", asked)
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"{kind} must be a text; found {_shown(value)}")
+    name = f"the regular expression {value!r}" if kind == "regex" else "the grammar"
+    return Grammar(kind, value, name, asked)
+
+
+def _is_choice(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and bool(value) and all(isinstance(one, str) and one for one in value)
+
+
+def _title(schema: Mapping[str, Any]) -> str:
+    return str(schema.get("title") or "without a title")
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"a JSON schema is no JSON: {error}; found {_shown(text)}") from error
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"a grammar must be plain JSON; found {_shown(value)}") from error
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

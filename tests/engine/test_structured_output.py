@@ -1,0 +1,220 @@
+"""Answers follow their grammar, however they are asked for and computed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+import pytest
+from jsonschema import validate
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.errors import GrammarError, IncompleteAnswerError
+from blockattn_rag.model import BlockModel
+from blockattn_rag.store import MemoryStore
+from tests.holding import LONGEST_S, holding
+from tests.models import tiny_model, tiny_tokenizer
+
+A = ["Halden is tall.", "It was built in 1931.", "How tall?"]
+B = ["The lake is deep.", "Who swims there?"]
+SCHEMA: dict[str, Any] = {
+    "title": "Tower",
+    "type": "object",
+    "properties": {
+        "höhe": {"type": "integer", "minimum": 100, "maximum": 999},
+        "kind": {"enum": ["tower", "蓝"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
+    },
+    "required": ["höhe", "kind", "tags"],
+}
+OTHER = {"choice": ["yes", "no"]}
+NEW = 120
+
+
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    model = BlockModel(tiny_model(), tiny_tokenizer())
+    model.config.block_attention = {"test": True}  # known to be tuned: no warning
+    return model
+
+
+@pytest.fixture
+def engine(model: BlockModel) -> BlockAttentionEngine:
+    return BlockAttentionEngine(model, MemoryStore(1 << 28))
+
+
+def by_schema(name: str = "Tower") -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": SCHEMA}}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "full mode": {"mode": "full"},
+    "copy": {"assembly": "copy"},
+    "relay": {"assembly": "relay"},
+    "sampling": {"temperature": 2.0, "seed": 5},
+    "top_k": {"temperature": 1.0, "seed": 1, "top_k": 2, "top_p": 0.5},
+    "beams": {"num_beams": 3},
+    "sampled beams": {"num_beams": 2, "temperature": 1.0, "seed": 4},
+    "penalty": {"repetition_penalty": 1.5},
+    "least length": {"min_new_tokens": NEW},
+    "a draft": {"mode": "full", "prompt_lookup_num_tokens": 3},
+    "retry": {"retry": "full"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_answer_is_what_the_schema_says(engine: BlockAttentionEngine, way: str) -> None:
+    answer = engine.generate(A, response_format=by_schema(), max_new_tokens=NEW, **WAYS[way])
+    assert answer.finish_reason == "stop"
+    validate(answer.json(), SCHEMA)
+    assert answer.token_ids[-1] in engine.model.end_token_ids
+    assert not set(answer.token_ids[:-1]) & engine.model.end_token_ids
+
+
+def test_passages_are_reused(engine: BlockAttentionEngine) -> None:
+    engine.generate(A, max_new_tokens=1)
+    stats = engine.generate(A, response_format=by_schema(), max_new_tokens=NEW).stats
+    assert (stats.hits, stats.misses) == (2, 0)
+
+
+def test_rows_with_different_grammars_share_each_forward(
+    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = [
+        {"response_format": by_schema()},
+        {"structured_outputs": OTHER},
+        {},
+        {"structured_outputs": {"regex": "[0-9]{4}"}},
+    ]
+    prompts = [A, B, A, B]
+    options: dict[str, Any] = {"max_new_tokens": NEW}
+    alone = [
+        engine.generate(one, **options, **how).text for one, how in zip(prompts, asked, strict=True)
+    ]
+    sizes = []
+    generate_batch = engine.model.generate_batch
+
+    def counted(rows: Any, *given: Any, **how: Any) -> Any:
+        sizes.append(len(rows))
+        return generate_batch(rows, *given, **how)
+
+    monkeypatch.setattr(engine.model, "generate_batch", counted)
+    with holding() as held:
+        busy = engine.submit(["held"], max_new_tokens=2)
+        held.wait_for_token()
+        waiting = [
+            engine.submit(one, **options, **how) for one, how in zip(prompts, asked, strict=True)
+        ]
+        held.let_go()
+        busy.result(LONGEST_S)
+    together = [one.result(LONGEST_S).text for one in waiting]
+    assert together == alone
+    assert sizes == [4]
+    validate(json.loads(together[0]), SCHEMA)
+    assert together[1] in OTHER["choice"]
+
+
+def test_batches_share_a_grammar_too(engine: BlockAttentionEngine) -> None:
+    answers = engine.generate_batch([A, B, A], response_format=by_schema(), max_new_tokens=NEW)
+    assert answers[0].text == answers[2].text
+    for answer in answers:
+        validate(answer.json(), SCHEMA)
+
+
+def test_streams_and_event_loops_follow_it(engine: BlockAttentionEngine) -> None:
+    options: dict[str, Any] = {"response_format": by_schema(), "max_new_tokens": NEW}
+    text = engine.generate(A, **options).text
+    assert "".join(chunk.text for chunk in engine.stream(A, **options)) == text
+
+    async def both() -> list[str]:
+        streamed = [chunk.text async for chunk in engine.astream(A, **options)]
+        return [(await engine.agenerate(A, **options)).text, "".join(streamed)]
+
+    assert asyncio.run(both()) == [text, text]
+
+
+def test_a_seed_gives_the_same_object_again(engine: BlockAttentionEngine) -> None:
+    options: dict[str, Any] = {"response_format": by_schema(), "max_new_tokens": NEW}
+    texts = [engine.generate(A, seed=s, temperature=2.0, **options).text for s in (1, 1, 2, 3)]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) > 1
+
+
+def test_a_stop_string_and_a_limit_leave_an_answer_that_is_no_object(
+    engine: BlockAttentionEngine,
+) -> None:
+    stopped = engine.generate(A, response_format=by_schema(), stop=["kind"], max_new_tokens=NEW)
+    cut = engine.generate(A, response_format=by_schema(), max_new_tokens=9)
+    assert (stopped.finish_reason, cut.finish_reason) == ("stop", "length")
+    with pytest.raises(IncompleteAnswerError, match="leave out stop strings"):
+        stopped.json()
+    with pytest.raises(IncompleteAnswerError, match="raise max_new_tokens") as caught:
+        cut.json()
+    assert caught.value.text == cut.text
+
+
+def test_a_schema_that_cannot_be_compiled_is_refused_before_anything_is_computed(
+    engine: BlockAttentionEngine,
+) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    named = {"type": "json_schema", "json_schema": {"name": "Numbers", "schema": schema}}
+    with pytest.raises(GrammarError, match=r"'Numbers' cannot be compiled.*uniqueItems"):
+        engine.generate(A, response_format=named)
+    assert not engine.store.stats().entries
+    assert engine.generate(A, response_format=by_schema(), max_new_tokens=NEW).json()
+
+
+def test_one_that_is_refused_leaves_its_batch_alone(engine: BlockAttentionEngine) -> None:
+    with holding() as held:
+        busy = engine.submit(["held"], max_new_tokens=2)
+        held.wait_for_token()
+        bad = engine.submit(A, structured_outputs={"json": {"not": {}}})
+        good = engine.submit(A, structured_outputs=OTHER)
+        held.let_go()
+        busy.result(LONGEST_S)
+    assert good.result(LONGEST_S).text in OTHER["choice"]
+    with pytest.raises(GrammarError, match='"not"'):
+        bad.result(LONGEST_S)
+
+
+def test_other_settings_that_leave_no_token_are_an_error(engine: BlockAttentionEngine) -> None:
+    letters = engine.model.tokenizer.tokenizer.convert_tokens_to_ids(list("yn"))
+    with pytest.raises(GrammarError, match="no token is left"):
+        engine.generate(A, structured_outputs=OTHER, suppress_tokens=letters)
+
+
+def test_a_grammar_needs_an_end(engine: BlockAttentionEngine) -> None:
+    with pytest.raises(ValueError, match="found no eos_token_id"):
+        engine.generate(A, structured_outputs=OTHER, eos_token_id=[])
+
+
+def test_another_end_is_taken(engine: BlockAttentionEngine) -> None:
+    bang, s = engine.model.tokenizer.tokenizer.convert_tokens_to_ids(["!", "s"])
+    answer = engine.generate(A, structured_outputs=OTHER, eos_token_id=bang)
+    assert answer.text in ("yes!", "no!")
+    with pytest.raises(GrammarError, match="no token is left"):  # it would end the answer too soon
+        engine.generate(A, structured_outputs={"choice": ["yes"]}, eos_token_id=s)
+
+
+def test_without_the_extra_it_says_what_to_install(
+    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ImportError, match=r"structured output needs llguidance.*\[structured\]"):
+        engine.generate(A, structured_outputs={"regex": "[a-c]{3}"})
+
+
+def test_audits_judge_by_the_grammar(model: BlockModel) -> None:
+    engine = BlockAttentionEngine(model, MemoryStore(1 << 28), audit_rate=1)
+    # One passage is exact in block mode, so full mode chooses every token of the answer.
+    engine.generate(B, response_format=by_schema(), max_new_tokens=NEW)
+    until = time.monotonic() + LONGEST_S
+    while (found := engine.audits).pending or not found.audited:
+        assert time.monotonic() < until, found
+        assert not found.failed
+        time.sleep(0.005)
+    assert (found.audited, found.identical, found.agreement) == (1, 1, 1.0)
