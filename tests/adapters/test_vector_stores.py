@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,11 +39,6 @@ from blockattn_rag.llama_index import (
 from blockattn_rag.llama_index import live_handles as live
 from blockattn_rag.store import DirectoryStore, gc
 from tests.langchain.conftest import tiny_block_model
-
-with warnings.catch_warnings():
-    # The package is no longer developed; FAISS has no other home for LangChain.
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from langchain_community.vectorstores import FAISS
 
 TEXTS = [
     "Halden Tower is 214 metres high.",
@@ -91,12 +85,6 @@ def in_memory(documents: list[Document], request: pytest.FixtureRequest) -> Fill
     return Filled(store, lambda: live(store.get_by_ids(list(store.store))))
 
 
-def in_faiss(documents: list[Document], request: pytest.FixtureRequest) -> Filled:
-    store = FAISS.from_documents(documents, HashingEmbeddings(dimensions=DIMENSIONS))
-    ids = store.index_to_docstore_id
-    return Filled(store, lambda: live(store.get_by_ids(list(ids.values()))))
-
-
 def qdrant_client(name: str) -> QdrantClient:
     client = QdrantClient(":memory:")
     client.create_collection(name, VectorParams(size=DIMENSIONS, distance=Distance.COSINE))
@@ -138,7 +126,7 @@ def in_pgvector(documents: list[Document], request: pytest.FixtureRequest) -> Fi
     return Filled(store, handles)
 
 
-@pytest.mark.parametrize("make", [in_memory, in_faiss, in_qdrant, in_pgvector])
+@pytest.mark.parametrize("make", [in_memory, in_qdrant, in_pgvector])
 def test_langchain_reuses_and_collects_over_any_vector_store(
     make: Callable[..., Filled], engine: BlockAttentionEngine, request: pytest.FixtureRequest
 ) -> None:
