@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from blockattn_rag.check.server import check_server
 from blockattn_rag.serving.endpoint import (
     CHAT_COMPLETIONS,
     COMPLETIONS,
@@ -20,7 +21,7 @@ from blockattn_rag.serving.endpoint import (
 from blockattn_rag.serving.protocol import ServedBlocks
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import TOKENS, Case, Reference
-from tests_vllm.server import NAME, Server
+from tests_vllm.server import KEY, NAME, Server
 
 SECRET = "a long secret of this server"
 
@@ -242,6 +243,20 @@ def test_a_bad_tenant_or_model_is_refused(server: Server) -> None:
     assert "a namespace is named" in bad.json()["error"]["message"]
     assert server.http.post(ENCODE, json={"model": "x", "blocks": [[5]]}).status_code == 400
     assert server.post(ENCODE, {"blocks": [[99_999]]}).status_code == 400
+
+
+def test_the_check_of_a_server_passes_and_leaves_little(
+    reference: Reference, server: Server, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    before = store.stats()
+    report = check_server(str(server.http.base_url), reference.model, api_key=KEY)
+    rows = {row.name: row for row in report.rows}
+    assert [name for name, row in rows.items() if not row.passed] == []
+    assert rows["block mode after full mode"].detail.endswith("; 128 from own pages")
+    assert "is missing for 'check-" in rows["tenants are kept apart"].detail
+    assert rows["greedy tokens = local model"].detail == "8 tokens"
+    assert store.stats().entries - before.entries == report.left_blocks == 3
 
 
 def test_what_is_counted_is_told_to_prometheus(server: Server) -> None:

@@ -25,11 +25,12 @@ _BOUNDARY_TEXT = "Halden Tower is 214 metres tall.\n\nIt was built in 1931."
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """One property: what was measured, and how much it may be; None: it was judged before."""
+    """One property: what was measured, and how much it may be. None: nothing was; it was judged
+    otherwise."""
 
     name: str
     passed: bool
-    value: float
+    value: float | None
     budget: float | None
     detail: str
 
@@ -89,10 +90,9 @@ def _random_blocks(model: BlockModel) -> list[list[int]]:
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in _BLOCK_TOKENS]
 
 
-def _placed_context(
-    model: BlockModel, blocks: list[list[int]], sink: Sequence[int] = ()
-) -> Context:
-    """The blocks, placed in this order; all but the first are encoded after ``sink``."""
+def placed_context(model: BlockModel, blocks: list[list[int]], sink: Sequence[int] = ()) -> Context:
+    """Blocks by their token ids, encoded and placed in this order; all but the first are encoded
+    after ``sink``."""
     requests = [EncodeRequest(ids, str(i), "", sink if i else ()) for i, ids in enumerate(blocks)]
     encoded = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
     return place([encoded[request.digest] for request in requests])
@@ -103,7 +103,7 @@ def _logits_error(
 ) -> float:
     """Error of the logits after the final block through encode, place and assemble: against full
     attention, or against the oracle."""
-    context = _placed_context(model, blocks[:-1], sink)
+    context = placed_context(model, blocks[:-1], sink)
     found = model.next_logits(torch.tensor([blocks[-1]]), model.cache_for(context)).float()
     if full:
         expected = model.next_logits(torch.tensor([[t for ids in blocks for t in ids]])).float()
@@ -123,7 +123,7 @@ def _budget(model: BlockModel, blocks: list[list[int]]) -> float:
 
 
 def _greedy_row(model: BlockModel, blocks: list[list[int]]) -> CheckRow:
-    context = _placed_context(model, blocks[:-1])
+    context = placed_context(model, blocks[:-1])
     options, cache = Sampling(max_new_tokens=_NEW_TOKENS), model.cache_for(context)
     found = model.generate(context.token_ids, blocks[-1], options, cache=cache)
     expected = oracle_generate(model.hf_model, blocks, _NEW_TOKENS, sorted(model.end_token_ids))

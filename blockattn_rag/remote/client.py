@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -49,16 +49,25 @@ class Client:
         api_key: sent as a bearer token; never shown.
         timeout_s: seconds without a byte of an answer after which it is given up.
         retries: further tries after failures that may pass.
+        headers: sent with every request.
 
     Raises:
         ValueError: the address is none, or holds a password; or the key cannot be sent.
     """
 
-    def __init__(self, base_url: str, api_key: str | None, timeout_s: float, retries: int) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None,
+        timeout_s: float,
+        retries: int,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.base_url = server_url(base_url)
         self.retries = retries
         self._timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s), pool=None)
-        self._headers = {"Authorization": f"Bearer {_sendable(api_key)}"} if api_key else {}
+        key = {"Authorization": f"Bearer {_sendable(api_key)}"} if api_key else {}
+        self._headers = {**(headers or {}), **key}
         self._http: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 

@@ -31,6 +31,9 @@ ENCODE = "/blockattn/v1/encode"
 COMPLETIONS = "/blockattn/v1/completions"
 CHAT_COMPLETIONS = "/blockattn/v1/chat/completions"
 
+TENANT_HEADER = "x-tenant-id"
+"""Names the tenant; set by the gateway before the server, and never by clients."""
+
 Outcome = Literal["found", "encoded", "missing"]
 """What became of a block: it was stored already, it is stored now, it is not stored."""
 

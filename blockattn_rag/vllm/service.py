@@ -9,7 +9,7 @@ from typing import Any
 
 from blockattn_rag.errors import ProtocolError, ServingError
 from blockattn_rag.serving.config import CONNECTOR, ServingConfig
-from blockattn_rag.serving.endpoint import EncodeAnswer, EncodeBody, ServerInfo
+from blockattn_rag.serving.endpoint import TENANT_HEADER, EncodeAnswer, EncodeBody, ServerInfo
 from blockattn_rag.serving.fields import namespace_name
 from blockattn_rag.serving.profile import ModelProfile
 from blockattn_rag.serving.protocol import BlockPlan, parse_plan
@@ -19,9 +19,6 @@ from blockattn_rag.vllm.retrying import CURRENT, RetryingClient, Ticket
 from blockattn_rag.vllm.streams import with_marker
 
 logger = logging.getLogger("blockattn_rag")
-
-TENANT_HEADER = "x-tenant-id"
-"""Names the tenant; set by the gateway before the server, and never by clients."""
 
 _CHAT_IDS = "prompt_token_ids"
 """Where vLLM takes the token ids of a chat from, in ``kv_transfer_params``."""

@@ -34,7 +34,10 @@ def test_a_good_model_passes_every_check(model: BlockModel) -> None:
     assert report.rows[0].detail.startswith("3 layers, rotation: half x 8")
     layout, *others = report.rows
     assert layout.budget is None
-    assert all(row.budget is not None and row.value <= row.budget for row in others)
+    for row in others:
+        assert row.value is not None
+        assert row.budget is not None
+        assert row.value <= row.budget
 
 
 def test_sixteen_bit_models_are_judged_by_their_own_rounding() -> None:

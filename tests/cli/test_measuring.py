@@ -1,4 +1,4 @@
-"""The commands that measure: check, eval, bench, plan."""
+"""The commands that measure: eval, bench, plan."""
 
 from __future__ import annotations
 
@@ -14,34 +14,6 @@ from transformers import LlamaConfig
 from blockattn_rag.evaluation.efficiency.shapes import SHAPES
 from tests.cli.conftest import Command
 from tests.evaluation.samples import record, write_jsonl
-
-
-def test_check_passes_a_supported_model_with_status_0(cli: Command, model: Path) -> None:
-    report = cli("check", model, "--json")
-    assert report.status == 0, report.stderr
-    assert report.json["passed"]
-    assert not report.json["block_tuned"]
-    assert {row["name"] for row in report.json["rows"]} >= {
-        "rotary layout",
-        "one block = full attention",
-        "assembled = oracle",
-        "tokenizer boundary",
-    }
-
-
-def test_check_shows_a_failed_row_and_exits_with_status_1(
-    cli: Command, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from blockattn_rag.check.checks import CheckReport, CheckRow
-
-    row = CheckRow("assembled = oracle", False, 0.5, None, "made to fail")
-    monkeypatch.setattr(
-        "blockattn_rag.check.checks.check_model", lambda m: CheckReport(m.name, (row,))
-    )
-    output = cli("check", model)
-    assert output.status == 1
-    assert "NOT usable in block mode" in output.stdout
-    assert cli("check", model, "--json").json["rows"][0]["budget"] is None
 
 
 def test_eval_prints_a_row_for_each_mode_and_goes_on_from_its_records(

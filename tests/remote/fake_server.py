@@ -12,9 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.errors import ProtocolError
@@ -28,6 +31,7 @@ from blockattn_rag.serving.endpoint import (
     COMPLETIONS,
     ENCODE,
     INFO,
+    TENANT_HEADER,
     EncodeAnswer,
     EncodeBody,
     ServerInfo,
@@ -48,6 +52,7 @@ _TAKEN = {
     *("temperature", "top_p", "top_k", "seed", "stop", "kv_transfer_params"),
     *("repetition_penalty", "min_p", "min_tokens", "ignore_eos", "logit_bias", "response_format"),
     "structured_outputs",
+    *("logprobs", "return_tokens_as_token_ids", "cache_salt"),
 }
 
 
@@ -98,6 +103,7 @@ class FakeServer:
         with_connector: else it is a plain server, and answers in full mode.
         block_tuned: what it says of the model.
         max_tokens: that it takes; default: the model's.
+        tenants: whether it keeps them apart; None: their header never arrives.
     """
 
     def __init__(
@@ -112,6 +118,7 @@ class FakeServer:
         with_connector: bool = True,
         block_tuned: bool = True,
         max_tokens: int | None = None,
+        tenants: bool | None = None,
     ) -> None:
         self.model = model
         self.store = MemoryStore(1 << 28) if store is None else store
@@ -119,6 +126,7 @@ class FakeServer:
         self.api_key = api_key
         self.read_only = read_only
         self.with_connector = with_connector
+        self.tenants = tenants
         self.info: dict[str, Any] = ServerInfo(
             fingerprint=self.profile.fingerprint,
             tokenizer=self.profile.tokenizer,
@@ -137,6 +145,7 @@ class FakeServer:
         """What becomes of the figures of an answer in block mode."""
         self.sees_stops = True
         self.at_once = self.most_at_once = 0
+        self._pages: dict[object, Context] = {}
         self.left = threading.Event()
         """Set when a client has left a stream."""
         self._lock = threading.Lock()
@@ -148,7 +157,13 @@ class FakeServer:
 
     # -- what it does ------------------------------------------------------------------------
 
-    def encode(self, told: Any) -> dict[str, Any]:
+    def namespace(self, tenant: str | None) -> str:
+        """Where blocks are stored and looked for, by the header of a request."""
+        if tenant is not None and self.tenants is False:
+            raise RefusalError(400, f"found the header {TENANT_HEADER}")
+        return tenant if tenant is not None and self.tenants else ""
+
+    def encode(self, told: Any, namespace: str = "") -> dict[str, Any]:
         """The blocks of a request that are not stored, encoded."""
         body = EncodeBody.from_dict(told)
         if body.model not in (None, self.info["models"][0]):
@@ -156,7 +171,7 @@ class FakeServer:
         outcomes, stored_bytes = [], 0
         for place_, ids in enumerate(body.blocks):
             sink_ids = () if body.opens_prompt and not place_ else self.profile.sink_ids
-            plan = BlockPlan("encode", (len(ids),))
+            plan = BlockPlan("encode", (len(ids),), namespace)
             (one,) = block_keys([*sink_ids, *ids], plan, self.profile)
             if one.key in self.store:
                 outcomes.append("found")
@@ -166,12 +181,13 @@ class FakeServer:
                 raise RefusalError(409, "the server is read-only")
             else:
                 outcomes.append("encoded")
-                stored_bytes += self._encoded(one, sink_ids).nbytes
+                stored_bytes += self._encoded(one, sink_ids, namespace).nbytes
         return EncodeAnswer(tuple(outcomes), stored_bytes).to_dict()  # type: ignore[arg-type]
 
-    def _encoded(self, one: BlockId, sink_ids: Sequence[int]) -> BlockKV:
+    def _encoded(self, one: BlockId, sink_ids: Sequence[int], namespace: str = "") -> BlockKV:
         request = EncodeRequest(list(one.ids), one.digest, one.digest[:32], sink_ids)
         ((kv,),) = self.model.encode([request])
+        kv = replace(kv, namespace=namespace)
         assert kv.key == one.key
         self.store.put(kv.key, kv)
         return kv
@@ -195,6 +211,20 @@ class FakeServer:
         )
         return found, served
 
+    def context(
+        self, ids: list[int], plan: BlockPlan | None, salt: str | None
+    ) -> tuple[Context, ServedBlocks | None]:
+        """What an answer reads, and what is said of it. Pages serve their like again."""
+        blocks, served = self._blocks(ids, plan) if plan else ([], None)
+        key = self.page_key(ids, plan, salt)
+        if served is not None and key in self._pages:
+            served = replace(served, loaded_tokens=0, local_tokens=served.loaded_tokens)
+        return self._pages.setdefault(key, place(blocks)), served
+
+    def page_key(self, ids: list[int], plan: BlockPlan | None, salt: str | None) -> object:
+        """What requests have in common that share pages."""
+        return tuple(ids), plan and plan.lengths, salt
+
     def complete(self, path: str, body: dict[str, Any], write: Callable[[Any], None]) -> None:
         """An answer, as a stream of events."""
         fail = self.faults.popleft() if self.faults else None
@@ -215,9 +245,9 @@ class FakeServer:
             plan = parse_plan(told, len(ids))
         except ProtocolError as error:
             raise RefusalError(400, str(error)) from error
-        assert (plan is not None) == (path == COMPLETIONS)
-        blocks, served = self._blocks(ids, plan) if plan else ([], None)
-        reason = self._write_tokens(ids, place(blocks), body, fail, write)
+        assert plan is None or path == COMPLETIONS
+        context, served = self.context(ids, plan, body.get("cache_salt"))
+        reason = self._write_tokens(ids, context, body, fail, write)
         end: dict[str, Any] = {"choices": [self._choice([], reason)]}
         if served is not None and (params := self.marker(served.to_dict())) is not None:
             end["kv_transfer_params"] = params
@@ -246,19 +276,24 @@ class FakeServer:
                     fail(len(made))
                 made.append(token)
                 text.push(token)
-                write({"choices": [self._choice([token], None)]})
+                choice = self._choice([token], None)
+                if "logprobs" in body and len(made) == 1:
+                    choice["logprobs"] = {"top_logprobs": [likely]}
+                write({"choices": [choice]})
             except Exception as error:  # noqa: BLE001 -- raised again below
                 errors.append(error)
 
         split = context.num_tokens
-        cache = self.model.cache_for(
-            context, assembly=self.model.choose_assembly("auto", len(ids) - split)
-        )
+        assembly = self.model.choose_assembly("auto", len(ids) - split)
+        cache = partial(self.model.cache_for, context, assembly=assembly)
+        logits = self.model.next_logits(torch.tensor([ids[split:]]), cache())
+        top = logits.log_softmax(-1).topk(body.get("logprobs", 1))
+        likely = {f"token_id:{t}": v for v, t in zip(*(one.tolist() for one in top), strict=True)}
         self.model.generate(
             ids[:split],
             ids[split:],
             sampling,
-            cache=cache,
+            cache=cache(),
             on_token=on_token,
             is_cancelled=lambda: bool(errors) or text.stopped,
         )
@@ -282,13 +317,14 @@ class FakeServer:
         """Answer one request."""
         if self.api_key and handler.headers["Authorization"] != f"Bearer {self.api_key}":
             raise RefusalError(401, "Unauthorized")
+        namespace = self.namespace(handler.headers[TENANT_HEADER])
         if path == INFO and self.with_connector:
-            handler.send_json(200, self.info)
+            handler.send_json(200, {**self.info, "namespace": namespace})
         elif path == ENCODE and self.with_connector:
             fail = self.faults.popleft() if self.faults else None
             if fail is not None:
                 fail(0)
-            handler.send_json(200, self.encode(body))
+            handler.send_json(200, self.encode(body, namespace))
         elif path == "/v1/completions" or (path == COMPLETIONS and self.with_connector):
             self.complete(path, body, handler.send_event)
             handler.end_events()

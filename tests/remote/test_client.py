@@ -9,7 +9,9 @@ import sys
 import pytest
 
 from blockattn_rag.remote import RemoteEngine
-from blockattn_rag.remote.client import server_url
+from blockattn_rag.remote.background import background
+from blockattn_rag.remote.client import Client, server_url
+from blockattn_rag.serving.endpoint import INFO, TENANT_HEADER
 from tests.remote.fake_server import FakeServer
 
 
@@ -72,3 +74,12 @@ def test_a_forked_process_asks_by_connections_of_its_own(server: FakeServer) -> 
     )
     assert run.stdout.split() == ["2", "3", "3"], run.stderr
     assert run.returncode == 0
+
+
+def test_headers_are_sent_with_every_request(server: FakeServer) -> None:
+    server.tenants = True
+    headers = {TENANT_HEADER: "a-tenant"}
+    client = Client(server.url, None, 60.0, 0, headers)
+    assert background.start(client.get(INFO)).result()["namespace"] == "a-tenant"
+    plain = Client(server.url, None, 60.0, 0)
+    assert background.start(plain.get(INFO)).result()["namespace"] == ""

@@ -1,0 +1,161 @@
+"""What the check of a server asks it: prompts of random tokens, and how likely first tokens are."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from blockattn_rag.errors import ProtocolError
+from blockattn_rag.model.sampling import Sampling
+from blockattn_rag.remote.background import background
+from blockattn_rag.remote.request import completion_body
+from blockattn_rag.remote.server import Server
+from blockattn_rag.serving.endpoint import COMPLETIONS, EncodeAnswer, EncodeBody
+from blockattn_rag.serving.fields import shown
+from blockattn_rag.serving.protocol import BlockPlan, ServedBlocks
+
+NEW_TOKENS = 8
+LIKELIEST = 5
+"""First tokens whose log-probabilities are asked for; servers need not allow many more."""
+
+BLOCK_TOKENS = (24, 96, 16)
+"""Of a probe's context, which fills a page of vLLM's (16 tokens on a GPU, 128 on a CPU): requests
+share whole pages, rightly or not."""
+_FINAL_TOKENS = 12
+
+_TOKEN = "token_id:"
+_ASKED = {
+    "logprobs": LIKELIEST,
+    "return_tokens_as_token_ids": True,
+    "min_tokens": NEW_TOKENS,
+    "temperature": 0.0,
+}
+
+
+class Probe(NamedTuple):
+    """A prompt: token ids of its context blocks, and of its final block."""
+
+    blocks: list[list[int]]
+    final: list[int]
+
+    @classmethod
+    def drawn(cls, tokenizer: Any, source: random.Random) -> Probe:
+        """One of random tokens, which are ordinary ones of a transformers tokenizer."""
+        others = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        ordinary = [one for one in range(tokenizer.vocab_size) if one not in others]
+        *blocks, final = (source.choices(ordinary, k=n) for n in (*BLOCK_TOKENS, _FINAL_TOKENS))
+        return cls(blocks, final)
+
+    @property
+    def ids(self) -> list[int]:
+        """All token ids."""
+        return [*(token for ids in self.blocks for token in ids), *self.final]
+
+    def cut(self, blocks: int) -> Probe:
+        """The same tokens with the first so many blocks as context."""
+        rest = (token for ids in self.blocks[blocks:] for token in ids)
+        return Probe(self.blocks[:blocks], [*rest, *self.final])
+
+    def turned(self) -> Probe:
+        """The same blocks in another order, but for the first, which is encoded as such."""
+        return Probe([self.blocks[0], *self.blocks[:0:-1]], self.final)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A greedy answer.
+
+    Args:
+        tokens: its token ids.
+        likely: log-probabilities of the likeliest first tokens, by their ids.
+        ttft_s: seconds until the first token.
+        served: what was said of blocks; all 0 in full mode.
+    """
+
+    tokens: tuple[int, ...]
+    likely: Mapping[int, float]
+    ttft_s: float
+    served: ServedBlocks
+
+    def distance(self, likely: Mapping[int, float]) -> float:
+        """The largest difference to other log-probabilities. A token that one side does not list
+        counts there as the least likely that it lists, so that no difference is overstated."""
+        here, there = min(self.likely.values()), min(likely.values())
+        return max(
+            abs(self.likely.get(token, here) - likely.get(token, there))
+            for token in self.likely.keys() | likely.keys()
+        )
+
+
+class Asker:
+    """Asks a server for answers to probes. All of it raises ServingError if it refuses or fails."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._name = server.model.name_at(server.info_now())
+
+    def block(self, probe: Probe) -> Answer:
+        """The answer in block mode.
+
+        Raises:
+            ProtocolError: it does not say that it was computed in blocks, and from all of them.
+        """
+        plan = BlockPlan("complete", tuple(len(ids) for ids in probe.blocks))
+        answer = self._answer(COMPLETIONS, probe.ids, plan)
+        served = answer.served
+        tokens = served.loaded_tokens + served.local_tokens
+        if (served.blocks, tokens) != (len(probe.blocks), plan.context_tokens):
+            raise ProtocolError(
+                f"the server answered from {served.blocks} blocks of {tokens} tokens, asked for "
+                f"{len(probe.blocks)} of {plan.context_tokens}"
+            )
+        return answer
+
+    def full(
+        self, ids: Sequence[int], salt: str | None = None, path: str = "/v1/completions"
+    ) -> Answer:
+        """The answer in full mode; ``salt``: under which it shares pages, else with all."""
+        return self._answer(path, ids, None, **({} if salt is None else {"cache_salt": salt}))
+
+    def first(self, ids: Sequence[int], *, only_look: bool = False) -> EncodeAnswer:
+        """Have a block encoded as the first of a prompt, or looked for."""
+        body = EncodeBody((tuple(ids),), opens_prompt=True, only_look=only_look)
+        return background.start(self._server.encode(body)).result()
+
+    def _answer(self, path: str, ids: Sequence[int], plan: BlockPlan | None, **more: Any) -> Answer:
+        body = completion_body(self._name, ids, plan, NEW_TOKENS, Sampling())
+        ask = self._server.client.retried(lambda: self._asked(path, {**body, **_ASKED, **more}))
+        return background.start(ask).result()
+
+    async def _asked(self, path: str, body: dict[str, Any]) -> Answer:
+        tokens: list[int] = []
+        likely: dict[int, float] = {}
+        told, ttft_s, began = None, 0.0, time.perf_counter()
+        async with aclosing(self._server.client.events(path, body)) as events:
+            async for event in events:
+                try:
+                    told = event.get("kv_transfer_params") or told
+                    for choice in event["choices"]:
+                        new = choice.get("token_ids") or ()
+                        if new and not tokens:
+                            ttft_s = time.perf_counter() - began
+                            likely = _likely(choice["logprobs"]["top_logprobs"][0])
+                        tokens += new
+                except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                    raise ProtocolError(
+                        f"found {shown(event)} in the server's answer, expected a piece of a "
+                        "completion with token_ids and logprobs"
+                    ) from error
+        if not likely:
+            raise ProtocolError("the server's answer holds no token ids, which were asked for")
+        is_block = "kv_transfer_params" in body
+        served = ServedBlocks.from_dict(told) if is_block else ServedBlocks(0, 0, 0)
+        return Answer(tuple(tokens), likely, ttft_s, served)
+
+
+def _likely(told: Mapping[str, Any]) -> dict[int, float]:
+    return {int(token.removeprefix(_TOKEN)): float(value) for token, value in told.items()}
