@@ -1,4 +1,7 @@
-"""What the scheduler's half of the connector tells the workers', step by step."""
+"""What the scheduler's half of the connector tells the workers', step by step.
+
+Token ids, which are texts, are not shown: vLLM writes its last step into the log when it fails.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Load:
 
     request_id: str
     plan: BlockPlan
-    token_ids: list[int]
+    token_ids: list[int] = field(repr=False)
     pages: list[int]
     computed: int
     is_async: bool
@@ -39,7 +42,7 @@ class Save:
 
     request_id: str
     plan: BlockPlan
-    token_ids: list[int]
+    token_ids: list[int] = field(repr=False)
     pages: list[int]
 
 

@@ -78,21 +78,30 @@ class SchedulerSide:
                 secret=self._secret,
                 namespace=self._config.namespace,
             )
-            if plan is None:
-                if is_salt(request.cache_salt):
-                    _set_salt(request, None)
-                return
+        except ProtocolError:
+            # Its message may quote what was sent, which is no matter for a log.
+            self._refuse(request, "kv_transfer_params that an endpoint of this package refuses")
+            return
+        if plan is None:
+            if is_salt(request.cache_salt):
+                _set_salt(request, None)
+            return
+        try:
             self._check(request, plan)
         except ProtocolError as error:
-            logger.warning("request %s is refused: %s", request.request_id, error)
-            self._asked[request.request_id] = _Asked(None, ServedBlocks(0, 0, 0))
-            self.stats.count("refused")
-            _set_salt(request, f"ba1-refused-{request.request_id}")
-            request.skip_reading_prefix_cache = False  # it would keep it from failing
+            self._refuse(request, str(error))
             return
         all_local = ServedBlocks(len(plan.lengths), 0, plan.context_tokens)  # if none is promised
         self._asked[request.request_id] = _Asked(plan, all_local)
         _set_salt(request, salt(plan, self._profile))
+
+    def _refuse(self, request: Request, why: str) -> None:
+        """Have a request fail when it is scheduled."""
+        logger.warning("request %s is refused: %s", request.request_id, why)
+        self._asked[request.request_id] = _Asked(None, ServedBlocks(0, 0, 0))
+        self.stats.count("refused")
+        _set_salt(request, f"ba1-refused-{request.request_id}")
+        request.skip_reading_prefix_cache = False  # it would keep it from failing
 
     def promised(self, request: Request, computed: int) -> tuple[int, bool]:
         """Tokens that will be loaded beyond the ``computed`` ones, and whether others run
