@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
-from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.language_models.model_profile import ModelProfile
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.outputs import ChatResult
 from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import get_config_list, get_executor_for_config
 from langchain_core.runnables.utils import gather_with_concurrency
+from pydantic import Field
 
 from blockattn_rag.engine.pending import MAX_BATCH, Group
-from blockattn_rag.engine.results import Generation, GenerationChunk
+from blockattn_rag.langchain.exchange import ChatExchange
 from blockattn_rag.langchain.fields import GenerationFields
-from blockattn_rag.langchain.messages import as_template_messages, message_figures
+from blockattn_rag.langchain.messages import as_template_messages
+from blockattn_rag.langchain.profile import SourceProfile
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.chat_template import chat_spans, has_chat_template
 from blockattn_rag.prompts.markers import strip_markers
+from blockattn_rag.prompts.template_kwargs import check_template_kwargs
+
+# What shapes the prompt, and is nothing to the engine.
+_PROMPT_OPTIONS = ("chat_template_kwargs",)
 
 Configs = RunnableConfig | list[RunnableConfig] | None
 
@@ -36,7 +43,12 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     For the arguments see ``EngineFields`` (model, store) and ``GenerationFields`` (answers). A call
     takes ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
     ``positions``, ``sink``, ``correction``, ``merge``, ``promote``, ``reader``, ``retry``,
-    ``on_miss`` and whatever transformers' ``generate`` takes; anything else raises.
+    ``on_miss``, ``chat_template_kwargs`` and whatever transformers' ``generate`` takes; anything
+    else raises.
+
+    What a model thinks before it answers, if its chat template marks thoughts by ``<think>``, is
+    ``additional_kwargs["reasoning_content"]``, and a block of the type ``reasoning`` among
+    ``content_blocks``. ``profile`` is read from the model's files when it is first asked.
 
     ``usage_metadata["input_token_details"]`` tells the prompt tokens that came from the store
     (``cache_read``) and that were computed (``cache_creation``);
@@ -53,6 +65,10 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
 
     streaming: bool = False
     """Whether ``invoke`` streams inside, so that callbacks see the tokens as they come."""
+
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the model's chat template, such as ``enable_thinking``; those of a call go
+    before. Their values become text of the template: never take them from users."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -91,11 +107,25 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     def _llm_type(self) -> str:
         return "blockattn-rag-chat"
 
-    def to_prompt(self, messages: Sequence[BaseMessage]) -> BlockPrompt:
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        # Under another name than that of the call's, which answer caches put beside it.
+        return super()._identifying_params | {"template_variables": self.chat_template_kwargs}
+
+    def _resolve_model_profile(self) -> ModelProfile:
+        return cast(ModelProfile, SourceProfile(self.source))
+
+    def to_prompt(
+        self,
+        messages: Sequence[BaseMessage],
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> BlockPrompt:
         """The blocks that messages become, in the model's own chat template.
 
         Raises:
-            ValueError: the tokenizer has no chat template, or a message is more than text.
+            ValueError: the tokenizer has no chat template, the template does not read one of
+                ``chat_template_kwargs``, or a message is more than text.
         """
         tokenizer = self.source.tokenizer.tokenizer
         if not has_chat_template(tokenizer):
@@ -103,9 +133,16 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
                 f"the tokenizer of {self.model_name} has no chat template; set its chat_template, "
                 "or use BlockAttentionLLM for prompts that are strings"
             )
+        given = {**self.chat_template_kwargs, **(chat_template_kwargs or {})}
+        variables = check_template_kwargs(tokenizer, given)
         knows_tools = "tool" in str(tokenizer.chat_template)
         turns = as_template_messages(messages, knows_tools=knows_tools)
-        return BlockPrompt.from_spans(chat_spans(tokenizer, turns), self.block_template)
+        spans = chat_spans(tokenizer, turns, **variables)
+        return BlockPrompt.from_spans(spans, self.block_template)
+
+    def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
+        rest = {name: value for name, value in call.items() if name not in _PROMPT_OPTIONS}
+        return super().engine_options(stop, rest)
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text without its markers and without BOS."""
@@ -126,10 +163,10 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        options = self.engine_options(stop, kwargs)
+        exchange, options = self._exchange(messages, kwargs), self.engine_options(stop, kwargs)
         group = Group.of_this_call((self.source, options))
-        pending = self.engine.submit(self._noted(messages), group=group, **options)
-        return self._result(pending.result())
+        pending = self.engine.submit(exchange.prompt(), group=group, **options)
+        return exchange.result(pending.result())
 
     async def _agenerate(
         self,
@@ -138,25 +175,15 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        options = self.engine_options(stop, kwargs)
+        exchange, options = self._exchange(messages, kwargs), self.engine_options(stop, kwargs)
         group = Group.of_this_call((self.source, options))
-        make_prompt = partial(self._noted, messages)
-        return self._result(await self.source.agenerate(make_prompt, options, group))
+        return exchange.result(await self.source.agenerate(exchange.prompt, options, group))
 
-    def _chunk(self, piece: GenerationChunk) -> ChatGenerationChunk:
-        """A piece of a stream. The last one carries all figures, so that the pieces sum up."""
-        if (answer := piece.generation) is None:
-            return ChatGenerationChunk(message=AIMessageChunk(content=piece.text))
-        message = AIMessageChunk(
-            content=piece.text, chunk_position="last", **message_figures(answer, self.model_name)
+    def _exchange(self, given: Any, call: dict[str, Any]) -> ChatExchange:
+        template_kwargs = call.get("chat_template_kwargs")
+        return ChatExchange(
+            self, partial(self.to_prompt, given, chat_template_kwargs=template_kwargs)
         )
-        ending = {"finish_reason": answer.finish_reason}
-        return ChatGenerationChunk(message=message, generation_info=ending)
-
-    def _result(self, answer: Generation) -> ChatResult:
-        message = AIMessage(content=answer.text, **message_figures(answer, self.model_name))
-        ending = {"finish_reason": answer.finish_reason}
-        return ChatResult(generations=[ChatGeneration(message=message, generation_info=ending)])
 
     def batch(
         self,

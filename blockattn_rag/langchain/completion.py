@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -65,7 +64,7 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
         **kwargs: Any,
     ) -> LLMResult:
         options = self.engine_options(stop, kwargs)
-        blocks = [self._noted(prompt) for prompt in prompts]
+        blocks = [self._exchange(prompt, kwargs).prompt() for prompt in prompts]
         return self._result(self.engine.generate_batch(blocks, **options))
 
     async def _agenerate(
@@ -76,7 +75,8 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
         **kwargs: Any,
     ) -> LLMResult:
         options = self.engine_options(stop, kwargs)
-        calls = (self.source.agenerate(partial(self._noted, one), options) for one in prompts)
+        exchanges = (self._exchange(prompt, kwargs) for prompt in prompts)
+        calls = (self.source.agenerate(one.prompt, options) for one in exchanges)
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             return self._result(await asyncio.gather(*tasks))
@@ -84,9 +84,8 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
             for task in tasks:  # those beside one that failed
                 task.cancel()
 
-    def _chunk(self, piece: GenerationChunk) -> LangChainChunk:
-        info = metadata_of(piece.generation, self.model_name) if piece.generation else None
-        return LangChainChunk(text=piece.text, generation_info=info)
+    def _exchange(self, given: Any, call: dict[str, Any]) -> _TextExchange:
+        return _TextExchange(self, given)
 
     def _result(self, answers: Sequence[Generation]) -> LLMResult:
         usage = {
@@ -100,3 +99,19 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
             ],
             llm_output={"model_name": self.model_name, "token_usage": usage},
         )
+
+
+class _TextExchange:
+    """A call with a string."""
+
+    def __init__(self, llm: BlockAttentionLLM, given: str) -> None:
+        self._llm = llm
+        self._given = given
+
+    def prompt(self) -> BlockPrompt:
+        return self._llm.source.noted(self._llm.to_prompt(self._given))
+
+    def chunk(self, piece: GenerationChunk) -> LangChainChunk:
+        answer = piece.generation
+        info = metadata_of(answer, self._llm.model_name) if answer else None
+        return LangChainChunk(text=piece.text, generation_info=info)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing
-from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.base import LangSmithParams
@@ -148,6 +147,16 @@ class EngineFields(BaseModel):
         return self.source.engine
 
 
+class Exchange(Protocol):
+    """One call: a prompt, made once, and the reading of what comes back."""
+
+    def prompt(self) -> BlockPrompt:
+        """The blocks of the prompt, which is about to be answered."""
+
+    def chunk(self, piece: GenerationChunk) -> Any:
+        """A piece of the answer, as LangChain streams it."""
+
+
 class GenerationFields(EngineFields):
     """Fields of a language model: defaults of every call, which the call's own options override.
 
@@ -221,15 +230,8 @@ class GenerationFields(EngineFields):
         return params
 
     @abstractmethod
-    def to_prompt(self, given: Any) -> BlockPrompt:
-        """The blocks that a prompt becomes, which is a string or messages."""
-
-    @abstractmethod
-    def _chunk(self, piece: GenerationChunk) -> Any:
-        """A piece of an answer, as LangChain streams it."""
-
-    def _noted(self, given: Any) -> BlockPrompt:
-        return self.source.noted(self.to_prompt(given))
+    def _exchange(self, given: Any, call: dict[str, Any]) -> Exchange:
+        """A call with a prompt, which is a string or messages, and with options."""
 
     def _stream(
         self,
@@ -238,9 +240,9 @@ class GenerationFields(EngineFields):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[Any]:
-        options = self.engine_options(stop, kwargs)
-        with closing(self.engine.stream(self._noted(given), **options)) as pieces:
-            for chunk in map(self._chunk, pieces):
+        exchange, options = self._exchange(given, kwargs), self.engine_options(stop, kwargs)
+        with closing(self.engine.stream(exchange.prompt(), **options)) as pieces:
+            for chunk in map(exchange.chunk, pieces):
                 if run_manager:
                     run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
@@ -252,10 +254,10 @@ class GenerationFields(EngineFields):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
-        make_prompt, options = partial(self._noted, given), self.engine_options(stop, kwargs)
-        async with aclosing(self.source.astream(make_prompt, options)) as pieces:
+        exchange, options = self._exchange(given, kwargs), self.engine_options(stop, kwargs)
+        async with aclosing(self.source.astream(exchange.prompt, options)) as pieces:
             async for piece in pieces:
-                chunk = self._chunk(piece)
+                chunk = exchange.chunk(piece)
                 if run_manager:
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk

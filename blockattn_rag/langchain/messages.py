@@ -52,7 +52,7 @@ def as_template_messages(
     """
     turns: list[dict[str, Any]] = []
     for message in messages:
-        turn = {"role": _role_of(message), "content": _text_of(message)}
+        turn = {"role": _role_of(message), "content": _text_of(message), **_thoughts_of(message)}
         calls = message.tool_calls if isinstance(message, AIMessage) else []
         if knows_tools:
             turns.append({**turn, **_tool_fields(message)})
@@ -71,6 +71,15 @@ def _role_of(message: BaseMessage) -> str:
         if isinstance(message, kind):
             return role
     raise ValueError(f"found a {type(message).__name__}, which no chat template has a role for")
+
+
+def _thoughts_of(message: BaseMessage) -> dict[str, str]:
+    """Thoughts of an earlier answer; the chat template chooses which are shown again."""
+    if not isinstance(message, AIMessage):
+        return {}
+    blocks = (block for block in message.content_blocks if block["type"] == "reasoning")
+    thoughts = "".join(str(block.get("reasoning", "")) for block in blocks)
+    return {"reasoning_content": thoughts} if thoughts else {}
 
 
 def _tool_fields(message: BaseMessage) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +28,24 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
-from llama_index_instrumentation import get_dispatcher
 
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.adapters.passage_encoding import PassageEncoding, passage_encoding
 from blockattn_rag.engine.options import OnMiss, checked_option
 from blockattn_rag.engine.protocol import Engine
-from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
+from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.llama_index.chat import as_template_messages, chat_response
-from blockattn_rag.llama_index.events import BlockReuseEvent, usage_of
+from blockattn_rag.llama_index.exchange import Exchange
 from blockattn_rag.llama_index.source import EngineComponent
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
 from blockattn_rag.prompts.chat_template import chat_spans, has_chat_template, trace
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.prompts.marked_text import close_cut_passages
 from blockattn_rag.prompts.markers import strip_markers
+from blockattn_rag.prompts.template_kwargs import check_template_kwargs
 from blockattn_rag.store import KVStore
-
-dispatcher = get_dispatcher(__name__)
 
 _OPTION_FIELDS = (
     *("mode", "on_miss", "positions"),
@@ -54,7 +53,6 @@ _OPTION_FIELDS = (
 )
 
 PromptLike = str | Sequence[ChatMessage]
-MakePrompt = Callable[[], BlockPrompt]
 
 
 class BlockAttentionLLM(EngineComponent, CustomLLM):
@@ -104,13 +102,18 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
             can then write them too. Chat messages need none of this: there the template alone can.
         system_prompt: goes before every prompt of the frameworks, as with any LlamaIndex LLM.
         messages_to_prompt: default: the tokenizer's chat template.
+        chat_template_kwargs: variables of that template, such as ``enable_thinking``; those of a
+            call go before. Their values become text of the template: never take them from users.
         completion_to_prompt: applied to unformatted completions; default for chat models: one
             user message, else the text as it stands.
 
     Per call, ``complete`` and ``chat`` take ``max_new_tokens``, ``temperature``, ``top_p``,
     ``top_k``, ``stop``, ``seed``, ``mode``, ``positions``, ``sink``, ``correction``,
-    ``merge``, ``promote``, ``reader``, ``retry``, ``on_miss`` and whatever transformers'
-    ``generate`` takes; anything else raises. ``raw["usage"]`` has the tokens and what was reused.
+    ``merge``, ``promote``, ``reader``, ``retry``, ``on_miss``, ``chat_template_kwargs`` and
+    whatever transformers' ``generate`` takes; anything else raises. ``raw["usage"]`` has the tokens
+    and what was reused. What a model thinks before it answers, if its chat template marks thoughts
+    by ``<think>``, is a ``ThinkingBlock`` of the message, and ``additional_kwargs["thinking"]`` of
+    a completion; ``"thinking_delta"`` is what a step of a stream adds.
 
     Raises:
         ContextOverflowError: (from a call) the prompt does not fit the model; LlamaIndex packs
@@ -132,6 +135,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
     generate_kwargs: dict[str, Any] = Field(description="Defaults of every call.")
     is_chat_model: bool | None = Field(description="None: whether there is a chat template.")
     parse_special_tokens: bool = Field(description="Parse control tokens in string prompts.")
+    chat_template_kwargs: dict[str, Any] = Field(description="Variables of the chat template.")
 
     def __init__(
         self,
@@ -161,6 +165,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         device_map: str = "auto",
         is_chat_model: bool | None = None,
         parse_special_tokens: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
         **llm_fields: Any,
     ) -> None:
         known = [*type(self).model_fields, "model", "tokenizer", "engine", "api_key"]
@@ -186,6 +191,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
             "generate_kwargs": generate_kwargs or {},
             "is_chat_model": is_chat_model,
             "parse_special_tokens": parse_special_tokens,
+            "chat_template_kwargs": chat_template_kwargs or {},
         }
         super().__init__(**fields, **llm_fields)
         self._source = source
@@ -197,7 +203,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
     @property
     def passage_encoding(self) -> PassageEncoding:
         """How its answers expect passages to be encoded."""
-        return passage_encoding(self._options({}))
+        return passage_encoding(self.engine_options({}))
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -229,24 +235,38 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         fill = self._get_messages if self._takes_chat() else self._get_prompt
         return self.to_prompt(fill(prompt, **variables))
 
-    def to_prompt(self, prompt: PromptLike, formatted: bool = True) -> BlockPrompt:
+    def to_prompt(
+        self,
+        prompt: PromptLike,
+        formatted: bool = True,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> BlockPrompt:
         """The blocks that a prompt string, or chat messages, become.
 
         ``formatted``: the string is the model's own prompt, chat template included.
-        """
-        return BlockPrompt.from_spans(self._spans(prompt, formatted), self.block_template)
 
-    def _spans(self, prompt: PromptLike, formatted: bool) -> Iterable[Span]:
-        """A prompt by who wrote what."""
+        Raises:
+            ValueError: the model's chat template does not read one of ``chat_template_kwargs``.
+        """
+        given = {**self.chat_template_kwargs, **(chat_template_kwargs or {})}
+        variables = check_template_kwargs(self._source.tokenizer.tokenizer, given)
+        spans = self._spans(prompt, formatted, variables)
+        return BlockPrompt.from_spans(spans, self.block_template)
+
+    def _spans(
+        self, prompt: PromptLike, formatted: bool, variables: dict[str, Any]
+    ) -> Iterable[Span]:
+        """A prompt by who wrote what; ``variables`` are those of the chat template."""
         to_prompt: Any = self.completion_to_prompt
         if not isinstance(prompt, str):
-            return self._chat_spans(prompt)
+            return self._chat_spans(prompt, variables)
         if not formatted and to_prompt not in (None, default_completion_to_prompt):
             turn = {"role": "user", "content": prompt}
             return trace(lambda turns: to_prompt(turns[0]["content"]), [turn])
         if not formatted and self._takes_chat():
             message = ChatMessage(role=MessageRole.USER, content=prompt)
-            return self._chat_spans(self._extend_messages([message]))
+            return self._chat_spans(self._extend_messages([message]), variables)
         return self._source.string_spans(
             prompt if formatted else self._extend_prompt(prompt),
             parse_special_tokens=self.parse_special_tokens,
@@ -257,13 +277,20 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
             return self.is_chat_model
         return has_chat_template(self._source.tokenizer.tokenizer)
 
-    def _chat_spans(self, messages: Sequence[ChatMessage]) -> tuple[Span, ...]:
+    def _chat_spans(
+        self, messages: Sequence[ChatMessage], variables: dict[str, Any]
+    ) -> tuple[Span, ...]:
         to_prompt: Any = self.messages_to_prompt
         tokenizer = self._source.tokenizer.tokenizer
         is_own = to_prompt not in (None, generic_messages_to_prompt)
+        if is_own and variables:
+            raise ValueError(
+                "chat_template_kwargs are variables of the model's chat template, and "
+                "messages_to_prompt takes its place; give one of the two"
+            )
         turns = as_template_messages(messages)
         if has_chat_template(tokenizer) and not is_own:
-            return chat_spans(tokenizer, turns)
+            return chat_spans(tokenizer, turns, **variables)
 
         def render(given: Sequence[Mapping[str, Any]]) -> str:
             copies = []
@@ -277,92 +304,77 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         pairs = zip(turns, messages, strict=True)
         return trace(render, [{**t, "additional_kwargs": m.additional_kwargs} for t, m in pairs])
 
-    def _options(self, call: dict[str, Any]) -> dict[str, Any]:
+    def engine_options(self, call: dict[str, Any]) -> dict[str, Any]:
         """Options of one call for the engine: what the call says, else the fields."""
         own = {name: getattr(self, name) for name in (*_OPTION_FIELDS, "max_new_tokens")}
         return {**own, **self.generate_kwargs, **call}
 
-    def _prompt_maker(self, prompt: PromptLike, formatted: bool = True) -> MakePrompt:
-        """A function that makes the prompt when it is about to be answered; it may log a hint."""
-        return lambda: self._source.noted(self.to_prompt(prompt, formatted))
+    def _exchange(
+        self, prompt: PromptLike, call: dict[str, Any], formatted: bool = True
+    ) -> Exchange:
+        """A call with a prompt and options."""
+        variables = call.pop("chat_template_kwargs", None)
+        make_prompt = partial(self.to_prompt, prompt, formatted, chat_template_kwargs=variables)
+        return Exchange(self._source, make_prompt, self.engine_options(call))
 
-    def _answer(self, make_prompt: MakePrompt, call: dict[str, Any]) -> CompletionResponse:
-        blocks = make_prompt()
-        return self._finished(self.engine.generate(blocks, **self._options(call)))
+    def _answer(self, exchange: Exchange) -> CompletionResponse:
+        return exchange.whole(self.engine.generate(exchange.prompt(), **exchange.options))
 
-    def _finished(self, generation: Generation, delta: str | None = None) -> CompletionResponse:
-        dispatcher.event(BlockReuseEvent(stats=generation.stats))
-        raw = {"usage": usage_of(generation), "finish_reason": generation.finish_reason}
-        return CompletionResponse(text=generation.text, delta=delta, raw=raw)
-
-    def _step(self, text: str, chunk: GenerationChunk) -> CompletionResponse:
-        """One step of a stream; ``text`` is what came before it."""
-        if chunk.generation is not None:
-            return self._finished(chunk.generation, chunk.text)
-        return CompletionResponse(text=text + chunk.text, delta=chunk.text)
-
-    def _stream(self, make_prompt: MakePrompt, call: dict[str, Any]) -> CompletionResponseGen:
-        text, blocks = "", make_prompt()
-        with closing(self.engine.stream(blocks, **self._options(call))) as chunks:
+    def _stream(self, exchange: Exchange) -> CompletionResponseGen:
+        prompt = exchange.prompt()
+        with closing(self.engine.stream(prompt, **exchange.options)) as chunks:
             for chunk in chunks:
-                step = self._step(text, chunk)
-                text = step.text
-                yield step
+                yield exchange.step(chunk)
 
-    async def _astream(
-        self, make_prompt: MakePrompt, call: dict[str, Any]
-    ) -> CompletionResponseAsyncGen:
-        text = ""
-        async with aclosing(self._source.astream(make_prompt, self._options(call))) as chunks:
+    async def _aanswer(self, exchange: Exchange) -> CompletionResponse:
+        return exchange.whole(await self._source.agenerate(exchange.prompt, exchange.options))
+
+    async def _astream(self, exchange: Exchange) -> CompletionResponseAsyncGen:
+        async with aclosing(self._source.astream(exchange.prompt, exchange.options)) as chunks:
             async for chunk in chunks:
-                step = self._step(text, chunk)
-                text = step.text
-                yield step
-
-    async def _aanswer(self, make_prompt: MakePrompt, call: dict[str, Any]) -> CompletionResponse:
-        return self._finished(await self._source.agenerate(make_prompt, self._options(call)))
+                yield exchange.step(chunk)
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return self._answer(self._prompt_maker(prompt, formatted), kwargs)
+        return self._answer(self._exchange(prompt, kwargs, formatted))
 
     @llm_completion_callback()
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
-        return self._stream(self._prompt_maker(prompt, formatted), kwargs)
+        return self._stream(self._exchange(prompt, kwargs, formatted))
 
     @llm_completion_callback()
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
-        return await self._aanswer(self._prompt_maker(prompt, formatted), kwargs)
+        return await self._aanswer(self._exchange(prompt, kwargs, formatted))
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        return self._astream(self._prompt_maker(prompt, formatted), kwargs)
+        return self._astream(self._exchange(prompt, kwargs, formatted))
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return chat_response(self._answer(self._prompt_maker(messages), kwargs))
+        return chat_response(self._answer(self._exchange(messages, kwargs)))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        with closing(self._stream(self._prompt_maker(messages), kwargs)) as completions:
+        with closing(self._stream(self._exchange(messages, kwargs))) as completions:
             yield from (chat_response(step) for step in completions)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return chat_response(await self._aanswer(self._prompt_maker(messages), kwargs))
+        return chat_response(await self._aanswer(self._exchange(messages, kwargs)))
 
     @llm_chat_callback()
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
         async def steps() -> ChatResponseAsyncGen:
-            async with aclosing(self._astream(self._prompt_maker(messages), kwargs)) as completions:
+            async with aclosing(self._astream(self._exchange(messages, kwargs))) as completions:
                 async for step in completions:
                     yield chat_response(step)
 

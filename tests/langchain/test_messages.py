@@ -96,10 +96,10 @@ def test_a_result_without_a_question_stands_where_it_came() -> None:
     assert [turn["role"] for turn in turns] == ["system", "user"]
 
 
-def test_reasoning_in_an_earlier_answer_is_not_shown_again() -> None:
+def test_reasoning_in_an_earlier_answer_stands_beside_its_content() -> None:
     parts: list[Any] = [{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": "Yes."}]
     (turn,) = as_template_messages([AIMessage(parts)], knows_tools=False)
-    assert turn == {"role": "assistant", "content": "Yes."}
+    assert turn == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
 
 
 def test_an_image_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 
@@ -122,7 +123,8 @@ async def test_errors_of_the_thread_reach_the_caller(llm: BlockAttentionLLM) -> 
 async def test_a_failing_engine_ends_the_stream(
     llm: BlockAttentionLLM, engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(prompt: object, **options: object) -> AsyncGenerator[GenerationChunk, None]:
+    async def fail(make_prompt: Any, **options: object) -> AsyncGenerator[GenerationChunk, None]:
+        make_prompt()
         yield GenerationChunk("one")
         raise RuntimeError("out of memory")
 

@@ -1,0 +1,151 @@
+"""Settings of a chat model: variables of its template, its thoughts, its profile."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.outputs import ChatGenerationChunk
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.adapters.engine_source import EngineSource
+from blockattn_rag.langchain import ChatBlockAttention
+from blockattn_rag.model import BlockModel
+from blockattn_rag.store import MemoryStore
+from tests.langchain.conftest import tiny_block_model
+from tests.models import tiny_model
+from tests.saying import says, thinking_tokenizer
+
+ANSWER = "<think>\nIt is deep.\n</think>\n\n31 metres."
+ASKED = [("human", "How deep?")]
+OFF = {"enable_thinking": False}
+
+
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    hf_model = tiny_model("llama")
+    hf_model.config.block_attention = {"test": True}  # known to be tuned: no warning
+    return BlockModel(hf_model, thinking_tokenizer())
+
+
+@pytest.fixture
+def chat(model: BlockModel) -> ChatBlockAttention:
+    engine = BlockAttentionEngine(model, MemoryStore(1 << 28))
+    return ChatBlockAttention(engine=engine, max_tokens=2)
+
+
+def test_variables_of_the_template_are_those_of_the_call_else_of_the_class(
+    chat: ChatBlockAttention,
+) -> None:
+    without = ChatBlockAttention(llm=chat, max_tokens=2, chat_template_kwargs=OFF)
+    plain, off = (
+        one.invoke(ASKED).usage_metadata["input_tokens"]  # type: ignore[index]
+        for one in (chat, without)
+    )
+    assert off == plain + len("<think>\n\n</think>\n\n")
+
+    def tokens(one: ChatBlockAttention, value: bool) -> list[int]:
+        bound = one.bind(chat_template_kwargs={"enable_thinking": value})
+        found = [bound.invoke(ASKED), *bound.batch([ASKED]), asyncio.run(bound.ainvoke(ASKED))]
+        *_, last = bound.stream(ASKED)
+        return [m.usage_metadata["input_tokens"] for m in (*found, last)]  # type: ignore[index]
+
+    assert tokens(chat, False) == [off] * 4
+    assert tokens(without, True) == [plain] * 4
+    assert without.to_prompt([AIMessage("x")]).final.endswith("</think>\n\n")
+
+
+def test_a_variable_that_the_template_does_not_read_is_refused(chat: ChatBlockAttention) -> None:
+    with pytest.raises(ValueError, match="enable_thinkin, which the chat template"):
+        chat.invoke(ASKED, chat_template_kwargs={"enable_thinkin": False})
+    mute = ChatBlockAttention(llm=chat, max_tokens=2, chat_template_kwargs={"other": 1})
+    with pytest.raises(ValueError, match="sets other"):
+        mute.invoke(ASKED)
+
+
+def test_answers_that_are_cached_know_their_variables(chat: ChatBlockAttention) -> None:
+    cache = InMemoryCache()
+    for kwargs in ({}, OFF):
+        one = ChatBlockAttention(llm=chat, cache=cache, max_tokens=2, chat_template_kwargs=kwargs)
+        one.invoke(ASKED)
+        one.bind(chat_template_kwargs={"enable_thinking": True}).invoke(ASKED)
+    assert len(cache._cache) == 4
+
+
+def test_thoughts_stand_beside_the_answer(chat: ChatBlockAttention) -> None:
+    answer = chat.invoke(ASKED, **says(ANSWER))
+    assert answer.content == "31 metres."
+    assert answer.additional_kwargs == {"reasoning_content": "It is deep."}
+    thoughts, text = answer.content_blocks
+    assert thoughts["type"] == "reasoning"
+    assert thoughts["reasoning"] == "It is deep."
+    assert (text["type"], text["text"]) == ("text", "31 metres.")  # type: ignore[typeddict-item]
+
+
+def test_thoughts_are_streamed_as_they_come(chat: ChatBlockAttention) -> None:
+    async def streamed() -> list[AIMessageChunk]:
+        return [chunk async for chunk in chat.astream(ASKED, **says(ANSWER))]
+
+    for chunks in (list(chat.stream(ASKED, **says(ANSWER))), asyncio.run(streamed())):
+        thinking = [c for c in chunks if c.additional_kwargs]
+        assert len(thinking) > 5
+        assert not any(c.content for c in thinking)
+        whole = ChatGenerationChunk(message=chunks[0])
+        for chunk in chunks[1:]:
+            whole += ChatGenerationChunk(message=chunk)
+        assert whole.message.content == "31 metres."
+        assert whole.message.additional_kwargs == {"reasoning_content": "It is deep."}
+        assert [b["type"] for b in whole.message.content_blocks] == ["reasoning", "text"]
+
+
+def test_thoughts_of_earlier_answers_reach_a_template_that_shows_them(
+    chat: ChatBlockAttention,
+) -> None:
+    earlier = chat.invoke(ASKED, **says(ANSWER))
+    as_part = AIMessage([{"type": "reasoning", "reasoning": "It is deep."}, "31 metres."])
+    for message in (earlier, as_part):
+        final = chat.to_prompt([AIMessage("x"), message]).final
+        assert "<think>\nIt is deep.\n</think>\n\n31 metres.<|end|>" in final
+
+
+def test_where_a_template_marks_no_thoughts_all_is_answer() -> None:
+    engine = BlockAttentionEngine(tiny_block_model(), MemoryStore(1 << 28))
+    answer = ChatBlockAttention(engine=engine).invoke(ASKED, **says(ANSWER))
+    assert (answer.content, answer.additional_kwargs) == (ANSWER, {})
+
+
+def test_the_profile_tells_what_the_model_holds(chat: ChatBlockAttention) -> None:
+    profile: Any = chat.profile
+    assert isinstance(profile, Mapping)
+    assert profile["max_input_tokens"] == 4096
+    assert profile.get("reasoning_output") is True
+    assert {**profile}["image_inputs"] is False
+    plain: Any = ChatBlockAttention(
+        engine=BlockAttentionEngine(tiny_block_model(), MemoryStore(1 << 28))
+    ).profile
+    assert (plain["max_input_tokens"], plain["reasoning_output"]) == (8192, False)
+    assert ChatBlockAttention(llm=chat, profile={"max_input_tokens": 5}).profile == {
+        "max_input_tokens": 5
+    }
+
+
+def test_the_profile_is_read_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def tokens(self: EngineSource) -> int:
+        read.append("config")
+        return 7
+
+    monkeypatch.setattr(EngineSource, "max_context_tokens", property(tokens))
+    made = ChatBlockAttention(model="bundled")
+    copied = copy.deepcopy(made)
+    assert made.profile
+    assert read == []
+    assert copied.profile is not None
+    assert (copied.profile["max_input_tokens"], read) == (7, ["config"])
+    assert "'max_input_tokens': 7" in repr(made.profile)

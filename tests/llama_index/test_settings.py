@@ -1,0 +1,107 @@
+"""Settings of the LLM: variables of its chat template, and its thoughts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, TextBlock, ThinkingBlock
+
+from blockattn_rag.llama_index import BlockAttentionLLM
+from blockattn_rag.model import BlockModel
+from tests.llama_index.conftest import RecordingEngine
+from tests.models import tiny_model
+from tests.saying import says, thinking_tokenizer
+
+ANSWER = "<think>\nIt is deep.\n</think>\n\n31 metres."
+ASKED = [ChatMessage("How deep?")]
+NOTHING = "<think>\n\n</think>\n\n"
+
+
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    hf_model = tiny_model("llama")
+    hf_model.config.block_attention = {"test": True}  # known to be tuned: no warning
+    return BlockModel(hf_model, thinking_tokenizer())
+
+
+@pytest.fixture
+def engine(model: BlockModel) -> RecordingEngine:
+    return RecordingEngine(model)
+
+
+@pytest.fixture
+def llm(engine: RecordingEngine) -> BlockAttentionLLM:
+    return BlockAttentionLLM(engine=engine, max_new_tokens=2)
+
+
+def test_variables_of_the_template_are_those_of_the_call_else_of_the_class(
+    engine: RecordingEngine, llm: BlockAttentionLLM
+) -> None:
+    off = {"enable_thinking": False}
+    without = BlockAttentionLLM(engine=engine, max_new_tokens=2, chat_template_kwargs=off)
+    assert without.to_dict()["chat_template_kwargs"] == off
+
+    def finals(one: BlockAttentionLLM, **call: Any) -> list[bool]:
+        engine.calls.clear()
+        one.chat(ASKED, **call)
+        one.complete("How deep?", **call)
+        list(one.stream_chat(ASKED, **call))
+        asyncio.run(one.achat(ASKED, **call))
+        return [call.prompt.final.endswith(NOTHING) for call in engine.calls]
+
+    assert finals(llm) == [False] * 4
+    assert finals(without) == [True] * 4
+    assert finals(llm, chat_template_kwargs=off) == [True] * 4
+    assert finals(without, chat_template_kwargs={"enable_thinking": True}) == [False] * 4
+
+
+def test_variables_that_would_be_lost_are_refused(
+    engine: RecordingEngine, llm: BlockAttentionLLM
+) -> None:
+    with pytest.raises(ValueError, match="enable_thinkin, which the chat template"):
+        llm.chat(ASKED, chat_template_kwargs={"enable_thinkin": False})
+    own = BlockAttentionLLM(
+        engine=engine,
+        messages_to_prompt=lambda messages: "".join(str(m.content) for m in messages),
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    with pytest.raises(ValueError, match="messages_to_prompt takes its place"):
+        own.chat(ASKED)
+
+
+def test_thoughts_are_a_block_of_the_message(llm: BlockAttentionLLM) -> None:
+    for answer in (
+        llm.chat(ASKED, **says(ANSWER)),
+        asyncio.run(llm.achat(ASKED, **says(ANSWER))),
+    ):
+        assert answer.message.content == "31 metres."
+        assert answer.message.blocks == [
+            ThinkingBlock(content="It is deep."),
+            TextBlock(text="31 metres."),
+        ]
+    completion = llm.complete("How deep?", **says(ANSWER))
+    assert completion.text == "31 metres."
+    assert completion.additional_kwargs["thinking"] == "It is deep."
+
+
+def test_thoughts_are_streamed_as_they_come(llm: BlockAttentionLLM) -> None:
+    async def streamed() -> list[ChatResponse]:
+        return [step async for step in await llm.astream_chat(ASKED, **says(ANSWER))]
+
+    for steps in (list(llm.stream_chat(ASKED, **says(ANSWER))), asyncio.run(streamed())):
+        assert "".join(step.delta or "" for step in steps) == "31 metres."
+        deltas = [step.additional_kwargs.get("thinking_delta") for step in steps]
+        assert "".join(filter(None, deltas)) == "It is deep."
+        assert sum(map(bool, deltas)) > 5
+        assert steps[-1].message.blocks[0] == ThinkingBlock(content="It is deep.")
+        assert steps[-1].message.content == "31 metres."
+
+
+def test_thoughts_of_earlier_answers_reach_a_template_that_shows_them(
+    llm: BlockAttentionLLM,
+) -> None:
+    earlier = llm.chat(ASKED, **says(ANSWER)).message
+    final = llm.to_prompt([*ASKED, earlier, *ASKED]).final
+    assert "<think>\nIt is deep.\n</think>\n\n31 metres.<|end|>" in final

@@ -1,0 +1,66 @@
+"""Variables of chat templates: those that a template reads, and no others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from blockattn_rag.prompts.chat_template import render_chat
+from blockattn_rag.prompts.template_kwargs import check_template_kwargs, template_variables
+from tests.saying import thinking_tokenizer
+from tests.tools import chat_templates
+
+TURN = [{"role": "user", "content": "How?"}]
+
+
+def of(template: Any) -> Any:
+    return SimpleNamespace(chat_template=template)
+
+
+@pytest.mark.parametrize(
+    ("template", "known"),
+    [
+        (chat_templates.QWEN3, {"enable_thinking"}),
+        (chat_templates.SMOLLM3, {"xml_tools"}),
+        ("{% if a is not defined %}{% set a = 1 %}{% endif %}{{ a }}{{ messages }}", {"a"}),
+        ("{% set b = b if b is defined else 1 %}{% generation %}{{ b }}{% endgeneration %}", {"b"}),
+        ("{% for m in messages %}{% set x = m %}{% break %}{% endfor %}{{ bos_token }}", set()),
+        ({"default": "{{ one }}", "tool_use": "{{ two }}"}, {"one", "two"}),
+        (None, set()),
+    ],
+)
+def test_a_template_reads_the_variables_that_it_does_not_make(
+    template: Any, known: set[str]
+) -> None:
+    assert template_variables(of(template)) == known
+
+
+def test_a_variable_reaches_the_template() -> None:
+    tokenizer = thinking_tokenizer()
+    given = check_template_kwargs(tokenizer, {"enable_thinking": False})
+    assert render_chat(tokenizer, TURN).endswith("<|assistant|>\n")
+    asked = tokenizer.apply_chat_template(TURN, tokenize=False, add_generation_prompt=True, **given)
+    assert asked.endswith("<|assistant|>\n<think>\n\n</think>\n\n")
+    assert (check_template_kwargs(tokenizer, None), check_template_kwargs(of(None), {})) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "told"),
+    [
+        ({"enable_thinkin": False}, ValueError, "enable_thinkin, which .* it reads: enable_thin"),
+        ({"tools": []}, ValueError, "sets tools, which this package sets itself"),
+        ({"add_generation_prompt": False}, ValueError, "sets add_generation_prompt"),
+        (["enable_thinking"], TypeError, "must be a mapping of names"),
+        ({1: 2}, TypeError, "must be a mapping of names"),
+    ],
+)
+def test_what_would_be_lost_is_refused(given: Any, error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        check_template_kwargs(thinking_tokenizer(), given)
+
+
+def test_without_a_template_there_are_none() -> None:
+    with pytest.raises(ValueError, match="it reads: none"):
+        check_template_kwargs(of(None), {"enable_thinking": False})

@@ -1,0 +1,42 @@
+"""A random model that says what a test wants, and a chat template that thinks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+from tests.models import tiny_tokenizer
+
+THINKING_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}"
+)
+
+
+def thinking_tokenizer() -> Any:
+    """The tiny tokenizer, with a chat template that shows thoughts."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = THINKING_TEMPLATE
+    return tokenizer
+
+
+def says(text: str) -> dict[str, Any]:
+    """Options of one answer of a model with the tiny tokenizer: it is this text."""
+    return {"logits_processor": [_Says(text)], "max_new_tokens": len(text.encode()) + 1}
+
+
+class _Says(LogitsProcessor):
+    def __init__(self, text: str) -> None:
+        tokenizer: Any = tiny_tokenizer()
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        self._coming = iter([*ids, tokenizer.eos_token_id])
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = torch.full_like(scores, -100.0)
+        scores[:, next(self._coming)] = 100.0
+        return scores
