@@ -213,6 +213,19 @@ def test_tenants_do_not_find_each_others_blocks(
     assert reference.key(block) not in store
 
 
+def test_tenants_share_no_pages_in_full_mode(reference: Reference, server: Server) -> None:
+    case = reference.case(12, records=3)
+    asked = body(case)
+    del asked["kv_transfer_params"]
+    hits = []
+    for tenant in ("a", "b", "a"):
+        before = server.counted("vllm:prefix_cache_hits_total")
+        told = server.post(COMPLETIONS, asked, **{"x-tenant-id": tenant}).json()
+        assert told["choices"][0]["token_ids"] == reference.answer(case, "full")
+        hits.append(server.counted("vllm:prefix_cache_hits_total") - before > 0)
+    assert hits == [False, False, True]
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

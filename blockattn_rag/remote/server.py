@@ -33,8 +33,6 @@ logger = logging.getLogger("blockattn_rag")
 
 T = TypeVar("T")
 
-_FULL_COMPLETIONS = "/v1/completions"
-
 
 class Server:
     """A server with this package's connector, asked for one of its models.
@@ -120,7 +118,6 @@ class Server:
         options: GenerateOptions,
     ) -> Generation:
         """The server's answer; asked for once more if it failed before the first token."""
-        path = _FULL_COMPLETIONS if plan is None else COMPLETIONS
         tokenizer = self.model.tokenizer.tokenizer
         has_begun = False
 
@@ -129,7 +126,7 @@ class Server:
             name = self.model.name_at(await self._checked_info())
             body = completion_body(name, prompt.ids, plan, limit, options.sampling)
             answer = ComingAnswer(pending, prompt, options.mode, tokenizer, options.sampling.stop)
-            async with aclosing(self.client.events(path, body)) as events:
+            async with aclosing(self.client.events(COMPLETIONS, body)) as events:
                 async for event in events:
                     answer.take(event)
                     has_begun |= answer.has_begun

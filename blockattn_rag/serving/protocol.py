@@ -144,6 +144,21 @@ def salt(plan: BlockPlan, profile: ModelProfile) -> str:
     return "ba1-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
 
 
+def full_mode_salt(secret: str, namespace: str, given: str | None) -> str:
+    """The cache salt of a tenant's requests in full mode, which nobody else can guess.
+
+    Without it, how long an answer takes would tell what other tenants asked: an engine shares the
+    pages of equal prompts.
+
+    Args:
+        secret: the server's tenant secret.
+        namespace: the tenant's.
+        given: what the client asks for itself, to keep its own requests apart.
+    """
+    said = json.dumps([VERSION, "full", namespace, given])
+    return "tenant-" + _code(said, secret)
+
+
 def is_salt(cache_salt: object) -> bool:
     """Whether a text has the form of our salts, which no client may set itself."""
     return isinstance(cache_salt, str) and _SALT.fullmatch(cache_salt) is not None
@@ -313,7 +328,11 @@ def _check_fits(plan: BlockPlan, num_prompt_tokens: int) -> None:
 
 def _mac(plan: BlockPlan, secret: str) -> str:
     """What proves that whoever wrote a plan knows the secret: 64 hex digits of HMAC-SHA256."""
-    said = json.dumps([VERSION, plan.op, plan.lengths, plan.namespace])
+    return _code(json.dumps([VERSION, plan.op, plan.lengths, plan.namespace]), secret)
+
+
+def _code(said: str, secret: str) -> str:
+    """64 hex digits of HMAC-SHA256."""
     return hmac.new(secret.encode(), said.encode(), hashlib.sha256).hexdigest()
 
 

@@ -12,7 +12,7 @@ from blockattn_rag.serving.config import CONNECTOR, ServingConfig
 from blockattn_rag.serving.endpoint import TENANT_HEADER, EncodeAnswer, EncodeBody, ServerInfo
 from blockattn_rag.serving.fields import namespace_name
 from blockattn_rag.serving.profile import ModelProfile
-from blockattn_rag.serving.protocol import BlockPlan, parse_plan
+from blockattn_rag.serving.protocol import BlockPlan, full_mode_salt, parse_plan
 from blockattn_rag.store import open_store
 from blockattn_rag.vllm.ensure import BlockEnsurer, Encodable, encodables
 from blockattn_rag.vllm.retrying import CURRENT, RetryingClient, Ticket
@@ -130,6 +130,9 @@ class Service:
         """
         token_ids, params = _prompt_of(request)
         if params is None:
+            if self._secret is not None:
+                namespace = self._namespace(raw_request.headers)
+                request.cache_salt = full_mode_salt(self._secret, namespace, request.cache_salt)
             return await getattr(handler, create)(request, raw_request)
         plan = parse_plan(params, len(token_ids), namespace=self._namespace(raw_request.headers))
         if plan is None or plan.op != "complete":

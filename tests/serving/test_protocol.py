@@ -22,6 +22,7 @@ from blockattn_rag.serving.protocol import (
     BlockPlan,
     ServedBlocks,
     block_keys,
+    full_mode_salt,
     is_salt,
     parse_plan,
     salt,
@@ -183,6 +184,18 @@ def test_a_salt_tells_apart_all_that_decides_keys_and_values() -> None:
     assert own == salt(BlockPlan("complete", (3, 2)), PROFILE)
     assert len({own, *others}) == 1 + len(others)
     assert all(is_salt(one) and len(one) == 44 for one in (own, *others))
+
+
+def test_full_mode_has_a_salt_for_each_tenant_that_needs_the_secret() -> None:
+    told = {
+        full_mode_salt(secret, namespace, given)
+        for secret in ("a secret", "another")
+        for namespace in ("", "tenant-1", "tenant-2")
+        for given in (None, "", "mine")
+    }
+    assert len(told) == 2 * 3 * 3
+    assert not any(is_salt(one) for one in told)  # which the connector takes from full mode
+    assert all(len(one) <= 128 and not set(one) & set("@/\\\0") for one in told)  # vLLM's bounds
 
 
 @pytest.mark.parametrize("text", [None, "", "ba1-", "ba1-" + "0" * 39, "x" * 44, 7])
