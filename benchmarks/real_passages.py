@@ -28,13 +28,17 @@ from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.prompts.formats import CHAT
 
 
-def read_corpus(path: Path, limit: int | None) -> list[Block]:
-    """Each passage as the block that a prompt in the chat format holds."""
+def read_passages(path: Path, limit: int | None = None) -> list[Passage]:
+    """The passages of a corpus."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         records = [json.loads(line) for line in lines][:limit]
-    return [
-        Block(CHAT.canonical_text(Passage(r["title"], r["text"])), CHAT.template) for r in records
-    ]
+    return [Passage(r["title"], r["text"]) for r in records]
+
+
+def read_corpus(path: Path, limit: int | None) -> list[Block]:
+    """Each passage as the block that a prompt in the chat format holds."""
+    passages = read_passages(path, limit)
+    return [Block(CHAT.canonical_text(one), CHAT.template) for one in passages]
 
 
 def ask(engine: BlockAttentionEngine, sample: EvaluationSample, mode: Any) -> Any:

@@ -73,15 +73,17 @@ def auc(scores: np.ndarray, happened: np.ndarray) -> float:
     return float(above + (yes[:, None] == no).mean() / 2)
 
 
-def interval(scores: np.ndarray, happened: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """95 % bootstrap interval over questions."""
+def interval(
+    scores: np.ndarray, happened: np.ndarray, seed: int = 0, level: float = 0.95
+) -> tuple[float, float]:
+    """Bootstrap interval of the AUC."""
     draw = np.random.default_rng(seed)
     found: list[float] = []
     while len(found) < 2000:
         rows = draw.integers(len(scores), size=len(scores))
         if 0 < happened[rows].sum() < len(rows):
             found.append(auc(scores[rows], happened[rows]))
-    low, high = np.quantile(found, (0.025, 0.975))
+    low, high = np.quantile(found, ((1 - level) / 2, (1 + level) / 2))
     return float(low), float(high)
 
 

