@@ -9,6 +9,7 @@
     ├── MissError                    a block was not in the store and on_miss="error"
     ├── GrammarError                 what an answer is to be cannot be compiled
     ├── IncompleteAnswerError        an answer was cut before it was a whole object
+    ├── ToolCallError                a model wrote a call of a tool that is none
     ├── DataError                    a training or evaluation record is malformed
     ├── DatabaseError                a database folder cannot serve what was asked
     ├── DivergedError                training came to a loss or weights that are not finite
@@ -62,6 +63,10 @@ class IncompleteAnswerError(BlockAttnError, ValueError):
     def __init__(self, message: str, text: str = "") -> None:
         super().__init__(message)
         self.text = text
+
+
+class ToolCallError(BlockAttnError, ValueError):
+    """A model was to call a tool, and called none, or wrote something that is no call."""
 
 
 class DataError(BlockAttnError):

@@ -65,7 +65,9 @@ class Answer:
         self.clock = Clock(self.request.started)
         self.generation: Generation | None = None
         sampling = self.options.sampling
-        self._detokenizer = Detokenizer(self._model.tokenizer.tokenizer, sampling.stop)
+        self._detokenizer = Detokenizer(
+            self._model.tokenizer.tokenizer, sampling.stop, sampling.keep_tokens
+        )
         self._end_ids = self._model.end_ids(sampling)
         self._ids: list[int] = []
         self._held = ""  # text that may be the beginning of an abstention

@@ -16,11 +16,13 @@ class Detokenizer:
     Args:
         tokenizer: a transformers tokenizer, for ``decode``.
         stop: strings that end the answer and are not part of it.
+        keep: control tokens that are part of the text; others are left out.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), keep: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._hidden = _hidden_ids(tokenizer, keep) if keep else None
         self._ids: list[int] = []
         # Text is decoded from a window of tokens that begins at index `_start`. The text of the
         # tokens before index `_read` has been given out.
@@ -57,9 +59,13 @@ class Detokenizer:
         return self._decode(self._ids[self._start :])[len(seen) :]
 
     def _decode(self, ids: list[int]) -> str:
+        if self._hidden is not None:
+            ids = [one for one in ids if one not in self._hidden]
         # Cleaning up spaces would change what was already given out.
         text = self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ids,
+            skip_special_tokens=self._hidden is None,
+            clean_up_tokenization_spaces=False,
         )
         return str(text)
 
@@ -81,3 +87,11 @@ class Detokenizer:
         most = len(text) + 1
         sizes = (n for s in self._stop for n in range(1, min(len(s), most)) if text.endswith(s[:n]))
         return max(sizes, default=0)
+
+
+def _hidden_ids(tokenizer: Any, keep: Sequence[str]) -> set[int]:
+    """Ids of the control tokens, less those to keep."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {number for number, token in added.items() if token.special}
+    kept = {number for number, token in added.items() if str(token) in keep}
+    return (special | set(tokenizer.all_special_ids)) - kept

@@ -140,10 +140,17 @@ class GenerateOptions:
         asked = (rest.pop("response_format", None), rest.pop("structured_outputs", None))
         stop = named.pop("stop", ()) or ()
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        keep = tuple(named.pop("keep_tokens", ()) or ())
         return replace(
             defaults,
             **{name: word for name, word in words.items() if word is not None},
-            sampling=Sampling(**named, stop=stop, extra=rest, grammar=parse_grammar(*asked)),
+            sampling=Sampling(
+                **named,
+                stop=stop,
+                keep_tokens=keep,
+                extra=rest,
+                grammar=parse_grammar(*asked),
+            ),
         )
 
     def of_retry(self) -> GenerateOptions | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -11,9 +11,11 @@ from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatResult
-from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import get_config_list, get_executor_for_config
 from langchain_core.runnables.utils import gather_with_concurrency
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import Field
 
 from blockattn_rag.engine.pending import MAX_BATCH, Group
@@ -25,9 +27,11 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.chat_template import chat_spans, has_chat_template
 from blockattn_rag.prompts.markers import strip_markers
 from blockattn_rag.prompts.template_kwargs import check_template_kwargs
+from blockattn_rag.tools import tool_template
+from blockattn_rag.tools.use import TOOL_OPTIONS, ToolUse
 
 # What shapes the prompt, and is nothing to the engine.
-_PROMPT_OPTIONS = ("chat_template_kwargs",)
+_PROMPT_OPTIONS = ("chat_template_kwargs", *TOOL_OPTIONS)
 
 Configs = RunnableConfig | list[RunnableConfig] | None
 
@@ -44,7 +48,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     takes ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
     ``positions``, ``sink``, ``correction``, ``merge``, ``promote``, ``reader``, ``retry``,
     ``on_miss``, ``chat_template_kwargs`` and whatever transformers' ``generate`` takes; anything
-    else raises.
+    else raises. For tools see ``bind_tools``.
 
     What a model thinks before it answers, if its chat template marks thoughts by ``<think>``, is
     ``additional_kwargs["reasoning_content"]``, and a block of the type ``reasoning`` among
@@ -115,18 +119,75 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     def _resolve_model_profile(self) -> ModelProfile:
         return cast(ModelProfile, SourceProfile(self.source))
 
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: dict[str, Any] | str | bool | None = None,
+        parallel_tool_calls: bool | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """This model with tools, which it may call; see ``docs/guides/agents.md``.
+
+        Args:
+            tools: functions, pydantic classes, definitions as OpenAI has them, or tools.
+            tool_choice: ``"auto"``, the default: the model may call any or none; ``"any"``,
+                ``"required"`` or True: it must call one; a tool's name: it must call that one;
+                ``"none"``: it must call none. Where it must call one, a grammar holds it to
+                arguments that fit the schema, which needs the extra ``structured``.
+            parallel_tool_calls: False: one call at most.
+            strict: goes into the definitions of the tools.
+            kwargs: further options of the calls.
+
+        Raises:
+            ValueError: the model's chat template knows no tools, or ``tool_choice`` is none of the
+                above.
+        """
+        definitions = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+        choice = tool_choice
+        if isinstance(choice, str) and choice not in {"auto", "none", "any", "required"}:
+            choice = {"type": "function", "function": {"name": choice}}
+        bound = {"tool_choice": choice, "parallel_tool_calls": parallel_tool_calls}
+        bound = {name: value for name, value in bound.items() if value is not None}
+        self._tools({"tools": definitions, **bound})  # refused now
+        return self.bind(tools=definitions, **bound, **kwargs)
+
     def to_prompt(
         self,
         messages: Sequence[BaseMessage],
         *,
+        tools: Sequence[Any] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> BlockPrompt:
         """The blocks that messages become, in the model's own chat template.
 
+        Args:
+            messages: of a conversation.
+            tools: as for ``bind_tools``.
+            chat_template_kwargs: variables of the template, beside the model's own.
+
         Raises:
             ValueError: the tokenizer has no chat template, the template does not read one of
-                ``chat_template_kwargs``, or a message is more than text.
+                ``chat_template_kwargs`` or knows no tools, or a message is more than text.
         """
+        definitions = [convert_to_openai_tool(tool) for tool in tools or ()]
+        use = self._tools({"tools": definitions})
+        return self._prompt_with(use, messages, chat_template_kwargs)
+
+    def _tools(self, call: Mapping[str, Any]) -> ToolUse | None:
+        """The tools of a call with these options; None if it has none."""
+        given = [call.get(name) for name in TOOL_OPTIONS]
+        if not any(given[:2]):
+            return None
+        return ToolUse.of(self.source.tokenizer.tokenizer, self.model_name, *given)
+
+    def _prompt_with(
+        self,
+        tools: ToolUse | None,
+        messages: Sequence[BaseMessage],
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> BlockPrompt:
         tokenizer = self.source.tokenizer.tokenizer
         if not has_chat_template(tokenizer):
             raise ValueError(
@@ -135,14 +196,19 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
             )
         given = {**self.chat_template_kwargs, **(chat_template_kwargs or {})}
         variables = check_template_kwargs(tokenizer, given)
-        knows_tools = "tool" in str(tokenizer.chat_template)
+        template = tools.template if tools else tool_template(tokenizer)
+        knows_tools = template is not None or "tool" in str(tokenizer.chat_template)
         turns = as_template_messages(messages, knows_tools=knows_tools)
-        spans = chat_spans(tokenizer, turns, **variables)
+        if template is None:
+            spans = chat_spans(tokenizer, turns, **variables)
+        else:
+            spans = template.spans(tokenizer, turns, tools.tools if tools else (), **variables)
         return BlockPrompt.from_spans(spans, self.block_template)
 
     def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
         rest = {name: value for name, value in call.items() if name not in _PROMPT_OPTIONS}
-        return super().engine_options(stop, rest)
+        options, tools = super().engine_options(stop, rest), self._tools(call)
+        return options | (tools.engine_options(self.source.tokenizer.tokenizer) if tools else {})
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text without its markers and without BOS."""
@@ -154,7 +220,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
         """Tokens of the prompt that these messages become."""
-        return len(self.source.tokenizer.prompt_ids(self.to_prompt(messages)).flat)
+        return len(self.source.tokenizer.prompt_ids(self.to_prompt(messages, tools=tools)).flat)
 
     def _generate(
         self,
@@ -180,10 +246,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return exchange.result(await self.source.agenerate(exchange.prompt, options, group))
 
     def _exchange(self, given: Any, call: dict[str, Any]) -> ChatExchange:
-        template_kwargs = call.get("chat_template_kwargs")
-        return ChatExchange(
-            self, partial(self.to_prompt, given, chat_template_kwargs=template_kwargs)
-        )
+        tools, variables = self._tools(call), call.get("chat_template_kwargs")
+        return ChatExchange(self, partial(self._prompt_with, tools, given, variables), tools)
 
     def batch(
         self,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.langchain.fields import GenerationFields
 from blockattn_rag.langchain.messages import message_figures
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.thoughts import Said, ThoughtReader
+from blockattn_rag.prompts.thoughts import ThoughtReader
+from blockattn_rag.tools import InvalidToolCall, ReadAnswer, ToolCall
+from blockattn_rag.tools.parser import Piece
+from blockattn_rag.tools.use import ToolUse
 
 
 class ChatExchange:
@@ -22,11 +27,19 @@ class ChatExchange:
     Args:
         chat: the model.
         make_prompt: makes the prompt of the call's messages.
+        tools: that the model may call; None: its answer is text.
     """
 
-    def __init__(self, chat: GenerationFields, make_prompt: Callable[[], BlockPrompt]) -> None:
+    def __init__(
+        self,
+        chat: GenerationFields,
+        make_prompt: Callable[[], BlockPrompt],
+        tools: ToolUse | None = None,
+    ) -> None:
         self._chat = chat
         self._make_prompt = make_prompt
+        self._calls = tools.reader() if tools else None
+        self._num_calls = 0
 
     def prompt(self) -> BlockPrompt:
         """The blocks of the prompt, which is about to be answered."""
@@ -36,27 +49,52 @@ class ChatExchange:
 
     def chunk(self, piece: GenerationChunk) -> ChatGenerationChunk:
         """A piece of a stream. The last one carries all figures, so that the pieces sum up."""
+        pieces, fields = self._said(piece.text, last=piece.generation is not None)
+        fields["tool_call_chunks"] = self._call_chunks(pieces)
         if (answer := piece.generation) is None:
-            return ChatGenerationChunk(
-                message=AIMessageChunk(**_fields(self._thoughts.push(piece.text)))
-            )
-        message = AIMessageChunk(
-            **_fields(self._thoughts.finish(piece.text)),
-            chunk_position="last",
-            **message_figures(answer, self._chat.model_name),
-        )
+            return ChatGenerationChunk(message=AIMessageChunk(**fields))
+        figures = message_figures(answer, self._chat.model_name)
+        message = AIMessageChunk(**fields, chunk_position="last", **figures)
         ending = {"finish_reason": answer.finish_reason}
         return ChatGenerationChunk(message=message, generation_info=ending)
 
     def result(self, answer: Generation) -> ChatResult:
         """A whole answer."""
-        figures = message_figures(answer, self._chat.model_name)
-        message = AIMessage(**_fields(self._thoughts.finish(answer.text)), **figures)
+        pieces, fields = self._said(answer.text, last=True)
+        _, calls, invalid = ReadAnswer.of(pieces)
+        message = AIMessage(
+            **fields,
+            tool_calls=[tool_call(name=c.name, args=c.arguments, id=c.id) for c in calls],
+            invalid_tool_calls=[
+                invalid_tool_call(name=one.name, args=one.text, id=one.id, error=one.error)
+                for one in invalid
+            ],
+            **message_figures(answer, self._chat.model_name),
+        )
         ending = {"finish_reason": answer.finish_reason}
         return ChatResult(generations=[ChatGeneration(message=message, generation_info=ending)])
 
+    def _said(self, text: str, *, last: bool) -> tuple[Sequence[Piece], dict[str, Any]]:
+        """What the model said: text and calls of tools; and what of it are fields of a message."""
+        said = self._thoughts.finish(text) if last else self._thoughts.push(text)
+        pieces: Sequence[Piece] = [said.answer]
+        if self._calls is not None:
+            pieces = self._calls.read(said.answer, last=last)
+        thoughts = {"reasoning_content": said.thoughts} if said.thoughts else {}
+        return pieces, {"content": ReadAnswer.of(pieces).text, "additional_kwargs": thoughts}
 
-def _fields(said: Said) -> dict[str, Any]:
-    """What the model said, as fields of a message."""
-    thoughts = {"reasoning_content": said.thoughts} if said.thoughts else {}
-    return {"content": said.answer, "additional_kwargs": thoughts}
+    def _call_chunks(self, pieces: Sequence[Piece]) -> list[Any]:
+        """Calls, each in one chunk: LangChain completes the arguments of a call that was cut."""
+        chunks = []
+        for one in pieces:
+            if isinstance(one, ToolCall):
+                arguments = json.dumps(one.arguments, ensure_ascii=False)
+            elif isinstance(one, InvalidToolCall):
+                # LangChain takes a chunk for a call if JSON can be made of it: this never can.
+                arguments = f"{one.error}: {one.text}"
+            else:
+                continue
+            index = self._num_calls
+            chunks.append(tool_call_chunk(name=one.name, args=arguments, id=one.id, index=index))
+            self._num_calls += 1
+        return chunks

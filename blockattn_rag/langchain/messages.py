@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +24,7 @@ from blockattn_rag.adapters.handles import HANDLE_KEY
 from blockattn_rag.engine.results import Generation
 from blockattn_rag.langchain.fields import PROVIDER
 from blockattn_rag.prompts.markers import wrap
+from blockattn_rag.tools.history import without_tools
 
 _ROLES: dict[type[BaseMessage], str] = {
     HumanMessage: "user",
@@ -44,24 +45,19 @@ def as_template_messages(
 
     Args:
         knows_tools: whether the chat template has words for tool calls and their results. If not,
-            a result goes before the question that it was fetched for, which is also where a
-            passage belongs: the question must be in the final block.
+            see ``without_tools``.
 
     Raises:
         ValueError: a message holds an image or anything else that is not text.
     """
     turns: list[dict[str, Any]] = []
+    names: dict[str, str] = {}  # of the tools that were called, by the calls' ids
     for message in messages:
-        turn = {"role": _role_of(message), "content": _text_of(message), **_thoughts_of(message)}
         calls = message.tool_calls if isinstance(message, AIMessage) else []
-        if knows_tools:
-            turns.append({**turn, **_tool_fields(message)})
-        elif turn["role"] == "tool":
-            asked = [index for index, earlier in enumerate(turns) if earlier["role"] == "user"]
-            turns.insert(asked[-1] if asked else len(turns), {**turn, "role": "user"})
-        elif turn["content"] or not calls:
-            turns.append(turn)
-    return turns
+        names |= {call["id"]: call["name"] for call in calls if call["id"]}
+        turn = {"role": _role_of(message), "content": _text_of(message), **_thoughts_of(message)}
+        turns.append({**turn, **_tool_fields(message, names)})
+    return turns if knows_tools else without_tools(turns)
 
 
 def _role_of(message: BaseMessage) -> str:
@@ -82,9 +78,10 @@ def _thoughts_of(message: BaseMessage) -> dict[str, str]:
     return {"reasoning_content": thoughts} if thoughts else {}
 
 
-def _tool_fields(message: BaseMessage) -> dict[str, Any]:
+def _tool_fields(message: BaseMessage, names: Mapping[str, str]) -> dict[str, Any]:
     if isinstance(message, ToolMessage):
-        return {"tool_call_id": message.tool_call_id, "name": message.name or ""}
+        call_id = message.tool_call_id
+        return {"tool_call_id": call_id, "name": message.name or names.get(call_id, "")}
     if not isinstance(message, AIMessage) or not message.tool_calls:
         return {}
     calls = []
@@ -97,8 +94,12 @@ def _tool_fields(message: BaseMessage) -> dict[str, Any]:
 def _text_of(message: BaseMessage) -> str:
     if isinstance(message.content, str):
         artifact = message.artifact if isinstance(message, ToolMessage) else None
-        return _marked(message.content, artifact)
-    return "".join(_text_of_part(part, message) for part in message.content)
+        text = _marked(message.content, artifact)
+    else:
+        text = "".join(_text_of_part(part, message) for part in message.content)
+    invalid = message.invalid_tool_calls if isinstance(message, AIMessage) else []
+    # The model sees what it wrote, so that it can do better.
+    return "\n".join(part for part in (text, *(str(one["args"]) for one in invalid)) if part)
 
 
 def _marked(content: str, artifact: Any) -> str:

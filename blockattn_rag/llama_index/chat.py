@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -11,7 +14,19 @@ from llama_index.core.base.llms.types import (
     MessageRole,
     TextBlock,
     ThinkingBlock,
+    ToolCallBlock,
 )
+from llama_index.core.llms.llm import ToolSelection
+
+from blockattn_rag.errors import ToolCallError
+from blockattn_rag.tools import ReadAnswer
+from blockattn_rag.tools.history import without_tools
+from blockattn_rag.tools.parser import Piece
+from blockattn_rag.tools.use import ToolUse
+
+INVALID_CALLS = "invalid_tool_calls"
+"""Key of a message's ``additional_kwargs`` with the malformed calls of an answer: for each its
+``text``, what is wrong (``error``), and the tool's ``name`` if it could be read."""
 
 # Names that some providers use for the roles of the common chat templates.
 _TEMPLATE_ROLES = {
@@ -22,27 +37,47 @@ _TEMPLATE_ROLES = {
 }
 
 
-def as_template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    """Messages as ``{"role", "content"}``, block markers left in the content; thoughts of earlier
-    answers are ``"reasoning_content"``, and the chat template chooses which are shown again.
+def as_template_messages(
+    messages: Sequence[ChatMessage], *, knows_tools: bool = True
+) -> list[dict[str, Any]]:
+    """Messages as ``{"role", "content"}``, block markers left in the content, with calls of tools
+    and the ids of results. Thoughts of earlier answers are ``"reasoning_content"``, and the chat
+    template chooses which are shown again.
+
+    Args:
+        knows_tools: whether the chat template has words for calls and results. If not, see
+            ``without_tools``.
 
     Raises:
         ValueError: a message holds an image or anything else that is not text.
     """
-    return [
-        {
-            "role": _TEMPLATE_ROLES.get(m.role, m.role.value),
-            "content": _text_of(m),
-            **_thoughts_of(m),
-        }
-        for m in messages
-    ]
+    turns: list[dict[str, Any]] = []
+    names: dict[str, str] = {}  # of the tools that were called, by the calls' ids
+    for message in messages:
+        role = _TEMPLATE_ROLES.get(message.role, message.role.value)
+        turn: dict[str, Any] = {"role": role, "content": _text_of(message), **_thoughts_of(message)}
+        if calls := [block for block in message.blocks if isinstance(block, ToolCallBlock)]:
+            turn["tool_calls"] = [_template_call(call) for call in calls]
+            names |= {call.tool_call_id or "": call.tool_name for call in calls}
+        if role == "tool":
+            call_id = str(message.additional_kwargs.get("tool_call_id", ""))
+            turn |= {"tool_call_id": call_id, "name": names.get(call_id, "")}
+        turns.append(turn)
+    return turns if knows_tools else without_tools(turns)
+
+
+def _template_call(call: ToolCallBlock) -> dict[str, Any]:
+    arguments = call.tool_kwargs
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    function = {"name": call.tool_name, "arguments": arguments}
+    return {"type": "function", "id": call.tool_call_id or "", "function": function}
 
 
 def _text_of(message: ChatMessage) -> str:
     texts = []
     for block in message.blocks:
-        if isinstance(block, ThinkingBlock):
+        if isinstance(block, (ToolCallBlock, ThinkingBlock)):
             continue
         if not isinstance(block, TextBlock):
             raise ValueError(
@@ -58,16 +93,78 @@ def _thoughts_of(message: ChatMessage) -> dict[str, str]:
     return {"reasoning_content": text} if (text := "".join(filter(None, thoughts))) else {}
 
 
-def chat_response(completion: CompletionResponse) -> ChatResponse:
-    """A completion, whole or a step of a stream, as the assistant's message."""
-    thoughts = completion.additional_kwargs.get("thinking")
-    blocks = [
-        *([ThinkingBlock(content=thoughts)] if thoughts else []),
-        TextBlock(text=completion.text),
+class ChatReader:
+    """Makes the assistant's message of an answer that comes whole or in steps.
+
+    Args:
+        tools: that the model may call; None: the answer is text.
+    """
+
+    def __init__(self, tools: ToolUse | None) -> None:
+        self._reader = tools.reader() if tools else None
+        self._pieces: list[Piece] = []
+
+    def response(self, completion: CompletionResponse, *, last: bool = True) -> ChatResponse:
+        """The message so far.
+
+        Args:
+            completion: a whole answer, or the next step of a stream.
+            last: whether no more comes.
+        """
+        delta = completion.delta
+        if self._reader is None:
+            self._pieces = [completion.text]
+        else:
+            pieces = self._reader.read(completion.text if delta is None else delta, last=last)
+            self._pieces += pieces
+            delta = None if delta is None else ReadAnswer.of(pieces).text
+        extra = completion.additional_kwargs
+        return ChatResponse(
+            message=self._message(extra.get("thinking")),
+            delta=delta,
+            raw=completion.raw,
+            additional_kwargs=extra,
+        )
+
+    def _message(self, thoughts: str | None) -> ChatMessage:
+        text, calls, invalid = ReadAnswer.of(self._pieces)
+        # Whoever takes the message for an answer sees what the model wrote in the place of a call.
+        shown = "\n".join(part for part in (text, *(one.text for one in invalid)) if part)
+        blocks: list[ThinkingBlock | TextBlock | ToolCallBlock] = []
+        if thoughts:
+            blocks.append(ThinkingBlock(content=thoughts))
+        if shown or not calls:
+            blocks.append(TextBlock(text=shown))
+        blocks += [
+            ToolCallBlock(tool_call_id=one.id, tool_name=one.name, tool_kwargs=one.arguments)
+            for one in calls
+        ]
+        extra = {INVALID_CALLS: [asdict(one) for one in invalid]} if invalid else {}
+        return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=extra)
+
+
+def tool_selections(response: ChatResponse, *, required: bool) -> list[ToolSelection]:
+    """The calls of a response.
+
+    Raises:
+        ToolCallError: there is none, or a malformed one, and some are ``required``.
+    """
+    message = response.message
+    invalid = message.additional_kwargs.get(INVALID_CALLS, [])
+    calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+    if required and invalid:
+        found = "; ".join(f"{one['error']}: {one['text'][:200]!r}" for one in invalid)
+        raise ToolCallError(f"the model wrote a malformed call of a tool. {found}")
+    if required and not calls:
+        raise ToolCallError(
+            f"expected a call of a tool, the model answered {(message.content or '')[:200]!r}. "
+            "With tool_required=True a grammar makes it call one"
+        )
+    return [
+        ToolSelection(
+            tool_id=call.tool_call_id or "",
+            tool_name=call.tool_name,
+            tool_kwargs=call.tool_kwargs if isinstance(call.tool_kwargs, dict) else {},
+        )
+        for call in calls
     ]
-    return ChatResponse(
-        message=ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks),
-        delta=completion.delta,
-        raw=completion.raw,
-        additional_kwargs=completion.additional_kwargs,
-    )

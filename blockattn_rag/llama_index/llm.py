@@ -26,8 +26,10 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
-from llama_index.core.llms.llm import default_completion_to_prompt
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection, default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.tools.types import BaseTool
 
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.engine_source import EngineSource
@@ -36,7 +38,7 @@ from blockattn_rag.engine.options import OnMiss, checked_option
 from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.context import Positions
-from blockattn_rag.llama_index.chat import as_template_messages, chat_response
+from blockattn_rag.llama_index.chat import ChatReader, as_template_messages, tool_selections
 from blockattn_rag.llama_index.exchange import Exchange
 from blockattn_rag.llama_index.source import EngineComponent
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
@@ -46,6 +48,8 @@ from blockattn_rag.prompts.marked_text import close_cut_passages
 from blockattn_rag.prompts.markers import strip_markers
 from blockattn_rag.prompts.template_kwargs import check_template_kwargs
 from blockattn_rag.store import KVStore
+from blockattn_rag.tools import tool_template
+from blockattn_rag.tools.use import TOOL_OPTIONS, ToolUse
 
 _OPTION_FIELDS = (
     *("mode", "on_miss", "positions"),
@@ -55,7 +59,7 @@ _OPTION_FIELDS = (
 PromptLike = str | Sequence[ChatMessage]
 
 
-class BlockAttentionLLM(EngineComponent, CustomLLM):
+class BlockAttentionLLM(EngineComponent, CustomLLM, FunctionCallingLLM):
     """A transformers model, in this process or behind a server, that answers from cached passages.
 
     Takes the place of ``HuggingFaceLLM`` and shares its argument names. Passages that arrive
@@ -113,7 +117,9 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
     whatever transformers' ``generate`` takes; anything else raises. ``raw["usage"]`` has the tokens
     and what was reused. What a model thinks before it answers, if its chat template marks thoughts
     by ``<think>``, is a ``ThinkingBlock`` of the message, and ``additional_kwargs["thinking"]`` of
-    a completion; ``"thinking_delta"`` is what a step of a stream adds.
+    a completion; ``"thinking_delta"`` is what a step of a stream adds. Where the chat template
+    knows tools, this is a function calling LLM: ``tool_choice`` and ``tool_required=True`` hold it
+    to valid calls by a grammar, which needs the extra ``structured``.
 
     Raises:
         ContextOverflowError: (from a call) the prompt does not fit the model; LlamaIndex packs
@@ -212,6 +218,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
             context_window=self.context_window or self._source.max_context_tokens,
             num_output=self.max_new_tokens,
             is_chat_model=self._takes_chat(),
+            is_function_calling_model=self._takes_tools(),
             model_name=self.model_name or "unknown",
         )
 
@@ -240,33 +247,42 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         prompt: PromptLike,
         formatted: bool = True,
         *,
+        tools: ToolUse | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> BlockPrompt:
         """The blocks that a prompt string, or chat messages, become.
 
-        ``formatted``: the string is the model's own prompt, chat template included.
+        Args:
+            prompt: a string, or messages.
+            formatted: the string is the model's own prompt, chat template included.
+            tools: that the model may call after messages.
+            chat_template_kwargs: variables of the chat template, beside the model's own.
 
         Raises:
             ValueError: the model's chat template does not read one of ``chat_template_kwargs``.
         """
         given = {**self.chat_template_kwargs, **(chat_template_kwargs or {})}
         variables = check_template_kwargs(self._source.tokenizer.tokenizer, given)
-        spans = self._spans(prompt, formatted, variables)
+        spans = self._spans(prompt, formatted, tools, variables)
         return BlockPrompt.from_spans(spans, self.block_template)
 
     def _spans(
-        self, prompt: PromptLike, formatted: bool, variables: dict[str, Any]
+        self,
+        prompt: PromptLike,
+        formatted: bool,
+        tools: ToolUse | None,
+        variables: dict[str, Any],
     ) -> Iterable[Span]:
         """A prompt by who wrote what; ``variables`` are those of the chat template."""
         to_prompt: Any = self.completion_to_prompt
         if not isinstance(prompt, str):
-            return self._chat_spans(prompt, variables)
+            return self._chat_spans(prompt, tools, variables)
         if not formatted and to_prompt not in (None, default_completion_to_prompt):
             turn = {"role": "user", "content": prompt}
             return trace(lambda turns: to_prompt(turns[0]["content"]), [turn])
         if not formatted and self._takes_chat():
             message = ChatMessage(role=MessageRole.USER, content=prompt)
-            return self._chat_spans(self._extend_messages([message]), variables)
+            return self._chat_spans(self._extend_messages([message]), None, variables)
         return self._source.string_spans(
             prompt if formatted else self._extend_prompt(prompt),
             parse_special_tokens=self.parse_special_tokens,
@@ -277,8 +293,22 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
             return self.is_chat_model
         return has_chat_template(self._source.tokenizer.tokenizer)
 
+    def _takes_tools(self) -> bool:
+        """Whether the model can be told of tools: by its chat template, and no function instead."""
+        is_own = self.messages_to_prompt not in (None, generic_messages_to_prompt)
+        if is_own or not self._takes_chat():
+            return False
+        return tool_template(self._source.tokenizer.tokenizer) is not None
+
+    def _tools(self, call: Mapping[str, Any]) -> ToolUse | None:
+        """The tools of a call with these options; None if it has none."""
+        given = [call.get(name) for name in TOOL_OPTIONS]
+        if not any(given[:2]):
+            return None
+        return ToolUse.of(self._source.tokenizer.tokenizer, self.model_name, *given)
+
     def _chat_spans(
-        self, messages: Sequence[ChatMessage], variables: dict[str, Any]
+        self, messages: Sequence[ChatMessage], tools: ToolUse | None, variables: dict[str, Any]
     ) -> tuple[Span, ...]:
         to_prompt: Any = self.messages_to_prompt
         tokenizer = self._source.tokenizer.tokenizer
@@ -288,9 +318,14 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
                 "chat_template_kwargs are variables of the model's chat template, and "
                 "messages_to_prompt takes its place; give one of the two"
             )
-        turns = as_template_messages(messages)
         if has_chat_template(tokenizer) and not is_own:
-            return chat_spans(tokenizer, turns, **variables)
+            template = tools.template if tools else tool_template(tokenizer)
+            knows_tools = template is not None or "tool" in str(tokenizer.chat_template)
+            turns = as_template_messages(messages, knows_tools=knows_tools)
+            if template is None:
+                return chat_spans(tokenizer, turns, **variables)
+            return template.spans(tokenizer, turns, tools.tools if tools else (), **variables)
+        turns = as_template_messages(messages)
 
         def render(given: Sequence[Mapping[str, Any]]) -> str:
             copies = []
@@ -310,12 +345,29 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
         return {**own, **self.generate_kwargs, **call}
 
     def _exchange(
-        self, prompt: PromptLike, call: dict[str, Any], formatted: bool = True
+        self,
+        prompt: PromptLike,
+        call: dict[str, Any],
+        formatted: bool = True,
+        tools: ToolUse | None = None,
     ) -> Exchange:
         """A call with a prompt and options."""
         variables = call.pop("chat_template_kwargs", None)
-        make_prompt = partial(self.to_prompt, prompt, formatted, chat_template_kwargs=variables)
-        return Exchange(self._source, make_prompt, self.engine_options(call))
+        options = self.engine_options(call)
+        if tools is not None:
+            options |= tools.engine_options(self._source.tokenizer.tokenizer)
+        make_prompt = partial(
+            self.to_prompt, prompt, formatted, tools=tools, chat_template_kwargs=variables
+        )
+        return Exchange(self._source, make_prompt, options)
+
+    def _chat_exchange(
+        self, messages: Sequence[ChatMessage], call: dict[str, Any]
+    ) -> tuple[Exchange, ChatReader]:
+        """A call with messages, and what reads its answer."""
+        tools = self._tools(call)
+        own = {name: value for name, value in call.items() if name not in TOOL_OPTIONS}
+        return self._exchange(messages, own, tools=tools), ChatReader(tools)
 
     def _answer(self, exchange: Exchange) -> CompletionResponse:
         return exchange.whole(self.engine.generate(exchange.prompt(), **exchange.options))
@@ -358,27 +410,71 @@ class BlockAttentionLLM(EngineComponent, CustomLLM):
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return chat_response(self._answer(self._exchange(messages, kwargs)))
+        exchange, reader = self._chat_exchange(messages, kwargs)
+        return reader.response(self._answer(exchange))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        with closing(self._stream(self._exchange(messages, kwargs))) as completions:
-            yield from (chat_response(step) for step in completions)
+        exchange, reader = self._chat_exchange(messages, kwargs)
+        with closing(self._stream(exchange)) as steps:
+            for step in steps:
+                yield reader.response(step, last=step.raw is not None)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return chat_response(await self._aanswer(self._exchange(messages, kwargs)))
+        exchange, reader = self._chat_exchange(messages, kwargs)
+        return reader.response(await self._aanswer(exchange))
 
     @llm_chat_callback()
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
-        async def steps() -> ChatResponseAsyncGen:
-            async with aclosing(self._astream(self._exchange(messages, kwargs))) as completions:
-                async for step in completions:
-                    yield chat_response(step)
+        async def responses() -> ChatResponseAsyncGen:
+            exchange, reader = self._chat_exchange(messages, kwargs)
+            async with aclosing(self._astream(exchange)) as steps:
+                async for step in steps:
+                    yield reader.response(step, last=step.raw is not None)
 
-        return steps()
+        return responses()
+
+    # -- tools -------------------------------------------------------------------------------
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The arguments of ``chat`` for a call with tools."""
+        messages = [*(chat_history or ())]
+        if isinstance(user_msg, str):
+            user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
+        if user_msg is not None:
+            messages.append(user_msg)
+        if tool_choice is None and tool_required:
+            tool_choice = "required"
+        return {
+            "messages": messages,
+            "tools": [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools],
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": allow_parallel_tool_calls,
+            **kwargs,
+        }
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The calls of a response.
+
+        Raises:
+            ToolCallError: there is none, or a malformed one, and ``error_on_no_tool_call``.
+        """
+        return tool_selections(response, required=error_on_no_tool_call)
 
 
 def _with_whole_passages(prompt_args: dict[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,10 @@ _OWNED = frozenset(
 class Sampling:
     """How tokens are chosen. Greedy unless ``temperature`` is above 0.
 
-    ``extra`` goes to transformers' ``generate`` as it stands and wins over all else but the
-    grammar. The grammar is each answer's own: a batch, whose rows have all else in common, may hold
-    several, so it plays no part when options are compared.
+    ``keep_tokens`` are control tokens that stay in the answer's text, such as those around calls of
+    tools. ``extra`` goes to transformers' ``generate`` as it stands and wins over all else but the
+    grammar. Grammar and ``keep_tokens`` are each answer's own: a batch, whose rows have all else in
+    common, may hold several, so they play no part when options are compared.
     """
 
     max_new_tokens: int = 256
@@ -35,6 +36,7 @@ class Sampling:
     seed: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     grammar: Grammar | None = field(default=None, compare=False)
+    keep_tokens: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if not _is_whole(self.max_new_tokens, 1):
@@ -49,6 +51,8 @@ class Sampling:
             raise _refusal("seed", "a whole number of 64 bits, or None", self.seed)
         if not all(isinstance(text, str) and text for text in self.stop):
             raise _refusal("stop", "a list of non-empty strings", self.stop)
+        if not all(isinstance(text, str) and text for text in self.keep_tokens):
+            raise _refusal("keep_tokens", "a list of non-empty strings", self.keep_tokens)
         if owned := _OWNED & self.extra.keys():
             raise ValueError(
                 f"{', '.join(sorted(owned))} cannot be given: the engine sets the model's inputs "

@@ -11,6 +11,7 @@ from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.engine.pending import PendingAnswer
 from blockattn_rag.engine.results import Clock, FinishReason, Generation, Mode, ReuseStats
 from blockattn_rag.errors import ProtocolError, ServingError
+from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.remote.request import TokenPrompt
 from blockattn_rag.serving.fields import shown
 from blockattn_rag.serving.protocol import ServedBlocks
@@ -26,7 +27,7 @@ class ComingAnswer:
         prompt: the request's.
         mode: in which it was asked for.
         tokenizer: a transformers tokenizer.
-        stop: strings that end it.
+        sampling: how it is chosen: of it, the strings that end it, and the control tokens to keep.
     """
 
     def __init__(
@@ -35,12 +36,12 @@ class ComingAnswer:
         prompt: TokenPrompt,
         mode: Mode,
         tokenizer: Any,
-        stop: tuple[str, ...],
+        sampling: Sampling,
     ) -> None:
         self._request = request
         self._prompt = prompt
         self._mode = mode
-        self._detokenizer = Detokenizer(tokenizer, stop)
+        self._detokenizer = Detokenizer(tokenizer, sampling.stop, sampling.keep_tokens)
         self._clock = Clock(request.started)
         self._sent = time.perf_counter()
         self._ids: list[int] = []

@@ -125,7 +125,7 @@ class Server:
             nonlocal has_begun
             name = self.model.name_at(await self._checked_info())
             body = completion_body(name, prompt.ids, plan, limit, options.sampling)
-            answer = ComingAnswer(pending, prompt, options.mode, tokenizer, options.sampling.stop)
+            answer = ComingAnswer(pending, prompt, options.mode, tokenizer, options.sampling)
             async with aclosing(self.client.events(COMPLETIONS, body)) as events:
                 async for event in events:
                     answer.take(event)

@@ -1,7 +1,9 @@
-"""LangChain's own tests of chat models, on the bundled model."""
+"""LangChain's own tests of chat models, on a model that is told which tools to call."""
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any, Literal
 
 from langchain_core.language_models import BaseChatModel
@@ -9,13 +11,44 @@ from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
-from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
-from tests.langchain.conftest import bundled_block_model, passages
+from tests.langchain.conftest import passages
+from tests.scripted import ScriptedEngine
 
 Detail = Literal[
     "audio_input", "audio_output", "reasoning_output", "cache_read_input", "cache_creation_input"
 ]
+
+
+# What is asked of the model, and the tool that it calls then.
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "magic_function(3)": ("magic_function", {"input": 3}),
+    "magic_function_no_args()": ("magic_function_no_args", {}),
+    "Hello!": ("magic_function", {"input": 1}),
+    "weather in San Francisco": ("get_weather", {"location": "San Francisco, CA"}),
+    "Pirate greeting": ("greeting_generator", {"answer_style": "pirate"}),
+    "Create a customer": ("unicode_customer", {"customer_name": "QUOTED", "description": "New."}),
+}
+
+
+def answer_to(prompt: str) -> str:
+    """Calls the tool that was asked for, once; else a word or two."""
+    question = prompt.rpartition("<|user|>\n")[2]
+    if "joke" in question.lower():
+        named = re.search(r'"name": "(\w*[jJ]oke\w*)"', prompt)
+        joke = {"setup": "Why?", "punchline": "Because."}
+        return call_of(named[1], joke) if named else json.dumps(joke)
+    for asked, (name, arguments) in ASKED.items():
+        if asked in question and f'"name": "{name}"' in prompt:
+            quoted = question.partition("'")[2].partition("'")[0]
+            arguments = {k: quoted if v == "QUOTED" else v for k, v in arguments.items()}
+            return call_of(name, arguments)
+    return "Very well."
+
+
+def call_of(name: str, arguments: dict[str, Any]) -> str:
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 class UnderTest:
@@ -26,12 +59,12 @@ class UnderTest:
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"engine": BlockAttentionEngine(bundled_block_model())}
+        return {"engine": ScriptedEngine(answer_to)}
 
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
         # Without "timeout" and "max_retries", which a local model has no use for and refuses.
-        return {"temperature": 0, "max_tokens": 40, "stop": []}
+        return {"temperature": 0, "max_tokens": 200, "stop": []}
 
 
 class Usage:

@@ -46,6 +46,7 @@ from blockattn_rag.serving.protocol import (
 from blockattn_rag.store import KVStore, MemoryStore
 from blockattn_rag.structured.grammar import parse_grammar
 from tests.holding import LONGEST_S
+from tests.scripted import Script, Told
 
 _REQUIRED = {"model", "prompt", "max_tokens", "stream", "stream_options", "return_token_ids"}
 _TAKEN = {
@@ -144,6 +145,7 @@ class FakeServer:
         self.marker: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda told: told
         """What becomes of the figures of an answer in block mode."""
         self.sees_stops = True
+        self.script: Script | None = None  # what the model is told to say
         self.at_once = self.most_at_once = 0
         self._pages: dict[object, Context] = {}
         self.left = threading.Event()
@@ -283,6 +285,9 @@ class FakeServer:
             except Exception as error:  # noqa: BLE001 -- raised again below
                 errors.append(error)
 
+        if self.script is not None:
+            told = Told(self.model, self.script, [])
+            sampling = replace(sampling, extra={**sampling.extra, "logits_processor": [told]})
         split = context.num_tokens
         assembly = self.model.choose_assembly("auto", len(ids) - split)
         cache = partial(self.model.cache_for, context, assembly=assembly)

@@ -1,4 +1,4 @@
-"""LangChain's own tests of chat models, on the bundled model behind a server."""
+"""LangChain's own tests of chat models, on a model behind a server that is told what to say."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 from tests.langchain import test_standard as standard
-from tests.langchain.conftest import bundled_block_model
 from tests.remote.fake_server import FakeServer
+from tests.scripted import tool_model
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _serving() -> Iterator[None]:
-    with FakeServer(bundled_block_model(), name="bundled").listening() as Behind.url:
+    server = FakeServer(tool_model(), name="tiny")
+    server.script = standard.answer_to
+    with server.listening() as Behind.url:
         yield
 
 
@@ -27,7 +29,11 @@ class Behind(standard.UnderTest):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": "bundled", "base_url": self.url}
+        return {
+            "model": "tiny",
+            "base_url": self.url,
+            "tokenizer": tool_model().tokenizer.tokenizer,
+        }
 
 
 class TestUnit(Behind, ChatModelUnitTests):

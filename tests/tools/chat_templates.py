@@ -80,8 +80,9 @@ LLAMA31 = """
 {%- for message in messages %}
     {%- if tools and loop.first %}
         {{- '<|start_header_id|>user<|end_header_id|>\\n\\n' }}
-        {{- 'Given the following functions, please respond with a JSON for a function call with its proper arguments ' }}
-        {{- 'that best answers the given prompt.\\n\\nRespond in the format {"name": function name, "parameters": ' }}
+        {{- 'Given the following functions, please respond with a JSON for a function call with ' }}
+        {{- 'its proper arguments that best answers the given prompt.\\n\\n' }}
+        {{- 'Respond in the format {"name": function name, "parameters": ' }}
         {{- 'dictionary of argument name and its value}.Do not use variables.\\n\\n' }}
         {%- for tool in tools %}{{ tool | tojson(indent=4) + '\\n\\n' }}{% endfor %}
         {{- message.content | trim + '<|eot_id|>' }}

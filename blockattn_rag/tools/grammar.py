@@ -1,0 +1,70 @@
+"""Grammars that hold an answer to calls of tools, with arguments that fit the tools' schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from blockattn_rag.structured.schema import prepared
+from blockattn_rag.tools.formats import ToolFormat
+
+# Calls are written as templates write them, without blanks of the model's own.
+_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def calls_grammar(
+    form: ToolFormat, tools: Sequence[Mapping[str, Any]], tokenizer: Any, *, several: bool
+) -> str:
+    """A grammar, in llguidance's dialect of Lark, of an answer that is one call or more.
+
+    Args:
+        form: how calls are written.
+        tools: definitions of those that may be called.
+        tokenizer: the model's, a transformers tokenizer. Marks that it has a token for are this
+            token, others are text.
+        several: whether more than one call may be made.
+    """
+    literal = _literals(tokenizer)
+    opening, closing = literal(form.opening), literal(form.closing)
+    key, arguments_mark = form.argument_keys[0], literal(form.arguments_mark)
+    rules: list[str] = []
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        name = json.dumps(function["name"], ensure_ascii=False)
+        if form.arguments_mark:
+            call = f"{_text(function['name'])} {arguments_mark} arguments_{index}"
+        else:
+            begin = f'{{"name": {name}, "{key}": '
+            call = f'{_text(begin)} arguments_{index} "}}"'
+        schema = prepared(function.get("parameters") or {"type": "object", "properties": {}})
+        rules.append(f"call_{index}: {call}")
+        rules.append(f"arguments_{index}: %json {json.dumps({**schema, 'x-guidance': _JSON})}")
+    call = " | ".join(f"call_{index}" for index in range(len(tools)))
+    rules.append(f"call: {call}")
+    more = "" if not several else " ({} call)*"
+    if form.is_list:
+        start = f'{opening} " "? "[" call{more.format(_text(", "))} "]"'
+    elif form.closing:
+        rules.append(f'tagged: {opening} "\\n" call "\\n" {closing}')
+        start = "tagged" + (' ("\\n" tagged)*' if several else "")
+    elif form.arguments_mark:
+        start = f"{opening} call" + (f" ({opening} call)*" if several else "")
+    else:
+        start = "call"  # Llama's templates know one call in a message
+    return "\n".join(["%llguidance {}", f"start: {start}", *rules])
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _literals(tokenizer: Any) -> Callable[[str], str]:
+    """What stands for a mark in a grammar: an added token by its number, or its text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    numbers = {str(token): number for number, token in added.items()}
+
+    def literal(mark: str) -> str:
+        return f"<[{numbers[mark]}]>" if mark in numbers else _text(mark)
+
+    return literal

@@ -1,0 +1,160 @@
+"""The tools of one call of a model: what may be called, and how an answer is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blockattn_rag.prompts.chat_template import Message, Spans
+from blockattn_rag.tools.calls import InvalidToolCall, ToolCall
+from blockattn_rag.tools.grammar import calls_grammar
+from blockattn_rag.tools.parser import Piece, ToolCallParser
+from blockattn_rag.tools.templates import ToolTemplate, tool_template
+
+AUTO, REQUIRED, NONE = "auto", "required", "none"
+
+TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")
+"""Options of a call that ``ToolUse.of`` takes, in its order."""
+
+_CHOICES: dict[object, str] = {
+    None: AUTO,
+    AUTO: AUTO,
+    NONE: NONE,
+    False: NONE,
+    REQUIRED: REQUIRED,
+    "any": REQUIRED,
+    True: REQUIRED,
+}
+
+
+def known_tools(tokenizer: Any, model_name: str | None) -> ToolTemplate:
+    """What a model's chat template does with tools.
+
+    Raises:
+        ValueError: it knows no tools, or writes calls in a form that is not known here.
+    """
+    if (found := tool_template(tokenizer)) is not None:
+        return found
+    raise ValueError(
+        f"the chat template of {model_name or 'this model'} knows no tools, or writes calls in "
+        "none of the forms that are read here (Hermes and Qwen, Llama 3, Mistral, Granite, "
+        "SmolLM3). Take a model whose template does, give the tokenizer a chat_template that "
+        "does, or leave the tools out: RetrieveFirst looks passages up without the model's help "
+        "(docs/guides/agents.md)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of one call.
+
+    Args:
+        template: what the model's chat template does with tools.
+        tools: their definitions, as ``ToolTemplate.spans`` takes them.
+        choice: ``"auto"``: the model may call any or none; ``"required"``: it must call one; or the
+            name of the one that it must call. Where it must, a grammar holds it to valid arguments.
+        parallel: whether it may make several calls at once.
+    """
+
+    template: ToolTemplate
+    tools: tuple[Mapping[str, Any], ...]
+    choice: str = AUTO
+    parallel: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Any,
+        model_name: str | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        choice: Any = None,
+        parallel: bool | None = None,
+    ) -> ToolUse | None:
+        """The tools of a call with these options; None if no tool may be called.
+
+        Args:
+            choice: None, ``"auto"``, ``"none"``, ``"any"`` or ``"required"``, a bool, a tool's
+                name, or ``{"type": "function", "function": {"name": ...}}``.
+
+        Raises:
+            ValueError: the model's template knows no tools, or ``choice`` is none of these.
+        """
+        wanted = choice_of(choice, tools or ())
+        if not tools or wanted == NONE:
+            return None
+        template = known_tools(tokenizer, model_name)
+        return cls(template, tuple(tools), wanted, parallel is not False)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tools."""
+        return [tool["function"]["name"] for tool in self.tools]
+
+    def spans(self, tokenizer: Any, messages: Sequence[Message], **variables: Any) -> Spans:
+        """The prompt that messages become; see ``ToolTemplate.spans``."""
+        return self.template.spans(tokenizer, messages, self.tools, **variables)
+
+    def engine_options(self, tokenizer: Any) -> dict[str, Any]:
+        """Options of the engine by which calls can be read, and are made where they must be."""
+        options: dict[str, Any] = {"keep_tokens": self.template.form.marks}
+        if self.choice == AUTO:
+            return options
+        may = self.tools
+        if self.choice != REQUIRED:
+            may = tuple(tool for tool in may if tool["function"]["name"] == self.choice)
+        grammar = calls_grammar(self.template.form, may, tokenizer, several=self.parallel)
+        return {**options, "structured_outputs": {"grammar": grammar}}
+
+    def reader(self) -> AnswerReader:
+        """Reads one answer."""
+        return AnswerReader(ToolCallParser(self.template.form, self.names), self.parallel)
+
+
+class AnswerReader:
+    """Reads an answer of a model that has tools, piece by piece; see ``ToolCallParser``.
+
+    Args:
+        parallel: whether several calls may be made. If not, all but the first are invalid.
+    """
+
+    def __init__(self, parser: ToolCallParser, parallel: bool) -> None:
+        self._parser = parser
+        self._parallel = parallel
+        self._called = False
+
+    def read(self, text: str, *, last: bool) -> list[Piece]:
+        """Take the next piece of the answer, maybe the last; give what has become certain."""
+        pieces = self._parser.push(text)
+        return [self._allowed(one) for one in [*pieces, *(self._parser.finish() if last else ())]]
+
+    def _allowed(self, piece: Piece) -> Piece:
+        if not isinstance(piece, ToolCall):
+            return piece
+        if self._called and not self._parallel:
+            shown = {"name": piece.name, "arguments": piece.arguments}
+            return InvalidToolCall(str(shown), "one call was allowed, this is one more", piece.name)
+        self._called = True
+        return piece
+
+
+def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
+    """A tool choice as ``ToolUse`` has it, or ``"none"``.
+
+    Raises:
+        ValueError: it is none of the known forms, or names no tool.
+    """
+    names = [tool["function"]["name"] for tool in tools]
+    if isinstance(choice, Mapping):
+        choice = (choice.get("function") or choice).get("name", choice)
+    if isinstance(choice, str) and choice in names:
+        return choice
+    if isinstance(choice, (str, bool, type(None))) and choice in _CHOICES:
+        wanted = _CHOICES[choice]
+        if wanted == REQUIRED and not tools:
+            raise ValueError(f"tool_choice={choice!r} needs a tool, found none")
+        return wanted
+    raise ValueError(
+        f"tool_choice must be 'auto', 'none', 'any', 'required', or the name of a tool "
+        f"({', '.join(names)}); found {choice!r}"
+    )

@@ -1,0 +1,228 @@
+"""Tools of a chat model: binding them, calls in answers and streams, and results in history."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
+from langchain_core.runnables import RunnableBinding
+from langchain_core.tools import tool
+from pydantic import BaseModel, Field
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.langchain import ChatBlockAttention, format_blocks
+from tests.langchain.conftest import passages
+from tests.scripted import Script, ScriptedEngine, tool_model
+
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"query": "towers"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+@tool
+def look_up(query: str) -> str:
+    """Look something up."""
+    return f"found {query}"
+
+
+def add(a: int, b: int) -> int:
+    """Add numbers.
+
+    Args:
+        a: one.
+        b: the other.
+    """
+    return a + b
+
+
+class Multiply(BaseModel):
+    """Multiply numbers."""
+
+    a: int = Field(description="one")
+    b: int = Field(description="the other")
+
+
+def scripted(answer: str | Script) -> ChatBlockAttention:
+    script = (lambda _: answer) if isinstance(answer, str) else answer
+    return ChatBlockAttention(engine=ScriptedEngine(script), max_tokens=300)
+
+
+def prompts_of(chat: ChatBlockAttention) -> list[str]:
+    assert isinstance(chat.engine, ScriptedEngine)
+    return chat.engine.prompts
+
+
+def ask(model: Any, how: str, given: Any = "Which towers?") -> AIMessage:
+    if how == "invoke":
+        answer = model.invoke(given)
+        assert isinstance(answer, AIMessage)
+        return answer
+    whole = AIMessageChunk(content="")
+    for chunk in model.stream(given):
+        whole += chunk
+    return whole
+
+
+def test_every_kind_of_tool_is_shown_to_the_model_as_its_definition() -> None:
+    chat = scripted("None.")
+    plain: dict[str, Any] = {"title": "Negate", "description": "Negate.", "type": "object"}
+    plain["properties"] = {"a": {"type": "integer"}}
+    model = chat.bind_tools([look_up, add, Multiply, plain], strict=True)
+    assert isinstance(model, RunnableBinding)
+    assert model.invoke("Hi").content == "None."
+    (prompt,) = prompts_of(chat)
+    for expected in (
+        '"name": "look_up"',
+        '"name": "add"',
+        '"name": "Multiply"',
+        '"name": "Negate"',
+    ):
+        assert expected in prompt
+    assert '"description": "the other"' in prompt
+    assert '"strict": true' in prompt
+
+
+@pytest.mark.parametrize("how", ["invoke", "stream"])
+def test_calls_are_read_and_the_text_before_them_is_kept(how: str) -> None:
+    model = scripted(f"I look.\n{CALL}\n{OTHER}").bind_tools([look_up, add])
+    answer = ask(model, how)
+    assert answer.content == "I look."
+    assert [(one["name"], one["args"]) for one in answer.tool_calls] == [
+        ("look_up", {"query": "towers"}),
+        ("add", {"a": 1, "b": 2}),
+    ]
+    assert len({one["id"] for one in answer.tool_calls}) == 2
+    assert not answer.invalid_tool_calls
+    assert answer.usage_metadata is not None
+    assert answer.response_metadata["finish_reason"] == "stop"
+
+
+async def test_calls_come_in_event_loops_too() -> None:
+    model = scripted(CALL).bind_tools([look_up])
+    assert (await model.ainvoke("?")).tool_calls[0]["name"] == "look_up"
+    chunks: list[Any] = [chunk async for chunk in model.astream("?")]
+    calls = [call for chunk in chunks for call in chunk.tool_call_chunks]
+    assert [(one["name"], one["args"], one["index"]) for one in calls] == [
+        ("look_up", '{"query": "towers"}', 0)
+    ]
+    assert chunks[-1].chunk_position == "last"
+
+
+@pytest.mark.parametrize("how", ["invoke", "stream"])
+@pytest.mark.parametrize(
+    ("written", "error"),
+    [
+        ('<tool_call>\n{"name": "look_up", "arguments": {"query": "to', "ends before the call"),
+        ('<tool_call>\n{"name": "look_up", "query": "towers"}\n</tool_call>', "'arguments' once"),
+    ],
+)
+def test_malformed_calls_are_reported_whole_or_streamed(how: str, written: str, error: str) -> None:
+    answer = ask(scripted(f"Hm. {written}").bind_tools([look_up]), how)
+    assert answer.content == "Hm."
+    assert not answer.tool_calls
+    (invalid,) = answer.invalid_tool_calls
+    assert invalid["name"] == "look_up"
+    said = f"{invalid['error']}: {invalid['args']}"
+    assert error in said
+    assert '"to' in said
+
+
+def test_a_call_that_the_token_limit_cuts_is_malformed() -> None:
+    model = scripted(CALL).bind_tools([look_up], max_tokens=60)
+    answer = model.invoke("?")
+    assert (answer.tool_calls, len(answer.invalid_tool_calls)) == ([], 1)
+    assert answer.response_metadata["finish_reason"] == "length"
+
+
+def test_a_second_call_is_reported_where_one_is_allowed() -> None:
+    model = scripted(f"{CALL}\n{OTHER}").bind_tools([look_up, add], parallel_tool_calls=False)
+    answer = model.invoke("?")
+    assert [one["name"] for one in answer.tool_calls] == ["look_up"]
+    assert answer.invalid_tool_calls[0]["name"] == "add"
+
+
+def test_no_tool_is_shown_where_none_may_be_called() -> None:
+    chat = scripted(CALL)
+    assert chat.bind_tools([look_up], tool_choice="none").invoke("?").content == CALL
+    assert "look_up" not in prompts_of(chat)[0]
+
+
+@pytest.mark.parametrize("how", ["invoke", "stream"])
+def test_results_and_calls_are_in_the_next_prompt_and_their_passages_are_blocks(how: str) -> None:
+    chat = scripted(lambda prompt: "Two." if "<tool_response>" in prompt else CALL)
+    model = chat.bind_tools([look_up])
+    asked = HumanMessage("Which towers?")
+    called = ask(model, how, [asked])
+    found = ToolMessage(format_blocks(passages(2)), tool_call_id=called.tool_calls[0]["id"])
+    answers = [ask(model, how, [asked, called, found]) for _ in range(2)]
+    assert [answer.content for answer in answers] == ["Two.", "Two."]
+    last = prompts_of(chat)[-1]
+    assert f"<|assistant|>\n{CALL}<|end|>\n<|user|>\n<tool_response>\nPassage 0:" in last
+    reuse = answers[1].response_metadata["block_attention"]
+    assert (reuse["hits"], reuse["misses"]) == (3, 0)  # two passages, and all before them
+
+
+def test_a_malformed_call_is_shown_to_the_model_again() -> None:
+    chat = scripted('<tool_call>\n{"name": "look_up"}\n</tool_call>')
+    answer = chat.bind_tools([look_up]).invoke("?")
+    chat.invoke([HumanMessage("?"), answer, HumanMessage("Once more.")])
+    assert '<|assistant|>\n{"name": "look_up"}<|end|>' in prompts_of(chat)[-1]
+
+
+def test_results_carry_the_name_of_the_tool_that_was_called() -> None:
+    from blockattn_rag.langchain.messages import as_template_messages
+
+    call = {"name": "look_up", "args": {}, "id": "1", "type": "tool_call"}
+    history = [AIMessage("", tool_calls=[call]), ToolMessage("x", tool_call_id="1")]
+    assert as_template_messages(history, knows_tools=True)[1]["name"] == "look_up"
+
+
+def test_a_template_without_tools_is_refused_by_the_model_s_name(
+    engine: BlockAttentionEngine,
+) -> None:
+    chat = ChatBlockAttention(engine=engine)
+    with pytest.raises(ValueError, match=r"knows no tools.*RetrieveFirst"):
+        chat.bind_tools([look_up])
+    with pytest.raises(ValueError, match=f"template of {chat.model_name} knows no tools"):
+        chat.invoke("Hi", tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+def test_a_choice_that_names_no_tool_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(look_up\); found 'lookup'"):
+        scripted("").bind_tools([look_up], tool_choice="lookup")
+
+
+def test_tokens_are_counted_with_tools() -> None:
+    chat = scripted("Hi.")
+    messages = [HumanMessage("Hello")]
+    answer = chat.bind_tools([look_up]).invoke(messages)
+    counted = chat.get_num_tokens_from_messages(messages, tools=[look_up])
+    assert answer.usage_metadata is not None
+    assert counted == answer.usage_metadata["input_tokens"]
+    assert counted > chat.get_num_tokens_from_messages(messages)
+
+
+def test_batches_of_models_with_tools_read_calls() -> None:
+    model = scripted(CALL).bind_tools([look_up])
+    assert [len(one.tool_calls) for one in model.batch(["One?", "Two?"])] == [1, 1]
+
+
+class Digits(BaseModel):
+    """Take digits."""
+
+    a: int = Field(ge=0, le=9)
+    b: int = Field(ge=0, le=9)
+
+
+@pytest.mark.parametrize("how", ["invoke", "stream"])
+@pytest.mark.parametrize("choice", ["any", "required", True, "Digits"])
+def test_a_call_with_valid_arguments_is_forced_where_one_is_required(
+    choice: str | bool, how: str
+) -> None:
+    # A random model, whose answers no script writes.
+    chat = ChatBlockAttention(engine=BlockAttentionEngine(tool_model()), max_tokens=200)
+    tools: list[Any] = [look_up, Digits] if choice == "Digits" else [Digits]
+    answer = ask(chat.bind_tools(tools, tool_choice=choice, parallel_tool_calls=False), how, "Hi")
+    (call,) = answer.tool_calls
+    assert (answer.content, call["name"]) == ("", "Digits")
+    Digits.model_validate(call["args"])
