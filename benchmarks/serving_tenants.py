@@ -22,7 +22,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,9 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import typer
 from risk_score import auc, interval
-from serving_load import ENVIRONMENT, host
+from serving_load import ENVIRONMENT, host, markdown, write
 
-from blockattn_rag.files.atomic import write_json
 from blockattn_rag.serving.endpoint import COMPLETIONS, ENCODE
 from blockattn_rag.serving.protocol import BlockPlan, salt
 from tests_vllm.reference import SYSTEM, TOKENS, Case, Reference
@@ -235,21 +234,25 @@ def main(
         finally:
             server.close()
     tests = [compared(rows, way, owner) for way in WAYS for owner in ("B", "A")]
-    print("\n| way | passages of | median | of nobody's | faster than nobody's | says the same |")
-    print("|---|---|---|---|---|---|")
+    shown = table(tests, stopped)
+    print(f"\n{shown}")
+    result = {"machine": host(), "probes": probes, "tests": tests, "attacks": stopped}
+    write(output, result, shown)
+    sys.exit(not (all(stopped.values()) and all(map(is_as_it_should, tests))))
+
+
+def table(tests: Sequence[Mapping[str, Any]], stopped: Mapping[str, bool]) -> str:
+    """For people."""
+    head = ("way", "passages of", "median", "of nobody's", "faster than nobody's", "told apart")
+    lines = []
     for one in tests:
         low, high = one["faster_within"]
-        print(
-            f"| {one['way']} | {one['owner']} | {one['median_s'] * 1e3:.1f} ms "
-            f"| {one['median_of_nobodys_s'] * 1e3:.1f} ms | {one['faster']:.3f} "
-            f"({low:.3f} to {high:.3f}) | {one['says_the_same']} |"
-        )
-    for attack, is_stopped in stopped.items():
-        print(f"{'yes' if is_stopped else 'NO '}  {attack}")
-    if output is not None:
-        result = {"machine": host(), "probes": probes, "tests": tests, "attacks": stopped}
-        write_json(output, result)
-    sys.exit(not (all(stopped.values()) and all(map(is_as_it_should, tests))))
+        times = (f"{one[name] * 1e3:.1f} ms" for name in ("median_s", "median_of_nobodys_s"))
+        faster = f"{one['faster']:.3f} ({low:.3f} to {high:.3f})"
+        apart = "no" if one["says_the_same"] else "yes"
+        lines.append((one["way"], one["owner"], *times, faster, apart))
+    attacks = ((name, "yes" if is_stopped else "**no**") for name, is_stopped in stopped.items())
+    return markdown(head, lines) + "\n" + markdown(("what A does", "is without effect"), attacks)
 
 
 def is_as_it_should(test: Mapping[str, Any]) -> bool:

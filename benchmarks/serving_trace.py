@@ -30,12 +30,11 @@ import httpx
 import numpy as np
 import typer
 from real_passages import read_passages
-from serving_load import Answer, closed_loop, gaps, host
+from serving_load import Answer, closed_loop, gaps, host, markdown, write
 from serving_systems import SYSTEMS, Asker, Order, Question, Systems
 
 from blockattn_rag import Passage
 from blockattn_rag.evaluation.datasets import read_samples
-from blockattn_rag.files.atomic import write_json
 from blockattn_rag.model.loading import load_tokenizer, resolve_name
 from blockattn_rag.prompts.formats import CHAT
 from blockattn_rag.prompts.tokenization import BlockTokenizer
@@ -168,20 +167,17 @@ def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """For people."""
-    head = (
-        "| clients | system | first token | p95 | between tokens | while others wait | "
-        "tokens/s | not computed | times |\n|---|---|---|---|---|---|---|---|---|"
-    )
-    lines = [head]
+    head = ("clients", "system", "first token", "p95", "between tokens", "while others wait")
+    lines = []
     for one in rows:
-        waits = [one["ttft_median_s"], one["ttft_p95_s"]]
-        waits += [one["calm_gap_median_s"], one["disturbed_gap_mean_s"]]
+        names = ("ttft_median_s", "ttft_p95_s", "calm_gap_median_s", "disturbed_gap_mean_s")
+        waits = [one[name] for name in names]
         shown = ["" if wait is None else f"{wait * 1e3:,.0f} ms" for wait in waits]
-        times = f"{one['slower']:.1f}" if "slower" in one else ""
-        cells = (str(one["clients"]), SYSTEMS[one["system"]].title, *shown)
-        rest = (f"{one['tokens_per_s']:.0f}", f"{one['hit_share']:.0%}", times)
-        lines.append(f"| {' | '.join((*cells, *rest))} |")
-    return "\n".join(lines)
+        rest = (f"{one['tokens_per_s']:.0f}", f"{one['hit_share']:.0%}")
+        times = f"{one['slower']:.1f} ({one['slower_95'][0]:.1f} to {one['slower_95'][1]:.1f})"
+        last = (times, f"{one['same_tokens']:.0%}") if "slower" in one else ("", "")
+        lines.append((one["clients"], SYSTEMS[one["system"]].title, *shown, *rest, *last))
+    return markdown((*head, "tokens/s", "not computed", "times", "same answers"), lines)
 
 
 async def warm(askers: dict[str, Asker], trace: Trace, systems: Systems) -> None:
@@ -206,8 +202,7 @@ class Results:
 
     def add(self, **more: Any) -> None:
         self.told |= more
-        if self._path is not None:
-            write_json(self._path, self.told)
+        write(self._path, self.told, table(self.told["rows"]))
 
     def missing(self, clients: Sequence[int]) -> list[int]:
         """Client counts that were not measured yet."""
