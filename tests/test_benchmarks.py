@@ -39,6 +39,38 @@ def test_a_gap_counts_as_disturbed_while_another_request_waits_for_its_first_tok
     assert serving_load.gaps([running]) == ([1.0, 1.0, 2.0, 1.0], [])
 
 
+def seen(*waits_s: float, cached: int) -> serving_trace.Seen:
+    """One round of answers of two tokens each, one after the other, to prompts of 100 tokens."""
+    found = serving_trace.Seen()
+    starts = np.cumsum([0.0, *(wait + 1.0 for wait in waits_s[:-1])])
+    times = [
+        [start + wait, start + wait + 0.5] for start, wait in zip(starts, waits_s, strict=True)
+    ]
+    found.rounds = [
+        [
+            Answer(start, two, [1, 2], prompt_tokens=100, cached_tokens=cached)
+            for start, two in zip(starts, times, strict=True)
+        ]
+    ]
+    found.seconds = float(sum(waits_s) + len(waits_s))
+    return found
+
+
+def test_systems_are_compared_question_by_question() -> None:
+    both = {"prefix": seen(6.0, 8.0, 3.0, cached=10), "memory": seen(1.0, 2.0, 1.0, cached=90)}
+    told = serving_trace.row("prefix", both, clients=1)
+    assert told["ttft_median_s"] == pytest.approx(6.0)
+    assert told["calm_gap_median_s"] == pytest.approx(0.5)
+    assert told["disturbed_gap_mean_s"] is None
+    assert told["tokens_per_s"] == pytest.approx(6 / 20)
+    assert told["hit_share"] == pytest.approx(0.1)
+    assert told["slower"] == pytest.approx(4.0)  # of 6, 4 and 3 times
+    assert told["same_tokens"] == 1.0
+    line = serving_trace.table([told]).splitlines()[-1]
+    assert "| 6,000 ms |" in line
+    assert "| 4.0 (3.0 to 6.0) | 100% |" in line
+
+
 def streamed(*lines: str, status: int = 200) -> httpx.AsyncClient:
     async def content() -> AsyncIterator[bytes]:
         for line in lines:
