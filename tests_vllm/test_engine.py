@@ -109,6 +109,22 @@ def test_a_client_cannot_name_the_salt_of_block_mode(reference: Reference, engin
     assert said.blocks["local_tokens"] == 0
 
 
+def test_a_client_s_own_salt_keeps_its_pages_from_others(
+    reference: Reference, engine: Engine
+) -> None:
+    case = reference.telling(5)
+    engine.block(case)
+    for least, most in ((0, 0), (PAGE, sum(case.lengths))):
+        (output,) = engine.llm.generate(
+            [{"prompt_token_ids": case.ids, "cache_salt": "own"}],
+            [sampling_of(case.params)],
+            use_tqdm=False,
+        )
+        assert list(output.outputs[0].token_ids) == reference.answer(case)
+        assert output.kv_transfer_params is not None
+        assert least <= output.kv_transfer_params["blockattn"]["local_tokens"] <= most
+
+
 def test_many_requests_at_once_share_what_they_may(reference: Reference, engine: Engine) -> None:
     cases = [reference.telling(place % 7) for place in range(16)]
     asked = [(one.ids, one.params if place % 3 else None) for place, one in enumerate(cases)]

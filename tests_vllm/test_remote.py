@@ -14,6 +14,7 @@ from blockattn_rag import BlockAttentionEngine, MemoryStore
 from blockattn_rag.errors import ServingError
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.remote import RemoteEngine
+from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import MODEL, Reference
 from tests_vllm.server import KEY, Server
 
@@ -22,7 +23,7 @@ NAMES = ("mode", "hits", "misses", "reused_tokens", "computed_tokens", "generate
 
 @pytest.fixture(scope="module")
 def server(reference: Reference) -> Iterator[Server]:
-    options = reference.options(store=str(reference.folder / "remote"))
+    options = reference.options(store=str(reference.folder / "remote"), namespace="team")
     server = Server(options, reference.folder / "remote.log")
     try:
         yield server.wait()
@@ -117,6 +118,15 @@ def test_passages_are_encoded_once(engine: RemoteEngine, local: BlockAttentionEn
     head = BlockPrompt((Block("A head."),), "?")
     engine.encode(head)
     assert engine.contains(head.context[0], first=True)
+
+
+def test_what_is_encoded_is_stored_in_the_server_s_namespace(
+    reference: Reference, engine: RemoteEngine
+) -> None:
+    block = Block("Of the team.")
+    engine.precompute([block])
+    key = reference.key(list(engine.model.tokenised(block, False).ids), "team")
+    assert key in DirectoryStore(reference.folder / "remote")
 
 
 def test_another_tokenizer_and_a_wrong_key_are_refused(server: Server) -> None:

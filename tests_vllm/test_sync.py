@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from blockattn_rag.serving.config import ServingConfig
+from blockattn_rag.store import DirectoryStore
+from blockattn_rag.vllm.scheduler import SchedulerSide
 from tests_vllm.engines import Engine
 from tests_vllm.reference import Reference
+from tests_vllm.slow import GATE, reached
 
 
 @pytest.fixture(scope="module")
-def engine(reference: Reference) -> Iterator[Engine]:
-    engine = Engine(reference.options(load_async=False), max_num_batched_tokens=64)
-    yield engine
-    engine.close()
+def gate(reference: Reference) -> Path:
+    return reference.folder / "sync-gate"
+
+
+@pytest.fixture(scope="module")
+def engine(reference: Reference, gate: Path) -> Iterator[Engine]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(GATE, str(gate))
+        engine = Engine(
+            reference.options(load_async=False),
+            module="tests_vllm.slow",
+            name="SlowConnector",
+            max_num_batched_tokens=64,
+        )
+        yield engine
+        engine.close()
 
 
 def test_answers_are_those_of_the_local_engine(reference: Reference, engine: Engine) -> None:
@@ -31,3 +51,33 @@ def test_a_missing_block_fails_its_request_alone(reference: Reference, engine: E
     assert answered.tokens == reference.answer(case)
     reference.stored(missing)
     assert engine.block(missing).tokens == reference.answer(missing)
+
+
+def test_pages_that_were_not_filled_are_nobody_s_though_their_request_was_left(
+    reference: Reference, engine: Engine, gate: Path
+) -> None:
+    case = reference.telling(5)
+    lost = case.blocks[1]
+    DirectoryStore(reference.store).delete(reference.key(lost))
+    gate.touch()
+    engine.add("left", case.ids, case.params)
+    while not reached(gate).exists():
+        time.sleep(0.01)
+    engine.leave("left")
+    time.sleep(1)  # by now the engine knows, which waits for the load
+    gate.unlink()
+    assert engine.block(case).reason == "error"
+    reference.stored(case)
+    assert engine.block(case).tokens == reference.answer(case)
+
+
+def test_pages_of_a_request_that_made_room_while_they_were_filled_are_forgotten(
+    reference: Reference,
+) -> None:
+    scheduler = SchedulerSide(ServingConfig.parse(reference.options()), reference.profile)
+    forgotten: list[set[int]] = []
+    pool: Any = SimpleNamespace(evict_blocks=forgotten.append)
+    scheduler.bind(pool)
+    news: Any = SimpleNamespace(invalid_block_ids={3, 4}, kv_connector_worker_meta=None)
+    scheduler.heard(news)
+    assert forgotten == [{3, 4}]

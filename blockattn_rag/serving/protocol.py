@@ -80,19 +80,20 @@ class BlockPlan:
         """Tokens of all context blocks."""
         return sum(self.lengths)
 
-    def to_dict(self, secret: str | None = None) -> dict[str, Any]:
+    def to_dict(self, secret: str | None = None, default: str = "") -> dict[str, Any]:
         """``kv_transfer_params`` of a request with this plan.
 
         Args:
             secret: the server's tenant secret, which alone allows to name a namespace.
+            default: the namespace of requests that name none, which needs no naming.
 
         Raises:
-            ValueError: there is a namespace and no secret.
+            ValueError: there is another namespace and no secret.
         """
         fields: dict[str, Any] = {"v": VERSION, "op": self.op, "lengths": list(self.lengths)}
         if secret is not None:
             fields |= {"namespace": self.namespace, "mac": _mac(self, secret)}
-        elif self.namespace:
+        elif self.namespace != default:
             raise ValueError(
                 f"the namespace {self.namespace!r} can be named with the server's tenant secret "
                 "alone, found none; a client sends a plan without a namespace"
@@ -134,13 +135,16 @@ def parse_plan(
     return plan
 
 
-def salt(plan: BlockPlan, profile: ModelProfile) -> str:
+def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
     """The cache salt of a request: only requests with equal salts may share an engine's pages.
 
     In it is all that decides the pages' keys and values beside the token ids: where the prompt is
     cut, the model, and the sink; and for whom, so that no tenant learns what another one asked.
+
+    Args:
+        own: the salt that the client gave, who wants to share pages with its like alone.
     """
-    parts = [profile.fingerprint, plan.namespace, plan.op, plan.lengths, profile.sink_ids]
+    parts = [profile.fingerprint, plan.namespace, plan.op, plan.lengths, profile.sink_ids, own]
     return "ba1-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
 
 

@@ -23,6 +23,7 @@ from blockattn_rag.vllm.worker import WorkerSide
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -63,6 +64,9 @@ class BlockAttentionConnector(KVConnectorBase_V1):
         return False
 
     # The scheduler's half.
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._in_scheduler.bind(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
         self._in_scheduler.add(request)

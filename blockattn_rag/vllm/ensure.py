@@ -129,11 +129,12 @@ class BlockEnsurer:
         await asyncio.shield(task)
 
     async def _encode(self, one: Encodable) -> None:
+        asked = one.plan.to_dict(self._secret, self._config.namespace)
         sampling = SamplingParams(
             max_tokens=1,
             temperature=0.0,
             detokenize=False,
-            extra_args={"kv_transfer_params": one.plan.to_dict(self._secret)},
+            extra_args={"kv_transfer_params": asked},
         )
         request_id = f"blockattn-encode-{uuid.uuid4().hex}"
         async with self._slots:

@@ -26,6 +26,7 @@ from blockattn_rag.vllm.metrics import Counters, Fetches
 from blockattn_rag.vllm.orders import Load, Orders, Save
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -42,10 +43,18 @@ _ANSWERED = (
 
 @dataclass(slots=True)
 class _Asked:
-    """A request in block mode. ``plan``: None if it is refused; ``served``: figures so far."""
+    """A request in block mode.
+
+    Args:
+        plan: None if it is refused.
+        served: figures so far.
+        is_filling: its pages are being filled by the step that runs it, and the prefix cache gives
+            them to others already.
+    """
 
     plan: BlockPlan | None
     served: ServedBlocks
+    is_filling: bool = False
 
 
 class SchedulerSide:
@@ -62,7 +71,12 @@ class SchedulerSide:
         self._secret = config.tenant_secret
         self._asked: dict[str, _Asked] = {}
         self._orders = Orders()
+        self._pool: BlockPool | None = None
         self.stats = Counters()
+
+    def bind(self, pool: BlockPool) -> None:
+        """Take the engine's pages, to have those forgotten that could not be filled."""
+        self._pool = pool
 
     def add(self, request: Request) -> None:
         """Learn of a request, and see to it that it shares pages with its like alone.
@@ -93,7 +107,7 @@ class SchedulerSide:
             return
         all_local = ServedBlocks(len(plan.lengths), 0, plan.context_tokens)  # if none is promised
         self._asked[request.request_id] = _Asked(plan, all_local)
-        _set_salt(request, salt(plan, self._profile))
+        _set_salt(request, salt(plan, self._profile, request.cache_salt))
 
     def _refuse(self, request: Request, why: str) -> None:
         """Have a request fail when it is scheduled."""
@@ -126,6 +140,7 @@ class SchedulerSide:
             return
         context = asked.plan.context_tokens
         asked.served = replace(asked.served, loaded_tokens=tokens, local_tokens=context - tokens)
+        asked.is_filling = not self._config.load_async
         self._orders.loads.append(
             Load(
                 request.request_id,
@@ -145,9 +160,13 @@ class SchedulerSide:
 
     def heard(self, output: KVConnectorOutput) -> None:
         """Take the workers' news of loads."""
+        # vLLM forgets these pages where their request runs. It may have been left, or have made
+        # room for others since.
+        self._forget(output.invalid_block_ids)
         if isinstance(news := output.kv_connector_worker_meta, Fetches):
             for request_id, fetch in news.of_requests.items():
                 if (asked := self._asked.get(request_id)) is not None:
+                    asked.is_filling = False
                     asked.served = replace(
                         asked.served, fetch_s=fetch.seconds, int8_blocks=fetch.int8_blocks
                     )
@@ -155,6 +174,8 @@ class SchedulerSide:
     def finished(self, request: Request, pages: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: whether its pages are still needed, and what its client is told."""
         asked = self._asked.pop(request.request_id, None)
+        if asked is not None and asked.is_filling:  # left meanwhile, or what fills them failed
+            self._forget(set(pages))
         if asked is None or asked.plan is None or request.status not in _ANSWERED:
             return False, None
         plan = asked.plan
@@ -166,6 +187,11 @@ class SchedulerSide:
         self.stats.count("loaded_tokens", asked.served.loaded_tokens)
         self.stats.count("local_tokens", asked.served.local_tokens)
         return False, asked.served.to_dict()
+
+    def _forget(self, pages: set[int]) -> None:
+        """Have the prefix cache give these pages to nobody any more."""
+        if self._pool is not None:
+            self._pool.evict_blocks(pages)
 
     def _check(self, request: Request, plan: BlockPlan) -> None:
         """Refuse what block mode cannot answer as it was asked. Raises ProtocolError."""

@@ -146,7 +146,7 @@ class Service:
         ticket.encoded, ticket.encoded_tokens = await self._ensure(blocks)
         request.kv_transfer_params = {
             **({_CHAT_IDS: token_ids} if hasattr(request, "messages") else {}),
-            **plan.to_dict(self._secret),
+            **plan.to_dict(self._secret, self._config.namespace),
         }
         CURRENT.set(ticket)
         answer = await getattr(handler, create)(request, raw_request)

@@ -166,6 +166,15 @@ def test_a_client_cannot_write_a_plan_with_a_namespace() -> None:
         BlockPlan("complete", (3,), "tenant-1").to_dict()
 
 
+def test_the_namespace_that_a_server_has_anyway_needs_no_naming() -> None:
+    params = BlockPlan("complete", (3,), "own").to_dict(default="own")
+    plan = parse_plan(params, 6, namespace="own")
+    assert plan is not None
+    assert plan.namespace == "own"
+    with pytest.raises(ValueError, match="tenant secret"):
+        BlockPlan("complete", (3,)).to_dict(default="own")
+
+
 # -- salts -----------------------------------------------------------------------------------------
 
 
@@ -179,6 +188,8 @@ def test_a_salt_tells_apart_all_that_decides_keys_and_values() -> None:
         salt(plan, replace(PROFILE, sink="head:2", sink_ids=SINK_IDS)),
         salt(BlockPlan("encode", (3,)), PROFILE),
         salt(BlockPlan("complete", (3,)), PROFILE),
+        salt(plan, PROFILE, "the client's"),
+        salt(plan, PROFILE, "another client's"),
     ]
     own = salt(plan, PROFILE)
     assert own == salt(BlockPlan("complete", (3, 2)), PROFILE)
