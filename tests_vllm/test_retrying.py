@@ -66,8 +66,8 @@ def asked(client: Client, ticket: Ticket | None) -> list[Any]:
     return asyncio.run(ask())
 
 
-async def _one_encoded() -> tuple[int, int]:
-    return 1, 7
+async def _one_encoded() -> dict[str, int]:
+    return {"a": 7}
 
 
 def test_blocks_that_were_lost_are_encoded_and_the_request_asked_anew() -> None:
@@ -78,6 +78,12 @@ def test_blocks_that_were_lost_are_encoded_and_the_request_asked_anew() -> None:
     served = ServedBlocks.from_dict(said[-1].kv_transfer_params)
     assert (served.encoded, served.encoded_tokens) == (1, 7)
     assert ticket.marker == said[-1].kv_transfer_params
+
+
+def test_a_block_that_had_to_be_encoded_twice_counts_once() -> None:
+    said = asked(Client([LOST], [end()]), Ticket(PLAN, _one_encoded, {"a": 7, "b": 2}))
+    served = ServedBlocks.from_dict(said[-1].kv_transfer_params)
+    assert (served.encoded, served.encoded_tokens) == (2, 9)
 
 
 def test_there_is_no_third_try() -> None:

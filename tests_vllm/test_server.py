@@ -233,6 +233,7 @@ def test_tenants_share_no_pages_in_full_mode(reference: Reference, server: Serve
         ({"prompt_logprobs": 1}, "prompt_logprobs is not possible"),
         ({"use_beam_search": True}, "use_beam_search is not possible"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not possible"),
+        ({"prompt": [10**30] * 200}, "token ids beyond the model's"),
         ({"prompt": "text"}, "one prompt as a list of token ids"),
         ({"prompt": [[1, 2], [3, 4]]}, "one prompt as a list of token ids"),
         ({"kv_transfer_params": {"blockattn": {"v": 1}}}, "no field 'op'"),
@@ -248,6 +249,29 @@ def test_what_block_mode_cannot_do_is_refused_with_a_reason(
     response = server.post(COMPLETIONS, body(reference.case(1), **changed))
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
+
+
+def test_nothing_is_encoded_for_a_request_that_is_refused(
+    reference: Reference, server: Server, store: DirectoryStore
+) -> None:
+    before = {*store.keys()}
+    fresh = reference.case(33)
+    long = [*fresh.ids, *fresh.ids[-1:] * 2048]
+    for changed, message in (
+        ({"prompt": long}, "expected fewer than the server's max_model_len, 2048"),
+        ({"model": "another"}, "found the model 'another', expected one of bundled"),
+    ):
+        response = server.post(COMPLETIONS, body(fresh, **changed))
+        assert response.status_code == 400
+        assert message in response.json()["error"]["message"]
+    assert {*store.keys()} == before
+
+
+def test_a_body_that_is_nested_too_deeply_is_refused(server: Server) -> None:
+    json = {"Content-Type": "application/json"}
+    response = server.http.post(ENCODE, content=b"[" * 100_000, headers=json)
+    assert response.status_code == 400
+    assert "the body is no JSON" in response.json()["error"]["message"]
 
 
 def test_a_bad_tenant_or_model_is_refused(server: Server) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.exceptions import RetryableRequestError
@@ -19,16 +19,15 @@ class Ticket:
 
     Args:
         plan: how its prompt is cut.
-        ensure_again: have all its blocks stored, looking at each closely; returns how many were
-            encoded, and their tokens.
-        encoded: blocks that were encoded for it, and ``encoded_tokens``.
+        ensure_again: have all its blocks stored, looking at each closely; returns what is added to
+            ``encoded``.
+        encoded: tokens of each block that was encoded for it, by key: once, however often.
         marker: what its answer says of its blocks, as soon as that is known.
     """
 
     plan: BlockPlan
-    ensure_again: Callable[[], Awaitable[tuple[int, int]]]
-    encoded: int = 0
-    encoded_tokens: int = 0
+    ensure_again: Callable[[], Awaitable[Mapping[str, int]]]
+    encoded: Mapping[str, int] = field(default_factory=dict)
     marker: dict[str, Any] | None = None
 
 
@@ -82,9 +81,7 @@ class RetryingClient:
         else:
             return
         await first.aclose()
-        encoded, tokens = await ticket.ensure_again()
-        ticket.encoded += encoded
-        ticket.encoded_tokens += tokens
+        ticket.encoded = {**ticket.encoded, **await ticket.ensure_again()}
         again = self._client.generate(prompt, sampling_params, f"{request_id}-again", **options)
         async for output in again:
             if _failed(output):
@@ -107,7 +104,7 @@ def _marked(output: Any, ticket: Ticket) -> Any:
     served = _served(output, ticket.plan)
     if served is not None:
         ticket.marker = replace(
-            served, encoded=ticket.encoded, encoded_tokens=ticket.encoded_tokens
+            served, encoded=len(ticket.encoded), encoded_tokens=sum(ticket.encoded.values())
         ).to_dict()
         output.kv_transfer_params = ticket.marker
     return output

@@ -106,7 +106,7 @@ async def _answer(
 async def _json(raw_request: Request) -> Any:
     try:
         return await raw_request.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the body is no JSON: {error}") from None
 
 

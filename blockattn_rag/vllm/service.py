@@ -77,13 +77,12 @@ class Service:
     def info(self, headers: Mapping[str, str]) -> ServerInfo:
         """What this server tells of itself. Raises ProtocolError for a bad tenant."""
         profile, config = self._profile, self._config
-        names = [one.name for one in self._models.base_model_paths]
         return ServerInfo(
             fingerprint=profile.fingerprint,
             tokenizer=profile.tokenizer,
             sink=profile.sink,
             block_tuned=profile.block_tuned,
-            models=(*names, *(one for one in config.readers if one in self._models.lora_requests)),
+            models=self._names,
             max_tokens=self._max_tokens,
             namespace=self._namespace(headers),
             read_only=config.read_only,
@@ -96,11 +95,10 @@ class Service:
             ProtocolError: a block cannot be encoded here.
             MissError, ServingError, StoreError: see ``BlockEnsurer.ensure``.
         """
-        names = [one.name for one in self._models.base_model_paths]
-        if body.model is not None and body.model not in names:
+        if body.model is not None and body.model not in self._base_names:
             raise ProtocolError(
-                f"found the model {body.model!r}, expected {' or '.join(names)}: blocks are "
-                "encoded by the base model, without adapters"
+                f"found the model {body.model!r:.200}, expected {' or '.join(self._base_names)}: "
+                "blocks are encoded by the base model, without adapters"
             )
         blocks = self._encodables(body.blocks, self._namespace(headers), body.opens_prompt)
         if body.only_look:
@@ -140,10 +138,10 @@ class Service:
                 "kv_transfer_params must hold blockattn with op='complete' here, or be left out "
                 "for full mode"
             )
-        self._check(request)
+        self._check(request, len(token_ids))
         blocks = self._encodables(_cut(token_ids, plan), plan.namespace, opens_prompt=True)
-        ticket = Ticket(plan, lambda: self._ensure(blocks, thorough=True))
-        ticket.encoded, ticket.encoded_tokens = await self._ensure(blocks)
+        encoded = await self._ensure(blocks)
+        ticket = Ticket(plan, lambda: self._ensure(blocks, thorough=True), encoded)
         request.kv_transfer_params = {
             **({_CHAT_IDS: token_ids} if hasattr(request, "messages") else {}),
             **plan.to_dict(self._secret, self._config.namespace),
@@ -154,15 +152,19 @@ class Service:
 
     async def _ensure(
         self, blocks: Sequence[Encodable], *, thorough: bool = False
-    ) -> tuple[int, int]:
-        """How many places of a prompt needed blocks to be encoded, and the tokens of these."""
+    ) -> dict[str, int]:
+        """Tokens of each block that had to be encoded, by key."""
         encoded = await self._ensurer.ensure(blocks, thorough=thorough)
-        tokens = {b.key: len(b.block.ids) for b, new in zip(blocks, encoded, strict=True) if new}
-        return len(tokens), sum(tokens.values())
+        return {b.key: len(b.block.ids) for b, new in zip(blocks, encoded, strict=True) if new}
 
     def _encodables(
         self, blocks: Sequence[Sequence[int]], namespace: str, opens_prompt: bool
     ) -> list[Encodable]:
+        if any(not 0 <= id_ < self._profile.vocab_size for one in blocks for id_ in one):
+            raise ProtocolError(
+                f"a block has token ids beyond the model's, which are below "
+                f"{self._profile.vocab_size}"
+            )
         found = encodables(
             blocks,
             namespace,
@@ -176,12 +178,18 @@ class Service:
                 f"a block takes {longest} tokens with what it is encoded after, expected fewer "
                 f"than the server's max_model_len, {self._max_tokens}"
             )
-        if any(not 0 <= id_ < self._profile.vocab_size for one in blocks for id_ in one):
-            raise ProtocolError(
-                f"a block has token ids beyond the model's, which are below "
-                f"{self._profile.vocab_size}"
-            )
         return found
+
+    @property
+    def _base_names(self) -> tuple[str, ...]:
+        """Names of the base model."""
+        return tuple(one.name for one in self._models.base_model_paths)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Names by which this server can be asked, the base model's first."""
+        loaded = (one for one in self._config.readers if one in self._models.lora_requests)
+        return (*self._base_names, *loaded)
 
     def _namespace(self, headers: Mapping[str, str]) -> str:
         """For whom a request is: the tenant that the gateway names, where the server has tenants.
@@ -199,17 +207,27 @@ class Service:
             )
         return namespace_name(tenant)
 
-    def _check(self, request: Any) -> None:
-        """Refuse what block mode cannot answer as it was asked. Raises ProtocolError."""
+    def _check(self, request: Any, num_prompt_tokens: int) -> None:
+        """Refuse what block mode cannot answer as it was asked, before anything is encoded for it.
+        Raises ProtocolError."""
         for name, why in _UNSUPPORTED.items():
             value = getattr(request, name, None)
             if value is not None and value is not False:
                 raise ProtocolError(f"{name} is not possible in block mode: {why}; leave it out")
-        model = getattr(request, "model", None)
+        if num_prompt_tokens >= self._max_tokens:
+            raise ProtocolError(
+                f"the prompt has {num_prompt_tokens} tokens, expected fewer than the server's "
+                f"max_model_len, {self._max_tokens}"
+            )
+        model = request.model
         if model in self._models.lora_requests and model not in self._config.readers:
             raise ProtocolError(
                 f"the LoRA adapter {model!r} is not among the server's readers: blocks of the base "
                 "model would be read by weights that were not trained for them"
+            )
+        if model and model not in self._names:
+            raise ProtocolError(
+                f"found the model {model!r:.200}, expected one of {', '.join(self._names)}"
             )
 
 
