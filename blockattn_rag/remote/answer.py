@@ -16,6 +16,8 @@ from blockattn_rag.remote.request import TokenPrompt
 from blockattn_rag.serving.fields import shown
 from blockattn_rag.serving.protocol import ServedBlocks
 
+_MOST_TOKENS = 1 << 31
+
 
 class ComingAnswer:
     """Makes text of tokens, hands it on, and tells at the end what the answer reused.
@@ -71,8 +73,8 @@ class ComingAnswer:
             ) from error
 
     def _push(self, token: int) -> None:
-        if type(token) is not int:
-            raise TypeError("a token is a whole number")
+        if type(token) is not int or not 0 <= token < _MOST_TOKENS:
+            raise TypeError("a token is a whole number, and no vocabulary has more")
         self._clock.note_token()
         self._ids.append(token)
         self._request.emit(self._detokenizer.push(token))

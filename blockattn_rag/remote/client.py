@@ -141,6 +141,8 @@ class Client:
             ) from error
         except httpx.TransportError as error:
             raise PassingError(f"cannot reach {self.base_url}: {error or repr(error)}") from error
+        except httpx.RequestError as error:
+            raise ServingError(f"cannot read what {self.base_url} answers: {error}") from error
 
     def _connections(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
@@ -159,7 +161,7 @@ class Client:
         said = fields.get("message", fields)
         code = fields.get("code") if response is None else response.status_code
         message = f"{self.base_url} answers {code}: {str(said)[:1000]}"
-        if code in _PASSING:
+        if type(code) is int and code in _PASSING:
             return PassingError(message, _retry_after(response))
         if code == 409:
             return MissError(message)
@@ -182,13 +184,18 @@ def server_url(base_url: str) -> str:
     Raises:
         ValueError: it is no address of a server, or holds a user's name or password.
     """
-    parts = urlsplit(base_url.strip()) if isinstance(base_url, str) else urlsplit("")
-    if "@" in parts.netloc:
+    given = base_url.strip() if isinstance(base_url, str) else ""
+    if "@" in given:
         raise ValueError(
             "found a user or password in a server's address, which messages show; give a key by "
             "api_key"
         )
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    try:
+        parts = urlsplit(str(httpx.URL(given)))
+        is_address = parts.port != 0 and not parts.query and not parts.fragment
+    except (ValueError, httpx.InvalidURL):
+        is_address = False
+    if not is_address or parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(
             "a server's address must be such as http://gpu:8000 or https://gpu/v1; found "
             f"{base_url!r:.200}"
@@ -197,7 +204,8 @@ def server_url(base_url: str) -> str:
 
 
 def _sendable(api_key: str) -> str:
-    if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
+    is_text = isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()
+    if not is_text or " " in api_key:
         # The key itself is not shown.
         raise ValueError(
             "an API key has printable ASCII characters and no blanks; this one differs"
@@ -209,7 +217,7 @@ def _parsed(data: bytes) -> Any:
     """JSON, or, of what is none, its text."""
     try:
         return json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return data.decode("utf-8", "replace")
 
 

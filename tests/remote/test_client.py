@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from blockattn_rag.errors import ServingError
 from blockattn_rag.remote import RemoteEngine
 from blockattn_rag.remote.background import background
 from blockattn_rag.remote.client import Client, server_url
 from blockattn_rag.serving.endpoint import INFO, TENANT_HEADER
-from tests.remote.fake_server import FakeServer
+from tests.models import tiny_tokenizer
+from tests.remote.fake_server import FakeServer, Handler
 
 
 @pytest.mark.parametrize(
@@ -28,7 +31,13 @@ def test_an_address_may_end_as_those_of_openai_do(given: str, found: str) -> Non
     assert server_url(given) == found
 
 
-@pytest.mark.parametrize("given", ["gpu:8000", "", "ftp://gpu", "http://", "http://a/v1?key=1", 3])
+@pytest.mark.parametrize(
+    "given",
+    [
+        *("gpu:8000", "", "ftp://gpu", "http://", "http://a/v1?key=1", 3),
+        *("http://gpu:99999", "http://gpu:port", "http://[::1", "http://gpu\0", "http://gpu:0"),
+    ],
+)
 def test_what_is_no_address_is_refused(given: str) -> None:
     with pytest.raises(ValueError, match="address must be such as http://gpu:8000"):
         RemoteEngine(given)
@@ -40,7 +49,7 @@ def test_a_password_in_an_address_is_refused_and_not_shown() -> None:
     assert "the-secret" not in str(refused.value)
 
 
-@pytest.mark.parametrize("key", ["the secret", "the-secret\n", "the-sécret"])
+@pytest.mark.parametrize("key", ["the secret", "the-secret\n", "the-sécret", b"the-secret"])
 def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(key: str) -> None:
     with pytest.raises(ValueError, match="an API key has printable") as refused:
         RemoteEngine("http://gpu:8000", api_key=key)
@@ -51,6 +60,36 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(key: str) -> None:
 def test_a_timeout_is_above_zero(timeout_s: float) -> None:
     with pytest.raises(ValueError, match="timeout_s must be a number above 0"):
         RemoteEngine("http://gpu:8000", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("headers", "content", "message"),
+    [
+        ({"Content-Encoding": "gzip"}, b"no such thing", "cannot read what"),
+        ({}, b"data: " + b"[" * 100_000 + b"\n\n", "expected a piece of a completion"),
+    ],
+)
+def test_an_answer_that_cannot_be_read_is_told(
+    server: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    headers: dict[str, str],
+    content: bytes,
+    message: str,
+) -> None:
+    def answer(handler: Handler, path: str, _body: Any) -> None:
+        if path == INFO:
+            handler.send_json(200, server.info)
+            return
+        handler.send_response(200)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    monkeypatch.setattr(server, "answer", answer)
+    engine = RemoteEngine(server.url, tokenizer=tiny_tokenizer())
+    with pytest.raises(ServingError, match=message):
+        engine.generate(["A passage.", "Why?"])
 
 
 _FORKS = """

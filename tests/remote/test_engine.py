@@ -158,7 +158,7 @@ async def test_cancelling_a_task_ends_its_answer_at_the_server(
     server: FakeServer, engine: RemoteEngine
 ) -> None:
     task = asyncio.create_task(engine.agenerate([A, Q], max_new_tokens=3000))
-    while not server.at_once:
+    while not server.bodies(COMPLETIONS):
         await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -388,6 +388,22 @@ def test_an_answer_in_another_mode_than_asked_for_is_refused(
     server.marker = marker
     with pytest.raises(ProtocolError, match=message):
         engine.generate([A, B, Q], max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        *([1], "text", {"choices": None}, {"error": None}, {"error": {"code": [500]}}),
+        *({"choices": [{"token_ids": [id_]}]} for id_ in (10**30, -5, "7", True)),
+    ],
+)
+def test_an_event_that_vllm_does_not_write_is_refused(
+    server: FakeServer, engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch, event: Any
+) -> None:
+    monkeypatch.setattr(server, "complete", lambda _path, _body, write: write(event))
+    with pytest.raises(ServingError, match=r"a piece of a completion|answers"):
+        engine.generate([A, Q])
+    assert len(server.requests) == 2
 
 
 def test_a_key_is_sent_and_shown_to_nobody(
