@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.errors import MissError, ServingError
+from blockattn_rag.errors import MissError, ServingError, StoreError
 from blockattn_rag.serving.config import ServingConfig
 from blockattn_rag.serving.protocol import parse_plan
 from blockattn_rag.store import DirectoryStore
+from blockattn_rag.vllm import ensure
 from blockattn_rag.vllm.ensure import BlockEnsurer, Encodable, encodables
 from blockattn_rag.vllm.service import Service
 from tests_vllm.reference import Reference
@@ -25,6 +27,7 @@ class Client:
     def __init__(self, reference: Reference, store: DirectoryStore, reason: str = "length") -> None:
         self.reference, self.store, self.reason = reference, store, reason
         self.asked: list[list[int]] = []
+        self.at_once = self.most_at_once = 0
 
     async def generate(
         self, prompt: dict[str, list[int]], sampling: Any, request_id: str
@@ -32,9 +35,12 @@ class Client:
         ids = prompt["prompt_token_ids"]
         assert parse_plan(sampling.extra_args["kv_transfer_params"], len(ids)) is not None
         self.asked.append(ids)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(0.05)
         if self.reason == "length":
             self.store.put(self.reference.key(ids), self.reference.encoded(ids))
+        self.at_once -= 1
         yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=self.reason)])
 
 
@@ -85,6 +91,51 @@ def test_who_goes_away_does_not_take_the_block_from_others(
 
     assert asyncio.run(one_leaves()) == [True] * len(blocks)
     assert len(client.asked) == len(blocks) - 1
+
+
+def test_blocks_that_nobody_waits_for_any_more_are_not_encoded(
+    reference: Reference, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ensure, "_AT_ONCE", 1)
+    client = Client(reference, store)
+    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+
+    async def all_leave() -> list[bool]:
+        first = asyncio.create_task(ensurer.ensure(blocks))
+        while not client.asked:
+            await asyncio.sleep(0.001)
+        first.cancel()
+        await asyncio.wait([first])
+        await asyncio.sleep(0)
+        return await ensurer.ensure(blocks[-1:])
+
+    assert asyncio.run(all_leave()) == [True]
+    assert len(client.asked) == 2  # what had begun, and what was asked for again
+
+
+def test_no_more_is_encoded_at_once_than_may_wait_to_be_stored(
+    reference: Reference, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = blocks_of(reference)
+    longest = max(len(one.block.ids) for one in blocks)
+    monkeypatch.setattr(ensure, "QUEUE_BYTES", longest * reference.profile.bytes_per_token)
+    client = Client(reference, store)
+    asyncio.run(ensurer_of(client).ensure(blocks))
+    assert len(client.asked) == len(blocks) - 1
+    assert client.most_at_once == 1
+
+
+def test_a_store_that_says_nothing_is_not_waited_for_without_end(
+    reference: Reference, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ensure, "_ANSWERED_WITHIN_S", 0.01)
+    answers = threading.Event()
+    monkeypatch.setattr(store, "touch", lambda _key: answers.wait())
+    try:
+        with pytest.raises(StoreError, match="there was no answer within"):
+            asyncio.run(ensurer_of(Client(reference, store)).ensure(blocks_of(reference)))
+    finally:
+        answers.set()
 
 
 def test_a_server_that_only_reads_says_what_is_missing(

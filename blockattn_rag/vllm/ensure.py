@@ -6,8 +6,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 from vllm import SamplingParams
@@ -20,12 +21,15 @@ from blockattn_rag.serving.protocol import BlockId, BlockPlan, block_keys
 from blockattn_rag.serving.shares import Share
 from blockattn_rag.store.base import KVStore, get_or_error, touch
 from blockattn_rag.store.tier import is_damage
+from blockattn_rag.vllm.room import Room
+from blockattn_rag.vllm.saver import QUEUE_BYTES
 
 logger = logging.getLogger("blockattn_rag")
 
 _AT_ONCE = 64
 """Blocks that are encoded at once; further ones wait here, where they hold no pages."""
 
+_ANSWERED_WITHIN_S = 30.0
 _STORED_WITHIN_S = 60.0
 _THREADS = 16
 
@@ -63,6 +67,18 @@ def encodables(
     return found
 
 
+class _Flight:
+    """An encoding that goes on.
+
+    ``waiting``: how many wait for it; ``is_asked``: whether the engine was asked for it yet.
+    """
+
+    def __init__(self, encode: Callable[[_Flight], Coroutine[Any, Any, None]]) -> None:
+        self.waiting = 0
+        self.is_asked = False
+        self.task = asyncio.create_task(encode(self))
+
+
 class BlockEnsurer:
     """Looks blocks up in the home, and has the engine encode those that are not there.
 
@@ -82,8 +98,9 @@ class BlockEnsurer:
         self._profile = profile
         self._secret = config.tenant_secret
         self._outline = Share.of(profile).token_outline(profile)
-        self._flights: dict[str, asyncio.Task[None]] = {}
-        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._flights: dict[str, _Flight] = {}
+        # Workers drop what they encode faster than it is stored. So blocks wait here instead.
+        self._room = Room(_AT_ONCE, QUEUE_BYTES)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="blockattn-rag-ensure")
 
     async def found(self, blocks: Sequence[Encodable], *, thorough: bool = False) -> list[bool]:
@@ -120,15 +137,26 @@ class BlockEnsurer:
         return [not there for there in found]
 
     async def _encoded(self, one: Encodable) -> None:
-        """Join the encoding of a block, or begin it. That who asked goes away does not end it."""
-        task = self._flights.get(one.key)
-        if task is None:
-            task = asyncio.create_task(self._encode(one))
-            self._flights[one.key] = task
-            task.add_done_callback(lambda _: self._flights.pop(one.key, None))
-        await asyncio.shield(task)
+        """Join the encoding of a block, or begin it. It ends early when nobody waits for it any
+        more and the engine was not asked yet."""
+        flight = self._flights.get(one.key)
+        if flight is None:
+            flight = self._flights[one.key] = _Flight(partial(self._encode, one))
+            flight.task.add_done_callback(lambda _: self._forget(one.key, flight))
+        flight.waiting += 1
+        try:
+            await asyncio.shield(flight.task)
+        finally:
+            flight.waiting -= 1
+            if not flight.waiting and not flight.is_asked:
+                self._forget(one.key, flight)  # at once: it is none to join
+                flight.task.cancel()
 
-    async def _encode(self, one: Encodable) -> None:
+    def _forget(self, key: str, flight: _Flight) -> None:
+        if self._flights.get(key) is flight:
+            del self._flights[key]
+
+    async def _encode(self, one: Encodable, flight: _Flight) -> None:
         asked = one.plan.to_dict(self._secret, self._config.namespace)
         sampling = SamplingParams(
             max_tokens=1,
@@ -137,8 +165,8 @@ class BlockEnsurer:
             extra_args={"kv_transfer_params": asked},
         )
         request_id = f"blockattn-encode-{uuid.uuid4().hex}"
-        async with self._slots:
-            reason = None
+        async with self._room.taken(len(one.block.ids) * self._profile.bytes_per_token):
+            flight.is_asked, reason = True, None
             outputs = self._engine_client.generate(
                 {"prompt_token_ids": one.token_ids}, sampling, request_id
             )
@@ -164,8 +192,18 @@ class BlockEnsurer:
             pause = min(2 * pause, 0.2)
 
     async def _asked(self, look: Callable[[BlockId], bool], block: BlockId) -> bool:
-        """What a look at the store says, which may take it long."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, look, block)
+        """What a look at the store says, which may take it long.
+
+        Raises:
+            StoreError: it says so, or says nothing in time.
+        """
+        asked = asyncio.get_running_loop().run_in_executor(self._threads, look, block)
+        try:
+            return await asyncio.wait_for(asked, _ANSWERED_WITHIN_S)
+        except TimeoutError:
+            raise StoreError(
+                f"cannot ask {self._home!r}: there was no answer within {_ANSWERED_WITHIN_S:g} s"
+            ) from None
 
     def _is_in_own(self, block: BlockId) -> bool:
         return block.key in self._home

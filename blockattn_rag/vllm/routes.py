@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, HTTPException, Request
+from fastapi import APIRouter, Body, Depends, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from vllm import envs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -56,10 +56,11 @@ async def info(raw_request: Request) -> Response:
 
 
 @router.post(ENCODE, dependencies=_JSON)
-async def encode(raw_request: Request) -> Response:
+@with_cancellation
+async def encode(told: Annotated[Any, Body()], raw_request: Request) -> Response:
     """Have blocks stored."""
     try:
-        body = EncodeBody.from_dict(await _json(raw_request))
+        body = EncodeBody.from_dict(told)
         answer = await _service(raw_request).encode(body, raw_request.headers)
     except BlockAttnError as error:
         return _refusal(error)
@@ -101,13 +102,6 @@ async def _answer(
             with_sse_keep_alive(answer, interval), media_type="text/event-stream"
         )
     return JSONResponse(answer.model_dump())
-
-
-async def _json(raw_request: Request) -> Any:
-    try:
-        return await raw_request.json()
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"the body is no JSON: {error}") from None
 
 
 def _refusal(error: BlockAttnError) -> Response:

@@ -25,7 +25,8 @@ from blockattn_rag.vllm.pages import LayerPages
 
 logger = logging.getLogger("blockattn_rag")
 
-_QUEUE_BYTES = 1 << 30
+QUEUE_BYTES = 1 << 30
+"""Blocks that wait to be written, at most; a single one may be larger."""
 
 
 class BlockSaver:
@@ -54,7 +55,7 @@ class BlockSaver:
         self._profile = profile
         self._home = home
         self._quantises = kv_dtype == "int8"
-        self._writes = WriteQueue(_QUEUE_BYTES)
+        self._writes = WriteQueue(QUEUE_BYTES)
         self._counters = counters
         for place, one in enumerate(pages):
             one.share_layout(pages[:place])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.errors import ProtocolError, ServingError
 from blockattn_rag.serving.config import CONNECTOR, ServingConfig
@@ -17,6 +17,9 @@ from blockattn_rag.store import open_store
 from blockattn_rag.vllm.ensure import BlockEnsurer, Encodable, encodables
 from blockattn_rag.vllm.retrying import CURRENT, RetryingClient, Ticket
 from blockattn_rag.vllm.streams import with_marker
+
+if TYPE_CHECKING:
+    from fastapi.datastructures import Headers
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -74,7 +77,7 @@ class Service:
         config = ServingConfig.parse(transfer.kv_connector_extra_config)
         return cls(engine_client, state, config, ModelProfile.read(config.profile))
 
-    def info(self, headers: Mapping[str, str]) -> ServerInfo:
+    def info(self, headers: Headers) -> ServerInfo:
         """What this server tells of itself. Raises ProtocolError for a bad tenant."""
         profile, config = self._profile, self._config
         return ServerInfo(
@@ -88,7 +91,7 @@ class Service:
             read_only=config.read_only,
         )
 
-    async def encode(self, body: EncodeBody, headers: Mapping[str, str]) -> EncodeAnswer:
+    async def encode(self, body: EncodeBody, headers: Headers) -> EncodeAnswer:
         """Have blocks stored, or look whether they are.
 
         Raises:
@@ -191,21 +194,26 @@ class Service:
         loaded = (one for one in self._config.readers if one in self._models.lora_requests)
         return (*self._base_names, *loaded)
 
-    def _namespace(self, headers: Mapping[str, str]) -> str:
+    def _namespace(self, headers: Headers) -> str:
         """For whom a request is: the tenant that the gateway names, where the server has tenants.
 
         Raises:
             ProtocolError: the header is no name, or this server knows no tenants.
         """
-        tenant = headers.get(TENANT_HEADER)
-        if tenant is None:
+        tenants = headers.getlist(TENANT_HEADER)
+        if not tenants:
             return self._config.namespace
         if self._secret is None:
             raise ProtocolError(
                 f"found the header {TENANT_HEADER}, and this server keeps no tenants apart; set "
                 "tenant_secret_env in the connector's options"
             )
-        return namespace_name(tenant)
+        if len(tenants) > 1 or not tenants[0]:  # a gateway that added its own to a client's
+            raise ProtocolError(
+                f"found the header {TENANT_HEADER} {len(tenants)} times, expected one name; a "
+                "gateway must replace what clients send, and leave it out where there is no tenant"
+            )
+        return namespace_name(tenants[0])
 
     def _check(self, request: Any, num_prompt_tokens: int) -> None:
         """Refuse what block mode cannot answer as it was asked, before anything is encoded for it.
