@@ -142,7 +142,7 @@ class BlockEnsurer:
         flight = self._flights.get(one.key)
         if flight is None:
             flight = self._flights[one.key] = _Flight(partial(self._encode, one))
-            flight.task.add_done_callback(lambda _: self._forget(one.key, flight))
+            flight.task.add_done_callback(lambda _: self._land(one.key, flight))
         flight.waiting += 1
         try:
             await asyncio.shield(flight.task)
@@ -151,6 +151,11 @@ class BlockEnsurer:
             if not flight.waiting and not flight.is_asked:
                 self._forget(one.key, flight)  # at once: it is none to join
                 flight.task.cancel()
+
+    def _land(self, key: str, flight: _Flight) -> None:
+        self._forget(key, flight)
+        if not flight.task.cancelled() and (error := flight.task.exception()):
+            logger.warning("a block is not encoded: %s", error)  # all who asked may be gone
 
     def _forget(self, key: str, flight: _Flight) -> None:
         if self._flights.get(key) is flight:
