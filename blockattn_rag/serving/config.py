@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
+from blockattn_rag.store import KVStore, RedisStore
 from blockattn_rag.store.namespaces import Access
+from blockattn_rag.store.specs import is_cache
 from blockattn_rag.store.urls import lasts
 
 CONNECTOR = "BlockAttentionConnector"
@@ -25,6 +27,8 @@ class ServingConfig:
         profile: path of the model's profile, as ``blockattn-rag fingerprint`` writes it.
         memory: bytes of blocks that each rank keeps in its host's memory, such as ``8GiB``.
         disk: a folder of this machine between memory and home; none if null.
+        cache: a Redis or Valkey server between those and the home, such as ``redis://valkey/0``,
+            which several servers may have in common; none if null.
         namespace: where blocks are stored and looked for, unless a request names its tenant.
         read_namespaces: where they are looked for next; never written.
         read_only: nothing is encoded for the store.
@@ -44,6 +48,7 @@ class ServingConfig:
     profile: str
     memory: str = "8GiB"
     disk: str | None = None
+    cache: str | None = None
     namespace: str = ""
     read_namespaces: tuple[str, ...] = ()
     read_only: bool = False
@@ -60,6 +65,11 @@ class ServingConfig:
             raise ValueError(
                 f"the store of a server must be seen by all its processes, found {self.store!r}, "
                 "which each would have for itself; give a path or an address"
+            )
+        if self.cache is not None and not is_cache(self.cache):
+            raise ValueError(
+                f"cache must be the address of a Redis or Valkey server, found {self.cache!r}; give "
+                "redis://host:port/database"
             )
         if self.load_deadline_s <= 0:
             raise ValueError(f"load_deadline_s must be positive, found {self.load_deadline_s}")
@@ -110,14 +120,19 @@ class ServingConfig:
             )
         return secret
 
-    def nearer_tiers(self, rank: int, ranks: int) -> list[str]:
+    def nearer_tiers(self, rank: int, ranks: int) -> list[str | KVStore]:
         """Stores that a rank has before the home, fastest first: each keeps its own share."""
-        disk = [] if self.disk is None else [str(Path(self.disk) / f"rank-{rank}-of-{ranks}")]
-        return [f"memory:{self.memory}", *disk]
+        share = f"rank-{rank}-of-{ranks}"
+        tiers: list[str | KVStore] = [f"memory:{self.memory}"]
+        if self.disk is not None:
+            tiers.append(str(Path(self.disk) / share))
+        if self.cache is not None:
+            tiers.append(RedisStore(self.cache, prefix=f"blockattn-rag:{share}:"))
+        return tiers
 
 
 _TEXTS = {"store", "profile", "memory", "namespace", "kv_dtype"}
-_OPTIONAL_TEXTS = {"disk", "tenant_secret_env"}
+_OPTIONAL_TEXTS = {"disk", "cache", "tenant_secret_env"}
 _TEXT_LISTS = {"read_namespaces", "readers"}
 
 

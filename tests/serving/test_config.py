@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag.serving.config import ServingConfig
+from blockattn_rag.store import RedisStore
 from blockattn_rag.store.namespaces import Access
 
 GIVEN: dict[str, Any] = {"store": "s3://kv/llama", "profile": "llama.json"}
@@ -24,6 +25,15 @@ def test_each_rank_has_tiers_of_its_own() -> None:
     assert config.nearer_tiers(1, 4) == ["memory:1GiB", "/nvme/rank-1-of-4"]
 
 
+def test_ranks_have_names_of_their_own_in_a_cache() -> None:
+    config = ServingConfig.parse(GIVEN | {"cache": "redis://valkey:6379/0"})
+    tiers = [config.nearer_tiers(rank, 2) for rank in (0, 1)]
+    assert [tier[0] for tier in tiers] == ["memory:8GiB"] * 2
+    caches = [tier[-1] for tier in tiers]
+    assert [repr(one) for one in caches] == ["RedisStore('redis://valkey:6379/0')"] * 2
+    assert len({one._prefix for one in caches if isinstance(one, RedisStore)}) == 2
+
+
 def test_lists_name_namespaces_and_readers() -> None:
     config = ServingConfig.parse(GIVEN | {"read_namespaces": ["shared"], "readers": ["r"]})
     assert config.access.read_namespaces == ("shared",)
@@ -37,6 +47,7 @@ def test_lists_name_namespaces_and_readers() -> None:
         ({"store": "memory:1GiB"}, "seen by all its processes"),
         ({"memory": 8}, "memory must be a text"),
         ({"disk": ""}, "disk must be a text or null"),
+        ({"cache": "s3://kv"}, "cache must be the address of a Redis or Valkey server"),
         ({"read_only": 1}, "read_only must be true or false"),
         ({"read_namespaces": "shared"}, "read_namespaces must be a list of texts"),
         ({"read_namespaces": ["a b"]}, "a namespace is named by"),
