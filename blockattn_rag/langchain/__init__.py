@@ -16,6 +16,7 @@ from blockattn_rag.adapters.handles import HANDLE_KEY, live_handles
 from blockattn_rag.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from blockattn_rag.langchain.agents import RetrieveFirst, block_retriever_tool
     from blockattn_rag.langchain.chat import ChatBlockAttention
     from blockattn_rag.langchain.cleaning import without_markers
     from blockattn_rag.langchain.completion import BlockAttentionLLM
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from blockattn_rag.langchain.transformer import BlockKVTransformer
 
 _HOMES = {
+    "agents": "RetrieveFirst block_retriever_tool",
     "completion": "BlockAttentionLLM",
     "documents": "BlockDocumentPrompt format_blocks",
     "compressor": "BlockKVCompressor",
@@ -42,6 +44,8 @@ __all__ = [
     "BlockKVTransformer",
     "ChatBlockAttention",
     "HashingEmbeddings",
+    "RetrieveFirst",
+    "block_retriever_tool",
     "format_blocks",
     "live_handles",
     "without_markers",
@@ -49,5 +53,5 @@ __all__ = [
 
 
 __getattr__, __dir__ = lazy_names(
-    __name__, _HOMES, extra="langchain", extra_packages=("langchain_core", "sklearn")
+    __name__, _HOMES, extra="langchain", extra_packages=("langchain", "langchain_core", "sklearn")
 )

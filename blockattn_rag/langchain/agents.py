@@ -1,0 +1,175 @@
+"""Agents over cached passages: a retriever's tool, and looking up before the model is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from langchain.agents.middleware import AgentMiddleware
+from langchain_core.documents import Document
+from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
+from langchain_core.prompts import BasePromptTemplate
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.tools import BaseTool, StructuredTool
+from pydantic import BaseModel, Field
+
+from blockattn_rag.langchain.documents import as_block_prompt, format_blocks
+from blockattn_rag.prompts.markers import strip_markers
+from blockattn_rag.tools.calls import new_call_id
+
+NOTHING_FOUND = "Nothing was found."
+"""What the model is told where a retriever finds nothing."""
+
+CONDENSE_PROMPT = (
+    "Given the conversation below, rephrase the follow-up question as one question that can be "
+    "understood without it, in the same language. Answer with that question alone.\n\n"
+    "{history}\n\nFollow-up question: {question}\nStandalone question:"
+)
+
+
+class _Query(BaseModel):
+    query: str = Field(description="What to look up, as a question or in key words.")
+
+
+class _Lookup:
+    """What a retriever finds, as the text of marked passages, and the documents with handles."""
+
+    def __init__(
+        self, retriever: BaseRetriever, document_prompt: BasePromptTemplate[str] | None
+    ) -> None:
+        self._retriever = retriever
+        self._prompt = as_block_prompt(document_prompt)
+
+    def __call__(self, query: str) -> tuple[str, list[Document]]:
+        return self._shown(self._retriever.invoke(query))
+
+    async def later(self, query: str) -> tuple[str, list[Document]]:
+        return self._shown(await self._retriever.ainvoke(query))
+
+    def _shown(self, documents: Sequence[Document]) -> tuple[str, list[Document]]:
+        text = format_blocks(documents, self._prompt) or NOTHING_FOUND
+        return text, [self._prompt.stamp(document) for document in documents]
+
+
+def block_retriever_tool(
+    retriever: BaseRetriever,
+    name: str,
+    description: str,
+    *,
+    document_prompt: BasePromptTemplate[str] | None = None,
+) -> BaseTool:
+    """A tool that looks passages up, for agents and graphs whose model reuses them.
+
+    As LangChain's ``create_retriever_tool``, but its results hold passages between block markers,
+    so that they stay blocks wherever the text goes: into later turns, into other prompts of a
+    graph. The documents, with their handles, are the ``artifact`` of the message. Other models and
+    user interfaces take the text without markers (``without_markers``).
+
+    Args:
+        retriever: finds documents.
+        name: of the tool.
+        description: tells the model what can be looked up.
+        document_prompt: formats one document; must be that of ``BlockKVTransformer``. Default: its
+            text.
+    """
+    lookup = _Lookup(retriever, document_prompt)
+
+    def look_up(query: str) -> tuple[str, list[Document]]:
+        return lookup(query)
+
+    async def alook_up(query: str) -> tuple[str, list[Document]]:
+        return await lookup.later(query)
+
+    return StructuredTool(
+        name=name,
+        description=description,
+        func=look_up,
+        coroutine=alook_up,
+        args_schema=_Query,
+        response_format="content_and_artifact",
+    )
+
+
+class RetrieveFirst(AgentMiddleware[Any, Any]):
+    """Looks passages up for each question before the agent's model is asked.
+
+    For models that call no tools, small ones above all, and for questions that always need
+    passages: the first call of the model is the answer. The lookup stands in the history as a call
+    of a tool and its result, so that later turns see it and reuse its passages.
+
+    Args:
+        retriever: finds documents.
+        name: the tool's name in the history.
+        document_prompt: as for ``block_retriever_tool``.
+        condense: a chat model that makes a question of its own of a follow-up question; None: each
+            question is looked up as it is.
+        condense_prompt: what it is asked, with ``{history}`` and ``{question}``.
+
+    Example::
+
+        agent = create_agent(chat, [], middleware=[RetrieveFirst(retriever, condense=chat)])
+        agent.invoke({"messages": [("human", "Where is Lake Bon?")]})
+    """
+
+    def __init__(
+        self,
+        retriever: BaseRetriever,
+        *,
+        name: str = "retrieve",
+        document_prompt: BasePromptTemplate[str] | None = None,
+        condense: BaseChatModel | None = None,
+        condense_prompt: str = CONDENSE_PROMPT,
+    ) -> None:
+        super().__init__()
+        self.tools = []
+        self._lookup = _Lookup(retriever, document_prompt)
+        self._tool_name = name
+        self._condense = condense
+        self._condense_prompt = condense_prompt
+
+    def before_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+        """The messages of a lookup, if the last message is a question."""
+        if (question := _question(messages := state["messages"])) is None:
+            return None
+        if prompt := self._condensing(messages, question):
+            assert self._condense is not None
+            question = self._condense.invoke(prompt).text.strip() or question
+        return self._messages(question, *self._lookup(question))
+
+    async def abefore_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+        """As ``before_agent``, for event loops."""
+        if (question := _question(messages := state["messages"])) is None:
+            return None
+        if prompt := self._condensing(messages, question):
+            assert self._condense is not None
+            question = (await self._condense.ainvoke(prompt)).text.strip() or question
+        return self._messages(question, *await self._lookup.later(question))
+
+    def _condensing(self, messages: Sequence[BaseMessage], question: str) -> str | None:
+        """What the condensing model is asked; None: the question needs no other."""
+        said = [*map(_line, messages[:-1])]
+        history = "\n".join(line for line in said if line)
+        if self._condense is None or not history:
+            return None
+        return self._condense_prompt.format(history=history, question=question)
+
+    def _messages(self, query: str, text: str, documents: list[Document]) -> dict[str, Any]:
+        call_id, name = new_call_id(), self._tool_name
+        call = {"name": name, "args": {"query": query}, "id": call_id, "type": "tool_call"}
+        found = ToolMessage(text, name=name, tool_call_id=call_id, artifact=documents)
+        return {"messages": [AIMessage("", tool_calls=[call]), found]}
+
+
+def _question(messages: Sequence[BaseMessage]) -> str | None:
+    """The question that the agent is to answer now, if there is one."""
+    last = messages[-1] if messages else None
+    return last.text if isinstance(last, HumanMessage) else None
+
+
+def _line(message: BaseMessage) -> str:
+    """What somebody said, for reading; lookups are left out."""
+    text = strip_markers(message.text).strip()
+    if isinstance(message, HumanMessage):
+        return f"Human: {text}"
+    return f"Assistant: {text}" if isinstance(message, AIMessage) and text else ""

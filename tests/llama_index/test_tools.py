@@ -1,0 +1,216 @@
+"""Tools of the LLM, and LlamaIndex's agents over cached passages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent, ReActAgent
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, ToolCallBlock
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.schema import TextNode
+from llama_index.core.tools import FunctionTool, RetrieverTool
+from pydantic import BaseModel, Field
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.errors import ToolCallError
+from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor, BlockKVTransform
+from blockattn_rag.llama_index.chat import INVALID_CALLS, as_template_messages
+from tests.llama_index.retrieving import Fixed
+from tests.scripted import Script, ScriptedEngine, tool_model
+
+# LlamaIndex's agents use old names of pydantic's and of its own workflows.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+MALFORMED = '<tool_call>\n{"name": "add", "arguments": {"a": 1\n</tool_call>'
+
+
+def add(a: int, b: int) -> int:
+    """Add numbers."""
+    return a + b
+
+
+ADD = FunctionTool.from_defaults(add)
+
+
+def scripted(answer: str | Script) -> BlockAttentionLLM:
+    script = (lambda _: answer) if isinstance(answer, str) else answer
+    return BlockAttentionLLM(engine=ScriptedEngine(script), max_new_tokens=300)
+
+
+def then(last: str) -> Script:
+    """Calls ``add``, and says something when its result is there."""
+    return lambda prompt: last if "<tool_response>" in prompt else CALL
+
+
+def prompts_of(llm: BlockAttentionLLM) -> list[str]:
+    assert isinstance(llm.engine, ScriptedEngine)
+    return llm.engine.prompts
+
+
+def calls_of(response: ChatResponse) -> list[tuple[str, Any]]:
+    blocks = [one for one in response.message.blocks if isinstance(one, ToolCallBlock)]
+    return [(one.tool_name, one.tool_kwargs) for one in blocks]
+
+
+async def test_calls_are_read_in_every_way_to_chat() -> None:
+    llm = scripted(f"I add.\n{CALL}")
+    given: Any = {"tools": [ADD], "user_msg": "1 + 2?"}
+    last = [
+        llm.chat_with_tools(**given),
+        await llm.achat_with_tools(**given),
+        [*llm.stream_chat_with_tools(**given)][-1],
+        [one async for one in await llm.astream_chat_with_tools(**given)][-1],
+    ]
+    for response in last:
+        assert response.message.content == "I add."
+        assert calls_of(response) == [("add", {"a": 1, "b": 2})]
+        (selected,) = llm.get_tool_calls_from_response(response)
+        assert (selected.tool_name, selected.tool_kwargs) == ("add", {"a": 1, "b": 2})
+        assert response.raw["usage"]["completion_tokens"] > 0
+    assert all('"name": "add"' in prompt for prompt in prompts_of(llm))
+
+
+def test_a_stream_s_deltas_are_its_text_without_calls() -> None:
+    steps = [*scripted(f"I add.\n{CALL}").stream_chat_with_tools([ADD], "1 + 2?")]
+    assert "".join(step.delta or "" for step in steps) == "I add."
+
+
+def test_a_template_tells_whether_this_is_a_function_calling_model(
+    engine: BlockAttentionEngine,
+) -> None:
+    assert isinstance(scripted(""), FunctionCallingLLM)
+    assert scripted("").metadata.is_function_calling_model
+    plain = BlockAttentionLLM(engine=engine)
+    assert not plain.metadata.is_function_calling_model
+    with pytest.raises(ValueError, match="knows no tools"):
+        plain.chat_with_tools([ADD], "1 + 2?")
+
+
+def test_a_tool_is_called_and_its_result_given() -> None:
+    assert str(scripted(CALL).predict_and_call([ADD], "1 + 2?")) == "3"
+
+
+def test_a_missing_or_malformed_call_is_told_where_one_is_needed() -> None:
+    with pytest.raises(ToolCallError, match="the model answered 'Three'"):
+        scripted("Three").predict_and_call([ADD], "1 + 2?")
+    with pytest.raises(ToolCallError, match=r"malformed call.*add"):
+        scripted(MALFORMED).predict_and_call([ADD], "1 + 2?")
+    llm = scripted(MALFORMED)
+    response = llm.chat_with_tools([ADD], "1 + 2?")
+    assert llm.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
+    assert response.message.additional_kwargs[INVALID_CALLS][0]["name"] == "add"
+    assert '"name": "add"' in str(response.message.content)
+
+
+class Digits(BaseModel):
+    """Two digits."""
+
+    a: int = Field(ge=0, le=9)
+    b: int = Field(ge=0, le=9)
+
+
+@pytest.mark.parametrize("options", [{"tool_required": True}, {"tool_choice": "digits"}])
+def test_a_call_with_valid_arguments_is_forced_where_one_is_required(
+    options: dict[str, Any],
+) -> None:
+    def digits(a: int, b: int) -> int:
+        """Take digits."""
+        return 10 * a + b
+
+    tool = FunctionTool.from_defaults(digits, name="digits", fn_schema=Digits)
+    llm = BlockAttentionLLM(engine=BlockAttentionEngine(tool_model()), max_new_tokens=200)
+    ((name, arguments),) = calls_of(llm.chat_with_tools([tool], "Hi", **options))
+    assert name == "digits"
+    Digits.model_validate(arguments)
+
+
+def test_calls_and_results_stand_in_the_next_prompt() -> None:
+    call = ToolCallBlock(tool_call_id="x", tool_name="add", tool_kwargs={"a": 1, "b": 2})
+    history = [
+        ChatMessage(role="user", content="1 + 2?"),
+        ChatMessage(role="assistant", blocks=[call]),
+        ChatMessage(role="tool", content="3", additional_kwargs={"tool_call_id": "x"}),
+    ]
+    turns = as_template_messages(history)
+    assert turns[2] == {"role": "tool", "content": "3", "tool_call_id": "x", "name": "add"}
+    llm = scripted("Three.")
+    llm.chat(history)
+    assert f"<|assistant|>\n{CALL}<|end|>\n<|user|>\n<tool_response>\n3\n" in prompts_of(llm)[0]
+
+
+def test_results_go_before_their_question_where_the_template_knows_no_tools() -> None:
+    call = ToolCallBlock(tool_call_id="x", tool_name="add", tool_kwargs={})
+    history = [
+        ChatMessage(role="user", content="1 + 2?"),
+        ChatMessage(role="assistant", blocks=[call]),
+        ChatMessage(role="tool", content="3", additional_kwargs={"tool_call_id": "x"}),
+    ]
+    assert as_template_messages(history, knows_tools=False) == [
+        {"role": "user", "content": "3"},
+        {"role": "user", "content": "1 + 2?"},
+    ]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_a_function_agent_calls_tools_and_answers(streaming: bool) -> None:
+    llm = scripted(then("Three."))
+    agent = FunctionAgent(tools=[ADD], llm=llm, streaming=streaming)
+    assert str(await agent.run("1 + 2?")) == "Three."
+    assert len(prompts_of(llm)) == 2
+
+
+async def test_an_agent_workflow_hands_over() -> None:
+    def script(prompt: str) -> str:
+        if "Handed over." in prompt.partition("<|user|>")[0]:
+            return "Three."
+        handed = '{"name": "handoff", "arguments": {"to_agent": "second", "reason": "sums"}}'
+        return f"<tool_call>\n{handed}\n</tool_call>"
+
+    llm = scripted(script)
+    first = FunctionAgent(name="first", description="Asks.", tools=[ADD], llm=llm)
+    second = FunctionAgent(
+        name="second", description="Adds.", tools=[ADD], llm=llm, system_prompt="Handed over."
+    )
+    first.can_handoff_to = ["second"]
+    workflow = AgentWorkflow(agents=[first, second], root_agent="first")
+    assert str(await workflow.run("1 + 2?")) == "Three."
+
+
+async def test_a_react_agent_reads_passages_as_blocks() -> None:
+    nodes = [TextNode(text=f"Passage {n} tells of number {n}.") for n in range(3)]
+
+    def script(prompt: str) -> str:
+        if "Observation:" in prompt.rpartition("<|user|>")[2]:
+            return "Thought: I know.\nAnswer: Found."
+        return 'Thought: I look.\nAction: retriever\nAction Input: {"input": "numbers"}'
+
+    llm = scripted(script)
+    nodes = BlockKVTransform(llm=llm)(nodes)
+    tool = RetrieverTool.from_defaults(
+        Fixed(nodes),
+        node_postprocessors=[BlockKVPostprocessor()],
+        name="retriever",
+        description="Looks up.",
+    )
+    agent = ReActAgent(tools=[tool], llm=llm, streaming=False)
+    answer = await agent.run("Which numbers?")
+    assert str(answer) == "Found."
+    assert answer.raw["usage"]["hits"] == 3
+
+
+async def test_a_function_agent_reuses_the_passages_that_its_tool_finds() -> None:
+    nodes = [TextNode(text=f"Passage {n} tells of number {n}.") for n in range(3)]
+    call = '<tool_call>\n{"name": "retriever", "arguments": {"input": "numbers"}}\n</tool_call>'
+    llm = scripted(lambda prompt: "Found." if "<tool_response>" in prompt else call)
+    nodes = BlockKVTransform(llm=llm)(nodes)
+    tool = RetrieverTool.from_defaults(
+        Fixed(nodes),
+        node_postprocessors=[BlockKVPostprocessor()],
+        name="retriever",
+        description="Looks up.",
+    )
+    answer = await FunctionAgent(tools=[tool], llm=llm).run("Which numbers?")
+    assert str(answer) == "Found."
+    assert answer.raw["usage"]["hits"] == 3
