@@ -29,9 +29,10 @@ class BlockKVCompressor(BaseDocumentCompressor):
     """Gives each retrieved document the handle of the text that it has now.
 
     For ``ContextualCompressionRetriever``; drops and shortens nothing. A handle that does not
-    agree (the text was replaced without ingesting it again) is mended and logged: answers are right
-    either way, since texts are looked up by their own digest, but ``store gc`` and the next
-    ingestion go by stored handles.
+    agree is mended and logged: answers are right either way, since texts are looked up by their own
+    digest. Either the text was replaced in the vector store without ingesting it again, and then
+    ``store gc`` and the next ingestion go by a wrong handle; or a step before this one shortened
+    the document, and then its text is another one for every question, and is computed each time.
 
     Args:
         document_prompt: formats one document; must be that of the chain. Default: its text.
@@ -70,9 +71,11 @@ class BlockKVCompressor(BaseDocumentCompressor):
         )
         if stale:
             logger.warning(
-                "%d of %d retrieved documents have the handle of another text: they were changed "
-                "after ingestion. Pass changed documents through BlockKVTransformer before "
-                "storing them.",
+                "%d of %d retrieved documents have another text than the one that was ingested, "
+                "and are computed now. If a step before this one shortens or rewrites documents, "
+                "nothing is wrong, but nothing is reused either: a filter or reranker that keeps "
+                "documents whole reuses all. Else their text was replaced in the vector store: "
+                "pass changed documents through BlockKVTransformer before storing them.",
                 stale, len(documents),
             )  # fmt: skip
         if self.llm is not None:

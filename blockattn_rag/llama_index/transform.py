@@ -36,10 +36,11 @@ class BlockKVTransform(EngineComponent, TransformComponent):
     """Encodes nodes as blocks, stores their keys and values, and stamps their handles.
 
     Put it after every step that changes text or metadata; the embedding model may come before or
-    after. A node's block is its text as the LLM would see it. What is stored already is skipped,
-    and every batch is stored as it is done: a run that was interrupted goes on where it stopped.
-    Returned nodes are copies with ``metadata["kv_handle"]``, hidden from the LLM's and the
-    embedder's view; nodes without text pass through.
+    after. A node's block is its text as the LLM will see it, which is not always the one that is
+    embedded. What is stored already is skipped, and every batch is stored as it is done: a run that
+    was interrupted goes on where it stopped. Returned nodes are copies with
+    ``metadata["kv_handle"]``, hidden from the LLM's and the embedder's view; nodes without text
+    pass through.
 
     The first ingestion with a pipeline cache reads the model's weights once for its fingerprint,
     which makes cached results of another model, store or template invalid.
@@ -53,6 +54,9 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         correction: file of a correction of their keys and values; must be that of the LLM.
         show_progress: show a progress bar.
         hide_file_paths: False leaves the reader's paths in the blocks.
+        metadata_key: where the text stands that the LLM is shown in place of a node's own, such as
+            ``"window"`` for ``SentenceWindowNodeParser``; that of
+            ``MetadataReplacementPostProcessor``. Nodes without it are shown as they are.
 
     Example::
 
@@ -67,6 +71,9 @@ class BlockKVTransform(EngineComponent, TransformComponent):
     show_progress: bool = Field(default=False, description="Show a progress bar.")
     hide_file_paths: bool = Field(
         default=True, description="Keep SimpleDirectoryReader's file_path out of the blocks."
+    )
+    metadata_key: str | None = Field(
+        default=None, description="Metadata key of the text that is shown in a node's place."
     )
 
     _stats: EncodeStats | None = PrivateAttr(default=None)
@@ -90,6 +97,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         device_map: str = "auto",
         show_progress: bool = False,
         hide_file_paths: bool = True,
+        metadata_key: str | None = None,
     ) -> None:
         encoding = passage_encoding({"sink": sink, "correction": correction})
         model = model if model is not None else model_name
@@ -109,6 +117,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
             source = EngineSource(*loading, api_base, api_key)
         fields = {**source.fields(), **encoding, "block_template": block_template or BLANK_LINE}
         fields |= {"show_progress": show_progress, "hide_file_paths": hide_file_paths}
+        fields["metadata_key"] = metadata_key
         super().__init__(**fields)
         self._source = source
 
@@ -123,7 +132,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
         views = [_without_file_path(node) for node in nodes] if self.hide_file_paths else nodes
-        texts = [canonical_text(view) for view in views]
+        texts = [canonical_text(_shown(view, self.metadata_key)) for view in views]
         blocks = [Block(text, self.block_template) for text in texts if text]
         self._stats = self.engine.precompute(
             blocks,
@@ -162,6 +171,20 @@ class BlockKVTransform(EngineComponent, TransformComponent):
                 "num_workers"
             )
         return super().__getstate__()
+
+
+def _shown(node: BaseNode, metadata_key: str | None) -> BaseNode:
+    """The node with the text that the LLM is shown in place of its own, if its metadata has one."""
+    if metadata_key is None or (text := node.metadata.get(metadata_key)) is None:
+        return node
+    if not isinstance(text, str):
+        raise ValueError(
+            f"expected text in the metadata {metadata_key!r} of node {node.node_id}, found "
+            f"{text!r:.60}"
+        )
+    shown = node.model_copy()
+    shown.set_content(text)
+    return shown
 
 
 def _without_file_path(node: BaseNode) -> BaseNode:

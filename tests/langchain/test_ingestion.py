@@ -7,7 +7,11 @@ import pickle
 import time
 
 import pytest
+from langchain_classic.retrievers import ParentDocumentRetriever
 from langchain_core.documents import Document
+from langchain_core.stores import InMemoryStore
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.langchain import (
@@ -15,7 +19,9 @@ from blockattn_rag.langchain import (
     BlockKVCompressor,
     BlockKVTransformer,
     ChatBlockAttention,
+    HashingEmbeddings,
     format_blocks,
+    live_handles,
 )
 from blockattn_rag.prompts.blocks import handle_of
 from tests.engines import local
@@ -95,6 +101,8 @@ def test_the_compressor_mends_handles_of_changed_texts_and_says_so(
         handle_of(d.page_content.strip()) for d in (stale, fresh[1], Document("never stamped"))
     ]
     assert "1 of 3 retrieved documents" in caplog.text
+    # After an extractor the vector store's text is not at fault.
+    assert "a step before this one shortens or rewrites documents, nothing is wrong" in caplog.text
 
 
 async def test_a_warm_compressor_encodes_what_is_not_stored(chat: ChatBlockAttention) -> None:
@@ -141,3 +149,34 @@ def test_warming_needs_a_model() -> None:
 def test_a_compressor_without_a_model_pickles() -> None:
     compressor = BlockKVCompressor(document_prompt=TITLED)
     assert pickle.loads(pickle.dumps(compressor)).document_prompt == TITLED
+
+
+def test_the_documents_of_small_pieces_are_hits(chat: ChatBlockAttention) -> None:
+    docstore = InMemoryStore()
+    retriever = ParentDocumentRetriever(
+        vectorstore=InMemoryVectorStore(HashingEmbeddings(dimensions=64)),
+        docstore=docstore,
+        child_splitter=RecursiveCharacterTextSplitter(chunk_size=30, chunk_overlap=0),
+    )
+    parents = BlockKVTransformer(llm=chat).transform_documents(passages(4))
+    retriever.add_documents(parents)
+    found = retriever.invoke("w2x1 w2x2")
+    assert {d.page_content for d in found} <= {d.page_content for d in parents}
+    messages = [("system", format_blocks(found)), ("human", "Which?")]
+    reuse = chat.invoke(messages).response_metadata["block_attention"]
+    assert reuse["hits"] == len(found)
+    # What refers to the parents' blocks is the docstore, and not the pieces.
+    assert live_handles(docstore.mget(list(docstore.yield_keys()))) == {
+        handle_of(d.page_content.strip()) for d in parents
+    }
+
+
+def test_what_metadata_holds_may_be_the_text_that_is_shown(chat: ChatBlockAttention) -> None:
+    shown = BlockDocumentPrompt.from_template("{window}")
+    pieces = [Document(f"Sentence {n}.", metadata={"window": f"Around {n}."}) for n in range(3)]
+    stamped = BlockKVTransformer(llm=chat, document_prompt=shown).transform_documents(pieces)
+    store = InMemoryVectorStore.from_documents(list(stamped), HashingEmbeddings(dimensions=64))
+    found = store.similarity_search("Sentence 1.", k=2)
+    messages = [("system", format_blocks(found, shown)), ("human", "Which?")]
+    reuse = chat.invoke(messages).response_metadata["block_attention"]
+    assert (reuse["hits"], reuse["misses"]) == (2, 1)

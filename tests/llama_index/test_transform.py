@@ -10,7 +10,15 @@ import chromadb
 import pytest
 from llama_index.core import Document, SimpleDirectoryReader, StorageContext, VectorStoreIndex
 from llama_index.core.ingestion import DocstoreStrategy, IngestionCache, IngestionPipeline
-from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.node_parser import (
+    HierarchicalNodeParser,
+    SentenceSplitter,
+    SentenceWindowNodeParser,
+    get_leaf_nodes,
+)
+from llama_index.core.postprocessor import MetadataReplacementPostProcessor
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.retrievers import AutoMergingRetriever
 from llama_index.core.schema import BaseNode, ImageNode, MediaResource, MetadataMode, Node, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
@@ -281,3 +289,59 @@ def test_paths_that_users_chose_to_show_stay_in_the_blocks(llm: BlockAttentionLL
     )
     nodes = BlockKVTransform(llm=llm)([own, named, template, line])
     assert ["/data/a.txt" in canonical_text(node) for node in nodes] == [True] * 4
+
+
+def test_blocks_are_of_the_text_that_is_shown_in_a_nodes_place(
+    llm: BlockAttentionLLM, engine: RecordingEngine
+) -> None:
+    text = "Halden is tall. It was built in 1931. Ferries go there. The lake is deep."
+    sentences = SentenceWindowNodeParser(window_size=1)([Document(text=text)])
+    nodes = BlockKVTransform(llm=llm, metadata_key="window")(sentences)
+    assert [n.get_content() for n in nodes] == [n.get_content() for n in sentences]
+    assert [n.metadata[HANDLE_KEY] for n in nodes] == [
+        handle_of(n.metadata["window"].strip()) for n in sentences
+    ]
+    index = VectorStoreIndex(nodes, embed_model=HashingEmbedding(64))
+    steps = [
+        MetadataReplacementPostProcessor(target_metadata_key="window"),
+        BlockKVPostprocessor(),
+    ]
+    asking = index.as_query_engine(llm=llm, similarity_top_k=2, node_postprocessors=steps)
+    asking.query("When was it built?")
+    [call] = engine.calls
+    shown = {block.text for block in call.prompt.context if block.is_passage}
+    assert len(shown) == 2
+    assert shown <= {n.metadata["window"].strip() for n in sentences}
+    assert (call.answer.stats.hits, call.answer.stats.misses) == (2, 1)
+
+
+def test_a_node_without_the_text_that_is_to_be_shown_is_shown_as_it_is(
+    llm: BlockAttentionLLM,
+) -> None:
+    transform = BlockKVTransform(llm=llm, metadata_key="window")
+    [node] = transform([TextNode(text="Alone.")])
+    assert node.metadata[HANDLE_KEY] == handle_of("Alone.")
+    assert transform.to_dict()["metadata_key"] == "window"
+    with pytest.raises(ValueError, match="expected text in the metadata 'window' of node n1"):
+        transform([TextNode(text="a", id_="n1", metadata={"window": ["not", "text"]})])
+
+
+def test_leaves_and_parents_are_hits_whichever_is_shown(
+    llm: BlockAttentionLLM, engine: RecordingEngine
+) -> None:
+    text = " ".join(f"Tower {n} is {100 + n} metres tall." for n in range(30))
+    parser = HierarchicalNodeParser.from_defaults(chunk_sizes=[120, 40], chunk_overlap=0)
+    nodes = BlockKVTransform(llm=llm)(parser([Document(text=text)]))
+    storage = StorageContext.from_defaults()
+    storage.docstore.add_documents(nodes)
+    index = VectorStoreIndex(
+        get_leaf_nodes(nodes), storage_context=storage, embed_model=HashingEmbedding(64)
+    )
+    leaves: Any = index.as_retriever(similarity_top_k=5)
+    retriever = AutoMergingRetriever(leaves, storage, simple_ratio_thresh=0.5)
+    asked = RetrieverQueryEngine.from_args(
+        retriever, llm=llm, node_postprocessors=[BlockKVPostprocessor()]
+    ).query("How tall is tower 7?")
+    assert len({node.node.child_nodes is None for node in asked.source_nodes}) == 2  # both kinds
+    [call] = engine.calls
+    assert call.answer.stats.hits == len(asked.source_nodes)
