@@ -1,16 +1,22 @@
-"""``blockattn-rag ask``: a question to a database."""
+"""``blockattn-rag ask``: a question to a database, or several."""
 
 from __future__ import annotations
 
+import json
+import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from blockattn_rag.cli.figures import count, duration
-from blockattn_rag.cli.output import JsonOption, ServerOption, emit, note, piece, working
-from blockattn_rag.engine.results import Mode, ReuseStats
-from blockattn_rag.rag.ask import Answer, Assistant
+from blockattn_rag.cli import conversation
+from blockattn_rag.cli.answers import figures, show_answer, sources
+from blockattn_rag.cli.figures import duration
+from blockattn_rag.cli.output import JsonOption, ServerOption, emit, note, spinner, working
+from blockattn_rag.engine.results import Mode
+from blockattn_rag.rag.ask import Assistant
 from blockattn_rag.rag.database import Database
 from blockattn_rag.rag.model_names import existing_model
 
@@ -32,8 +38,32 @@ def _known_option(parameter: typer.CallbackParam, value: str | None) -> str | No
     return found
 
 
+def _variables(text: str | None) -> dict[str, Any]:
+    """``--chat-template-kwargs``, which is a JSON object."""
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"it is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"expected an object, such as {_VARIABLES}, found {text}")
+    return found
+
+
+_VARIABLES = "'{\"enable_thinking\": false}'"
+
+
 def ask(
-    question: Annotated[str, typer.Argument(help="What to ask.")],
+    question: Annotated[
+        str | None,
+        typer.Argument(
+            help="What to ask. Without it, a conversation; if standard input is no terminal, its "
+            "lines, each a question of its own.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
     db: Annotated[Path, typer.Option(help="Database folder, made by `blockattn-rag ingest`.")],
     model: Annotated[
         str | None,
@@ -80,74 +110,63 @@ def ask(
     ] = None,
     top_k: Annotated[int, typer.Option(min=1, max=200, help="Passages to retrieve.")] = 5,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Variables of the model's chat template, a JSON object such as {_VARIABLES}.",
+            metavar="JSON",
+        ),
+    ] = None,
+    page: Annotated[
+        bool, typer.Option("--page", help="Show each source whole, and not its beginning alone.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Answer a question from the ingested passages; then the sources, and what was reused."""
+    """Answer a question from the ingested passages; then the sources, and what was reused.
+
+    Without a question it stays open, keeps the model loaded, and later questions may refer to
+    earlier ones: Ctrl-C stops an answer, Ctrl-D leaves, /help tells more.
+    """
     with working(as_json):
-        if not question.strip():
+        if question is not None and not question.strip():
             raise typer.BadParameter("the question is empty", param_hint="QUESTION")
-        database = Database.open(db, model=model, server=server, device=device, dtype=dtype)
-        if not database.collection.count():
-            raise ValueError(f"{db} holds no passage; run `blockattn-rag ingest PATH --db {db}`")
-        assistant = Assistant(
-            database,
-            top_k=top_k,
-            max_new_tokens=max_new_tokens,
-            correction=correction,
-            merge=merge,
-            promote=promote,
-            reader=reader,
-            retry=retry,
-        )
-        answer = assistant.ask(question, mode=mode, on_text=None if as_json else piece)
-        if not as_json:
-            piece(_cut_off(answer) + "\n")
-    if misses := answer.stats.misses:
-        one = misses == 1
-        note(
-            f"note: {count(misses, 'block')} {'was' if one else 'were'} computed now; "
-            "passages are stored for the next question"
-        )
-    emit(as_json, answer.to_dict(), "", *_sources(answer), *_figures(answer.stats))
+        variables = _variables(chat_template_kwargs)
+        started = time.perf_counter()
+        with spinner("loading the model"):
+            database = Database.open(db, model=model, server=server, device=device, dtype=dtype)
+            if not database.collection.count():
+                raise ValueError(
+                    f"{db} holds no passage; run `blockattn-rag ingest PATH --db {db}`"
+                )
+            assistant = Assistant(
+                database,
+                top_k=top_k,
+                max_new_tokens=max_new_tokens,
+                correction=correction,
+                merge=merge,
+                promote=promote,
+                reader=reader,
+                retry=retry,
+                chat_template_kwargs=variables,
+            )
+        loading_s = time.perf_counter() - started
+    if question is None and sys.stdin.isatty() and sys.stdout.isatty() and not as_json:
+        note(f"loaded in {duration(loading_s)}; /help tells what can be typed, Ctrl-D leaves")
+        conversation.talk(assistant, mode=mode, whole=page)
+        return
+    given = (line.strip() for line in sys.stdin) if question is None else [question]
+    _answer(assistant, filter(None, given), mode, as_json=as_json, whole=page)
+    if question is not None and not as_json:
+        note(f"the model was loaded in {duration(loading_s)}")
 
 
-def _cut_off(answer: Answer) -> str:
-    """What stands behind an answer that did not come to its end."""
-    if answer.finish_reason != "length":
-        return ""
-    tokens = count(answer.stats.generated_tokens, "token")
-    return f" ... [cut off after {tokens}: --max-new-tokens, or the end of the context window]"
-
-
-def _sources(answer: Answer) -> list[str]:
-    lines = []
-    for number, source in enumerate(answer.sources, 1):
-        page = f"page {source.page}" if source.page else ""
-        name = " ".join(filter(None, (source.source, page, source.title)))
-        score = "" if source.score is None else f" ({source.score:.2f})"
-        text = " ".join(source.text.split())
-        lines.append(f"[{number}] {name}{score}: {text[:100]}{'...' if len(text) > 100 else ''}")
-    return lines
-
-
-def _figures(stats: ReuseStats) -> list[str]:
-    """What an answer reused, and what is known of answers like it."""
-    known = stats.certificate
-    return [_reuse_line(stats), *([f"calibrated with {known}"] if known else [])]
-
-
-def _reuse_line(stats: ReuseStats) -> str:
-    """What an answer reused, in one line."""
-    tokens = count(stats.prompt_tokens, "prompt token")
-    first = f"first token after {duration(stats.ttft_s)}"
-    if stats.mode == "full":
-        return f"full mode: nothing reused, {tokens} computed; {first}"
-    promoted = f", {stats.promoted_tokens:,} promoted" if stats.promoted_tokens else ""
-    int8 = f" ({stats.int8_blocks} in int8)" if stats.int8_blocks else ""
-    retried = "" if stats.retried == "none" else f"; answered again: {stats.retried}"
-    return (
-        f"block mode: {count(stats.hits, 'block')} reused, {stats.misses} computed{int8}; "
-        f"{stats.reused_tokens:,} of {tokens} reused{promoted}; {first}{retried}"
-    )
+def _answer(
+    assistant: Assistant, questions: Iterable[str], mode: Mode, *, as_json: bool, whole: bool
+) -> None:
+    """Answer questions, each on its own, with sources and figures."""
+    for question in questions:
+        with working(as_json):
+            answer = show_answer(assistant, question, mode=mode, quiet=as_json)
+        emit(as_json, answer.to_dict(), "", *sources(answer, whole=whole), *figures(answer))

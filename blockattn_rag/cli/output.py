@@ -75,6 +75,11 @@ def piece(text: str) -> None:
     typer.echo(plain(text), nl=False)
 
 
+def spinner(text: str) -> contextlib.AbstractContextManager[object]:
+    """While this is open, a terminal shows that something goes on."""
+    return stderr.status(text) if stderr.is_terminal else contextlib.nullcontext()
+
+
 def working(as_json: bool) -> contextlib.AbstractContextManager[object]:
     """While this is open and JSON is wanted, what libraries print goes to stderr."""
     return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.errors import StoreError
 from blockattn_rag.rag.database import Database
 from blockattn_rag.rag.documents import SOURCE_KEY
+from blockattn_rag.rag.history import Turn, with_history
 
 if TYPE_CHECKING:
     from llama_index.core.schema import NodeWithScore
@@ -38,7 +40,8 @@ class Answer:
 
     ``stats`` are of all calls of the language model together: ``ttft_s`` runs to the first token of
     the last call, because the answer is that call's. ``finish_reason`` is ``"length"`` where the
-    answer was cut off by ``max_new_tokens`` or by the end of the context window.
+    answer was cut off by ``max_new_tokens`` or by the end of the context window. ``waited_s`` is
+    what a user waits: from the question to the first text, retrieval included.
     """
 
     question: str
@@ -46,6 +49,7 @@ class Answer:
     sources: tuple[Source, ...]
     stats: ReuseStats
     finish_reason: str
+    waited_s: float
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types, the figures beside the other fields; times in seconds."""
@@ -60,6 +64,7 @@ class Answer:
             "generated_tokens": self.stats.generated_tokens,
             "finish_reason": self.finish_reason,
             "certificate": self.stats.certificate and asdict(self.stats.certificate),
+            "waited_s": self.waited_s,
             "ttft_s": self.stats.ttft_s,
             "total_s": self.stats.total_s,
         }
@@ -74,6 +79,7 @@ class Assistant:
         max_new_tokens: longest answer.
         correction, merge, promote, reader, retry: see ``BlockOptions``; default: the engine's own.
             A correction is of the database's sink. Passages are corrected when they are first used.
+        chat_template_kwargs: variables of the model's chat template, such as ``enable_thinking``.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class Assistant:
         promote: str | int | None = None,
         reader: str | Path | None = None,
         retry: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         from llama_index.core import VectorStoreIndex
         from llama_index.vector_stores.chroma import ChromaVectorStore
@@ -94,12 +101,13 @@ class Assistant:
         self._database = database
         self._top_k = top_k
         self._max_new_tokens = max_new_tokens
-        self._repairs: dict[str, Any] = {
+        self._options: dict[str, Any] = {
             "correction": correction,
             "merge": merge,
             "promote": promote,
             "reader": reader,
             "retry": retry,
+            "chat_template_kwargs": chat_template_kwargs,
         }
         self._head_was_stored = False
         self._index = VectorStoreIndex.from_vector_store(
@@ -107,34 +115,61 @@ class Assistant:
         )
 
     def ask(
-        self, question: str, *, mode: Mode = "block", on_text: Callable[[str], None] | None = None
+        self,
+        question: str,
+        *,
+        mode: Mode = "block",
+        on_text: Callable[[str], None] | None = None,
+        history: Sequence[Turn] = (),
     ) -> Answer:
-        """Answer a question; ``on_text`` gets the answer piece by piece."""
+        """Answer a question.
+
+        Args:
+            question: what is asked.
+            mode: block mode reuses passages, full mode computes everything.
+            on_text: gets the answer piece by piece.
+            history: the turns before it, oldest first. Passages are looked for by the question and
+                the one before it.
+        """
+        from llama_index.core import QueryBundle
+
+        started = time.perf_counter()
         llm = adapter.BlockAttentionLLM(
             engine=self._database.engine,
             block_template=self._database.template,
             mode=mode,
             max_new_tokens=self._max_new_tokens,
-            **self._repairs,
+            **self._options,
         )
         if mode == "block" and not self._head_was_stored:
             self._store_head(llm)
         engine = adapter.block_query_engine(
             self._index, llm, streaming=True, similarity_top_k=self._top_k
         )
+        query = with_history(
+            question,
+            history,
+            count=lambda text: len(llm.tokenize(text)),
+            max_tokens=llm.metadata.context_window // 4,
+        )
+        looked_for = [question, *(turn.question for turn in history[-1:])]
+        pieces: list[str] = []
+        waited_s = None
         with _finished_calls() as calls:
-            response: Any = engine.query(question)
-            pieces = []
-            for piece in response.response_gen:
-                pieces.append(piece)
-                if on_text:
-                    on_text(piece)
+            response: Any = engine.query(QueryBundle(query, custom_embedding_strs=looked_for))
+            with contextlib.closing(response.response_gen) as coming:
+                for piece in filter(None, coming):
+                    waited_s = waited_s or time.perf_counter() - started
+                    pieces.append(piece)
+                    if on_text:
+                        on_text(piece)
         return Answer(
             question=question,
             answer="".join(pieces).strip(),
             sources=tuple(_source(node) for node in response.source_nodes),
             stats=_total(mode, calls),
             finish_reason=calls[-1]["finish_reason"] if calls else "stop",
+            waited_s=waited_s or time.perf_counter() - started,
         )
 
     def _store_head(self, llm: adapter.BlockAttentionLLM) -> None:

@@ -305,9 +305,9 @@ def test_an_answer_that_the_limit_cut_off_is_marked_and_a_whole_one_is_not(
     assert cli(*command, "--json").json["finish_reason"] == "length"
     assert " ... [cut off after 3 tokens: --max-new-tokens, " in cli(*command).stdout
     every_token = list(range(tiny_tokenizer().vocab_size))
-    own = BlockAttentionLLM._options
+    own = BlockAttentionLLM.engine_options
     ending = {"max_new_tokens": 9, "eos_token_id": every_token}
-    monkeypatch.setattr(BlockAttentionLLM, "_options", lambda *a: {**own(*a), **ending})
+    monkeypatch.setattr(BlockAttentionLLM, "engine_options", lambda *a: {**own(*a), **ending})
     assert cli(*command, "--json").json["finish_reason"] == "stop"
     assert "cut off" not in cli(*command).stdout
 
@@ -348,7 +348,7 @@ def test_control_characters_of_an_answer_reach_no_terminal(
     def answer(self: object, question: str, *, on_text: Any = None, **_: object) -> Answer:
         for part in ("\x1b", "[31mred"):
             on_text(part)
-        return Answer(question, "", (), ReuseStats("block", 1, 0, 9, 1, 2), "stop")
+        return Answer(question, "", (), ReuseStats("block", 1, 0, 9, 1, 2), "stop", 0.1)
 
     monkeypatch.setattr("blockattn_rag.cli.ask.Assistant.ask", answer)
     assert cli("ask", "How?", "--db", database).stdout.startswith("\\x1b[31mred\n")

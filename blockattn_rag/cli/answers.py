@@ -1,0 +1,88 @@
+"""Answers as the command line shows them: text as it comes, sources, and what was reused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from blockattn_rag.cli.figures import count, duration
+from blockattn_rag.cli.output import note, piece, spinner
+from blockattn_rag.engine.results import Mode
+from blockattn_rag.rag.ask import Answer, Assistant
+from blockattn_rag.rag.history import Turn
+
+_SHOWN_CHARACTERS = 100
+
+
+def show_answer(
+    assistant: Assistant,
+    question: str,
+    *,
+    mode: Mode,
+    history: Sequence[Turn] = (),
+    quiet: bool = False,
+) -> Answer:
+    """Ask, and show the answer as it comes, unless ``quiet``; a terminal shows the waiting."""
+    with ExitStack() as waiting:
+        waiting.enter_context(spinner("reading"))
+
+        def show(text: str) -> None:
+            waiting.close()
+            piece(text)
+
+        on_text = None if quiet else show
+        answer = assistant.ask(question, mode=mode, on_text=on_text, history=history)
+    if not quiet:
+        piece(_cut_off(answer) + "\n")
+    if misses := answer.stats.misses:
+        note(
+            f"note: {count(misses, 'block')} {'was' if misses == 1 else 'were'} computed now; "
+            "passages are stored for the next question"
+        )
+    return answer
+
+
+def _cut_off(answer: Answer) -> str:
+    """What stands behind an answer that did not come to its end."""
+    if answer.finish_reason != "length":
+        return ""
+    tokens = count(answer.stats.generated_tokens, "token")
+    return f" ... [cut off after {tokens}: --max-new-tokens, or the end of the context window]"
+
+
+def sources(answer: Answer, *, whole: bool = False) -> list[str]:
+    """A line for each source, with its page if it has one; ``whole``: and its whole text."""
+    lines = []
+    for number, source in enumerate(answer.sources, 1):
+        page = f"page {source.page}" if source.page else ""
+        name = " ".join(filter(None, (source.source, page, source.title)))
+        score = "" if source.score is None else f" ({source.score:.2f})"
+        text = " ".join(source.text.split())
+        if whole:
+            lines.append(f"[{number}] {name}{score}\n{source.text.strip()}\n")
+            continue
+        more = "..." if len(text) > _SHOWN_CHARACTERS else ""
+        lines.append(f"[{number}] {name}{score}: {text[:_SHOWN_CHARACTERS]}{more}")
+    return lines
+
+
+def figures(answer: Answer) -> list[str]:
+    """What an answer reused, and what is known of answers like it."""
+    known = answer.stats.certificate
+    return [_reuse_line(answer), *([f"calibrated with {known}"] if known else [])]
+
+
+def _reuse_line(answer: Answer) -> str:
+    """What an answer reused, in one line."""
+    stats = answer.stats
+    tokens = count(stats.prompt_tokens, "prompt token")
+    first = f"first token after {duration(answer.waited_s)}"
+    if stats.mode == "full":
+        return f"full mode: nothing reused, {tokens} computed; {first}"
+    promoted = f", {stats.promoted_tokens:,} promoted" if stats.promoted_tokens else ""
+    int8 = f" ({stats.int8_blocks} in int8)" if stats.int8_blocks else ""
+    retried = "" if stats.retried == "none" else f"; answered again: {stats.retried}"
+    return (
+        f"block mode: {count(stats.hits, 'block')} reused, {stats.misses} computed{int8}; "
+        f"{stats.reused_tokens:,} of {tokens} reused{promoted}; {first}{retried}"
+    )
