@@ -53,6 +53,16 @@ def test_a_missing_block_fails_its_request_alone(reference: Reference, engine: E
     assert engine.block(missing).tokens == reference.answer(missing)
 
 
+def test_pages_of_an_answer_that_ends_with_its_first_token_are_kept(
+    reference: Reference, engine: Engine
+) -> None:
+    case = reference.telling(6)
+    for least in (0, 128):
+        said = engine.block(case, max_tokens=1)
+        assert said.blocks is not None
+        assert said.blocks["local_tokens"] >= least
+
+
 def test_pages_that_were_not_filled_are_nobody_s_though_their_request_was_left(
     reference: Reference, engine: Engine, gate: Path
 ) -> None:

@@ -174,9 +174,10 @@ class SchedulerSide:
     def finished(self, request: Request, pages: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: whether its pages are still needed, and what its client is told."""
         asked = self._asked.pop(request.request_id, None)
-        if asked is not None and asked.is_filling:  # left meanwhile, or what fills them failed
-            self._forget(set(pages))
-        if asked is None or asked.plan is None or request.status not in _ANSWERED:
+        is_answered = request.status in _ANSWERED
+        if asked is not None and asked.is_filling and not is_answered:
+            self._forget(set(pages))  # it was left meanwhile, or what fills them failed
+        if asked is None or asked.plan is None or not is_answered:
             return False, None
         plan = asked.plan
         if plan.op == "encode":
