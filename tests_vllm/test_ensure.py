@@ -15,6 +15,7 @@ from blockattn_rag.errors import MissError, ServingError, StoreError
 from blockattn_rag.serving.config import ServingConfig
 from blockattn_rag.serving.protocol import parse_plan
 from blockattn_rag.store import DirectoryStore
+from blockattn_rag.store.breaker import CircuitBreaker
 from blockattn_rag.vllm import ensure
 from blockattn_rag.vllm.ensure import BlockEnsurer, Encodable, encodables
 from blockattn_rag.vllm.service import Service
@@ -123,6 +124,31 @@ def test_no_more_is_encoded_at_once_than_may_wait_to_be_stored(
     asyncio.run(ensurer_of(client).ensure(blocks))
     assert len(client.asked) == len(blocks) - 1
     assert client.most_at_once == 1
+
+
+def test_nothing_is_encoded_for_a_store_that_takes_nothing(
+    reference: Reference, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ensure, "_STORED_WITHIN_S", 0.01)
+    now, put = [0.0], store.put
+    monkeypatch.setattr(store, "put", lambda _key, _kv: None)
+    client = Client(reference, store)
+    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+    ensurer._storing = CircuitBreaker(3, 30.0, clock=lambda: now[0])
+
+    async def ask() -> list[bool]:
+        for one in blocks[:3]:
+            with pytest.raises(ServingError, match="not stored within"):
+                await ensurer.ensure([one])
+        told = len(client.asked)
+        with pytest.raises(ServingError, match="the store took none"):
+            await ensurer.ensure(blocks[:1])
+        assert len(client.asked) == told
+        monkeypatch.setattr(store, "put", put)
+        now[0] = 31.0
+        return [*await ensurer.ensure(blocks[:1]), *await ensurer.ensure(blocks[1:2])]
+
+    assert asyncio.run(ask()) == [True, True]
 
 
 def test_a_store_that_says_nothing_is_not_waited_for_without_end(

@@ -20,6 +20,7 @@ from blockattn_rag.serving.profile import ModelProfile
 from blockattn_rag.serving.protocol import BlockId, BlockPlan, block_keys
 from blockattn_rag.serving.shares import Share
 from blockattn_rag.store.base import KVStore, get_or_error, touch
+from blockattn_rag.store.breaker import CircuitBreaker
 from blockattn_rag.store.tier import is_damage
 from blockattn_rag.vllm.room import Room
 from blockattn_rag.vllm.saver import QUEUE_BYTES
@@ -31,6 +32,7 @@ _AT_ONCE = 64
 
 _ANSWERED_WITHIN_S = 30.0
 _STORED_WITHIN_S = 60.0
+_FAILURES, _PAUSE_S = 3, 30.0
 _THREADS = 16
 
 
@@ -101,6 +103,8 @@ class BlockEnsurer:
         self._flights: dict[str, _Flight] = {}
         # Workers drop what they encode faster than it is stored. So blocks wait here instead.
         self._room = Room(_AT_ONCE, QUEUE_BYTES)
+        # Who waits for a store that takes nothing waits long, and the engine computes for nothing.
+        self._storing = CircuitBreaker(_FAILURES, _PAUSE_S)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="blockattn-rag-ensure")
 
     async def found(self, blocks: Sequence[Encodable], *, thorough: bool = False) -> list[bool]:
@@ -171,6 +175,11 @@ class BlockEnsurer:
         )
         request_id = f"blockattn-encode-{uuid.uuid4().hex}"
         async with self._room.taken(len(one.block.ids) * self._profile.bytes_per_token):
+            if not self._storing.allows():
+                raise ServingError(
+                    "the store took none of the blocks that were encoded last (the server's log "
+                    f"says why); one is tried every {_PAUSE_S:g} s"
+                )
             flight.is_asked, reason = True, None
             outputs = self._engine_client.generate(
                 {"prompt_token_ids": one.token_ids}, sampling, request_id
@@ -189,12 +198,14 @@ class BlockEnsurer:
         until, pause = time.monotonic() + _STORED_WITHIN_S, 0.005
         while not await self._asked(self._is_in_own, block):
             if time.monotonic() > until:
+                self._storing.failed()
                 raise ServingError(
                     f"a block of {len(block.ids)} tokens was encoded and not stored within "
                     f"{_STORED_WITHIN_S:g} s (request {request_id}); the server's log says why"
                 )
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.2)
+        self._storing.succeeded()
 
     async def _asked(self, look: Callable[[BlockId], bool], block: BlockId) -> bool:
         """What a look at the store says, which may take it long.
