@@ -266,7 +266,7 @@ class Campaign:
 
 def without_names(reason: str) -> str:
     """A reason without the numbers and ids in it, so that alike ones are counted together."""
-    return re.sub(r"[0-9a-f]{16,}(-again)?|\d+(\.\d+)?", "#", reason)[:200]
+    return re.sub(r"(?<=/)[0-9a-f]{2}(?=/)|[0-9a-f]{16,}(-again)?|\d+(\.\d+)?", "#", reason)[:200]
 
 
 async def campaign(

@@ -129,8 +129,8 @@ def test_a_campaign_fails_by_what_must_not_be() -> None:
 
 
 def test_reasons_are_counted_without_their_ids() -> None:
-    reason = "block 3 of request cmpl-0123456789abcdef01 took 5.25 s"
-    assert serving_faults.without_names(reason) == "block # of request cmpl-# took # s"
+    reason = "block 3 of request cmpl-0123456789abcdef01 in kv/ae/ took 5.25 s"
+    assert serving_faults.without_names(reason) == "block # of request cmpl-# in kv/#/ took # s"
 
 
 @pytest.mark.parametrize(
