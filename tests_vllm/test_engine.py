@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +186,21 @@ def test_entries_that_are_cut_short_or_of_other_tokens_are_not_used(
     case = reference.stored(reference.case(2))
     assert engine.block(case).tokens == reference.answer(case)
     assert free_pages_are_all(engine)
+
+
+def test_a_store_that_failed_and_is_back_serves_again_within_a_second(
+    reference: Reference, engine: Engine
+) -> None:
+    case = reference.stored(reference.case(45, records=2))
+    objects = DirectoryStore(reference.store).entry_path("0" * 64).parents[1]
+    objects.rename(reference.folder / "away")
+    objects.write_text("no folder")
+    for _ in range(4):
+        assert engine.block(case).reason == "error"
+    objects.unlink()
+    (reference.folder / "away").rename(objects)
+    time.sleep(1)
+    assert engine.block(case).tokens == reference.answer(case)
 
 
 def test_a_request_that_is_left_while_it_loads_gives_its_pages_back(

@@ -153,7 +153,7 @@ class BlockLoader:
         if not remaining(until):
             raise StoreError("other loads took until the deadline")
         found: dict[int, BlockKV] = {}
-        missing = {one.place: "no store holds it" for one in blocks}
+        missing = {one.place: "no store that answers holds it" for one in blocks}
         damaged: list[str] = []
         for turn in range(max((len(one.keys) for one in blocks), default=0)):
             asked = [one for one in blocks if one.place in missing and turn < len(one.keys)]

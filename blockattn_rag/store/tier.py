@@ -143,7 +143,7 @@ class Tier:
         if self._breaker.failed():
             logger.warning(
                 "%s. It has failed several times in a row, and is tried again every %g s; until "
-                "then blocks that only it holds are computed. Answers are not affected.",
+                "then blocks that only it holds count as absent.",
                 error,
                 self._breaker.pause_s,
             )

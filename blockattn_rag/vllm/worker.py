@@ -33,6 +33,10 @@ logger = logging.getLogger("blockattn_rag")
 
 _NAP_S = 0.002
 
+_PAUSE_S = 0.5
+"""How long a store that failed several times in a row is left alone. Requests whose blocks only the
+home has fail meanwhile: it must not be long after the home is back."""
+
 
 @dataclass(slots=True)
 class Done:
@@ -99,7 +103,7 @@ class WorkerSide:
         home = open_store(config.store)
         rank = pipe.rank_in_group * group.world_size + group.rank_in_group
         tiers = config.nearer_tiers(rank, pipe.world_size * group.world_size)
-        self._store = TieredStore(*tiers, open_share(home, share, profile))
+        self._store = TieredStore(*tiers, open_share(home, share, profile), pause_s=_PAUSE_S)
         self._loader = BlockLoader(self._store, profile, share, config.load_deadline_s)
         self._saver = (
             None

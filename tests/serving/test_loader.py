@@ -154,7 +154,7 @@ def test_a_missing_block_is_named_by_its_place(loader: Make) -> None:
     error = failure(one)
     assert str(error) == (
         "block 1 of the prompt (2 tokens from token 3 on), and 1 more cannot be loaded: no store "
-        "holds it"
+        "that answers holds it"
     )
     assert (error.blocks, error.damaged) == ((1, 2), ())
     assert told(one) == (0, 1, 2)
