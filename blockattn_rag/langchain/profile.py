@@ -10,6 +10,7 @@ from langchain_core.language_models.model_profile import ModelProfile
 
 from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.prompts.thoughts import marks_thoughts
+from blockattn_rag.tools import tool_template
 
 
 class SourceProfile(Mapping[str, Any]):
@@ -22,6 +23,7 @@ class SourceProfile(Mapping[str, Any]):
     @cached_property
     def _known(self) -> ModelProfile:
         tokenizer = self._source.tokenizer.tokenizer
+        calls_tools = tool_template(tokenizer) is not None
         return ModelProfile(
             max_input_tokens=self._source.max_context_tokens,
             open_weights=True,
@@ -34,6 +36,8 @@ class SourceProfile(Mapping[str, Any]):
             audio_outputs=False,
             video_outputs=False,
             reasoning_output=marks_thoughts(tokenizer),
+            tool_calling=calls_tools,
+            tool_call_streaming=calls_tools,
         )
 
     def __getitem__(self, name: str) -> Any:

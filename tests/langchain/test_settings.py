@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from langchain_core.caches import InMemoryCache
+from langchain_core.language_models import FakeListChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.outputs import ChatGenerationChunk
+from langchain_core.runnables import ConfigurableField
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.adapters.engine_source import EngineSource
@@ -20,6 +22,7 @@ from blockattn_rag.store import MemoryStore
 from tests.langchain.conftest import tiny_block_model
 from tests.models import tiny_model
 from tests.saying import says, thinking_tokenizer
+from tests.tools.chat_templates import QWEN3
 
 ANSWER = "<think>\nIt is deep.\n</think>\n\n31 metres."
 ASKED = [("human", "How deep?")]
@@ -125,6 +128,7 @@ def test_the_profile_tells_what_the_model_holds(chat: ChatBlockAttention) -> Non
     assert profile["max_input_tokens"] == 4096
     assert profile.get("reasoning_output") is True
     assert {**profile}["image_inputs"] is False
+    assert profile["tool_calling"] is False
     plain: Any = ChatBlockAttention(
         engine=BlockAttentionEngine(tiny_block_model(), MemoryStore(1 << 28))
     ).profile
@@ -132,6 +136,15 @@ def test_the_profile_tells_what_the_model_holds(chat: ChatBlockAttention) -> Non
     assert ChatBlockAttention(llm=chat, profile={"max_input_tokens": 5}).profile == {
         "max_input_tokens": 5
     }
+
+
+def test_the_profile_tells_whether_the_template_knows_tools() -> None:
+    tokenizer = thinking_tokenizer()
+    tokenizer.chat_template = QWEN3
+    hf_model = tiny_model("llama")
+    chat = ChatBlockAttention(model=hf_model, tokenizer=tokenizer)
+    profile: Any = chat.profile
+    assert (profile["tool_calling"], profile["tool_call_streaming"]) == (True, True)
 
 
 def test_the_profile_is_read_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,3 +162,11 @@ def test_the_profile_is_read_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -
     assert copied.profile is not None
     assert (copied.profile["max_input_tokens"], read) == (7, ["config"])
     assert "'max_input_tokens': 7" in repr(made.profile)
+
+
+def test_configuration_chooses_between_this_model_and_others(chat: ChatBlockAttention) -> None:
+    model = chat.configurable_alternatives(
+        ConfigurableField("model"), default_key="local", other=FakeListChatModel(responses=["hi"])
+    )
+    assert model.invoke("How?", {"configurable": {"model": "other"}}).content == "hi"
+    assert model.invoke("How?").content != "hi"
