@@ -54,6 +54,16 @@ def test_the_server_is_given_this_connector_and_options_that_it_has() -> None:
     assert options().cache is not None
 
 
+def test_ray_starts_the_same_engine() -> None:
+    (app,) = yaml.safe_load((DEPLOY / "ray_serve.yaml").read_text("utf-8"))["applications"]
+    (model,) = app["args"]["llm_configs"]
+    engine = model["engine_kwargs"]
+    assert engine["kv_transfer_config"] == SERVE["kv-transfer-config"]
+    assert engine["dtype"] == SERVE["dtype"]
+    assert model["model_loading_config"]["model_id"] == SERVE["served-model-name"]
+    assert model["runtime_env"]["env_vars"] == {"VLLM_PLUGINS": "blockattn"}
+
+
 def test_a_server_of_compose_finds_what_its_options_name() -> None:
     services = yaml.safe_load(COMPOSE)["services"]
     server = services["vllm"]

@@ -70,7 +70,7 @@ class EngineFields(BaseModel):
         device_map (or device): a torch device, or ``"auto"``.
         model_kwargs: for loading the model, such as ``dtype``; with a server, for ``RemoteEngine``,
             such as ``timeout_s``.
-        base_url: address of a server that has the model and the store (docs/guides/serving.md),
+        base_url: address of a server with the model and the store (docs/guides/serving_vllm.md),
             such as ``"http://gpu:8000/v1"``; ``model`` is then its name there, and options that
             change how the model computes cannot be given.
         api_key: of the server, a string or ``SecretStr``; default: ``BLOCKATTN_RAG_API_KEY`` of the

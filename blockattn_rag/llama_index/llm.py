@@ -75,7 +75,7 @@ class BlockAttentionLLM(EngineComponent, CustomLLM, FunctionCallingLLM):
         engine: a ready engine, shared with others; instead of all that says how to load one.
         kv_store: the KV store: a directory, an address such as ``"s3://bucket/kv"`` (see
             ``store.open_store``), or a store object; default: 1 GiB of memory.
-        api_base: address of a server that has the model and the store (docs/guides/serving.md),
+        api_base: address of a server with the model and the store (docs/guides/serving_vllm.md),
             such as ``"http://gpu:8000/v1"``; ``model_name`` is then its name there, and options
             that change how the model computes cannot be given.
         api_key: of the server; default: ``BLOCKATTN_RAG_API_KEY`` of the environment.

@@ -157,7 +157,7 @@ class Server:
                     raise
                 raise ServingError(
                     f"{self.client.base_url} has no {INFO}: this package's connector and endpoint "
-                    "are not configured there (docs/guides/serving.md)"
+                    "are not configured there (docs/guides/serving_vllm.md)"
                 ) from error
             await asyncio.to_thread(self.model.check, info)
             self._info = info

@@ -68,8 +68,8 @@ class ServingConfig:
             )
         if self.cache is not None and not is_cache(self.cache):
             raise ValueError(
-                f"cache must be the address of a Redis or Valkey server, found {self.cache!r}; give "
-                "redis://host:port/database"
+                "cache must be the address of a Redis or Valkey server, such as "
+                f"redis://host:port/database, found {self.cache!r}"
             )
         if self.load_deadline_s <= 0:
             raise ValueError(f"load_deadline_s must be positive, found {self.load_deadline_s}")
@@ -119,6 +119,12 @@ class ServingConfig:
                 "which is empty; set it to a long random text for every process of the server"
             )
         return secret
+
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """What the tiers of each rank are called, the home last."""
+        between = [name for name in ("disk", "cache") if getattr(self, name) is not None]
+        return ("memory", *between, "home")
 
     def nearer_tiers(self, rank: int, ranks: int) -> list[str | KVStore]:
         """Stores that a rank has before the home, fastest first: each keeps its own share."""

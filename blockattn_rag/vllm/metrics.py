@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -92,14 +92,15 @@ _OF_LOADER = {
 _OF_TIER = ("hits", "misses", "failures")
 
 
-def count_loads(counters: Counters, before: LoaderStats, now: LoaderStats) -> None:
-    """Add what a loader did in between. Its tiers are the memory's, maybe a disk's, the home's."""
+def count_loads(
+    counters: Counters, before: LoaderStats, now: LoaderStats, tiers: Sequence[str]
+) -> None:
+    """Add what a loader did in between; ``tiers`` are the names of its store's, in their order."""
     for name, counter in _OF_LOADER.items():
         if more := getattr(now, name) - getattr(before, name):
             counters.count(counter, more)
-    names = ("memory", "disk", "home") if len(now.tiers) == 3 else ("memory", "home")
     earlier = before.tiers or (TierStats(""),) * len(now.tiers)
-    for name, old, new in zip(names, earlier, now.tiers, strict=True):
+    for name, old, new in zip(tiers, earlier, now.tiers, strict=True):
         for figure in _OF_TIER:
             if more := getattr(new, figure) - getattr(old, figure):
                 counters.count(f"tier_{figure}", more, name)

@@ -150,7 +150,7 @@ class WorkerSide:
         """What was counted since this was last asked."""
         if self._pages:
             before, self._loaded = self._loaded, self._loader.stats()
-            count_loads(self.stats, before, self._loaded)
+            count_loads(self.stats, before, self._loaded, self._config.tier_names)
         return self.stats.taken()
 
     def close(self) -> None:

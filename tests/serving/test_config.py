@@ -25,6 +25,14 @@ def test_each_rank_has_tiers_of_its_own() -> None:
     assert config.nearer_tiers(1, 4) == ["memory:1GiB", "/nvme/rank-1-of-4"]
 
 
+@pytest.mark.parametrize("more", [{}, {"disk": "/nvme"}, {"cache": "redis://valkey"}])
+@pytest.mark.parametrize("also", [{}, {"disk": "/nvme", "cache": "redis://valkey"}])
+def test_tiers_are_named_as_they_are_there(more: dict[str, str], also: dict[str, str]) -> None:
+    config = ServingConfig.parse(GIVEN | more | also)
+    assert config.tier_names == ("memory", *sorted(also | more, reverse=True), "home")
+    assert len(config.tier_names) == len(config.nearer_tiers(0, 1)) + 1
+
+
 def test_ranks_have_names_of_their_own_in_a_cache() -> None:
     config = ServingConfig.parse(GIVEN | {"cache": "redis://valkey:6379/0"})
     tiers = [config.nearer_tiers(rank, 2) for rank in (0, 1)]

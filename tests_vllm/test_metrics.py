@@ -1,0 +1,20 @@
+"""What is told to Prometheus of loads."""
+
+from __future__ import annotations
+
+from blockattn_rag.serving.loader import LoaderStats
+from blockattn_rag.store.tier import TierStats
+from blockattn_rag.vllm.metrics import Counters, count_loads
+
+
+def test_loads_are_counted_by_the_names_of_tiers() -> None:
+    names = ("memory", "disk", "cache", "home")
+    before = LoaderStats(tiers=())
+    now = LoaderStats(loads=1, tiers=tuple(TierStats(n, hits=at) for at, n in enumerate(names)))
+    later = LoaderStats(loads=3, tiers=tuple(TierStats(n, hits=5) for n in names))
+    counters = Counters()
+    count_loads(counters, before, now, names)
+    count_loads(counters, now, later, names)
+    taken = counters.taken()
+    assert taken is not None
+    assert taken.data == {"loads": 3, **{f"tier_hits/{name}": 5 for name in names}}
