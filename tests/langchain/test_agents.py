@@ -103,7 +103,8 @@ def test_an_agent_with_a_retriever_s_tool_answers_from_stored_passages(
     agent = create_agent(
         chat, [block_retriever_tool(retriever, "look_up", "Looks up.")], system_prompt="Be brief."
     )
-    messages = agent.invoke({"messages": [("human", "About 0 2")]})["messages"]
+    given: Any = {"messages": [("human", "About 0 2")]}
+    messages = agent.invoke(given)["messages"]
     assert [type(one) for one in messages] == [HumanMessage, AIMessage, ToolMessage, AIMessage]
     assert messages[-1].content == "Found it."
     reuse = reuse_of(messages[-1])
@@ -118,8 +119,8 @@ def test_each_turn_of_an_agent_computes_what_is_new(retriever: Numbered) -> None
     config: Any = {"configurable": {"thread_id": "1"}}
     computed, prompts = [], []
     for turn in range(5):
-        found = agent.invoke({"messages": [("human", f"About {turn % 4} 3")]}, config)
-        last = found["messages"][-1]
+        given: Any = {"messages": [("human", f"About {turn % 4} 3")]}
+        last = agent.invoke(given, config)["messages"][-1]
         assert last.content == "Found it."
         computed.append(reuse_of(last)["computed_tokens"])
         prompts.append(last.usage_metadata["input_tokens"])
@@ -132,6 +133,7 @@ async def test_an_agent_in_an_event_loop_streams_its_answer(retriever: Numbered)
     agent = create_agent(chat, [block_retriever_tool(retriever, "look_up", "Looks up.")])
     asked: Any = {"messages": [("human", "About 1")]}
     text = ""
+    chunk: Any
     async for chunk, _ in agent.astream(asked, stream_mode="messages"):
         text += chunk.text if chunk.type == "AIMessageChunk" else ""
     assert text == "Found it."
@@ -171,7 +173,8 @@ def test_the_agentic_graph_of_the_tutorial_reuses_passages_in_every_step(
     graph.add_conditional_edges("ask", tools_condition, {"tools": "retrieve", END: END})
     graph.add_conditional_edges("retrieve", grade, {"generate": "generate", END: END})
     graph.add_edge("generate", END)
-    last = graph.compile().invoke({"messages": [("human", "Which?")]})["messages"][-1]
+    given: Any = {"messages": [("human", "Which?")]}
+    last = graph.compile().invoke(given)["messages"][-1]
     assert last.content == "Found it."
     assert reuse_of(last)["hits"] == 2
 

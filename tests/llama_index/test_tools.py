@@ -8,7 +8,7 @@ import pytest
 from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent, ReActAgent
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, ToolCallBlock
 from llama_index.core.llms.function_calling import FunctionCallingLLM
-from llama_index.core.schema import TextNode
+from llama_index.core.schema import BaseNode, TextNode
 from llama_index.core.tools import FunctionTool, RetrieverTool
 from pydantic import BaseModel, Field
 
@@ -68,6 +68,7 @@ async def test_calls_are_read_in_every_way_to_chat() -> None:
         assert calls_of(response) == [("add", {"a": 1, "b": 2})]
         (selected,) = llm.get_tool_calls_from_response(response)
         assert (selected.tool_name, selected.tool_kwargs) == ("add", {"a": 1, "b": 2})
+        assert response.raw
         assert response.raw["usage"]["completion_tokens"] > 0
     assert all('"name": "add"' in prompt for prompt in prompts_of(llm))
 
@@ -179,7 +180,7 @@ async def test_an_agent_workflow_hands_over() -> None:
 
 
 async def test_a_react_agent_reads_passages_as_blocks() -> None:
-    nodes = [TextNode(text=f"Passage {n} tells of number {n}.") for n in range(3)]
+    nodes: list[BaseNode] = [TextNode(text=f"Passage {n} tells of {n}.") for n in range(3)]
 
     def script(prompt: str) -> str:
         if "Observation:" in prompt.rpartition("<|user|>")[2]:
@@ -195,13 +196,13 @@ async def test_a_react_agent_reads_passages_as_blocks() -> None:
         description="Looks up.",
     )
     agent = ReActAgent(tools=[tool], llm=llm, streaming=False)
-    answer = await agent.run("Which numbers?")
+    answer: Any = await agent.run("Which numbers?")
     assert str(answer) == "Found."
     assert answer.raw["usage"]["hits"] == 3
 
 
 async def test_a_function_agent_reuses_the_passages_that_its_tool_finds() -> None:
-    nodes = [TextNode(text=f"Passage {n} tells of number {n}.") for n in range(3)]
+    nodes: list[BaseNode] = [TextNode(text=f"Passage {n} tells of {n}.") for n in range(3)]
     call = '<tool_call>\n{"name": "retriever", "arguments": {"input": "numbers"}}\n</tool_call>'
     llm = scripted(lambda prompt: "Found." if "<tool_response>" in prompt else call)
     nodes = BlockKVTransform(llm=llm)(nodes)
@@ -211,6 +212,6 @@ async def test_a_function_agent_reuses_the_passages_that_its_tool_finds() -> Non
         name="retriever",
         description="Looks up.",
     )
-    answer = await FunctionAgent(tools=[tool], llm=llm).run("Which numbers?")
+    answer: Any = await FunctionAgent(tools=[tool], llm=llm).run("Which numbers?")
     assert str(answer) == "Found."
     assert answer.raw["usage"]["hits"] == 3
