@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.errors import MissError, ServingError, StoreError
+from blockattn_rag.errors import MissError, ProtocolError, ServingError, StoreError
+from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.serving.config import ServingConfig
 from blockattn_rag.serving.protocol import parse_plan
 from blockattn_rag.store import DirectoryStore
@@ -29,17 +30,20 @@ class Client:
         self.reference, self.store, self.reason = reference, store, reason
         self.asked: list[list[int]] = []
         self.at_once = self.most_at_once = 0
+        self.kept: list[Keep] = []
 
     async def generate(
         self, prompt: dict[str, list[int]], sampling: Any, request_id: str
     ) -> AsyncGenerator[Any, None]:
         ids = prompt["prompt_token_ids"]
-        assert parse_plan(sampling.extra_args["kv_transfer_params"], len(ids)) is not None
+        plan = parse_plan(sampling.extra_args["kv_transfer_params"], len(ids))
+        assert plan is not None
         self.asked.append(ids)
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
+        self.kept += plan.keep
         await asyncio.sleep(0.05)
-        if self.reason == "length":
+        if self.reason == "length" and not plan.keep:
             self.store.put(self.reference.key(ids), self.reference.encoded(ids))
         self.at_once -= 1
         yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=self.reason)])
@@ -180,6 +184,84 @@ def test_a_block_that_the_engine_fails_to_encode_is_told(
     client = Client(reference, store, reason="error")
     with pytest.raises(ServingError, match="ended by 'error'"):
         asyncio.run(ensurer_of(client).ensure(blocks_of(reference)))
+
+
+def kept_of(reference: Reference, *keep: Keep) -> list[Encodable]:
+    return encodables(
+        reference.case(1).blocks[: len(keep)], "", reference.profile, opens_prompt=True, keep=keep
+    )
+
+
+def test_what_may_not_be_stored_is_encoded_for_memory_even_where_nothing_is_stored(
+    reference: Reference, store: DirectoryStore
+) -> None:
+    client = Client(reference, store)
+    ensurer = ensurer_of(client, read_only=True)
+    blocks = kept_of(reference, "memory", "private", "private")
+    for encoded in (True, False):
+        assert asyncio.run(ensurer.ensure(blocks)) == [encoded] * 3
+    assert client.kept == ["memory", "private", "private"]
+    assert list(store.keys()) == []
+    # Lost by the workers, as a failed load tells.
+    assert asyncio.run(ensurer.ensure(blocks, thorough=True)) == [True] * 3
+
+
+def test_what_is_stored_is_as_good_as_memory_but_not_for_private_blocks(
+    reference: Reference, store: DirectoryStore
+) -> None:
+    blocks = kept_of(reference, "memory", "private")
+    for one in kept_of(reference, "store", "store"):
+        store.put(one.key, reference.encoded(one.token_ids))
+    client = Client(reference, store)
+    for thorough in (False, True):
+        found = asyncio.run(ensurer_of(client).ensure(blocks, thorough=thorough))
+        assert found == [False, True]
+    assert client.kept == ["private"] * 2
+
+
+def test_a_block_that_is_in_memory_alone_is_stored_for_who_may_store_it(
+    reference: Reference, store: DirectoryStore
+) -> None:
+    client = Client(reference, store)
+    ensurer = ensurer_of(client)
+    assert asyncio.run(ensurer.ensure(kept_of(reference, "memory"))) == [True]
+    (block,) = kept_of(reference, "store")
+
+    async def ensure_and_wait() -> list[bool]:
+        encoded = await ensurer.ensure([block])
+        assert block.key not in store, "the answer does not wait for it"
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+        return encoded
+
+    assert asyncio.run(ensure_and_wait()) == [False]
+    assert block.key in store
+    assert client.kept == ["memory"]
+    assert len(client.asked) == 2
+
+
+def test_a_server_that_only_reads_answers_from_memory_and_stores_nothing(
+    reference: Reference, store: DirectoryStore
+) -> None:
+    client = Client(reference, store)
+    ensurer = ensurer_of(client, read_only=True)
+    assert asyncio.run(ensurer.ensure(kept_of(reference, "memory"))) == [True]
+    assert asyncio.run(ensurer.ensure(kept_of(reference, "store"))) == [False]
+    assert len(client.asked) == 1
+    with pytest.raises(MissError):
+        asyncio.run(ensurer.ensure(kept_of(reference, "store"), thorough=True))
+
+
+def test_more_than_memory_holds_is_refused_before_anything_is_encoded(
+    reference: Reference, store: DirectoryStore
+) -> None:
+    client = Client(reference, store)
+    blocks = kept_of(reference, "private", "private")
+    room = sum(one.tokens for one in blocks) * reference.profile.bytes_per_token
+    with pytest.raises(ProtocolError, match="raise private_memory"):
+        asyncio.run(ensurer_of(client, private_memory=str(room - 1)).ensure(blocks))
+    assert client.asked == []
+    ensurer = ensurer_of(client, private_memory=str(room))
+    assert asyncio.run(ensurer.ensure([*blocks, *blocks])) == [True] * 4
 
 
 @pytest.mark.parametrize("connector", [None, "NixlConnector", "MultiConnector"])

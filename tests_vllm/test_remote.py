@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 
 from blockattn_rag import BlockAttentionEngine, MemoryStore
 from blockattn_rag.errors import ServingError
-from blockattn_rag.prompts.blocks import Block, BlockPrompt
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
 from blockattn_rag.remote import RemoteEngine
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import MODEL, Reference
@@ -56,6 +57,29 @@ def test_answers_and_counts_are_those_of_the_local_engine(
             counts = [getattr(found.stats, name) for name in NAMES]
             assert counts == [getattr(expected.stats, name) for name in NAMES]
     assert found.stats.misses == 0
+
+
+def test_what_users_write_is_kept_in_memory_as_here(
+    reference: Reference, engine: RemoteEngine, local: BlockAttentionEngine
+) -> None:
+    passages = [Block(text) for text in reference.case(17).texts[1:4]]
+    turn = "A turn of Ms Halden's own, which is nobody's business."
+    spans = [("Be brief.\n", "system"), (turn, "conversation"), ("Quote: a lake", "altered")]
+    head, *others = (Block.of([Span(text, origin)]) for text, origin in spans)  # type: ignore[arg-type]
+    prompt = BlockPrompt((head, *passages, *others), "Question: Who?\nAnswer:")
+    before = {*DirectoryStore(reference.folder / "remote").keys()}
+    for misses in (6, 0, 0):
+        found, expected = (one.generate(prompt, max_new_tokens=24) for one in (engine, local))
+        assert found.token_ids == expected.token_ids
+        assert found.stats.misses == expected.stats.misses == misses
+    stored, until = DirectoryStore(reference.folder / "remote"), time.monotonic() + 30
+    # A system message that comes a second time is stored beside the answer.
+    while not engine.contains(head, first=True) and time.monotonic() < until:
+        time.sleep(0.05)
+    new = [stored.get(key) for key in {*stored.keys()} - before]
+    tokenizer = reference.model.tokenizer
+    texts = [tokenizer.block_ids(block, first=block is head) for block in (head, *passages)]
+    assert sorted(kv.token_ids.tolist() for kv in new if kv) == sorted(texts)
 
 
 @pytest.mark.parametrize("mode", ["block", "full"])

@@ -18,7 +18,7 @@ from blockattn_rag.serving.endpoint import (
     EncodeAnswer,
     ServerInfo,
 )
-from blockattn_rag.serving.protocol import ServedBlocks
+from blockattn_rag.serving.protocol import BlockPlan, ServedBlocks
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import TOKENS, Case, Reference
 from tests_vllm.server import KEY, NAME, Server
@@ -224,6 +224,25 @@ def test_tenants_share_no_pages_in_full_mode(reference: Reference, server: Serve
         assert told["choices"][0]["token_ids"] == reference.answer(case, "full")
         hits.append(server.counted("vllm:prefix_cache_hits_total") - before > 0)
     assert hits == [False, False, True]
+
+
+def test_private_blocks_are_found_again_by_their_tenant_alone_and_not_stored(
+    reference: Reference, server: Server, store: DirectoryStore
+) -> None:
+    case = reference.case(32)
+    keep = ["store", "private", *["store"] * (len(case.lengths) - 2)]
+    params = BlockPlan("complete", case.lengths, keep=keep).to_dict()  # type: ignore[arg-type]
+    own = reference.key(case.blocks[1])
+    for tenant, encoded in (("c", 6), ("c", 0), ("d", 6), ("d", 0)):
+        asked = body(case, kv_transfer_params=params)
+        tokens, served = answered(server.post(COMPLETIONS, asked, **{"x-tenant-id": tenant}))
+        assert tokens == reference.answer(case)
+        assert served.encoded == encoded
+        keys = [reference.key(case.blocks[1], name) for name in ("", tenant, f"{tenant}/private")]
+        assert not [key for key in keys if key in store]
+        assert reference.key(case.blocks[2], tenant) in store
+    assert own not in store
+    assert server.counted("vllm:blockattn_kept_blocks_total") == 2
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,11 @@ def test_what_stands_in_the_way_of_encoding_alone_is_no_matter_for_reading(
     engine = engine_of()
     engine.parallel_config.pipeline_parallel_size = 2
     engine.cache_config.cache_dtype = "fp8_e4m3"
-    config = ServingConfig.parse(reference.options(read_only=True))
+    config = ServingConfig.parse(reference.options(read_only=True, private_memory="0"))
     check_engine(engine, cache_of(FULL), config, reference.profile)
+    keeps = ServingConfig.parse(reference.options(read_only=True))
+    with pytest.raises(ServingError, match="read_only and private_memory '0'"):
+        check_engine(engine, cache_of(FULL), keeps, reference.profile)
 
 
 @pytest.mark.parametrize("specs", [(FULL, SLIDING), (SLIDING,), ()])

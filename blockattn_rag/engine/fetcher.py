@@ -18,7 +18,7 @@ from blockattn_rag.kv.block_kv import BlockKV, corrected_digest, store_key, toke
 from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.correction import Correction
-from blockattn_rag.prompts.blocks import Block, Origin
+from blockattn_rag.prompts.blocks import Block, Keep, is_private, keep_of
 from blockattn_rag.prompts.sinks import FIRST_BLOCK, NO_SINK, sink_ids
 from blockattn_rag.store.base import Found, KVStore, ResidentStore, get_many, keep, touch
 from blockattn_rag.store.device_cache import DeviceCache, with_device_cache
@@ -98,8 +98,8 @@ class Wanted(NamedTuple):
     ``ids``: its token ids, none if it has no keys and values; ``digest``: of these and of how it is
     encoded; ``encoded_digest``: the same before a correction changes it; ``namespaces``: where to
     look, the first one is its own; ``keys``: in each of these; ``sink_ids``: it is encoded after
-    these; ``correction``: what corrects it; ``origin``: decides where it may be kept, and is that
-    of the first block where that is the sink.
+    these; ``correction``: what corrects it; ``keep``: what may become of it, which the origin of
+    the first block decides where that is the sink.
     """
 
     keys: tuple[str, ...]
@@ -110,7 +110,7 @@ class Wanted(NamedTuple):
     block: Block
     sink_ids: Sequence[int]
     correction: Correction | None
-    origin: Origin
+    keep: Keep
 
     @property
     def key(self) -> str:
@@ -121,12 +121,6 @@ class Wanted(NamedTuple):
     def name(self) -> Name:
         return self.namespaces[0], self.digest
 
-
-# What a miss may write to a store; a block of any other origin is private to its prompt.
-_STORABLE: frozenset[Origin] = frozenset({"passage"})
-
-# What shares a namespace with passages, because no user writes it.
-_COMMON: frozenset[Origin] = frozenset({"passage", "system"})
 
 _MOST_TO_STORE = 4096
 
@@ -202,9 +196,8 @@ class BlockFetcher:
     ) -> Fetched:
         """KV of a prompt's context blocks; absent ones are computed together.
 
-        Computed passages are stored, system messages when they come a second time (many hold a
-        date or a name and never come again). Whatever else stands in a prompt is private to it,
-        and stays in the memory of this process.
+        Computed passages are stored, system messages when they come a second time. Whatever else
+        stands in a prompt is private to it, and stays in the memory of this process.
 
         Args:
             on_miss: whether passages may be computed.
@@ -217,7 +210,7 @@ class BlockFetcher:
         distinct = {one.name: one for one in wanted}
         found = self._look_up(distinct.values())
         missing = [one for one in distinct.values() if one.name not in found]
-        passages = [one for one in missing if one.block.origin in _STORABLE]
+        passages = [one for one in missing if keep_of(one.block.origin) == "store"]
         if passages and on_miss == "error":
             raise MissError(
                 f"{len(passages)} of {len(context)} blocks are not in the store and "
@@ -228,7 +221,7 @@ class BlockFetcher:
             check_room(sum(len(one.ids) for one in wanted))
         for batch in self.encode(missing):
             for one, computed in batch:
-                self._keep(computed, one.origin)
+                self._keep(computed, one.keep)
                 found[one.name] = computed
         missed = {one.name: len(one.ids) for one in missing}
         return Fetched([found[one.name] for one in wanted], missed)
@@ -267,14 +260,14 @@ class BlockFetcher:
         for index, block in enumerate(blocks):
             first = as_prompt and index == 0
             before, correction = ((), None) if first else (sink_ids, how.correction)
-            origin = block.origin if head is None else head.origin
+            allowed = keep_of(block.origin if head is None else head.origin)
             ids, digest = self._tokenised(block, first)
             encoded = token_digest(ids, before) if before else digest
             digest = corrected_digest(encoded, correction.digest) if correction else encoded
-            names = self.access.namespaces(private=origin not in _COMMON)
+            names = self.access.namespaces(private=is_private(allowed))
             keys = tuple(store_key(fingerprint, digest, name) for name in names)
             wanted.append(
-                Wanted(keys, names, ids, digest, encoded, block, before, correction, origin)
+                Wanted(keys, names, ids, digest, encoded, block, before, correction, allowed)
             )
         return wanted
 
@@ -382,15 +375,15 @@ class BlockFetcher:
             )
         self._checked.add(kv)
 
-    def _keep(self, kv: BlockKV, origin: Origin) -> None:
-        """Keep what an answer needed: in the store where its origin allows it, else in memory."""
+    def _keep(self, kv: BlockKV, allowed: Keep) -> None:
+        """Keep what an answer needed: in the store where that is allowed, else in memory."""
         # By the model that computed it: an adapter may have been switched since the look-up.
         key = kv.key
-        if origin in _STORABLE or key in self._to_store:
+        if allowed == "store" or key in self._to_store:
             self._store(kv)
             return
         keep(self._cache, key, kv)
-        if origin == "system":
+        if allowed == "memory":
             if len(self._to_store) >= _MOST_TO_STORE:
                 self._to_store.clear()
             self._to_store.add(key)

@@ -30,6 +30,36 @@ Control tokens are parsed in ``template`` and ``prompt`` alone.
 
 PASSAGES: frozenset[Origin] = frozenset({"passage", "altered"})
 
+Keep = Literal["store", "memory", "private", "private-store"]
+"""What may become of a block's keys and values.
+
+``store``: they may be stored. ``memory``: they stay in memory, if they are not stored yet.
+``private``: as ``memory``, and they are found by private blocks alone, so that what a user writes
+does not tell him, by the time that it takes, which passages are stored. ``private-store``: as
+``private``, and they may be stored.
+"""
+
+
+def keep_of(origin: Origin, *, on_purpose: bool = False) -> Keep:
+    """What may become of a block that a prompt needs, or that is encoded on purpose.
+
+    System messages that prompts need, ``memory``, may be stored when they come a second time: many
+    hold a date or a name and never come again.
+    """
+    if origin in ("passage", "system"):
+        return "store" if origin == "passage" or on_purpose else "memory"
+    return "private-store" if on_purpose else "private"
+
+
+def is_private(keep: Keep) -> bool:
+    """Whether a block is found by private blocks alone."""
+    return keep in ("private", "private-store")
+
+
+def may_store(keep: Keep) -> bool:
+    """Whether a block may be stored."""
+    return keep in ("store", "private-store")
+
 
 def handle_of(text: str) -> str:
     """Content address of a block's canonical text: 32 hex digits."""

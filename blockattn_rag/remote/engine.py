@@ -17,14 +17,14 @@ from blockattn_rag.engine.options import GenerateOptions, OnMiss
 from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingAnswer
 from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, made
 from blockattn_rag.engine.results import Generation, GenerationChunk
-from blockattn_rag.prompts.blocks import Block, BlockPrompt
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, is_private, keep_of
 from blockattn_rag.remote.background import background
 from blockattn_rag.remote.client import API_KEY_VARIABLE, Client
-from blockattn_rag.remote.ingest import batches, precompute
+from blockattn_rag.remote.ingest import ToEncode, batches, precompute
 from blockattn_rag.remote.model import RemoteModel
 from blockattn_rag.remote.request import check_possible
 from blockattn_rag.remote.server import Server, count_missing_now, room_for
-from blockattn_rag.serving.endpoint import EncodeBody, ServerInfo
+from blockattn_rag.serving.endpoint import ServerInfo
 
 
 class RemoteEngine:
@@ -145,12 +145,12 @@ class RemoteEngine:
         check_possible(GenerateOptions.parse(given, self._defaults))
         info = self.info
         self._server.check_sink(sink, info)
-        ids = [self.model.tokenised(one, as_prompt and not at).ids for at, one in enumerate(blocks)]
-        opens_prompt = as_prompt and bool(ids and ids[0])
-        ids = [one for one in ids if one]
-        for one in ids:
-            room_for(len(one), info)
-        bodies = [*batches(ids, as_prompt=opens_prompt, batch_tokens=batch_tokens)]
+        wanted = [self._to_encode(one, as_prompt and not at) for at, one in enumerate(blocks)]
+        opens_prompt = as_prompt and bool(wanted and wanted[0].ids)
+        wanted = [one for one in wanted if one.ids]
+        for one in wanted:
+            room_for(len(one.ids), info)
+        bodies = [*batches(wanted, as_prompt=opens_prompt, batch_tokens=batch_tokens)]
         if info.read_only and (absent := count_missing_now(self._server, bodies)):
             raise ValueError(
                 f"{absent} of {sum(len(body.blocks) for body in bodies)} blocks are not in the "
@@ -172,9 +172,9 @@ class RemoteEngine:
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether a block's KV is stored. ``first``: as the first block of a prompt."""
-        ids = tuple(self.model.tokenised(block, first).ids)
-        bodies = [EncodeBody((ids,), opens_prompt=first)] if ids else []
-        return bool(ids) and not count_missing_now(self._server, bodies)
+        wanted = [one for one in [self._to_encode(block, first)] if one.ids]
+        bodies = [*batches(wanted, as_prompt=first, batch_tokens=None)]
+        return bool(bodies) and not count_missing_now(self._server, bodies)
 
     # -- answering ---------------------------------------------------------------------------
 
@@ -248,6 +248,10 @@ class RemoteEngine:
                 pending.leave()
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _to_encode(self, block: Block, first: bool) -> ToEncode:
+        keep = keep_of(block.origin, on_purpose=True)
+        return ToEncode(self.model.tokenised(block, first).ids, is_private(keep))
 
     def _pending(
         self, prompt: LatePrompt, given: Mapping[str, Any], gate: asyncio.Semaphore | None = None

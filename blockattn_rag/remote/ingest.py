@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
@@ -26,26 +26,35 @@ _BATCH_BLOCKS = 32
 Encode = Callable[[EncodeBody], Coroutine[Any, Any, EncodeAnswer]]
 
 
+class ToEncode(NamedTuple):
+    """A block's token ids, and whether private blocks alone are to find it."""
+
+    ids: Sequence[int]
+    private: bool = False
+
+
 def batches(
-    blocks: Sequence[Sequence[int]], *, as_prompt: bool, batch_tokens: int | None
+    blocks: Sequence[ToEncode], *, as_prompt: bool, batch_tokens: int | None
 ) -> Iterator[EncodeBody]:
-    """Distinct blocks, by token ids, as bodies of requests.
+    """Distinct blocks as bodies of requests.
 
     Args:
         as_prompt: the first block opens a prompt, and is another one than the same ids elsewhere.
         batch_tokens: of one request; a block of more tokens has one of its own.
     """
     if as_prompt and blocks:
-        yield EncodeBody((tuple(blocks[0]),), opens_prompt=True)
+        yield EncodeBody((tuple(blocks[0].ids),), opens_prompt=True, private=blocks[0].private)
     most = batch_tokens or BATCH_TOKENS
-    batch: list[tuple[int, ...]] = []
-    for ids in dict.fromkeys(tuple(ids) for ids in blocks[as_prompt:]):
-        if batch and (len(batch) == _BATCH_BLOCKS or sum(map(len, batch)) + len(ids) > most):
-            yield EncodeBody(tuple(batch))
-            batch = []
-        batch.append(ids)
-    if batch:
-        yield EncodeBody(tuple(batch))
+    for private in (False, True):
+        batch: list[tuple[int, ...]] = []
+        same = (tuple(one.ids) for one in blocks[as_prompt:] if one.private == private)
+        for ids in dict.fromkeys(same):
+            if batch and (len(batch) == _BATCH_BLOCKS or sum(map(len, batch)) + len(ids) > most):
+                yield EncodeBody(tuple(batch), private=private)
+                batch = []
+            batch.append(ids)
+        if batch:
+            yield EncodeBody(tuple(batch), private=private)
 
 
 def precompute(

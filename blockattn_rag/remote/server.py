@@ -6,13 +6,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingAnswer
 from blockattn_rag.engine.results import Generation
 from blockattn_rag.errors import ContextOverflowError, MissError, ServingError
-from blockattn_rag.prompts.blocks import Block
+from blockattn_rag.prompts.blocks import Block, Keep, keep_of
 from blockattn_rag.remote.answer import ComingAnswer
 from blockattn_rag.remote.background import background
 from blockattn_rag.remote.client import Client, PassingError, RefusedError
@@ -33,6 +34,8 @@ logger = logging.getLogger("blockattn_rag")
 
 T = TypeVar("T")
 
+_MOST_USED = 4096
+
 
 class Server:
     """A server with this package's connector, asked for one of its models.
@@ -52,6 +55,8 @@ class Server:
         self._sink = sink
         self._info: ServerInfo | None = None
         self._has_warned = False
+        # Digests of system messages that may be stored when they come again.
+        self._used: set[str] = set()
 
     def info_now(self) -> ServerInfo:
         """``info``, for other threads, which wait for it."""
@@ -78,7 +83,7 @@ class Server:
 
     async def count_missing(self, body: EncodeBody) -> int:
         """How many of these blocks are not stored."""
-        look = EncodeBody(body.blocks, opens_prompt=body.opens_prompt, only_look=True)
+        look = replace(body, only_look=True)
         return len(outcome_lengths(look, await self.encode(look))["missing"])
 
     def check_sink(self, sink: str | None, info: ServerInfo) -> None:
@@ -103,11 +108,24 @@ class Server:
         limit = min(room_for(len(prompt.ids), info), options.sampling.max_new_tokens)
         if options.mode == "full" or not prompt.context:
             return await self._complete(pending, prompt, None, limit, options)
-        plan = BlockPlan("complete", prompt.lengths)
+        plan = BlockPlan("complete", prompt.lengths, keep=self._keep(prompt))
         self._warn_if_untuned(info)
         if options.on_miss == "error":
             await self._check_nothing_missing(prompt)
         return await self._complete(pending, prompt, plan, limit, options)
+
+    def _keep(self, prompt: TokenPrompt) -> tuple[Keep, ...]:
+        """What the server may do with the blocks of a prompt: as an engine of this process."""
+        keeps = [keep_of(block.origin) for block in prompt.blocks]
+        digests = [one.digest for one in prompt.context]
+        again = [digest in self._used for digest in digests]
+        if len(self._used) >= _MOST_USED:
+            self._used.clear()
+        self._used |= {one for one, keep in zip(digests, keeps, strict=True) if keep == "memory"}
+        return tuple(
+            "store" if keep == "memory" and used else keep
+            for keep, used in zip(keeps, again, strict=True)
+        )
 
     async def _complete(
         self,
@@ -138,7 +156,7 @@ class Server:
         """Refuse, by a MissError, a prompt with passages that are not stored."""
         missing: list[Block] = []
         for at, (block, tokenised) in enumerate(zip(prompt.blocks, prompt.context, strict=True)):
-            if block.origin == "passage":
+            if keep_of(block.origin) == "store":
                 body = EncodeBody((tuple(tokenised.ids),), opens_prompt=at == 0)
                 missing += [block] * await self.count_missing(body)
         if missing:

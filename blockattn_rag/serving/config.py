@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
+from blockattn_rag.serving.profile import ModelProfile
 from blockattn_rag.store import KVStore, RedisStore
 from blockattn_rag.store.namespaces import Access
-from blockattn_rag.store.specs import is_cache
+from blockattn_rag.store.specs import bytes_of, is_cache
 from blockattn_rag.store.urls import lasts
 
 CONNECTOR = "BlockAttentionConnector"
@@ -26,12 +27,14 @@ class ServingConfig:
         store: the home of all entries, a path or an address that every process can reach.
         profile: path of the model's profile, as ``blockattn-rag fingerprint`` writes it.
         memory: bytes of blocks that each rank keeps in its host's memory, such as ``8GiB``.
+        private_memory: bytes of blocks that may not be stored, which all ranks together keep in
+            their hosts' memory; ``0`` for none: requests with such blocks are refused.
         disk: a folder of this machine between memory and home; none if null.
         cache: a Redis or Valkey server between those and the home, such as ``redis://valkey/0``,
             which several servers may have in common; none if null.
         namespace: where blocks are stored and looked for, unless a request names its tenant.
         read_namespaces: where they are looked for next; never written.
-        read_only: nothing is encoded for the store.
+        read_only: nothing is stored.
         tenant_secret_env: the environment variable that holds the secret by which the endpoint
             vouches for tenants. Not the secret itself: engines print their options.
         load_deadline_s: seconds that a load of blocks may take.
@@ -47,6 +50,7 @@ class ServingConfig:
     store: str
     profile: str
     memory: str = "8GiB"
+    private_memory: str = "4GiB"
     disk: str | None = None
     cache: str | None = None
     namespace: str = ""
@@ -74,7 +78,7 @@ class ServingConfig:
         if self.load_deadline_s <= 0:
             raise ValueError(f"load_deadline_s must be positive, found {self.load_deadline_s}")
         check_kv_dtype(self.kv_dtype)
-        _ = self.access  # checks the names
+        _ = self.access, bytes_of(self.private_memory)  # checks the names, and the size
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> ServingConfig:
@@ -120,6 +124,15 @@ class ServingConfig:
             )
         return secret
 
+    def private_tokens(self, profile: ModelProfile) -> int:
+        """How many tokens of blocks that may not be stored are kept in memory, of this model."""
+        return bytes_of(self.private_memory) // profile.bytes_per_token
+
+    @property
+    def encodes(self) -> bool:
+        """Whether anything is encoded here: for the store, or for this server's memory alone."""
+        return not self.read_only or bytes_of(self.private_memory) > 0
+
     @property
     def tier_names(self) -> tuple[str, ...]:
         """What the tiers of each rank are called, the home last."""
@@ -137,7 +150,7 @@ class ServingConfig:
         return tiers
 
 
-_TEXTS = {"store", "profile", "memory", "namespace", "kv_dtype"}
+_TEXTS = {"store", "profile", "memory", "private_memory", "namespace", "kv_dtype"}
 _OPTIONAL_TEXTS = {"disk", "cache", "tenant_secret_env"}
 _TEXT_LISTS = {"read_namespaces", "readers"}
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from blockattn_rag.errors import ProtocolError
+from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.serving.fields import (
     hex_digest,
     namespace_name,
@@ -39,6 +40,7 @@ Outcome = Literal["found", "encoded", "missing"]
 
 _OUTCOMES: tuple[Outcome, ...] = ("found", "encoded", "missing")
 _MOST_TOKENS = 1 << 24
+_FLAGS = ("opens_prompt", "private", "only_look")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class EncodeBody:
         blocks: token ids of each.
         model: one of the server's models; None: its first.
         opens_prompt: the first block opens a prompt, and so is encoded after no sink.
+        private: the blocks are found by private blocks alone (``prompts.blocks.Keep``).
         only_look: encode nothing, and say of what is not stored that it is missing.
 
     Raises:
@@ -106,7 +109,13 @@ class EncodeBody:
     blocks: tuple[tuple[int, ...], ...]
     model: str | None = None
     opens_prompt: bool = False
+    private: bool = False
     only_look: bool = False
+
+    @property
+    def keep(self) -> Keep:
+        """What may become of the blocks: they are encoded to be stored."""
+        return "private-store" if self.private else "store"
 
     def __post_init__(self) -> None:
         blocks = sequence(self.blocks, "blocks", 1, MOST_BLOCKS)
@@ -114,20 +123,19 @@ class EncodeBody:
         object.__setattr__(self, "blocks", checked)
         if self.model is not None:
             text(self.model, "model", ".+", "a model's name")
-        for name in ("opens_prompt", "only_look"):
+        for name in _FLAGS:
             _flag(getattr(self, name), name)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it; what is not given is left out."""
         named = {} if self.model is None else {"model": self.model}
-        flags = {name: True for name in ("opens_prompt", "only_look") if getattr(self, name)}
+        flags = {name: True for name in _FLAGS if getattr(self, name)}
         return {**named, "blocks": [list(ids) for ids in self.blocks], **flags}
 
     @classmethod
     def from_dict(cls, told: object) -> EncodeBody:
         """What ``to_dict`` told of. Raises ProtocolError."""
-        optional = ("model", "opens_prompt", "only_look")
-        return cls(**record(told, "the body", ("blocks",), optional))
+        return cls(**record(told, "the body", ("blocks",), ("model", *_FLAGS)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,8 @@ def sequence(value: object, name: str, least: int, most: int) -> list[Any] | tup
     if not isinstance(value, (list, tuple)):
         raise ProtocolError(f"{name} must be a list, found {shown(value)}")
     if not least <= len(value) <= most:
-        raise ProtocolError(f"{name} must have {least} to {most} items, found {len(value)}")
+        number = f"{least}" if least == most else f"{least} to {most}"
+        raise ProtocolError(f"{name} must have {number} items, found {len(value)}")
     return value
 
 

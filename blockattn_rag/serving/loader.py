@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from blockattn_rag.errors import LoadError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.serving.profile import ModelProfile
 from blockattn_rag.serving.protocol import BlockId
 from blockattn_rag.serving.shares import Share
@@ -19,6 +20,13 @@ from blockattn_rag.store.tier import TierStats, is_damage
 from blockattn_rag.store.tiered import TieredStore
 
 logger = logging.getLogger("blockattn_rag")
+
+_MISSING: dict[Keep, str] = {
+    "store": "no store that answers holds it",
+    "memory": "no store that answers holds it, nor this server's memory (private_memory) any more",
+    "private": "no store that answers holds it, nor this server's memory (private_memory) any more",
+    "private-store": "no store that answers holds it",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,7 @@ class BlockLoader:
         share: what this rank holds of each block.
         deadline_s: seconds that a load may take, waiting for a thread included.
         threads: loads at once, at most.
+        kept: where blocks are that may not be stored: in this process's memory.
         most_waiting: loads that go on or wait, at most; further ones fail at once.
 
     Raises:
@@ -71,8 +80,10 @@ class BlockLoader:
         deadline_s: float = 10.0,
         threads: int = 8,
         most_waiting: int = 1024,
+        kept: KVStore | None = None,
     ) -> None:
         self.store = store
+        self._kept = kept
         self._outline = share.token_outline(profile)
         self._deadline_s = check_seconds("deadline_s", deadline_s)
         if most_waiting < 1:
@@ -152,8 +163,8 @@ class BlockLoader:
         """
         if not remaining(until):
             raise StoreError("other loads took until the deadline")
-        found: dict[int, BlockKV] = {}
-        missing = {one.place: "no store that answers holds it" for one in blocks}
+        found = self._look_up_kept(blocks)
+        missing = {one.place: _MISSING[one.keep] for one in blocks if one.place not in found}
         damaged: list[str] = []
         for turn in range(max((len(one.keys) for one in blocks), default=0)):
             asked = [one for one in blocks if one.place in missing and turn < len(one.keys)]
@@ -174,6 +185,18 @@ class BlockLoader:
                     damaged += [key] * (is_damage(answer) or answers[key] is not answer)
         if missing:
             raise _failure(blocks, missing, damaged)
+        return found
+
+    def _look_up_kept(self, blocks: Sequence[BlockId]) -> dict[int, BlockKV]:
+        """By their places, the blocks that are in memory because they might not be stored when they
+        were encoded."""
+        found: dict[int, BlockKV] = {}
+        if self._kept is None:
+            return found
+        for one in blocks:
+            kv = self._checked(self._kept.get(one.key), one, one.key)
+            if isinstance(kv, BlockKV):
+                found[one.place] = kv
         return found
 
     def _checked(self, answer: Found, one: BlockId, key: str) -> Found:

@@ -1,8 +1,9 @@
 """What client and server say to each other about blocks, and what a server makes of it.
 
-A client sends a prompt as token ids, and how many of them each context block has. It sends neither
-keys nor digests nor places of anything: the server computes keys from the ids that it was sent, so
-that a client finds the keys and values of tokens that it has itself, and no others.
+A client sends a prompt as token ids, how many of them each context block has, and what may become
+of each. It sends neither keys nor digests nor places of anything: the server computes keys from the
+ids that it was sent, so that a client finds the keys and values of tokens that it has itself, and
+no others.
 
 Importing this loads no torch.
 """
@@ -15,9 +16,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from blockattn_rag.errors import ProtocolError
+from blockattn_rag.prompts.blocks import Keep, is_private
 from blockattn_rag.serving.fields import (
     namespace_name,
     one_of,
@@ -28,6 +30,7 @@ from blockattn_rag.serving.fields import (
     text,
     whole,
 )
+from blockattn_rag.store.namespaces import Access
 
 if TYPE_CHECKING:
     from blockattn_rag.serving.profile import ModelProfile
@@ -39,7 +42,7 @@ FIELD = "blockattn"
 MOST_BLOCKS = 256
 
 Op = Literal["complete", "encode"]
-"""``complete``: answer from the blocks. ``encode``: compute one block's keys and values, and store
+"""``complete``: answer from the blocks. ``encode``: compute one block's keys and values, and keep
 them."""
 
 _OPS: tuple[Op, ...] = ("complete", "encode")
@@ -55,14 +58,17 @@ class BlockPlan:
         lengths: tokens of each context block, in order. ``complete``: they stand at the start of
             the prompt, and at least one token follows. ``encode``: one block, at the end.
         namespace: for whom, as ``store.namespaces``.
+        keep: what may become of each block; ``()`` if all may be stored.
 
     Raises:
-        ProtocolError: an unknown op, no block, too many, one of no token, or no name.
+        ProtocolError: an unknown op, no block, too many, one of no token, no name, or not one word
+            on what may become of each block.
     """
 
     op: Op
     lengths: tuple[int, ...]
     namespace: str = ""
+    keep: tuple[Keep, ...] = ()
 
     def __post_init__(self) -> None:
         one_of(self.op, "op", _OPS)
@@ -74,6 +80,14 @@ class BlockPlan:
                 f"op='encode' takes one block, found {len(lengths)}; make a request for each"
             )
         namespace_name(self.namespace)
+        if self.keep != ():
+            keep = sequence(self.keep, "keep", len(lengths), len(lengths))
+            words = tuple(one_of(n, f"keep[{at}]", get_args(Keep)) for at, n in enumerate(keep))
+            object.__setattr__(self, "keep", words if {*words} != {"store"} else ())
+
+    def keep_at(self, place: int) -> Keep:
+        """What may become of a block."""
+        return self.keep[place] if self.keep else "store"
 
     @property
     def context_tokens(self) -> int:
@@ -91,6 +105,8 @@ class BlockPlan:
             ValueError: there is another namespace and no secret.
         """
         fields: dict[str, Any] = {"v": VERSION, "op": self.op, "lengths": list(self.lengths)}
+        if self.keep:
+            fields["keep"] = list(self.keep)
         if secret is not None:
             fields |= {"namespace": self.namespace, "mac": _mac(self, secret)}
         elif self.namespace != default:
@@ -124,11 +140,12 @@ def parse_plan(
     if isinstance(kv_transfer_params, Mapping) and FIELD not in kv_transfer_params:
         return None
     told = record(kv_transfer_params, "kv_transfer_params", (FIELD,))[FIELD]
-    fields = record(told, FIELD, ("v", "op", "lengths"), ("namespace", "mac"))
+    fields = record(told, FIELD, ("v", "op", "lengths"), ("keep", "namespace", "mac"))
     check_version(fields["v"])
     is_named = "namespace" in fields or "mac" in fields
     named = fields.get("namespace") if is_named else namespace
-    plan = BlockPlan(fields["op"], fields["lengths"], named)  # type: ignore[arg-type]
+    keep = fields.get("keep", ())
+    plan = BlockPlan(fields["op"], fields["lengths"], named, keep)  # type: ignore[arg-type]
     if is_named:
         _check_mac(plan, fields.get("mac"), secret)
     _check_fits(plan, num_prompt_tokens)
@@ -139,12 +156,15 @@ def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
     """The cache salt of a request: only requests with equal salts may share an engine's pages.
 
     In it is all that decides the pages' keys and values beside the token ids: where the prompt is
-    cut, the model, and the sink; and for whom, so that no tenant learns what another one asked.
+    cut, the model, and the sink; and for whom, and what is private, so that nobody learns by the
+    time that an answer takes what another tenant asked, or who encoded a private block.
 
     Args:
         own: the salt that the client gave, who wants to share pages with its like alone.
     """
-    parts = [profile.fingerprint, plan.namespace, plan.op, plan.lengths, profile.sink_ids, own]
+    private = [place for place, keep in enumerate(plan.keep) if is_private(keep)]
+    cut = [plan.op, plan.lengths, private]
+    parts = [profile.fingerprint, profile.sink_ids, plan.namespace, cut, own]
     return "ba1-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
 
 
@@ -185,18 +205,22 @@ class BlockId(NamedTuple):
         start: place of its first token in the prompt.
         ids: its token ids.
         digest: ``kv.token_digest`` of them, and of the sink where it is encoded after that.
-        keys: where stores hold it, in each namespace to look in; the first is where it is stored.
+        namespaces: where to look for it; the first one is its own.
+        keys: in each of these.
+        keep: what may become of it.
     """
 
     place: int
     start: int
     ids: tuple[int, ...]
     digest: str
+    namespaces: tuple[str, ...]
     keys: tuple[str, ...]
+    keep: Keep = "store"
 
     @property
     def key(self) -> str:
-        """Where it is stored."""
+        """Where it is kept."""
         return self.keys[0]
 
 
@@ -229,13 +253,15 @@ def block_keys(
             f"found {start} tokens before the block to be encoded, expected none, or the "
             f"{len(profile.sink_ids)} of the server's sink ({profile.sink})"
         )
-    namespaces = tuple(dict.fromkeys((plan.namespace, *read_namespaces)))
+    access = Access(plan.namespace, tuple(read_namespaces))
     found = []
     for place, length in enumerate(plan.lengths):
         ids = tuple(token_ids[start : start + length])
         digest = token_digest(ids, profile.sink_ids if place else before)
-        keys = tuple(store_key(profile.fingerprint, digest, name) for name in namespaces)
-        found.append(BlockId(place, start, ids, digest, keys))
+        keep = plan.keep_at(place)
+        names = access.namespaces(private=is_private(keep))
+        keys = tuple(store_key(profile.fingerprint, digest, name) for name in names)
+        found.append(BlockId(place, start, ids, digest, names, keys, keep))
         start += length
     return found
 
@@ -332,7 +358,7 @@ def _check_fits(plan: BlockPlan, num_prompt_tokens: int) -> None:
 
 def _mac(plan: BlockPlan, secret: str) -> str:
     """What proves that whoever wrote a plan knows the secret: 64 hex digits of HMAC-SHA256."""
-    return _code(json.dumps([VERSION, plan.op, plan.lengths, plan.namespace]), secret)
+    return _code(json.dumps([VERSION, plan.op, plan.lengths, plan.namespace, plan.keep]), secret)
 
 
 def _code(said: str, secret: str) -> str:

@@ -88,6 +88,11 @@ class Share:
         shapes += zip(self.heads, (layer.value_size for layer in own), strict=True)
         return tuple((len(heads), size, profile.torch_dtype) for heads, size in shapes)
 
+    def bytes_per_token(self, profile: ModelProfile) -> int:
+        """Of this share's keys and values, not quantised."""
+        outline = self.token_outline(profile)
+        return sum(heads * size * dtype.itemsize for heads, size, dtype in outline)
+
     def pieces(self, layout: Layout) -> list[Piece]:
         """This share of an entry."""
         each = zip(self.layers, self.heads, strict=True)

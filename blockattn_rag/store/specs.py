@@ -36,7 +36,10 @@ def open_spec(spec: str | Path, *, on_host: bool = False) -> KVStore:
     if not scheme:
         return DirectoryStore(spec)
     if scheme == "memory":
-        return MemoryStore(_memory_bytes(text), on_host=on_host)
+        from blockattn_rag.store import DEFAULT_MEMORY_BYTES
+
+        size = text.removeprefix("memory:").strip("/ ")
+        return MemoryStore(bytes_of(size) if size else DEFAULT_MEMORY_BYTES, on_host=on_host)
     if scheme == "file":
         return DirectoryStore(folder_of(text))
     # Imported where they are used: they bring threads, and need extras.
@@ -56,15 +59,17 @@ def is_cache(spec: str | Path) -> bool:
     return scheme_of(str(spec)) in _REDIS_SCHEMES
 
 
-def _memory_bytes(spec: str) -> int:
-    from blockattn_rag.store import DEFAULT_MEMORY_BYTES
+def bytes_of(size: str) -> int:
+    """How many bytes a size such as ``2GiB`` means.
 
-    text = spec.removeprefix("memory:").strip("/ ")
-    if not text:
-        return DEFAULT_MEMORY_BYTES
-    match = _SIZE.fullmatch(text)
+    Raises:
+        ValueError: it is none.
+    """
+    match = _SIZE.fullmatch(size)
     if match is None:
-        raise ValueError(f"expected memory: or a size as in memory:2GiB, found {spec!r}")
+        raise ValueError(
+            f"expected a size such as 2GiB, or memory:2GiB for a store, found {size!r}"
+        )
     power = " kmgt".index((match[2] or " ").lower())
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 

@@ -111,8 +111,9 @@ def _cache(engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig) -> I
         )
     dtype = engine.cache_config.cache_dtype
     as_computed = ("auto", str(engine.model_config.dtype).removeprefix("torch."))
-    if dtype not in as_computed and not config.read_only:
+    if dtype not in as_computed and config.encodes:
         yield (
-            f"the cache holds {dtype}, and blocks are stored as the model computes them; set "
-            "--kv-cache-dtype auto, or read_only and encode on another server"
+            f"the cache holds {dtype}, and blocks are kept as the model computes them; set "
+            "--kv-cache-dtype auto, or read_only and private_memory '0', and encode on another "
+            "server"
         )

@@ -1,4 +1,4 @@
-"""Having blocks stored before a prompt that needs them is computed: in the API server's process."""
+"""Having blocks encoded before a prompt needs them: in the API server's process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from vllm import SamplingParams
 
 from blockattn_rag.errors import MissError, ServingError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.prompts.blocks import Keep, may_store
 from blockattn_rag.serving.config import ServingConfig
 from blockattn_rag.serving.profile import ModelProfile
 from blockattn_rag.serving.protocol import BlockId, BlockPlan, block_keys
@@ -22,6 +23,7 @@ from blockattn_rag.serving.shares import Share
 from blockattn_rag.store.base import KVStore, get_or_error, touch
 from blockattn_rag.store.breaker import CircuitBreaker
 from blockattn_rag.store.tier import is_damage
+from blockattn_rag.vllm.kept import KeptBlocks
 from blockattn_rag.vllm.room import Room
 from blockattn_rag.vllm.saver import QUEUE_BYTES
 
@@ -36,6 +38,9 @@ _FAILURES, _PAUSE_S = 3, 30.0
 _THREADS = 16
 
 
+_Name = tuple[str, bool]
+
+
 class Encodable(NamedTuple):
     """A block, and the request that encodes it: its prompt is the block, maybe after the sink."""
 
@@ -45,8 +50,23 @@ class Encodable(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Where it is stored."""
+        """Where it is kept."""
         return self.block.key
+
+    @property
+    def in_store(self) -> bool:
+        """Whether it may be stored; else it is kept in the memory of the engine's workers."""
+        return may_store(self.block.keep)
+
+    @property
+    def name(self) -> _Name:
+        """What tells it from others, which may have the same key and stay in memory."""
+        return self.key, self.in_store
+
+    @property
+    def tokens(self) -> int:
+        """Its tokens."""
+        return len(self.block.ids)
 
 
 def encodables(
@@ -56,14 +76,16 @@ def encodables(
     read_namespaces: Sequence[str] = (),
     *,
     opens_prompt: bool,
+    keep: Sequence[Keep] = (),
 ) -> list[Encodable]:
     """Blocks by their token ids; ``opens_prompt``: the first one is encoded alone, as the first of
-    its prompt. Raises ProtocolError."""
+    its prompt; ``keep``: as ``BlockPlan.keep``. Raises ProtocolError."""
     found = []
     for place, ids in enumerate(blocks):
         before = () if opens_prompt and place == 0 else profile.sink_ids
         token_ids = [*before, *ids]
-        plan = BlockPlan("encode", (len(ids),), namespace)
+        own = tuple(keep[place : place + 1])
+        plan = BlockPlan("encode", (len(ids),), namespace, own)
         (block,) = block_keys(token_ids, plan, profile, read_namespaces)
         found.append(Encodable(block, token_ids, plan))
     return found
@@ -100,7 +122,9 @@ class BlockEnsurer:
         self._profile = profile
         self._secret = config.tenant_secret
         self._outline = Share.of(profile).token_outline(profile)
-        self._flights: dict[str, _Flight] = {}
+        self._kept = KeptBlocks(config.private_tokens(profile))
+        self._later: set[asyncio.Task[None]] = set()
+        self._flights: dict[_Name, _Flight] = {}
         # Workers drop what they encode faster than it is stored. So blocks wait here instead.
         self._room = Room(_AT_ONCE, QUEUE_BYTES)
         # Who waits for a store that takes nothing waits long, and the engine computes for nothing.
@@ -108,62 +132,89 @@ class BlockEnsurer:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="blockattn-rag-ensure")
 
     async def found(self, blocks: Sequence[Encodable], *, thorough: bool = False) -> list[bool]:
-        """Whether each block is stored; it counts as used now.
+        """Whether each block is there; it counts as used now.
 
         Args:
-            thorough: read it all. An entry that is damaged is deleted, as it could not be loaded.
+            thorough: read it all. An entry that is damaged is deleted, as it could not be loaded;
+                and what should be in the workers' memory is taken for lost.
 
         Raises:
             StoreError: the store does not say.
         """
-        look = self._is_sound if thorough else self._is_there
-        distinct = {one.key: one.block for one in blocks}
-        answers = await asyncio.gather(*(self._asked(look, one) for one in distinct.values()))
-        there = dict(zip(distinct, answers, strict=True))
-        return [there[one.key] for one in blocks]
+        distinct = {one.name: one for one in blocks}
+        looks = (self._is_found(one, thorough) for one in distinct.values())
+        there = dict(zip(distinct, await asyncio.gather(*looks), strict=True))
+        return [there[one.name] for one in blocks]
+
+    async def _is_found(self, one: Encodable, thorough: bool) -> bool:
+        if not one.in_store and thorough:
+            self._kept.forget(one.key)
+        if not one.in_store and self._kept.use(one.key):
+            return True
+        return await self._asked(self._is_sound if thorough else self._is_there, one.block)
 
     async def ensure(self, blocks: Sequence[Encodable], *, thorough: bool = False) -> list[bool]:
-        """Have all blocks stored; says of each whether it had to be encoded.
+        """Have all blocks encoded; says of each whether it had to be.
 
         Raises:
-            MissError: some are missing and this server encodes nothing.
+            MissError: some that may be stored are missing, and this server stores nothing.
+            ProtocolError: those that may not be stored are more than this server keeps in memory.
             ServingError: one could not be encoded, or was not stored in time.
             StoreError: the store does not say what it has.
         """
         found = await self.found(blocks, thorough=thorough)
-        missing = {one.key: one for one, there in zip(blocks, found, strict=True) if not there}
-        if missing and self._config.read_only:
+        absent = {one.name: one for one, there in zip(blocks, found, strict=True) if not there}
+        late = [one for one in absent.values() if not thorough and self._kept.use(one.key)]
+        missing = {name: one for name, one in absent.items() if one not in late}
+        unstored = sum(one.in_store for one in missing.values())
+        if unstored and self._config.read_only:
             raise MissError(
-                f"{len(missing)} of {len(blocks)} blocks are not stored and this server is "
+                f"{unstored} of {len(blocks)} blocks are not stored and this server is "
                 "read_only; encode them on one that is not"
             )
+        in_memory = {
+            one.key: one.tokens
+            for one in blocks
+            if not one.in_store and (one.name in missing or self._kept.use(one.key))
+        }
+        self._kept.check_room(sum(in_memory.values()))
         await asyncio.gather(*(self._encoded(one) for one in missing.values()))
-        return [not there for there in found]
+        self._store_later(late)
+        return [one.name in missing for one in blocks]
+
+    def _store_later(self, blocks: Iterable[Encodable]) -> None:
+        """Have blocks stored that may be by now and are in the workers' memory, which is enough for
+        the answer."""
+        for one in blocks if not self._config.read_only else ():
+            task = asyncio.create_task(self._encoded(one))
+            self._later.add(task)
+            task.add_done_callback(self._later.discard)
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # was told
 
     async def _encoded(self, one: Encodable) -> None:
         """Join the encoding of a block, or begin it. It ends early when nobody waits for it any
         more and the engine was not asked yet."""
-        flight = self._flights.get(one.key)
+        flight = self._flights.get(one.name)
         if flight is None:
-            flight = self._flights[one.key] = _Flight(partial(self._encode, one))
-            flight.task.add_done_callback(lambda _: self._land(one.key, flight))
+            flight = self._flights[one.name] = _Flight(partial(self._encode, one))
+            flight.task.add_done_callback(lambda _: self._land(one.name, flight))
         flight.waiting += 1
         try:
             await asyncio.shield(flight.task)
         finally:
             flight.waiting -= 1
             if not flight.waiting and not flight.is_asked:
-                self._forget(one.key, flight)  # at once: it is none to join
+                self._forget(one.name, flight)  # at once: it is none to join
                 flight.task.cancel()
 
-    def _land(self, key: str, flight: _Flight) -> None:
-        self._forget(key, flight)
+    def _land(self, name: _Name, flight: _Flight) -> None:
+        self._forget(name, flight)
         if not flight.task.cancelled() and (error := flight.task.exception()):
             logger.warning("a block is not encoded: %s", error)  # all who asked may be gone
 
-    def _forget(self, key: str, flight: _Flight) -> None:
-        if self._flights.get(key) is flight:
-            del self._flights[key]
+    def _forget(self, name: _Name, flight: _Flight) -> None:
+        if self._flights.get(name) is flight:
+            del self._flights[name]
 
     async def _encode(self, one: Encodable, flight: _Flight) -> None:
         asked = one.plan.to_dict(self._secret, self._config.namespace)
@@ -174,8 +225,8 @@ class BlockEnsurer:
             extra_args={"kv_transfer_params": asked},
         )
         request_id = f"blockattn-encode-{uuid.uuid4().hex}"
-        async with self._room.taken(len(one.block.ids) * self._profile.bytes_per_token):
-            if not self._storing.allows():
+        async with self._room.taken(one.tokens * self._profile.bytes_per_token):
+            if one.in_store and not self._storing.allows():
                 raise ServingError(
                     "the store took none of the blocks that were encoded last (the server's log "
                     f"says why); one is tried every {_PAUSE_S:g} s"
@@ -188,10 +239,13 @@ class BlockEnsurer:
                 reason = output.outputs[0].finish_reason
             if reason not in ("length", "stop"):
                 raise ServingError(
-                    f"a block of {len(one.block.ids)} tokens was not encoded (request {request_id} "
+                    f"a block of {one.tokens} tokens was not encoded (request {request_id} "
                     f"ended by {reason!r}); the server's log says why"
                 )
-            await self._stored(one.block, request_id)
+            if one.in_store:
+                await self._stored(one.block, request_id)
+            else:  # the workers keep it before they begin a load that was asked for from now on
+                self._kept.add(one.key, one.tokens)
 
     async def _stored(self, block: BlockId, request_id: str) -> None:
         """Wait until a block that was encoded is stored: workers write it when it is finished."""

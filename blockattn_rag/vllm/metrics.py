@@ -29,7 +29,8 @@ PLAIN = {
     "loaded_bytes": "Bytes of keys and values that were loaded, by ranks.",
     "saved_blocks": "Blocks that were encoded here and stored.",
     "saved_bytes": "Bytes of these blocks, as they are stored.",
-    "save_failures": "Blocks that were encoded here and could not be stored.",
+    "save_failures": "Blocks that were encoded here and could not be kept.",
+    "kept_blocks": "Blocks that were encoded here and kept in memory alone, by ranks.",
 }
 """What is counted once; names as in Prometheus, without their prefix and ``_total``."""
 

@@ -109,8 +109,8 @@ def _measure(pages: LayerPages) -> Tensor:
     if not cache.dtype.is_floating_point or cache.dtype.itemsize < 2 or page.numel() != count:
         raise ServingError(
             f"found pages {tuple(cache.shape)} of {cache.dtype}, expected keys and values as the "
-            "model computed them: blocks cannot be stored from this cache. Use --kv-cache-dtype "
-            "auto, or read_only"
+            "model computed them: blocks cannot be kept from this cache. Use --kv-cache-dtype "
+            "auto, or read_only and private_memory '0'"
         )
     before = page.clone()
     slots = torch.arange(tokens, device=cache.device)
@@ -132,6 +132,7 @@ def _measure(pages: LayerPages) -> Tensor:
     if not torch.equal(found[order], numbers):
         raise ServingError(
             f"{type(pages._layer.impl).__name__} does not store keys and values as they are: "
-            "blocks cannot be stored from its pages. Use another attention backend, or read_only"
+            "blocks cannot be kept from its pages. Use another attention backend, or read_only and "
+            "private_memory '0'"
         )
     return order

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from blockattn_rag.errors import ProtocolError
+from blockattn_rag.prompts.blocks import may_store
 from blockattn_rag.serving.config import ServingConfig
 from blockattn_rag.serving.profile import ModelProfile
 from blockattn_rag.serving.protocol import (
@@ -209,12 +210,19 @@ class SchedulerSide:
             reason = "a block is encoded without any LoRA adapter"
         elif request.lora_request and request.lora_request.lora_name not in config.readers:
             reason = f"the LoRA adapter {request.lora_request.lora_name!r} is not among readers"
-        elif plan.op == "encode" and config.read_only:
-            reason = "the server is read_only"
+        elif plan.op == "encode":
+            reason = self._why_not_kept(plan)
         if reason is not None:
             raise ProtocolError(f"block mode is not possible for op={plan.op!r}: {reason}")
         if plan.op == "encode":
             block_keys(token_ids or (), plan, self._profile)  # looks at what is before the block
+
+    def _why_not_kept(self, plan: BlockPlan) -> str | None:
+        """Why this server does not keep a block that is to be encoded; None if it does."""
+        if may_store(plan.keep_at(0)):
+            return "the server is read_only" if self._config.read_only else None
+        has_room = plan.context_tokens <= self._config.private_tokens(self._profile)
+        return None if has_room else "private_memory has no room for it"
 
 
 def _set_salt(request: Request, cache_salt: str | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.errors import ProtocolError, ServingError
+from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.serving.config import CONNECTOR, ServingConfig
 from blockattn_rag.serving.endpoint import TENANT_HEADER, EncodeAnswer, EncodeBody, ServerInfo
 from blockattn_rag.serving.fields import namespace_name
@@ -103,7 +104,9 @@ class Service:
                 f"found the model {body.model!r:.200}, expected {' or '.join(self._base_names)}: "
                 "blocks are encoded by the base model, without adapters"
             )
-        blocks = self._encodables(body.blocks, self._namespace(headers), body.opens_prompt)
+        namespace, opens_prompt = self._namespace(headers), body.opens_prompt
+        keep = [body.keep] * len(body.blocks)
+        blocks = self._encodables(body.blocks, namespace, opens_prompt=opens_prompt, keep=keep)
         if body.only_look:
             there = await self._ensurer.found(blocks)
             return EncodeAnswer(tuple("found" if one else "missing" for one in there))
@@ -142,7 +145,8 @@ class Service:
                 "for full mode"
             )
         self._check(request, len(token_ids))
-        blocks = self._encodables(_cut(token_ids, plan), plan.namespace, opens_prompt=True)
+        cut = _cut(token_ids, plan)
+        blocks = self._encodables(cut, plan.namespace, opens_prompt=True, keep=plan.keep)
         encoded = await self._ensure(blocks)
         ticket = Ticket(plan, lambda: self._ensure(blocks, thorough=True), encoded)
         request.kv_transfer_params = {
@@ -161,7 +165,12 @@ class Service:
         return {b.key: len(b.block.ids) for b, new in zip(blocks, encoded, strict=True) if new}
 
     def _encodables(
-        self, blocks: Sequence[Sequence[int]], namespace: str, opens_prompt: bool
+        self,
+        blocks: Sequence[Sequence[int]],
+        namespace: str,
+        *,
+        opens_prompt: bool,
+        keep: Sequence[Keep] = (),
     ) -> list[Encodable]:
         if any(not 0 <= id_ < self._profile.vocab_size for one in blocks for id_ in one):
             raise ProtocolError(
@@ -174,6 +183,7 @@ class Service:
             self._profile,
             self._config.read_namespaces,
             opens_prompt=opens_prompt,
+            keep=keep,
         )
         longest = max(len(one.token_ids) for one in found)
         if longest >= self._max_tokens:

@@ -23,7 +23,7 @@ from blockattn_rag.serving.loader import BlockLoader, LoaderStats
 from blockattn_rag.serving.profile import ModelProfile
 from blockattn_rag.serving.protocol import BlockId, block_keys
 from blockattn_rag.serving.shares import Share, open_share
-from blockattn_rag.store import TieredStore, open_store
+from blockattn_rag.store import MemoryStore, TieredStore, open_store
 from blockattn_rag.vllm.metrics import Counters, Fetch, Fetches, ServingStats, count_loads
 from blockattn_rag.vllm.orders import Load, Orders, Save
 from blockattn_rag.vllm.pages import LayerPages
@@ -104,11 +104,14 @@ class WorkerSide:
         rank = pipe.rank_in_group * group.world_size + group.rank_in_group
         tiers = config.nearer_tiers(rank, pipe.world_size * group.world_size)
         self._store = TieredStore(*tiers, open_share(home, share, profile), pause_s=_PAUSE_S)
-        self._loader = BlockLoader(self._store, profile, share, config.load_deadline_s)
+        # As many tokens on each rank, so that all ranks drop the same blocks.
+        private_bytes = config.private_tokens(profile) * share.bytes_per_token(profile)
+        kept = MemoryStore(max(private_bytes, 1), on_host=True)
+        self._loader = BlockLoader(self._store, profile, share, config.load_deadline_s, kept=kept)
         self._saver = (
-            None
-            if config.read_only
-            else BlockSaver(self._pages, profile, home, config.kv_dtype, self.stats)
+            BlockSaver(self._pages, profile, share, home, kept, config.kv_dtype, self.stats)
+            if config.encodes
+            else None
         )
 
     def obey(self, orders: Orders) -> None:
@@ -116,13 +119,13 @@ class WorkerSide:
         saved out of the pages."""
         for request_id in orders.refused:
             self._fail(request_id)
+        for save in orders.saves:  # first, because a load may need what stays in memory
+            self._save(save)
         for load in orders.loads:
             self._start(load)
         for load in orders.loads:
             if not load.is_async:
                 self._finish(self._loading.pop(load.request_id))
-        for save in orders.saves:
-            self._save(save)
         if orders.is_idle and self._loading:
             futures = [one.blocks for one in self._loading.values()]
             wait(futures, _NAP_S, FIRST_COMPLETED)
@@ -205,7 +208,7 @@ class WorkerSide:
 
     def _save(self, save: Save) -> None:
         if self._saver is None:
-            raise ServingError("a read_only worker was told to save a block")
+            raise ServingError("a worker that encodes nothing was told to save a block")
         self._saver.save(save, self._slots(save.pages, len(save.token_ids)))
         self._done.saved.add(save.request_id)
 

@@ -26,6 +26,7 @@ from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.profile import profile_of
 from blockattn_rag.model.sampling import Sampling
+from blockattn_rag.prompts.blocks import may_store
 from blockattn_rag.prompts.sinks import NO_SINK
 from blockattn_rag.serving.endpoint import (
     COMPLETIONS,
@@ -123,6 +124,8 @@ class FakeServer:
     ) -> None:
         self.model = model
         self.store = MemoryStore(1 << 28) if store is None else store
+        self.kept = MemoryStore(1 << 28)
+        """Where blocks are that may not be stored."""
         self.profile = profile_of(model, sink)
         self.api_key = api_key
         self.read_only = read_only
@@ -173,7 +176,7 @@ class FakeServer:
         outcomes, stored_bytes = [], 0
         for place_, ids in enumerate(body.blocks):
             sink_ids = () if body.opens_prompt and not place_ else self.profile.sink_ids
-            plan = BlockPlan("encode", (len(ids),), namespace)
+            plan = BlockPlan("encode", (len(ids),), namespace, (body.keep,))
             (one,) = block_keys([*sink_ids, *ids], plan, self.profile)
             if one.key in self.store:
                 outcomes.append("found")
@@ -183,25 +186,32 @@ class FakeServer:
                 raise RefusalError(409, "the server is read-only")
             else:
                 outcomes.append("encoded")
-                stored_bytes += self._encoded(one, sink_ids, namespace).nbytes
+                stored_bytes += self._encoded(one, sink_ids, self.store).nbytes
         return EncodeAnswer(tuple(outcomes), stored_bytes).to_dict()  # type: ignore[arg-type]
 
-    def _encoded(self, one: BlockId, sink_ids: Sequence[int], namespace: str = "") -> BlockKV:
+    def _encoded(self, one: BlockId, sink_ids: Sequence[int], store: KVStore) -> BlockKV:
         request = EncodeRequest(list(one.ids), one.digest, one.digest[:32], sink_ids)
         ((kv,),) = self.model.encode([request])
-        kv = replace(kv, namespace=namespace)
+        kv = replace(kv, namespace=one.namespaces[0])
         assert kv.key == one.key
-        self.store.put(kv.key, kv)
+        store.put(kv.key, kv)
         return kv
+
+    def _found(self, one: BlockId) -> BlockKV | None:
+        kept = self.kept.get(one.key)
+        if kept is not None and may_store(one.keep) and not self.read_only:
+            self.store.put(one.key, kept)
+        return kept or self.store.get(one.key)
 
     def _blocks(self, ids: list[int], plan: BlockPlan) -> tuple[list[BlockKV], ServedBlocks]:
         encoded, found = [], []
         for one in block_keys(ids, plan, self.profile):
-            kv = self.store.get(one.key)
-            if kv is None and self.read_only:
+            kv = self._found(one)
+            if kv is None and may_store(one.keep) and self.read_only:
                 raise RefusalError(409, "the server is read-only")
             if kv is None:
-                kv = self._encoded(one, self.profile.sink_ids if one.place else ())
+                store = self.store if may_store(one.keep) else self.kept
+                kv = self._encoded(one, self.profile.sink_ids if one.place else (), store)
                 encoded.append(kv.num_tokens)
             found.append(kv)
         served = ServedBlocks(

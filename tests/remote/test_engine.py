@@ -7,11 +7,12 @@ import logging
 import time
 from contextlib import aclosing, closing
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from blockattn_rag import BlockAttentionEngine
+from blockattn_rag import BlockAttentionEngine, BlockModel, DirectoryStore
 from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.errors import ContextOverflowError, MissError, ProtocolError, ServingError
@@ -513,6 +514,35 @@ def test_what_is_not_stored_may_be_an_error(
     assert len(messages) == 1
     assert len(server.bodies(COMPLETIONS)) == 1
     assert sum("only_look" in body for body in server.bodies(ENCODE)) == 4
+
+
+def test_a_server_stores_what_an_engine_of_this_process_stores(
+    serve: Serve, block_model: BlockModel, tmp_path: Path
+) -> None:
+    here, there = DirectoryStore(tmp_path / "here"), DirectoryStore(tmp_path / "there")
+    server = serve(store=there)
+    engines: list[Engine] = [
+        BlockAttentionEngine(block_model, here),
+        RemoteEngine(server.url, tokenizer=tiny_tokenizer()),
+    ]
+    spans = [("Be brief. ", "system"), ("Earlier turn.", "conversation"), (A, "altered")]
+    head, turn, altered = (Block.of([Span(text, origin)]) for text, origin in spans)  # type: ignore[arg-type]
+    prompt = BlockPrompt((head, Block(A), turn, altered, Block(B)), Q)
+    expected: list[tuple[str, ...]] = [("memory", "store", "private", "private", "store")]
+    expected += [("store", *expected[0][1:])] * 2  # a system message that comes again
+    for stored, keep in zip((2, 3, 3), expected, strict=True):
+        alike(*(one.generate(prompt, max_new_tokens=NEW) for one in reversed(engines)))
+        assert sorted(here.keys()) == sorted(there.keys())
+        assert len(list(there.keys())) == stored
+        (told,) = server.bodies(COMPLETIONS)[-1]["kv_transfer_params"].values()
+        assert tuple(told["keep"]) == keep
+    for one in engines:
+        assert not one.contains(turn)
+        one.encode([turn])  # on purpose
+        assert one.contains(turn)
+        assert not one.contains(Block(turn.text)), "it is found by private blocks alone"
+    assert sorted(here.keys()) == sorted(there.keys())
+    assert len(list(there.keys())) == 4
 
 
 def test_a_model_that_is_not_tuned_is_told_of_once(

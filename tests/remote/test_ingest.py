@@ -13,7 +13,7 @@ from blockattn_rag.errors import ContextOverflowError, ProtocolError, ServingErr
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.remote import RemoteEngine
 from blockattn_rag.remote import ingest as ingestion
-from blockattn_rag.remote.ingest import AT_ONCE, batches
+from blockattn_rag.remote.ingest import AT_ONCE, ToEncode, batches
 from blockattn_rag.serving.endpoint import ENCODE
 from tests.models import tiny_tokenizer
 from tests.remote.conftest import Serve
@@ -78,7 +78,8 @@ def test_requests_run_side_by_side_and_are_no_larger_than_asked_for(
 
 
 def test_a_block_longer_than_a_request_has_one_of_its_own() -> None:
-    bodies = list(batches([[1] * 5, [2] * 50, [3] * 5], as_prompt=False, batch_tokens=20))
+    blocks = [ToEncode([1] * 5), ToEncode([2] * 50), ToEncode([3] * 5)]
+    bodies = list(batches(blocks, as_prompt=False, batch_tokens=20))
     assert [len(body.blocks) for body in bodies] == [1, 1, 1]
 
 

@@ -9,6 +9,7 @@ import pytest
 from blockattn_rag.serving.config import ServingConfig
 from blockattn_rag.store import RedisStore
 from blockattn_rag.store.namespaces import Access
+from tests.serving.profiles import make_profile
 
 GIVEN: dict[str, Any] = {"store": "s3://kv/llama", "profile": "llama.json"}
 
@@ -42,6 +43,20 @@ def test_ranks_have_names_of_their_own_in_a_cache() -> None:
     assert len({one._prefix for one in caches if isinstance(one, RedisStore)}) == 2
 
 
+def test_private_memory_is_so_many_tokens_of_a_model() -> None:
+    profile = make_profile()  # 2 layers of 2 heads of 4 keys and 4 values: 128 bytes a token
+    config = ServingConfig.parse(GIVEN | {"private_memory": "1KiB"})
+    assert config.private_tokens(profile) == 8
+    assert ServingConfig.parse(GIVEN).private_tokens(profile) == (4 << 30) // 128
+
+
+def test_a_server_that_stores_nothing_may_yet_encode_for_its_memory() -> None:
+    assert ServingConfig.parse(GIVEN).encodes
+    assert ServingConfig.parse(GIVEN | {"private_memory": "0"}).encodes
+    assert ServingConfig.parse(GIVEN | {"read_only": True}).encodes
+    assert not ServingConfig.parse(GIVEN | {"read_only": True, "private_memory": "0"}).encodes
+
+
 def test_lists_name_namespaces_and_readers() -> None:
     config = ServingConfig.parse(GIVEN | {"read_namespaces": ["shared"], "readers": ["r"]})
     assert config.access.read_namespaces == ("shared",)
@@ -54,6 +69,8 @@ def test_lists_name_namespaces_and_readers() -> None:
         ({"storre": "x"}, "unknown option 'storre'"),
         ({"store": "memory:1GiB"}, "seen by all its processes"),
         ({"memory": 8}, "memory must be a text"),
+        ({"private_memory": "much"}, "expected a size such as 2GiB"),
+        ({"private_memory": 8}, "private_memory must be a text"),
         ({"disk": ""}, "disk must be a text or null"),
         ({"cache": "s3://kv"}, "cache must be the address of a Redis or Valkey server"),
         ({"read_only": 1}, "read_only must be true or false"),

@@ -144,6 +144,52 @@ def test_a_quantised_block_is_of_the_model_s_shape(loader: Make) -> None:
     assert found.scales is not None
 
 
+# -- what may not be stored ---------------------------------------------------------------------
+
+KEPT = block_keys(
+    PROMPT, BlockPlan("complete", (3, 2, 2), "tenant", ("memory", "private", "store")), PROFILE
+)
+
+
+def test_what_may_not_be_stored_comes_from_memory_and_is_not_asked_for_elsewhere(
+    loader: Make,
+) -> None:
+    store, kept = Scripted(), MemoryStore(1 << 20)
+    for block in KEPT:
+        kv = kv_of(block, block.namespaces[0])
+        (store if block.keep == "store" else kept).put(kv.key, kv)
+    found = loader(store, kept=kept).start(KEPT).result()
+    assert [kv.namespace for kv in found] == ["tenant", "tenant/private", "tenant"]
+    assert store.asked == [[KEPT[2].key]]
+
+
+def test_what_memory_has_dropped_may_be_stored_but_private_blocks_are_found_apart(
+    loader: Make,
+) -> None:
+    store = filled(MemoryStore(1 << 20))
+    one = loader(store, kept=MemoryStore(1 << 20))
+    error = failure(one, KEPT)
+    assert error.blocks == (1,)
+    assert "nor this server's memory (private_memory) any more" in str(error)
+    private = kv_of(KEPT[1], "tenant/private")
+    store.put(private.key, private)  # as one that was encoded on purpose
+    assert len(one.start(KEPT).result()) == 3
+
+
+def test_what_lies_in_memory_is_checked_as_what_is_stored(loader: Make) -> None:
+    kept = MemoryStore(1 << 20)
+    kv = other_shape(kv_of(KEPT[1], "tenant/private"))
+    kept.put(kv.key, kv)
+    one = loader(filled(MemoryStore(1 << 20)), kept=kept)
+    assert failure(one, KEPT).blocks == (1,)
+
+
+def test_a_block_that_may_be_stored_by_now_is_taken_from_memory_meanwhile(loader: Make) -> None:
+    store = Scripted()
+    assert len(loader(store, kept=filled(MemoryStore(1 << 20))).start(BLOCKS).result()) == 3
+    assert store.asked == []
+
+
 # -- what cannot be loaded -------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from blockattn_rag import Block, BlockAttentionEngine, BlockModel
 from blockattn_rag.errors import BlockAttnError, ProtocolError, ServingError
 from blockattn_rag.kv.block_kv import token_digest
 from blockattn_rag.model.profile import profile_of
-from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.blocks import BlockPrompt, Span, keep_of
 from blockattn_rag.serving.protocol import (
     MOST_BLOCKS,
     BlockPlan,
@@ -54,6 +54,7 @@ nearly = st.fixed_dictionaries(
         "v": st.just(1) | anything,
         "op": st.sampled_from(["complete", "encode"]) | anything,
         "lengths": st.lists(st.integers(-1, 9) | anything, max_size=4) | anything,
+        "keep": st.lists(st.sampled_from(["store", "memory", "private"]), max_size=4) | anything,
         "namespace": st.sampled_from(["", "a", "/"]) | anything,
         "mac": st.text("0123456789abcdef", min_size=64, max_size=64) | anything,
         "more": anything,
@@ -69,6 +70,18 @@ def test_a_plan_is_read_as_it_was_told() -> None:
     assert parse_plan(json.loads(json.dumps(plan.to_dict())), 6) == plan
     assert plan.context_tokens == 5
     assert plan.to_dict() == {"blockattn": {"v": 1, "op": "complete", "lengths": [3, 2]}}
+
+
+def test_a_plan_tells_what_may_become_of_blocks_if_not_all_may_be_stored() -> None:
+    plan = BlockPlan("complete", (3, 2), keep=("memory", "private"))
+    told = plan.to_dict()["blockattn"]
+    assert told == {"v": 1, "op": "complete", "lengths": [3, 2], "keep": ["memory", "private"]}
+    assert parse_plan(json.loads(json.dumps(plan.to_dict())), 6) == plan
+    assert [plan.keep_at(0), plan.keep_at(1)] == ["memory", "private"]
+    every = BlockPlan("complete", (3, 2), keep=("store", "store"))
+    assert every == BlockPlan("complete", (3, 2))
+    assert every.keep_at(1) == "store"
+    assert "keep" not in every.to_dict()["blockattn"]
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}])
@@ -98,6 +111,11 @@ def test_parameters_of_others_hold_no_plan(params: Any) -> None:
         (asked(lengths=[3, 3]), "lengths add up to 6 tokens, expected at most 5"),
         (asked(op="encode", lengths=[3, 2]), "takes one block, found 2"),
         (asked(op="encode", lengths=[7]), "lengths add up to 7 tokens, expected at most 6"),
+        (asked(keep=["private"]), "keep must have 2 items, found 1"),
+        (asked(keep=[]), "keep must have 2 items, found 0"),
+        (asked(keep="private"), "keep must be a list, found 'private'"),
+        (asked(keep=["store", "disk"]), r"keep\[1\] must be one of store, memory, "),
+        (asked(keep=["store", 1]), r"keep\[1\] must be one of"),
         (asked(namespace="a"), "mac must be 64 hex digits, found None"),
         (asked(mac="0" * 64), "a namespace is named by"),
         (asked(namespace="a", mac="é" * 64), "mac must be 64 hex digits"),
@@ -148,10 +166,17 @@ def test_who_names_no_namespace_has_the_server_s() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"namespace": "tenant-2"}, {"lengths": [2, 3]}, {"namespace": ""}]
+    "changed",
+    [
+        {"namespace": "tenant-2"},
+        {"lengths": [2, 3]},
+        {"namespace": ""},
+        {"keep": ["store", "store"]},
+        {"keep": ["private", "store"]},
+    ],
 )
 def test_a_code_holds_for_the_plan_that_it_was_made_for_alone(changed: dict[str, Any]) -> None:
-    params = BlockPlan("complete", (3, 2), "tenant-1").to_dict(SECRET)
+    params = BlockPlan("complete", (3, 2), "tenant-1", ("store", "private")).to_dict(SECRET)
     params["blockattn"] |= changed
     with pytest.raises(ProtocolError, match="may not name its namespace"):
         parse_plan(params, 6, secret=SECRET)
@@ -190,8 +215,12 @@ def test_a_salt_tells_apart_all_that_decides_keys_and_values() -> None:
         salt(BlockPlan("complete", (3,)), PROFILE),
         salt(plan, PROFILE, "the client's"),
         salt(plan, PROFILE, "another client's"),
+        salt(BlockPlan("complete", (3, 2), keep=("private", "store")), PROFILE),
+        salt(BlockPlan("complete", (3, 2), keep=("store", "private")), PROFILE),
+        salt(BlockPlan("encode", (3,), keep=("private",)), PROFILE),
     ]
     own = salt(plan, PROFILE)
+    assert own == salt(BlockPlan("complete", (3, 2), keep=("memory", "store")), PROFILE)
     assert own == salt(BlockPlan("complete", (3, 2)), PROFILE)
     assert len({own, *others}) == 1 + len(others)
     assert all(is_salt(one) and len(one) == 44 for one in (own, *others))
@@ -295,6 +324,34 @@ def test_a_block_is_looked_for_in_its_namespace_first_and_then_where_tenants_sha
     [shared] = block_keys(tokens, BlockPlan("complete", (2,), "shared"), PROFILE)
     assert one.keys == (own.key, shared.key)
     assert one.key == own.key != shared.key
+
+
+def test_a_private_block_is_looked_for_among_private_ones_of_its_tenant_alone() -> None:
+    tokens = [1, 2, 1, 2, 1, 2, 3]
+    plan = BlockPlan("complete", (2, 2, 2), "a", ("store", "memory", "private"))
+    stored, kept, private = block_keys(tokens, plan, PROFILE, ["shared"])
+    assert stored.keys == kept.keys
+    assert private.namespaces == ("a/private",)
+    assert not {*private.keys} & {*stored.keys}
+    [other] = block_keys(tokens, BlockPlan("complete", (2,), "b", ("private",)), PROFILE)
+    assert other.key != private.key
+    assert [one.keep for one in (stored, kept, private)] == ["store", "memory", "private"]
+
+
+def test_a_private_block_has_the_key_that_the_local_engine_has_in_memory(
+    engine: BlockAttentionEngine,
+) -> None:
+    store = MemoryStore(1 << 24)  # where the local engine keeps private blocks too
+    local = BlockAttentionEngine(engine.model, store=store, namespace="a")
+    turn = Block.of([Span("An earlier turn.", "conversation")])
+    prompt = BlockPrompt((turn, Block("a passage")), "question?")
+    local.generate(prompt, max_new_tokens=1)
+    ids = engine.model.tokenizer.prompt_ids(prompt)
+    keep = tuple(keep_of(block.origin) for block in prompt.context)
+    plan = BlockPlan("complete", tuple(map(len, ids.context)), "a", keep)
+    found = block_keys(ids.flat, plan, profile_of(engine.model))
+    assert sorted(one.key for one in found) == sorted(store.keys())
+    assert keep == ("private", "store")
 
 
 # -- answers ---------------------------------------------------------------------------------------
