@@ -145,7 +145,7 @@ def test_an_answer_that_does_not_fit_is_refused(
     told: Any,
     message: str,
 ) -> None:
-    monkeypatch.setattr(server, "encode", lambda _: told)
+    monkeypatch.setattr(server, "encode", lambda *_: told)
     with pytest.raises(ProtocolError, match=message):
         engine.precompute(BLOCKS[:2])
 
@@ -153,7 +153,7 @@ def test_an_answer_that_does_not_fit_is_refused(
 def test_looking_is_not_encoding(
     engine: RemoteEngine, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "encode", lambda _: {"blocks": ["encoded"], "stored_bytes": 1})
+    monkeypatch.setattr(server, "encode", lambda *_: {"blocks": ["encoded"], "stored_bytes": 1})
     with pytest.raises(ProtocolError, match="encoded blocks that it was asked to look for"):
         engine.contains(BLOCKS[0])
 
