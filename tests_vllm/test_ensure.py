@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -270,3 +271,34 @@ def test_the_endpoints_need_the_connector(connector: str | None) -> None:
     client = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer))
     with pytest.raises(ServingError, match="needs the connector BlockAttentionConnector"):
         Service.of(client, SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_refused"),
+    [
+        ({}, True),
+        ({"data_parallel_size_local": 1, "local_engines_only": True}, False),
+        ({"data_parallel_size_local": 2, "local_engines_only": True}, True),
+        ({"data_parallel_size": 1}, False),
+    ],
+)
+def test_several_engines_keep_no_private_blocks(
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any],
+    is_refused: bool,
+) -> None:
+    parallel = {"data_parallel_size": 4, "data_parallel_size_local": 4, "local_engines_only": False}
+    options = reference.options()
+    transfer = SimpleNamespace(
+        kv_connector="BlockAttentionConnector", kv_connector_extra_config=options
+    )
+    config = SimpleNamespace(
+        kv_transfer_config=transfer, parallel_config=SimpleNamespace(**parallel | changed)
+    )
+    client = SimpleNamespace(vllm_config=config)
+    monkeypatch.setattr(Service, "__init__", lambda *_: None)
+    with pytest.raises(ServingError, match="private_memory '0'") if is_refused else nullcontext():
+        Service.of(client, SimpleNamespace())
+    options["private_memory"] = "0"
+    assert Service.of(client, SimpleNamespace())

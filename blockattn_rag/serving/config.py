@@ -10,6 +10,7 @@ from typing import Any
 
 from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
 from blockattn_rag.serving.profile import ModelProfile
+from blockattn_rag.serving.shares import Share
 from blockattn_rag.store import KVStore, RedisStore
 from blockattn_rag.store.namespaces import Access
 from blockattn_rag.store.specs import bytes_of, is_cache
@@ -78,7 +79,7 @@ class ServingConfig:
         if self.load_deadline_s <= 0:
             raise ValueError(f"load_deadline_s must be positive, found {self.load_deadline_s}")
         check_kv_dtype(self.kv_dtype)
-        _ = self.access, bytes_of(self.private_memory)  # checks the names, and the size
+        _ = self.access, self.private_bytes  # checks the names, and the size
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> ServingConfig:
@@ -124,14 +125,19 @@ class ServingConfig:
             )
         return secret
 
+    @property
+    def private_bytes(self) -> int:
+        """What may be kept of blocks that may not be stored."""
+        return bytes_of(self.private_memory)
+
     def private_tokens(self, profile: ModelProfile) -> int:
         """How many tokens of blocks that may not be stored are kept in memory, of this model."""
-        return bytes_of(self.private_memory) // profile.bytes_per_token
+        return self.private_bytes // profile.bytes_per_token
 
     @property
     def encodes(self) -> bool:
         """Whether anything is encoded here: for the store, or for this server's memory alone."""
-        return not self.read_only or bytes_of(self.private_memory) > 0
+        return not self.read_only or self.private_bytes > 0
 
     @property
     def tier_names(self) -> tuple[str, ...]:
@@ -139,14 +145,18 @@ class ServingConfig:
         between = [name for name in ("disk", "cache") if getattr(self, name) is not None]
         return ("memory", *between, "home")
 
-    def nearer_tiers(self, rank: int, ranks: int) -> list[str | KVStore]:
-        """Stores that a rank has before the home, fastest first: each keeps its own share."""
-        share = f"rank-{rank}-of-{ranks}"
+    def nearer_tiers(self, profile: ModelProfile, share: Share) -> list[str | KVStore]:
+        """Stores that a rank has before the home, fastest first.
+
+        They hold what the rank does of each block, and so are named by that: ranks that share out
+        heads and layers otherwise, or another model, must not find it there.
+        """
+        name = f"{profile.fingerprint[:16]}/{share.name}"
         tiers: list[str | KVStore] = [f"memory:{self.memory}"]
         if self.disk is not None:
-            tiers.append(str(Path(self.disk) / share))
+            tiers.append(str(Path(self.disk) / name))
         if self.cache is not None:
-            tiers.append(RedisStore(self.cache, prefix=f"blockattn-rag:{share}:"))
+            tiers.append(RedisStore(self.cache, prefix=f"blockattn-rag:{name}:"))
         return tiers
 
 

@@ -66,7 +66,8 @@ class Service:
         """For a server, by the options of its connector.
 
         Raises:
-            ServingError: it has no connector of this package, or that is one of several.
+            ServingError: it has no connector of this package, or that is one of several; or it has
+                several engines, of which each would keep other private blocks.
         """
         transfer = engine_client.vllm_config.kv_transfer_config
         if transfer is None or transfer.kv_connector != CONNECTOR:
@@ -76,6 +77,15 @@ class Service:
                 "--kv-transfer-config, or leave the plugin out of VLLM_PLUGINS"
             )
         config = ServingConfig.parse(transfer.kv_connector_extra_config)
+        parallel = engine_client.vllm_config.parallel_config
+        is_local = parallel.local_engines_only
+        engines = parallel.data_parallel_size_local if is_local else parallel.data_parallel_size
+        if engines > 1 and config.private_bytes:
+            raise ServingError(
+                f"this API server has {engines} engines (data parallelism), and a block that may "
+                "not be stored is in the memory of one: requests would meet others. Start an API "
+                "server for each (--data-parallel-external-lb), or set private_memory '0'"
+            )
         return cls(engine_client, state, config, ModelProfile.read(config.profile))
 
     def info(self, headers: Headers) -> ServerInfo:

@@ -101,8 +101,7 @@ class WorkerSide:
         for index, pages in zip(indices, self._pages, strict=True):
             _check_layer(index, pages, by_index[index], share, profile)
         home = open_store(config.store)
-        rank = pipe.rank_in_group * group.world_size + group.rank_in_group
-        tiers = config.nearer_tiers(rank, pipe.world_size * group.world_size)
+        tiers = config.nearer_tiers(profile, share)
         self._store = TieredStore(*tiers, open_share(home, share, profile), pause_s=_PAUSE_S)
         # As many tokens on each rank, so that all ranks drop the same blocks.
         private_bytes = config.private_tokens(profile) * share.bytes_per_token(profile)

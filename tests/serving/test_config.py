@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from blockattn_rag.serving.config import ServingConfig
+from blockattn_rag.serving.shares import Share
 from blockattn_rag.store import RedisStore
 from blockattn_rag.store.namespaces import Access
 from tests.serving.profiles import make_profile
 
+PROFILE = make_profile()
 GIVEN: dict[str, Any] = {"store": "s3://kv/llama", "profile": "llama.json"}
 
 
@@ -18,12 +20,22 @@ def test_what_is_not_given_has_a_default() -> None:
     config = ServingConfig.parse(GIVEN)
     assert config.access == Access()
     assert config.tenant_secret is None
-    assert config.nearer_tiers(0, 1) == ["memory:8GiB"]
+    assert config.nearer_tiers(PROFILE, Share.of(PROFILE)) == ["memory:8GiB"]
 
 
 def test_each_rank_has_tiers_of_its_own() -> None:
     config = ServingConfig.parse(GIVEN | {"memory": "1GiB", "disk": "/nvme"})
-    assert config.nearer_tiers(1, 4) == ["memory:1GiB", "/nvme/rank-1-of-4"]
+    folder = f"/nvme/{'f' * 16}/layers-0-2-heads-1-2"
+    assert config.nearer_tiers(PROFILE, Share.of(PROFILE, 1, 2)) == ["memory:1GiB", folder]
+
+
+def test_what_ranks_of_another_model_or_with_other_shares_keep_lies_elsewhere() -> None:
+    config = ServingConfig.parse(GIVEN | {"disk": "/nvme"})
+    other = make_profile(fingerprint="0" * 64)
+    shares = [Share.of(PROFILE, rank, 2) for rank in (0, 1)]
+    shares += [Share.of(PROFILE, 0, 2, range(1)), Share.of(PROFILE, 0, 2, range(1, 2))]
+    folders = {config.nearer_tiers(PROFILE, share)[1] for share in shares}
+    assert len({*folders, config.nearer_tiers(other, shares[0])[1]}) == 5
 
 
 @pytest.mark.parametrize("more", [{}, {"disk": "/nvme"}, {"cache": "redis://valkey"}])
@@ -31,12 +43,12 @@ def test_each_rank_has_tiers_of_its_own() -> None:
 def test_tiers_are_named_as_they_are_there(more: dict[str, str], also: dict[str, str]) -> None:
     config = ServingConfig.parse(GIVEN | more | also)
     assert config.tier_names == ("memory", *sorted(also | more, reverse=True), "home")
-    assert len(config.tier_names) == len(config.nearer_tiers(0, 1)) + 1
+    assert len(config.tier_names) == len(config.nearer_tiers(PROFILE, Share.of(PROFILE))) + 1
 
 
 def test_ranks_have_names_of_their_own_in_a_cache() -> None:
     config = ServingConfig.parse(GIVEN | {"cache": "redis://valkey:6379/0"})
-    tiers = [config.nearer_tiers(rank, 2) for rank in (0, 1)]
+    tiers = [config.nearer_tiers(PROFILE, Share.of(PROFILE, rank, 2)) for rank in (0, 1)]
     assert [tier[0] for tier in tiers] == ["memory:8GiB"] * 2
     caches = [tier[-1] for tier in tiers]
     assert [repr(one) for one in caches] == ["RedisStore('redis://valkey:6379/0')"] * 2
