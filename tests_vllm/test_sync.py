@@ -5,14 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from blockattn_rag.serving.config import ServingConfig
 from blockattn_rag.store import DirectoryStore
-from blockattn_rag.vllm.scheduler import SchedulerSide
 from tests_vllm.engines import Engine
 from tests_vllm.reference import Reference
 from tests_vllm.slow import GATE, reached
@@ -79,15 +75,3 @@ def test_pages_that_were_not_filled_are_nobody_s_though_their_request_was_left(
     assert engine.block(case).reason == "error"
     reference.stored(case)
     assert engine.block(case).tokens == reference.answer(case)
-
-
-def test_pages_of_a_request_that_made_room_while_they_were_filled_are_forgotten(
-    reference: Reference,
-) -> None:
-    scheduler = SchedulerSide(ServingConfig.parse(reference.options()), reference.profile)
-    forgotten: list[set[int]] = []
-    pool: Any = SimpleNamespace(evict_blocks=forgotten.append)
-    scheduler.bind(pool)
-    news: Any = SimpleNamespace(invalid_block_ids={3, 4}, kv_connector_worker_meta=None)
-    scheduler.heard(news)
-    assert forgotten == [{3, 4}]
