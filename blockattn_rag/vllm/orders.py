@@ -17,7 +17,7 @@ class Load:
     """Fill a request's pages with the keys and values of its context.
 
     Args:
-        token_ids: of the context, all of it.
+        token_ids: of the whole prompt.
         pages: the request's, in order; the context starts in the first one.
         computed: tokens of the context that are in the pages already, which others may read.
         is_async: whether other requests run meanwhile.
