@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from vllm.logging_utils.dump_input import prepare_object_to_dump
 
 from blockattn_rag.check.server import check_server
 from blockattn_rag.serving.endpoint import (
@@ -20,6 +21,7 @@ from blockattn_rag.serving.endpoint import (
 )
 from blockattn_rag.serving.protocol import BlockPlan, ServedBlocks
 from blockattn_rag.store import DirectoryStore
+from blockattn_rag.vllm.orders import Load, Orders, Save
 from tests_vllm.reference import TOKENS, Case, Reference
 from tests_vllm.server import KEY, NAME, Server
 
@@ -32,7 +34,7 @@ def server(reference: Reference) -> Iterator[Server]:
     server = Server(
         options | {"tenant_secret_env": "TENANT_SECRET"},
         reference.folder / "server.log",
-        environment={"TENANT_SECRET": SECRET},
+        environment={"TENANT_SECRET": SECRET, "VLLM_LOGGING_LEVEL": "DEBUG"},
     )
     try:
         yield server.wait()
@@ -327,8 +329,28 @@ def test_what_is_counted_is_told_to_prometheus(server: Server) -> None:
     assert server.counted("vllm:blockattn_tier_hits_total") > 0
 
 
-def test_logs_hold_no_texts(reference: Reference, server: Server) -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", COMPLETIONS, ENCODE])
+def test_logs_hold_nothing_that_was_sent(reference: Reference, server: Server, path: str) -> None:
+    word, ids = "Halden-is-a-secret", reference.case(1).ids
+    for sent in (
+        {"prompt": ids, "kv_transfer_params": {"blockattn": {"v": 1, "op": word, "lengths": [1]}}},
+        {"prompt": ids, "kv_transfer_params": {"blockattn": {word: ids}}},
+        {"prompt": word, "kv_transfer_params": reference.case(1).params},
+        {"prompt": ids, "kv_transfer_params": {"blockattn": word}, word: word},
+        {"blocks": word},
+    ):
+        assert not server.post(path, sent).is_success
     log = server.log.read_text()
     assert "Application startup complete" in log
-    for word in ("Company", SECRET, str(reference.case(1).ids[:8])[1:-1]):
-        assert word not in log
+    assert "DEBUG" in log
+    for text in (word, "Company", SECRET, str(ids[:8])[1:-1]):
+        assert text not in log
+
+
+def test_what_fails_in_a_step_is_shown_without_tokens(reference: Reference) -> None:
+    case = reference.case(2)
+    plan = BlockPlan("complete", case.lengths)
+    orders = Orders([Load("one", plan, case.ids, [7], 0, True)], [Save("two", plan, case.ids, [8])])
+    told = f"{prepare_object_to_dump(orders)} {orders}"
+    assert "one" in told
+    assert str(case.ids[:4])[1:-1] not in told
