@@ -336,7 +336,7 @@ def test_logs_hold_nothing_that_was_sent(reference: Reference, server: Server, p
         {"prompt": ids, "kv_transfer_params": {"blockattn": {"v": 1, "op": word, "lengths": [1]}}},
         {"prompt": ids, "kv_transfer_params": {"blockattn": {word: ids}}},
         {"prompt": word, "kv_transfer_params": reference.case(1).params},
-        {"prompt": ids, "kv_transfer_params": {"blockattn": word}, word: word},
+        {"prompt": ids, "kv_transfer_params": {"blockattn": word}, "user": [word]},
         {"blocks": word},
     ):
         assert not server.post(path, sent).is_success
