@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.model.sampling import Sampling
+from blockattn_rag.prompts.blocks import Keep, may_store
 from blockattn_rag.remote.background import background
 from blockattn_rag.remote.request import completion_body
 from blockattn_rag.remote.server import Server
@@ -37,10 +38,12 @@ _ASKED = {
 
 
 class Probe(NamedTuple):
-    """A prompt: token ids of its context blocks, and of its final block."""
+    """A prompt: token ids of its context blocks, and of its final block; what may become of each
+    block (``prompts.blocks.Keep``)."""
 
     blocks: list[list[int]]
     final: list[int]
+    keep: tuple[Keep, ...] = ()
 
     @classmethod
     def drawn(cls, tokenizer: Any, source: random.Random) -> Probe:
@@ -58,11 +61,19 @@ class Probe(NamedTuple):
     def cut(self, blocks: int) -> Probe:
         """The same tokens with the first so many blocks as context."""
         rest = (token for ids in self.blocks[blocks:] for token in ids)
-        return Probe(self.blocks[:blocks], [*rest, *self.final])
+        return Probe(self.blocks[:blocks], [*rest, *self.final], self.keep[:blocks])
 
     def turned(self) -> Probe:
         """The same blocks in another order, but for the first, which is encoded as such."""
-        return Probe([self.blocks[0], *self.blocks[:0:-1]], self.final)
+        keep = (*self.keep[:1], *self.keep[:0:-1])
+        return Probe([self.blocks[0], *self.blocks[:0:-1]], self.final, keep)
+
+    @property
+    def stored(self) -> list[list[int]]:
+        """The blocks that may be stored."""
+        if not self.keep:
+            return self.blocks
+        return [ids for ids, word in zip(self.blocks, self.keep, strict=True) if may_store(word)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +115,8 @@ class Asker:
         Raises:
             ProtocolError: it does not say that it was computed in blocks, and from all of them.
         """
-        plan = BlockPlan("complete", tuple(len(ids) for ids in probe.blocks))
+        lengths = tuple(len(ids) for ids in probe.blocks)
+        plan = BlockPlan("complete", lengths, keep=probe.keep)
         answer = self._answer(COMPLETIONS, probe.ids, plan)
         served = answer.served
         tokens = served.loaded_tokens + served.local_tokens

@@ -21,6 +21,7 @@ from blockattn_rag.check.checks import CheckReport, CheckRow, placed_context
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.profile import profile_of
 from blockattn_rag.model.sampling import Sampling
+from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.remote.client import Client, RefusedError
 from blockattn_rag.remote.server import Server
 from blockattn_rag.serving.endpoint import COMPLETIONS, TENANT_HEADER, EncodeAnswer, ServerInfo
@@ -38,11 +39,13 @@ _NOISE = 8
 class ServerReport(CheckReport):
     """All properties of one server.
 
-    ``info``: what it tells of itself. ``left_blocks``, ``left_bytes``: what the probe leaves in its
-    store, bytes before they are quantised.
+    ``info``: what it tells of itself. ``has_blocks``: whether block mode could be asked for.
+    ``left_blocks``, ``left_bytes``: what the probe leaves in its store, bytes before they are
+    quantised.
     """
 
     info: ServerInfo
+    has_blocks: bool
     left_blocks: int
     left_bytes: int
 
@@ -59,7 +62,9 @@ def check_server(
 ) -> ServerReport:
     """Run every check on a server.
 
-    One that is read-only encodes nothing, so that block mode is not asked for there.
+    Of the probe's blocks one is stored, where that may be. The others stay in the server's memory
+    if it keeps such blocks; if not, they are stored too. Where neither may be, block mode is not
+    asked for.
 
     Args:
         url: its address.
@@ -81,18 +86,21 @@ def check_server(
     connect = partial(Client, url, api_key, timeout_s, 0)
     server = Server(connect(), served_name, tokenizer, None)
     info, tokenizer = server.info_now(), server.model.tokenizer
-    probe = Probe.drawn(tokenizer.tokenizer, source)
-    full = _asked_in_full(Asker(server), probe, name)
-    blocks = None if info.read_only else _asked_in_blocks(Asker(server), probe)
+    drawn = Probe.drawn(tokenizer.tokenizer, source)
+    full = _asked_in_full(Asker(server), drawn, name)
+    probe, blocks = _asked_in_blocks(Asker(server), drawn, info)
     rows = [_info_row(info), _route_row(full)]
     if blocks is not None:
+        rows += _block_rows(full, blocks, probe)
+    if probe.stored:
         as_tenant = Server(connect({TENANT_HEADER: name}), served_name, tokenizer, None)
-        rows += [*_block_rows(full, blocks), _tenant_row(as_tenant, info, probe, name)]
+        rows.append(_tenant_row(as_tenant, info, probe, name))
     if local is not None:
         rows += _local_rows(local, info, probe, full, blocks)
     rows += _time_rows(probe, full, blocks)
-    left, left_bytes = ([], 0) if blocks is None else (probe.blocks, blocks.stored_bytes(probe))
-    return ServerReport(server.client.base_url, tuple(rows), info, len(left), left_bytes)
+    left_bytes = 0 if blocks is None else blocks.stored_bytes(probe)
+    url = server.client.base_url
+    return ServerReport(url, tuple(rows), info, blocks is not None, len(probe.stored), left_bytes)
 
 
 class _Full(NamedTuple):
@@ -118,16 +126,16 @@ class _Blocks(NamedTuple):
     """Answers in block mode, each of which might take what those before it left in the engine.
 
     Args:
-        encoded: the first block, encoded, and ``found`` again.
-        missed: an answer from three blocks, of which two are not stored.
+        encoded: the first block, encoded, and ``found`` again; none where nothing is stored.
+        missed: an answer from three blocks, of which the others are new.
         full: full mode after that.
         one: the same tokens with one block as context, and with ``two``.
         again: as the first.
         hit: from the three blocks, in another order.
     """
 
-    encoded: EncodeAnswer
-    found: EncodeAnswer
+    encoded: EncodeAnswer | None
+    found: EncodeAnswer | None
     missed: Answer
     full: Answer
     one: Answer
@@ -137,19 +145,37 @@ class _Blocks(NamedTuple):
 
     def stored_bytes(self, probe: Probe) -> int:
         """Of all the probe's blocks in the store."""
-        tokens = sum(len(ids) for ids in probe.blocks)
-        return self.encoded.stored_bytes * tokens // len(probe.blocks[0])
+        tokens = sum(len(ids) for ids in probe.stored)
+        bytes_ = 0 if self.encoded is None else self.encoded.stored_bytes
+        return bytes_ * tokens // len(probe.blocks[0])
 
     def budget(self, full: _Full) -> float:
         """How far answers from stored blocks may differ."""
         return max(full.budget, _COARSE if self.hit.served.int8_blocks else 0.0)
 
 
-def _asked_in_blocks(asker: Asker, probe: Probe) -> _Blocks:
-    return _Blocks(
-        asker.first(probe.blocks[0]),
-        asker.first(probe.blocks[0], only_look=True),
-        asker.block(probe),
+def _asked_in_blocks(asker: Asker, drawn: Probe, info: ServerInfo) -> tuple[Probe, _Blocks | None]:
+    """The answers, and the probe with what may become of its blocks: as much as the server keeps
+    stays in its memory."""
+    kept: tuple[Keep, ...] = ("memory" if info.read_only else "store", "memory", "private")
+    encoded = found = None
+    if not info.read_only:
+        encoded = asker.first(drawn.blocks[0])
+        found = asker.first(drawn.blocks[0], only_look=True)
+    probe = drawn._replace(keep=kept)
+    try:
+        missed = asker.block(probe)
+    except RefusedError as error:
+        if error.status != 400 or "private_memory" not in str(error):
+            raise
+        if info.read_only:
+            return drawn._replace(keep=("memory",) * 3), None
+        probe = drawn
+        missed = asker.block(probe)
+    return probe, _Blocks(
+        encoded,
+        found,
+        missed,
         asker.full(probe.ids),
         asker.block(probe.cut(1)),
         asker.block(probe.cut(2)),
@@ -182,10 +208,10 @@ def _route_row(full: _Full) -> CheckRow:
     return _near(name, full.here, full.whole, full.budget, to_do)
 
 
-def _block_rows(full: _Full, seen: _Blocks) -> Iterator[CheckRow]:
+def _block_rows(full: _Full, seen: _Blocks, probe: Probe) -> Iterator[CheckRow]:
     """What can be told of block mode without the model."""
     budget = seen.budget(full)
-    yield _stored_row(seen)
+    yield _once_row(seen, probe)
     difference = seen.missed.distance(full.whole.likely)
     differs = difference > full.budget
     detail = f"log-probabilities differ by more than {full.budget:.0e}"
@@ -207,20 +233,16 @@ def _block_rows(full: _Full, seen: _Blocks) -> Iterator[CheckRow]:
     yield _row("another cut shares no pages", float(shared), 0.0, detail, to_do)
 
 
-def _stored_row(seen: _Blocks) -> CheckRow:
+def _once_row(seen: _Blocks, probe: Probe) -> CheckRow:
     """Whether each block was encoded when it was first asked for, and never again."""
-    (encoded,), (found,) = seen.encoded.blocks, seen.found.blocks
+    alone = [one.blocks[0] for one in (seen.encoded, seen.found) if one is not None]
+    new = len(probe.blocks) - (seen.encoded is not None)
     later = sum(one.served.encoded for one in (seen.one, seen.two, seen.again, seen.hit))
-    counts = f"{encoded}, then {found}; {seen.missed.served.encoded} of 3 for the first answer"
-    wrong = (encoded != "encoded") + (found != "found") + later
-    wrong += abs(seen.missed.served.encoded - 2)
-    return _row(
-        "blocks are encoded once",
-        float(wrong),
-        0.0,
-        f"{counts}, {later} later",
-        "expected encoded, then found; 2 of 3, 0 later. Does the store keep what is written?",
-    )
+    wrong = (alone not in ([], ["encoded", "found"])) + abs(seen.missed.served.encoded - new)
+    counts = [*alone, f"{seen.missed.served.encoded} for the first answer", f"{later} later"]
+    to_do = f"expected encoded, found, {new} and 0. Does the server keep what it encodes?"
+    detail = f"{', '.join(counts)}; {len(probe.stored)} of {len(probe.blocks)} stored"
+    return _row("blocks are encoded once", float(wrong + later), 0.0, detail, to_do)
 
 
 def _tenant_row(as_tenant: Server, info: ServerInfo, probe: Probe, tenant: str) -> CheckRow:

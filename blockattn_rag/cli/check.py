@@ -109,16 +109,18 @@ def _told_of_server(report: ServerReport) -> tuple[dict[str, Any], list[str]]:
         "left_blocks": report.left_blocks,
         "left_bytes": report.left_bytes,
     }
-    if info.read_only:
+    if not report.has_blocks:
         verdict = "answers" if report.passed else "does NOT answer"
-        reason = "; block mode was not asked for, because the server is read-only"
+        reason = "; block mode was not asked for: the server is read-only, with no private_memory"
         return told, [f"{verdict} in full mode as it should{reason}"]
     verdict = "answers in block mode" if report.passed else "does NOT answer in block mode"
-    return told, [
-        f"{verdict} as it should{_untuned(info.block_tuned)}",
-        f"left in its store: {left} of random tokens, at most {size(report.left_bytes)}, which "
-        "nobody else asks for; `blockattn-rag store gc` takes them away",
-    ]
+    lines = [f"{verdict} as it should{_untuned(info.block_tuned)}"]
+    if report.left_blocks:
+        lines.append(
+            f"left in its store: {left} of random tokens, at most {size(report.left_bytes)}, which "
+            "nobody else asks for; `blockattn-rag store gc` takes that away"
+        )
+    return told, lines
 
 
 def _untuned(block_tuned: bool) -> str:

@@ -92,32 +92,48 @@ def test_the_model_need_not_be_here(model: BlockModel, check: Check) -> None:
     assert [row.name for row in report.rows] == WITHOUT_MODEL + TIMES
 
 
-def test_what_is_left_in_the_store_is_told(model: BlockModel, check: Check) -> None:
-    server = FakeServer(model)
-    report = check(server)
+@pytest.mark.parametrize(("keeps", "left"), [(True, 1), (False, 3)])
+def test_what_is_left_in_the_store_is_little_and_told(
+    model: BlockModel, check: Check, keeps: bool, left: int
+) -> None:
+    server = FakeServer(model, keeps=keeps)
+    report = check(server, model)
+    assert failed(report) == set()
     stats = server.store.stats()
-    assert (report.left_blocks, report.left_bytes) == (stats.entries, stats.total_bytes)
+    assert (report.left_blocks, report.left_bytes) == (left, stats.total_bytes)
+    assert stats.entries == left
+    assert server.kept.stats().entries == 3 - left
+    assert detail(report, "blocks are encoded once").endswith(f"; {left} of 3 stored")
 
 
 def test_two_runs_have_no_block_in_common(model: BlockModel, check: Check) -> None:
     server = FakeServer(model)
     for seed in (1, 2):
         assert failed(check(server, seed=seed)) == set()
-    assert server.store.stats().entries == 6
+    assert server.store.stats().entries == 2
     # The same tokens again are no fresh probe.
     assert failed(check(server, seed=1)) >= {"blocks are encoded once"}
 
 
-def test_a_server_that_only_reads_is_asked_for_full_mode_alone(
+def test_a_server_that_only_reads_is_left_as_it_is(model: BlockModel, check: Check) -> None:
+    server = FakeServer(model, read_only=True)
+    report = check(server, model)
+    assert failed(report) == set()
+    assert [row.name for row in report.rows] == [*WITHOUT_MODEL[:-1], *WITH_MODEL, *TIMES]
+    assert detail(report, "blocks are encoded once").startswith("3 for the first answer, 0 later;")
+    assert (report.left_blocks, report.left_bytes) == (0, 0)
+    assert server.store.stats().entries == 0
+
+
+def test_a_server_that_encodes_nothing_at_all_is_asked_for_full_mode_alone(
     model: BlockModel, check: Check
 ) -> None:
-    server = FakeServer(model, read_only=True)
+    server = FakeServer(model, read_only=True, keeps=False)
     report = check(server, model)
     assert failed(report) == set()
     names = [row.name for row in report.rows]
     assert names == [*WITHOUT_MODEL[:2], *WITH_MODEL[:2], TIMES[0]]
-    assert (report.left_blocks, report.left_bytes) == (0, 0)
-    assert server.store.stats().entries == 0
+    assert (report.has_blocks, report.left_blocks, report.left_bytes) == (False, 0, 0)
 
 
 class SharesPages(FakeServer):

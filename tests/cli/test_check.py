@@ -61,7 +61,7 @@ def test_a_server_is_checked_beside_its_model(
     assert output.stdout.startswith(server.url)
     assert "block mode = local model" in output.stdout
     assert "answers in block mode as it should; not known to be block-fine" in output.stdout
-    assert "left in its store: 3 blocks of random tokens, at most" in output.stdout
+    assert "left in its store: 1 block of random tokens, at most" in output.stdout
     assert "the-secret" not in output.stdout
 
 
@@ -72,7 +72,7 @@ def test_a_server_is_checked_by_its_tokenizer_alone(
     command = ("check", "--server", server.url, "--tokenizer", model, "--json")
     told = cli(*command, "--served-model-name", "a-reader").json
     assert told["passed"]
-    assert (told["server"], told["model"], told["left_blocks"]) == (server.url, "the-model", 3)
+    assert (told["server"], told["model"], told["left_blocks"]) == (server.url, "the-model", 1)
     assert {body["model"] for _, body in server.requests if body} == {"the-model", "a-reader"}
     server.marker = lambda _: None
     refused = cli(*command)
@@ -90,15 +90,19 @@ def test_a_wrong_server_gives_status_1(
     assert "does NOT answer in block mode as it should" in output.stdout
 
 
-def test_a_read_only_server_is_said_to_be_checked_in_part(
+def test_nothing_is_left_on_a_read_only_server(
     cli: Command, server: FakeServer, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "the-secret")
-    server.info["read_only"] = True
+    server.info["read_only"] = server.read_only = True
     output = cli("check", "--server", server.url, "--tokenizer", model)
     assert output.status == 0
-    assert "block mode was not asked for, because the server is read-only" in output.stdout
+    assert "answers in block mode as it should" in output.stdout
     assert "left in its store" not in output.stdout
+    server.keeps = False
+    output = cli("check", "--server", server.url, "--tokenizer", model)
+    assert output.status == 0
+    assert "block mode was not asked for: the server is read-only" in output.stdout
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ class FakeServer:
         block_tuned: what it says of the model.
         max_tokens: that it takes; default: the model's.
         tenants: whether it keeps them apart; None: their header never arrives.
+        keeps: whether it keeps blocks in memory that may not be stored.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class FakeServer:
         block_tuned: bool = True,
         max_tokens: int | None = None,
         tenants: bool | None = None,
+        keeps: bool = True,
     ) -> None:
         self.model = model
         self.store = MemoryStore(1 << 28) if store is None else store
@@ -131,6 +133,7 @@ class FakeServer:
         self.read_only = read_only
         self.with_connector = with_connector
         self.tenants = tenants
+        self.keeps = keeps
         self.info: dict[str, Any] = ServerInfo(
             fingerprint=self.profile.fingerprint,
             tokenizer=self.profile.tokenizer,
@@ -209,6 +212,8 @@ class FakeServer:
             kv = self._found(one)
             if kv is None and may_store(one.keep) and self.read_only:
                 raise RefusalError(409, "the server is read-only")
+            if kv is None and not may_store(one.keep) and not self.keeps:
+                raise RefusalError(400, "raise private_memory in the connector's options")
             if kv is None:
                 store = self.store if may_store(one.keep) else self.kept
                 kv = self._encoded(one, self.profile.sink_ids if one.place else (), store)
