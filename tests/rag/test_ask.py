@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.rag.ask import Assistant
 from blockattn_rag.rag.database import Database, Manifest
 from blockattn_rag.rag.documents import load_documents
+from blockattn_rag.rag.history import Turn
 from blockattn_rag.rag.ingest import ingest_documents
+from tests.holding import FEW, holding
 
 
 def test_a_store_that_fails_after_ingestion_costs_a_warning_and_never_an_answer(
@@ -36,3 +41,56 @@ def test_a_store_that_fails_after_ingestion_costs_a_warning_and_never_an_answer(
     assert str(folder / "kv") in told[0]
     assistant.ask(question)
     assert len([one for one in caplog.records if one.name == "blockattn_rag.rag"]) == 1
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[BlockPrompt]:
+    """The prompts that reach the engine."""
+    prompts: list[BlockPrompt] = []
+    original = BlockAttentionEngine.stream
+
+    def stream(self: BlockAttentionEngine, prompt: Any, **options: Any) -> Any:
+        prompts.append(prompt)
+        return original(self, prompt, **options)
+
+    monkeypatch.setattr(BlockAttentionEngine, "stream", stream)
+    return prompts
+
+
+def ingested(model: Path, documents: Path, folder: Path) -> Database:
+    database = Database.create(folder, Manifest(str(model), fingerprint=""))
+    ingest_documents(database, load_documents([documents], exclude=folder).documents)
+    return database
+
+
+def test_earlier_turns_stand_behind_the_passages_which_stay_hits(
+    model: Path, documents: Path, tmp_path: Path, asked: list[BlockPrompt]
+) -> None:
+    assistant = Assistant(ingested(model, documents, tmp_path / "db"), max_new_tokens=2, top_k=1)
+    first = assistant.ask("How high is Halden Tower?")
+    turns = [Turn("How high is Halden Tower?", "214 metres.")]
+    second = assistant.ask("Why?", history=turns)
+    assert second.question == "Why?"
+    assert [source.text for source in second.sources] == [source.text for source in first.sources]
+    [found], [alone] = second.sources, assistant.ask("Why?").sources
+    assert (found.score or 0) > (alone.score or 0)  # found by the question before it
+    assert second.stats.misses == 0
+    assert asked[1].context == asked[0].context
+    assert "A: 214 metres.\n\nThis question: Why?" in asked[1].final
+    assert 0 < second.stats.ttft_s <= second.waited_s
+
+
+def test_an_answer_that_is_stopped_leaves_the_model_free(
+    model: Path, documents: Path, tmp_path: Path
+) -> None:
+    assistant = Assistant(ingested(model, documents, tmp_path / "db"), max_new_tokens=2000)
+
+    def stop(text: str) -> None:
+        raise KeyboardInterrupt
+
+    with holding() as held:
+        held.let_go(FEW)
+        with pytest.raises(KeyboardInterrupt):
+            assistant.ask("How high is Halden Tower?", on_text=stop)
+        held.wait_for_end()
+    assert held.tokens <= FEW + 1
