@@ -141,7 +141,7 @@ async def kill_server(site: Site) -> None:
 
 PHASES: Mapping[str, tuple[float, Mapping[Fault, float], Breaker]] = {
     "nothing": (0.1, {}, nothing),
-    "slow": (0.1, {"slow": 0.3}, nothing),
+    "slow": (0.2, {"slow": 0.3}, nothing),
     "corrupts": (
         0.15,
         {"truncated": 0.05, "other bytes": 0.05, "other range": 0.05, "flipped bit": 0.05},
@@ -151,7 +151,7 @@ PHASES: Mapping[str, tuple[float, Mapping[Fault, float], Breaker]] = {
     "damages entries": (0.15, {}, damage_entries),
     "is down": (0.15, {}, stop_store),
     "hangs": (0.05, {"hangs": 0.002, "hangs within": 0.002}, nothing),
-    "server killed": (0.15, {"503": 0.02, "flipped bit": 0.02, "slow": 0.02}, kill_server),
+    "server killed": (0.05, {"503": 0.02, "flipped bit": 0.02, "slow": 0.02}, kill_server),
 }
 """Share of the requests, faults of the proxy, and what else is broken meanwhile."""
 
@@ -280,9 +280,9 @@ async def campaign(
     requests: int,
     clients: int,
     deadline_s: float,
-) -> list[dict[str, Any]]:
-    """Phases, one after the other, and what each one came to."""
-    rows = []
+    done: Callable[[dict[str, Any]], None],
+) -> None:
+    """Phases, one after the other; ``done`` is told what each one came to."""
     await site.boot()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=None, trust_env=False, limits=limits) as http:
@@ -308,9 +308,8 @@ async def campaign(
                 "left": await now.left_behind(http),
                 "seconds": time.monotonic() - began,
             }
-            rows.append(row)
             print(told(row), flush=True)
-    return rows
+            done(row)
 
 
 def told(row: Mapping[str, Any]) -> str:
@@ -323,6 +322,11 @@ def told(row: Mapping[str, Any]) -> str:
         *(f"    {number} x {reason}" for reason, number in row["reasons"].most_common()),
     ]
     return "\n".join(lines)
+
+
+def sums_of(rows: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    """Outcomes of all phases."""
+    return sum((row["outcomes"] for row in rows), Counter[str]())
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -377,18 +381,16 @@ def main(
 
         site = Site(proxy, direct, upstream, start)
         stack.callback(lambda: site.server.close())
-        rows = asyncio.run(campaign(site, known, phases.split(","), requests, clients, deadline_s))
-    sums = sum((row["outcomes"] for row in rows), Counter[str]())
-    result = {
-        "machine": host(),
-        "prompts": len(known),
-        "clients": clients,
-        "deadline_s": deadline_s,
-        "outcomes": sums,
-        "phases": rows,
-    }
-    print(f"{sum(sums.values())} requests: {dict(sums)}")
-    write(output, result, table(rows))
+        rows: list[dict[str, Any]] = []
+        given = {"prompts": len(known), "clients": clients, "deadline_s": deadline_s}
+
+        def done(row: dict[str, Any]) -> None:
+            rows.append(row)
+            write(output, {"machine": host(), **given, "phases": rows}, table(rows))
+
+        names = phases.split(",")
+        asyncio.run(campaign(site, known, names, requests, clients, deadline_s, done))
+    print(f"{sum(row['requests'] for row in rows)} requests: {dict(sums_of(rows))}")
     sys.exit(any(is_bad(row) for row in rows))
 
 
