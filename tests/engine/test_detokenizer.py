@@ -75,3 +75,10 @@ def test_nothing_comes_after_a_stop_string() -> None:
     answer, parts = pieces(ids_of("yesSTOPno"), "STOP")
     assert answer.text == "".join(parts) == "yes"
     assert answer.stopped
+
+
+def test_control_tokens_that_are_kept_are_text_and_others_are_not() -> None:
+    ids = [259, *ids_of("a"), 260, *ids_of("ü"), END]
+    answer = Detokenizer(TOKENIZER, (), ["<|user|>"])
+    parts = [*(answer.push(token) for token in ids), answer.finish()]
+    assert "".join(parts) == answer.text == "a<|user|>ü"

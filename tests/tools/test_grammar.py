@@ -97,6 +97,7 @@ def test_calls_in_the_documented_form_fit(name: str, special: bool) -> None:
         ("city", "town"),
         ("get_weather", "get_rain"),
         ('{"city"', '{"x": 1, "city"'),
+        ('"Paris"', '"Paris", "x": 1'),
     ],
 )
 def test_arguments_that_do_not_fit_the_schema_do_not_fit(name: str, sound: str, bad: str) -> None:
