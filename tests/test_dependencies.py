@@ -39,6 +39,7 @@ EXTRA_OF = {
 # Modules of packages that the gate does not install: the package to install, and who says so.
 NOT_INSTALLED = {
     "fastapi": "fastapi",
+    "prometheus_client": "prometheus-client",
     "flash_attn": "flash-attn",
     "llama_index.embeddings.huggingface": "llama-index-embeddings-huggingface",
     "vllm": "vllm",

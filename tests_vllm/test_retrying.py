@@ -12,6 +12,7 @@ from vllm.exceptions import RetryableRequestError
 
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.serving.protocol import BlockPlan, ServedBlocks
+from blockattn_rag.vllm.counts import CUT_ANSWERS, RETRIES
 from blockattn_rag.vllm.retrying import CURRENT, RetryingClient, Ticket
 from tests_vllm.engines import sampling_of
 
@@ -84,6 +85,15 @@ def test_a_block_that_had_to_be_encoded_twice_counts_once() -> None:
     said = asked(Client([LOST], [end()]), Ticket(PLAN, _one_encoded, {"a": 7, "b": 2}))
     served = ServedBlocks.from_dict(said[-1].kv_transfer_params)
     assert (served.encoded, served.encoded_tokens) == (2, 9)
+
+
+def test_second_tries_and_answers_that_a_stop_string_ends_are_counted() -> None:
+    before = [counter._value.get() for counter in (RETRIES, CUT_ANSWERS)]
+    asked(Client([TOKEN, end()]), Ticket(PLAN, _one_encoded))
+    asked(Client([LOST], [TOKEN, end()]), Ticket(PLAN, _one_encoded))
+    asked(Client([TOKEN, output("stop", stop_reason="\n")]), Ticket(PLAN, _one_encoded))
+    now = [counter._value.get() for counter in (RETRIES, CUT_ANSWERS)]
+    assert [new - old for new, old in zip(now, before, strict=True)] == [1, 1]
 
 
 def test_there_is_no_third_try() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -327,6 +328,11 @@ def test_what_is_counted_is_told_to_prometheus(server: Server) -> None:
     for name in ("answers", "loaded_tokens", "loads", "saved_blocks", "loaded_bytes"):
         assert server.counted(f"vllm:blockattn_{name}_total") > 0
     assert server.counted("vllm:blockattn_tier_hits_total") > 0
+    told = server.http.get("/metrics").text
+    for path in (COMPLETIONS, CHAT_COMPLETIONS, ENCODE):
+        for status in (200, 400) if path != CHAT_COMPLETIONS else (200,):
+            assert f'blockattn_requests_total{{path="{path}",status="{status}"}}' in told
+    assert re.search(r"^blockattn_cut_answers_total [1-9]", told, re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", COMPLETIONS, ENCODE])

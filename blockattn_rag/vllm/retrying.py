@@ -11,6 +11,7 @@ from vllm.exceptions import RetryableRequestError
 
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.serving.protocol import FIELD, BlockPlan, ServedBlocks
+from blockattn_rag.vllm.counts import CUT_ANSWERS, RETRIES
 
 
 @dataclass(slots=True)
@@ -81,6 +82,7 @@ class RetryingClient:
         else:
             return
         await first.aclose()
+        RETRIES.inc()
         ticket.encoded = {**ticket.encoded, **await ticket.ensure_again()}
         again = self._client.generate(prompt, sampling_params, f"{request_id}-again", **options)
         async for output in again:
@@ -103,6 +105,7 @@ def _marked(output: Any, ticket: Ticket) -> Any:
     """An output that also tells, where it ends an answer, what became of the prompt's blocks."""
     served = _served(output, ticket.plan)
     if served is not None:
+        CUT_ANSWERS.inc(served.cut_short)
         ticket.marker = replace(
             served, encoded=len(ticket.encoded), encoded_tokens=sum(ticket.encoded.values())
         ).to_dict()

@@ -25,6 +25,7 @@ from blockattn_rag.errors import (
     ProtocolError,
 )
 from blockattn_rag.serving.endpoint import CHAT_COMPLETIONS, COMPLETIONS, ENCODE, INFO, EncodeBody
+from blockattn_rag.vllm.counts import counted
 from blockattn_rag.vllm.service import Service
 
 
@@ -63,8 +64,8 @@ async def encode(told: Annotated[Any, Body()], raw_request: Request) -> Response
         body = EncodeBody.from_dict(told)
         answer = await _service(raw_request).encode(body, raw_request.headers)
     except BlockAttnError as error:
-        return _refusal(error)
-    return JSONResponse(answer.to_dict())
+        return counted(raw_request, _refusal(error))
+    return counted(raw_request, JSONResponse(answer.to_dict()))
 
 
 @router.post(COMPLETIONS, dependencies=_JSON)
@@ -73,7 +74,9 @@ async def encode(told: Annotated[Any, Body()], raw_request: Request) -> Response
 async def completions(request: CompletionRequest, raw_request: Request) -> Response:
     """As ``/v1/completions``, with the blocks that ``kv_transfer_params`` tell of ensured."""
     service = _service(raw_request)
-    return await _answer(service, service.completions, "create_completion", request, raw_request)
+    handler = service.completions
+    answer = await _answer(service, handler, "create_completion", request, raw_request)
+    return counted(raw_request, answer)
 
 
 @router.post(CHAT_COMPLETIONS, dependencies=_JSON)
@@ -82,7 +85,9 @@ async def completions(request: CompletionRequest, raw_request: Request) -> Respo
 async def chat_completions(request: ChatCompletionRequest, raw_request: Request) -> Response:
     """As ``/v1/chat/completions``; the prompt is ``kv_transfer_params.prompt_token_ids``."""
     service = _service(raw_request)
-    return await _answer(service, service.chat, "create_chat_completion", request, raw_request)
+    handler = service.chat
+    answer = await _answer(service, handler, "create_chat_completion", request, raw_request)
+    return counted(raw_request, answer)
 
 
 async def _answer(
