@@ -18,11 +18,13 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import Field
 
+from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.engine.pending import MAX_BATCH, Group
 from blockattn_rag.langchain.exchange import ChatExchange
 from blockattn_rag.langchain.fields import GenerationFields
 from blockattn_rag.langchain.messages import as_template_messages
 from blockattn_rag.langchain.profile import SourceProfile
+from blockattn_rag.langchain.structured_output import Method, structured_chat
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.chat_template import chat_spans, has_chat_template
 from blockattn_rag.prompts.markers import strip_markers
@@ -152,6 +154,37 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         bound = {name: value for name, value in bound.items() if value is not None}
         self._tools({"tools": definitions, **bound})  # refused now
         return self.bind(tools=definitions, **bound, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: Any = None,
+        *,
+        method: Method = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """A model whose answers are objects of a schema; every token is held to it.
+
+        The schema is not shown to the model: say in the prompt what the fields mean. An answer that
+        is cut raises. A stream gives what the object is so far.
+
+        Args:
+            schema: a pydantic class, whose objects come, or a TypedDict, JSON schema or OpenAI
+                tool, for which dicts come.
+            method: with each of them the answer is held to the schema; ``"json_mode"`` does without
+                one, and then any JSON object may come.
+            include_raw: give ``{"raw": message, "parsed": object, "parsing_error": error}``.
+            strict: sent to a server, as OpenAI has it; answers follow the schema in any case.
+            kwargs: there are no others.
+
+        Raises:
+            IncompleteAnswerError: (from a call) the answer was cut.
+            GrammarError: (from a call) the schema cannot be compiled.
+            TypeError: there are other arguments.
+        """
+        check_known(type(self), kwargs, ["schema", "method", "include_raw", "strict"])
+        return structured_chat(self, schema, method, include_raw=include_raw, strict=strict)
 
     def to_prompt(
         self,

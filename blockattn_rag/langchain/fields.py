@@ -217,7 +217,8 @@ class GenerationFields(EngineFields):
             **self.generate_kwargs,
             **call,
         }
-        options.pop("stream", None)  # LangChain's own switch
+        for name in ("stream", "ls_structured_output_format"):  # LangChain's own
+            options.pop(name, None)
         if "max_tokens" in options:
             options["max_new_tokens"] = options.pop("max_tokens")
         return {**options, "stop": self.stop if stop is None else stop}
