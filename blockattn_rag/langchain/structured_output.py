@@ -75,6 +75,8 @@ def named_schema(schema: Any) -> dict[str, Any]:
             return {"name": given.get("name", "answer"), "schema": dict(given["schema"])}
         if "name" not in given and given.get("type") != "function":
             return {"name": given.get("title", "answer"), "schema": dict(given)}
+    if isinstance(schema, Mapping):
+        schema = schema.get("function", schema)  # of a tool
     function = convert_to_openai_function(schema)
     return {"name": function["name"], "schema": function["parameters"]}
 

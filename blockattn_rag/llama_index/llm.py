@@ -41,6 +41,7 @@ from blockattn_rag.kv.context import Positions
 from blockattn_rag.llama_index.chat import ChatReader, as_template_messages, tool_selections
 from blockattn_rag.llama_index.exchange import Exchange
 from blockattn_rag.llama_index.source import EngineComponent
+from blockattn_rag.llama_index.structured_output import StructuredPrediction
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
 from blockattn_rag.prompts.chat_template import chat_spans, has_chat_template, trace
 from blockattn_rag.prompts.formats import BLANK_LINE
@@ -59,7 +60,7 @@ _OPTION_FIELDS = (
 PromptLike = str | Sequence[ChatMessage]
 
 
-class BlockAttentionLLM(EngineComponent, CustomLLM, FunctionCallingLLM):
+class BlockAttentionLLM(EngineComponent, StructuredPrediction, CustomLLM, FunctionCallingLLM):
     """A transformers model, in this process or behind a server, that answers from cached passages.
 
     Takes the place of ``HuggingFaceLLM`` and shares its argument names. Passages that arrive

@@ -1,0 +1,160 @@
+"""Objects of a schema from LlamaIndex's LLM, held to it token by token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Generator, Sequence
+from typing import Any, TypeVar
+
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
+from llama_index.core.bridge.pydantic import BaseModel, ValidationError
+from llama_index.core.instrumentation.events.llm import (
+    LLMStructuredPredictEndEvent,
+    LLMStructuredPredictStartEvent,
+)
+from llama_index.core.llms.llm import LLM
+from llama_index.core.output_parsers import PydanticOutputParser
+from llama_index.core.program.utils import create_flexible_model
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index_instrumentation import get_dispatcher
+from pydantic_core import from_json
+
+from blockattn_rag.structured.answers import complete_json
+
+dispatcher = get_dispatcher(__name__)
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class StructuredPrediction(LLM):
+    """The methods of an LLM that give objects, which synthesizers with an ``output_cls`` and
+    ``as_structured_llm`` call. The schema goes into the last message, behind what was asked, and
+    every token of the answer is held to it.
+
+    Raises:
+        IncompleteAnswerError: the answer was cut.
+        GrammarError: the schema cannot be compiled.
+    """
+
+    @dispatcher.span
+    def structured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Model:
+        """An object of a pydantic class; see ``LLM.structured_predict``."""
+        _tell_start(output_cls, prompt, prompt_args)
+        messages = self._asking(output_cls, prompt, prompt_args)
+        answer = self.chat(messages, **_held_to(output_cls, llm_kwargs))
+        return _told(_whole(output_cls, answer))
+
+    @dispatcher.span
+    async def astructured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Model:
+        """``structured_predict`` for event loops."""
+        _tell_start(output_cls, prompt, prompt_args)
+        messages = self._asking(output_cls, prompt, prompt_args)
+        answer = await self.achat(messages, **_held_to(output_cls, llm_kwargs))
+        return _told(_whole(output_cls, answer))
+
+    def _structured_stream_call(
+        self,
+        output_cls: type[Any],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Generator[Any, None, None]:
+        """The object as it grows; the last one is whole. For ``stream_structured_predict``."""
+        growing = _Growing(output_cls)
+        messages = self._asking(output_cls, prompt, prompt_args)
+        for step in self.stream_chat(messages, **_held_to(output_cls, llm_kwargs)):
+            yield from growing.take(step)
+
+    async def _structured_astream_call(
+        self,
+        output_cls: type[Any],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> AsyncGenerator[Any, None]:
+        growing = _Growing(output_cls)
+        messages = self._asking(output_cls, prompt, prompt_args)
+        steps = await self.astream_chat(messages, **_held_to(output_cls, llm_kwargs))
+
+        async def objects() -> AsyncGenerator[Any, None]:
+            async for step in steps:
+                for one in growing.take(step):
+                    yield one
+
+        return objects()
+
+    def _asking(
+        self, output_cls: type[BaseModel], prompt: BasePromptTemplate, prompt_args: dict[str, Any]
+    ) -> Sequence[ChatMessage]:
+        """The messages of a prompt, and behind them what is expected."""
+        expected = PydanticOutputParser(output_cls).get_format_string(escape_json=False)
+        messages = [*self._get_messages(prompt, **prompt_args)]
+        if not messages or messages[-1].role != MessageRole.USER:
+            return [*messages, ChatMessage(role=MessageRole.USER, content=expected.strip())]
+        last = messages[-1].model_copy(deep=True)
+        last.content = f"{last.content or ''}\n\n{expected.strip()}"
+        return [*messages[:-1], last]
+
+
+class _Growing:
+    """Makes objects of the steps of a stream: of a class that takes any part of one, until the last
+    step."""
+
+    def __init__(self, output_cls: type[BaseModel]) -> None:
+        self._output_cls = output_cls
+        self._partial_cls = create_flexible_model(output_cls)
+        self._last: Any = None
+
+    def take(self, step: ChatResponse) -> Generator[Any, None, None]:
+        if step.raw is not None:  # the last step, which alone has figures
+            yield _whole(self._output_cls, step)
+            return
+        try:
+            found = from_json(step.message.content or "", allow_partial="trailing-strings")
+        except ValueError:  # nothing of the object has come
+            return
+        if isinstance(found, dict) and found != self._last:
+            self._last = found
+            try:
+                yield self._output_cls.model_validate(found)
+            except ValidationError:
+                yield self._partial_cls.model_validate(found)
+
+
+def _held_to(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    named = {"name": output_cls.__name__, "schema": output_cls.model_json_schema()}
+    asked = {"type": "json_schema", "json_schema": named}
+    return {**(llm_kwargs or {}), "response_format": asked}
+
+
+def _whole(output_cls: type[Model], answer: ChatResponse) -> Model:
+    raw: Any = answer.raw
+    value = complete_json(answer.message.content or "", raw["finish_reason"])
+    return output_cls.model_validate_json(json.dumps(value))
+
+
+def _tell_start(
+    output_cls: type[BaseModel], prompt: BasePromptTemplate, prompt_args: dict[str, Any]
+) -> None:
+    dispatcher.event(
+        LLMStructuredPredictStartEvent(
+            output_cls=output_cls, template=prompt, template_args=prompt_args
+        )
+    )
+
+
+def _told(output: Model) -> Model:
+    dispatcher.event(LLMStructuredPredictEndEvent(output=output))
+    return output

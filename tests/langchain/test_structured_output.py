@@ -1,0 +1,167 @@
+"""``with_structured_output``: objects of a schema, whole or an error, however they are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypedDict
+
+import pytest
+from langchain_core.messages import AIMessage
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import BaseModel, Field
+from pydantic.v1 import BaseModel as BaseModelV1
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.errors import GrammarError, IncompleteAnswerError
+from blockattn_rag.langchain import ChatBlockAttention, format_blocks
+from blockattn_rag.langchain.structured_output import named_schema
+from tests.langchain.conftest import passages
+
+ASKED = [("system", format_blocks(passages())), ("human", "Which?")]
+
+
+class Part(BaseModel):
+    name: str = Field(max_length=3)
+
+
+class Tower(BaseModel):
+    """A tower."""
+
+    höhe: int = Field(ge=0, le=99)
+    parts: list[Part] = Field(max_length=2)
+
+
+class Node(BaseModel):
+    children: list[Node] = Field(max_length=1)
+
+
+class TowerDict(TypedDict):
+    """A tower."""
+
+    höhe: int
+
+
+class TowerV1(BaseModelV1):
+    known: bool
+
+
+SCHEMA = {**Tower.model_json_schema(), "title": "Turm"}
+
+
+@pytest.fixture
+def chat(engine: BlockAttentionEngine) -> ChatBlockAttention:
+    return ChatBlockAttention(engine=engine, max_tokens=120)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+def test_a_pydantic_class_gives_its_objects(chat: ChatBlockAttention, method: Any) -> None:
+    structured = chat.with_structured_output(Tower, method=method)
+    found = structured.invoke(ASKED)
+    assert isinstance(found, Tower)
+    assert asyncio.run(structured.ainvoke(ASKED)) == found
+    assert structured.batch([ASKED, ASKED]) == [found, found]
+
+
+@pytest.mark.parametrize(
+    ("schema", "keys"),
+    [
+        (SCHEMA, {"höhe", "parts"}),
+        (convert_to_openai_tool(Tower), {"höhe", "parts"}),
+        ({"name": "Tower", "schema": SCHEMA, "strict": True}, {"höhe", "parts"}),
+    ],
+)
+def test_other_schemas_give_dicts(chat: ChatBlockAttention, schema: Any, keys: set[str]) -> None:
+    assert chat.with_structured_output(schema).invoke(ASKED).keys() == keys
+
+
+def test_a_class_of_pydantics_version_1_gives_its_objects(chat: ChatBlockAttention) -> None:
+    assert isinstance(chat.with_structured_output(TowerV1).invoke(ASKED), TowerV1)
+
+
+def test_schemas_keep_their_names_and_references() -> None:
+    assert named_schema(SCHEMA) == {"name": "Turm", "schema": SCHEMA}
+    assert named_schema(TowerDict)["name"] == "TowerDict"
+    assert named_schema(TowerDict)["schema"]["required"] == ["höhe"]
+    given = {"type": "json_schema", "json_schema": {"name": "T", "schema": SCHEMA}}
+    assert named_schema(given) == {"name": "T", "schema": SCHEMA}
+    assert named_schema({"type": "string"}) == {"name": "answer", "schema": {"type": "string"}}
+    assert "$ref" in str(named_schema(Node)["schema"])
+
+
+def test_a_recursive_class_is_held_to(chat: ChatBlockAttention) -> None:
+    structured = chat.with_structured_output(Node, include_raw=True)
+    found = structured.invoke(ASKED)
+    assert isinstance(found["parsed"], Node) or isinstance(
+        found["parsing_error"], IncompleteAnswerError
+    )
+
+
+def test_the_raw_message_tells_what_was_reused(chat: ChatBlockAttention) -> None:
+    chat.invoke(ASKED)
+    found = chat.with_structured_output(Tower, include_raw=True).invoke(ASKED)
+    assert isinstance(found["raw"], AIMessage)
+    assert isinstance(found["parsed"], Tower)
+    assert found["parsing_error"] is None
+    usage = found["raw"].usage_metadata
+    assert usage is not None
+    assert usage["input_token_details"]["cache_read"] > 0
+
+
+def test_an_answer_that_is_cut_raises_and_is_no_object(chat: ChatBlockAttention) -> None:
+    short = chat.model_copy(update={"max_tokens": 12})
+    for method in ("json_schema", "json_mode"):
+        for schema in (Tower, SCHEMA):
+            structured = short.with_structured_output(schema, method=method)  # type: ignore[arg-type]
+            with pytest.raises(IncompleteAnswerError, match="cut by its limit"):
+                structured.invoke(ASKED)
+            with pytest.raises(IncompleteAnswerError, match="cut by its limit"):
+                list(structured.stream(ASKED))
+    beside = short.with_structured_output(Tower, include_raw=True).invoke(ASKED)
+    assert beside["parsed"] is None
+    assert isinstance(beside["parsing_error"], IncompleteAnswerError)
+    assert beside["raw"].response_metadata["finish_reason"] == "length"
+
+
+def test_a_stream_gives_the_object_as_it_grows(chat: ChatBlockAttention) -> None:
+    structured = chat.with_structured_output(SCHEMA)
+    found = list(structured.stream(ASKED))
+    assert len(found) > 1
+    assert found[-1] == structured.invoke(ASKED)
+    assert all(one.keys() <= {"höhe", "parts"} for one in found)
+
+    async def streamed() -> list[Any]:
+        return [one async for one in structured.astream(ASKED)]
+
+    assert asyncio.run(streamed()) == found
+
+
+def test_json_mode_alone_needs_no_schema(chat: ChatBlockAttention) -> None:
+    structured = chat.with_structured_output(None, method="json_mode", include_raw=True)
+    assert structured.invoke(ASKED)["raw"].content.lstrip().startswith("{")
+    with pytest.raises(ValueError, match="needs a schema"):
+        chat.with_structured_output(None)
+
+
+def test_what_is_not_known_is_refused(chat: ChatBlockAttention) -> None:
+    with pytest.raises(ValueError, match=r"method must be one of json_schema.*found 'yaml'"):
+        chat.with_structured_output(Tower, method="yaml")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="did you mean 'strict'"):
+        chat.with_structured_output(Tower, stict=True)
+
+
+def test_a_schema_that_cannot_be_compiled_is_refused_by_name(chat: ChatBlockAttention) -> None:
+    class Names(BaseModel):
+        names: set[str]
+
+    with pytest.raises(GrammarError, match=r"'Names' cannot be compiled.*uniqueItems"):
+        chat.with_structured_output(Names).invoke(ASKED)
+
+
+def test_what_the_schema_cannot_say_is_still_validated(chat: ChatBlockAttention) -> None:
+    class Odd(Tower):
+        def model_post_init(self, context: Any) -> None:
+            raise ValueError("never right")
+
+    found = chat.with_structured_output(Odd, include_raw=True).invoke(ASKED)
+    assert found["parsed"] is None
+    assert "never right" in str(found["parsing_error"])
