@@ -1,4 +1,4 @@
-"""``with_structured_output``: objects of a schema, whole or an error, however they are asked for."""
+"""``with_structured_output``: objects of a schema, whole or an error, in all its forms."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_an_answer_that_is_cut_raises_and_is_no_object(chat: ChatBlockAttention)
     short = chat.model_copy(update={"max_tokens": 12})
     for method in ("json_schema", "json_mode"):
         for schema in (Tower, SCHEMA):
-            structured = short.with_structured_output(schema, method=method)  # type: ignore[arg-type]
+            structured = short.with_structured_output(schema, method=method)
             with pytest.raises(IncompleteAnswerError, match="cut by its limit"):
                 structured.invoke(ASKED)
             with pytest.raises(IncompleteAnswerError, match="cut by its limit"):
