@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any, TypeVar
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
-from llama_index.core.bridge.pydantic import BaseModel, ValidationError
+from llama_index.core.bridge.pydantic import BaseModel, TypeAdapter, ValidationError
 from llama_index.core.instrumentation.events.llm import (
     LLMStructuredPredictEndEvent,
     LLMStructuredPredictStartEvent,
@@ -17,13 +17,14 @@ from llama_index.core.output_parsers import PydanticOutputParser
 from llama_index.core.program.utils import create_flexible_model
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index_instrumentation import get_dispatcher
-from pydantic_core import from_json
 
 from blockattn_rag.structured.answers import complete_json
 
 dispatcher = get_dispatcher(__name__)
 
 Model = TypeVar("Model", bound=BaseModel)
+
+_JSON: TypeAdapter[Any] = TypeAdapter(Any)
 
 
 class StructuredPrediction(LLM):
@@ -122,7 +123,8 @@ class _Growing:
             yield _whole(self._output_cls, step)
             return
         try:
-            found = from_json(step.message.content or "", allow_partial="trailing-strings")
+            text = step.message.content or ""
+            found = _JSON.validate_json(text, experimental_allow_partial="trailing-strings")
         except ValueError:  # nothing of the object has come
             return
         if isinstance(found, dict) and found != self._last:
