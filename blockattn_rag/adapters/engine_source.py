@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,11 @@ class EngineSource:
         return self._api_base is None and isinstance(
             self._engine, (BlockAttentionEngine, type(None))
         )
+
+    @property
+    def follows_grammars(self) -> bool:
+        """Whether answers can be held to grammars; what a server cannot do, it refuses itself."""
+        return not self._is_local or find_spec("llguidance") is not None
 
     @property
     def lasting_store(self) -> str | None:

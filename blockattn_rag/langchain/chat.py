@@ -29,6 +29,7 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.chat_template import chat_spans, has_chat_template
 from blockattn_rag.prompts.markers import strip_markers
 from blockattn_rag.prompts.template_kwargs import check_template_kwargs
+from blockattn_rag.structured.answers import has_no_thoughts
 from blockattn_rag.tools import tool_template
 from blockattn_rag.tools.use import TOOL_OPTIONS, ToolUse
 
@@ -166,14 +167,17 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     ) -> Runnable[LanguageModelInput, Any]:
         """A model whose answers are objects of a schema; every token is held to it.
 
-        The schema is not shown to the model: say in the prompt what the fields mean. An answer that
-        is cut raises. A stream gives what the object is so far.
+        The schema is not shown to the model, a tool's excepted: say in the prompt what the fields
+        mean. An answer that is cut raises. A stream gives what the object is so far; a tool's
+        arguments come whole.
 
         Args:
             schema: a pydantic class, whose objects come, or a TypedDict, JSON schema or OpenAI
                 tool, for which dicts come.
             method: with each of them the answer is held to the schema; ``"json_mode"`` does without
-                one, and then any JSON object may come.
+                one, and then any JSON object may come. ``"function_calling"`` makes the object the
+                arguments of a tool that must be called, and shows the schema to the model as this
+                tool's, where its chat template knows tools; elsewhere it is ``"json_schema"``.
             include_raw: give ``{"raw": message, "parsed": object, "parsing_error": error}``.
             strict: sent to a server, as OpenAI has it; answers follow the schema in any case.
             kwargs: there are no others.
@@ -184,7 +188,10 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
             TypeError: there are other arguments.
         """
         check_known(type(self), kwargs, ["schema", "method", "include_raw", "strict"])
-        return structured_chat(self, schema, method, include_raw=include_raw, strict=strict)
+        knows_tools = tool_template(self.source.tokenizer.tokenizer) is not None
+        return structured_chat(
+            self, schema, method, knows_tools=knows_tools, include_raw=include_raw, strict=strict
+        )
 
     def to_prompt(
         self,
@@ -241,7 +248,9 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
         rest = {name: value for name, value in call.items() if name not in _PROMPT_OPTIONS}
         options, tools = super().engine_options(stop, rest), self._tools(call)
-        return options | (tools.engine_options(self.source.tokenizer.tokenizer) if tools else {})
+        if tools is None:
+            return options
+        return tools.engine_options(self.source.tokenizer.tokenizer, options)
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text without its markers and without BOS."""
@@ -280,7 +289,9 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
 
     def _exchange(self, given: Any, call: dict[str, Any]) -> ChatExchange:
         tools, variables = self._tools(call), call.get("chat_template_kwargs")
-        return ChatExchange(self, partial(self._prompt_with, tools, given, variables), tools)
+        make_prompt = partial(self._prompt_with, tools, given, variables)
+        at_once = has_no_thoughts(self.engine_options(None, call))
+        return ChatExchange(self, make_prompt, tools, answers_at_once=at_once)
 
     def batch(
         self,

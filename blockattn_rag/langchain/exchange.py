@@ -28,6 +28,7 @@ class ChatExchange:
         chat: the model.
         make_prompt: makes the prompt of the call's messages.
         tools: that the model may call; None: its answer is text.
+        answers_at_once: as for ``ThoughtReader``.
     """
 
     def __init__(
@@ -35,16 +36,20 @@ class ChatExchange:
         chat: GenerationFields,
         make_prompt: Callable[[], BlockPrompt],
         tools: ToolUse | None = None,
+        *,
+        answers_at_once: bool = False,
     ) -> None:
         self._chat = chat
         self._make_prompt = make_prompt
         self._calls = tools.reader() if tools else None
+        self._answers_at_once = answers_at_once
         self._num_calls = 0
 
     def prompt(self) -> BlockPrompt:
         """The blocks of the prompt, which is about to be answered."""
         prompt = self._make_prompt()
-        self._thoughts = ThoughtReader(self._chat.source.tokenizer.tokenizer, prompt)
+        tokenizer, at_once = self._chat.source.tokenizer.tokenizer, self._answers_at_once
+        self._thoughts = ThoughtReader(tokenizer, prompt, answers_at_once=at_once)
         return self._chat.source.noted(prompt)
 
     def chunk(self, piece: GenerationChunk) -> ChatGenerationChunk:

@@ -24,6 +24,7 @@ class SourceProfile(Mapping[str, Any]):
     def _known(self) -> ModelProfile:
         tokenizer = self._source.tokenizer.tokenizer
         calls_tools = tool_template(tokenizer) is not None
+        holds = self._source.follows_grammars
         return ModelProfile(
             max_input_tokens=self._source.max_context_tokens,
             open_weights=True,
@@ -37,7 +38,9 @@ class SourceProfile(Mapping[str, Any]):
             video_outputs=False,
             reasoning_output=marks_thoughts(tokenizer),
             tool_calling=calls_tools,
+            tool_choice=calls_tools and holds,
             tool_call_streaming=calls_tools,
+            structured_output=holds,
         )
 
     def __getitem__(self, name: str) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any, Literal, get_args
 
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
-from langchain_core.messages import BaseMessage
+from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.output_parsers import (
     BaseCumulativeTransformOutputParser,
     JsonOutputParser,
@@ -18,7 +19,7 @@ from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_openai_function
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
-from blockattn_rag.structured.answers import complete_json
+from blockattn_rag.structured.answers import complete_json, incomplete
 
 Method = Literal["json_schema", "function_calling", "json_mode"]
 
@@ -28,10 +29,14 @@ def structured_chat(
     schema: Any,
     method: Method,
     *,
+    knows_tools: bool,
     include_raw: bool,
     strict: bool | None,
 ) -> Runnable[LanguageModelInput, Any]:
     """What ``ChatBlockAttention.with_structured_output`` returns.
+
+    Args:
+        knows_tools: whether the model's chat template does.
 
     Raises:
         ValueError: another method, or no schema where one is needed.
@@ -48,7 +53,18 @@ def structured_chat(
         if strict is not None:
             named["strict"] = strict
     told = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
-    answering = chat.bind(response_format=asked, ls_structured_output_format=told)
+    answering: Runnable[LanguageModelInput, AIMessage]
+    if method == "function_calling" and knows_tools:
+        tool = _as_tool(named_schema(schema))
+        answering = chat.bind_tools(
+            [tool],
+            tool_choice=tool["function"]["name"],
+            parallel_tool_calls=False,
+            strict=strict,
+            ls_structured_output_format=told,
+        )
+    else:
+        answering = chat.bind(response_format=asked, ls_structured_output_format=told)
     parser: BaseCumulativeTransformOutputParser[Any]
     if isinstance(schema, type) and is_basemodel_subclass(schema):
         parser = _WholePydantic(pydantic_object=schema)
@@ -81,6 +97,13 @@ def named_schema(schema: Any) -> dict[str, Any]:
     return {"name": function["name"], "schema": function["parameters"]}
 
 
+def _as_tool(named: dict[str, Any]) -> dict[str, Any]:
+    """The definition of a tool whose arguments are the object."""
+    schema = named["schema"]
+    function = {"name": named["name"], "description": schema.get("description", "")}
+    return {"type": "function", "function": {**function, "parameters": schema}}
+
+
 def _beside_raw(answering: Runnable[Any, BaseMessage], parser: Any) -> Runnable[Any, Any]:
     """The message, the object, and the error in place of the object, as LangChain has them."""
     parsed = RunnablePassthrough.assign(
@@ -91,22 +114,33 @@ def _beside_raw(answering: Runnable[Any, BaseMessage], parser: Any) -> Runnable[
     return RunnableMap(raw=answering) | either
 
 
-def _check_whole(result: list[Generation]) -> None:
-    """Refuse an answer that has ended before it was an object. Nothing is said of one to go on."""
+def _object_of(result: list[Generation]) -> list[Generation]:
+    """The text of an answer, or of the arguments of the call that it is.
+
+    Raises:
+        IncompleteAnswerError: it has ended before it was an object. Nothing is said of one to go
+            on.
+    """
     (generation,) = result
-    message = generation.message if isinstance(generation, ChatGeneration) else None
-    reason = message.response_metadata.get("finish_reason") if message is not None else None
+    if not isinstance(generation, ChatGeneration):
+        return result
+    message = generation.message
+    reason = message.response_metadata.get("finish_reason")
+    if isinstance(message, AIMessage) and message.tool_calls:
+        return [Generation(text=json.dumps(message.tool_calls[0]["args"]))]
+    if isinstance(message, AIMessage) and message.invalid_tool_calls and reason is not None:
+        call = message.invalid_tool_calls[0]
+        raise incomplete(call["args"] or "", reason, call["error"] or "")
     if reason is not None:
         complete_json(generation.text, reason)
+    return result
 
 
 class _WholeJson(JsonOutputParser):
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
-        _check_whole(result)
-        return super().parse_result(result, partial=partial)
+        return super().parse_result(_object_of(result), partial=partial)
 
 
 class _WholePydantic(PydanticOutputParser[Any]):
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
-        _check_whole(result)
-        return super().parse_result(result, partial=partial)
+        return super().parse_result(_object_of(result), partial=partial)

@@ -13,6 +13,7 @@ from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.llama_index.events import BlockReuseEvent, usage_of
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.thoughts import Said, ThoughtReader
+from blockattn_rag.structured.answers import has_no_thoughts
 
 dispatcher = get_dispatcher(__name__)
 
@@ -41,7 +42,9 @@ class Exchange:
     def prompt(self) -> BlockPrompt:
         """The blocks of the prompt, which is about to be answered."""
         prompt = self._make_prompt()
-        self._reader = ThoughtReader(self._source.tokenizer.tokenizer, prompt)
+        at_once = has_no_thoughts(self.options)
+        tokenizer = self._source.tokenizer.tokenizer
+        self._reader = ThoughtReader(tokenizer, prompt, answers_at_once=at_once)
         return self._source.noted(prompt)
 
     def whole(self, generation: Generation) -> CompletionResponse:

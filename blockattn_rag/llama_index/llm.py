@@ -356,7 +356,7 @@ class BlockAttentionLLM(EngineComponent, StructuredPrediction, CustomLLM, Functi
         variables = call.pop("chat_template_kwargs", None)
         options = self.engine_options(call)
         if tools is not None:
-            options |= tools.engine_options(self._source.tokenizer.tokenizer)
+            options = tools.engine_options(self._source.tokenizer.tokenizer, options)
         make_prompt = partial(
             self.to_prompt, prompt, formatted, tools=tools, chat_template_kwargs=variables
         )

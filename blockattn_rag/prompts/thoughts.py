@@ -35,10 +35,14 @@ class ThoughtReader:
     Args:
         tokenizer: the model's; where its chat template marks no thoughts, all text is answer.
         prompt: the prompt that is answered.
+        answers_at_once: a grammar holds the answer to what cannot be thoughts, also where the
+            prompt has opened them.
     """
 
-    def __init__(self, tokenizer: Any, prompt: BlockPrompt) -> None:
-        is_open = prompt.final.rstrip().endswith(OPENING)
+    def __init__(
+        self, tokenizer: Any, prompt: BlockPrompt, *, answers_at_once: bool = False
+    ) -> None:
+        is_open = prompt.final.rstrip().endswith(OPENING) and not answers_at_once
         self._at: Literal["start", "thoughts", "gap", "answer"] = "thoughts" if is_open else "start"
         if not marks_thoughts(tokenizer):
             self._at = "answer"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from blockattn_rag.errors import IncompleteAnswerError
+from blockattn_rag.structured.grammar import parse_grammar
 
 _CUT = (
     "was cut by its limit; raise max_new_tokens, or retrieve fewer passages if the context window "
@@ -28,12 +30,35 @@ def complete_json(text: str, finish_reason: str | None) -> Any:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise _incomplete(text, _CUT if was_cut else f"{_ENDED} ({error})") from error
+        raise incomplete(text, finish_reason, str(error)) from error
     if was_cut and type(value) in (int, float):  # of which more digits might have come
-        raise _incomplete(text, _CUT)
+        raise incomplete(text, finish_reason)
     return value
 
 
-def _incomplete(text: str, why: str) -> IncompleteAnswerError:
+def incomplete(text: str, finish_reason: str | None, found: str = "") -> IncompleteAnswerError:
+    """The error of an answer that is not whole.
+
+    Args:
+        text: the answer.
+        finish_reason: why it ended; ``"length"``: it was cut.
+        found: what is wrong with it.
+    """
+    why = _CUT if finish_reason == "length" else f"{_ENDED} ({found})"
     shown = repr(text) if len(text) <= 200 else f"{text[:100]!r} ... {text[-100:]!r}"
     return IncompleteAnswerError(f"an answer that was to be JSON {why}. Found {shown}", text)
+
+
+def has_no_thoughts(options: Mapping[str, Any]) -> bool:
+    """Whether a grammar leaves an answer no room to think first.
+
+    Args:
+        options: of a call, as an engine takes them.
+
+    Raises:
+        TypeError, ValueError: they ask for a grammar in no known form.
+    """
+    grammar = parse_grammar(options.get("response_format"), options.get("structured_outputs"))
+    if grammar is None or grammar.kind == "structural_tag":
+        return False
+    return "</think>" not in grammar.text

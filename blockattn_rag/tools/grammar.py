@@ -14,7 +14,12 @@ _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": 
 
 
 def calls_grammar(
-    form: ToolFormat, tools: Sequence[Mapping[str, Any]], tokenizer: Any, *, several: bool
+    form: ToolFormat,
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    several: bool,
+    answer: dict[str, Any] | None = None,
 ) -> str:
     """A grammar, in llguidance's dialect of Lark, of an answer that is one call or more.
 
@@ -24,6 +29,7 @@ def calls_grammar(
         tokenizer: the model's, a transformers tokenizer. Marks that it has a token for are this
             token, others are text.
         several: whether more than one call may be made.
+        answer: JSON schema of what the answer may be in place of calls.
     """
     literal = _literals(tokenizer)
     opening, closing = literal(form.opening), literal(form.closing)
@@ -37,9 +43,9 @@ def calls_grammar(
         else:
             begin = f'{{"name": {name}, "{key}": '
             call = f'{_text(begin)} arguments_{index} "}}"'
-        schema = prepared(function.get("parameters") or {"type": "object", "properties": {}})
+        schema = function.get("parameters") or {"type": "object", "properties": {}}
         rules.append(f"call_{index}: {call}")
-        rules.append(f"arguments_{index}: %json {json.dumps({**schema, 'x-guidance': _JSON})}")
+        rules.append(f"arguments_{index}: {_object(schema)}")
     call = " | ".join(f"call_{index}" for index in range(len(tools)))
     rules.append(f"call: {call}")
     more = "" if not several else " ({} call)*"
@@ -52,7 +58,15 @@ def calls_grammar(
         start = f"{opening} call" + (f" ({opening} call)*" if several else "")
     else:
         start = "call"  # Llama's templates know one call in a message
+    if answer is not None:
+        rules.append(f"calls: {start}")
+        rules.append(f"answer: {_object(answer)}")
+        start = "calls | answer"
     return "\n".join(["%llguidance {}", f"start: {start}", *rules])
+
+
+def _object(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps({**prepared(schema), 'x-guidance': _JSON})}"
 
 
 def _text(text: str) -> str:

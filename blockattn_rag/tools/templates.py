@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ _FUNCTION = {
 }
 _TOOL: dict[str, Any] = {"type": "function", "function": _FUNCTION}
 _RESULT = "kvresult"
+_THOUGHTS = re.compile(r"<think>\s*(</think>\s*)?\Z")  # opened, or left out, by the template
 
 # Where two read a call back, the first one is the form: the second takes more than it writes.
 _READERS = (HERMES, MISTRAL, MISTRAL_ARGS, GRANITE, LLAMA3)
@@ -168,6 +170,7 @@ def _found(tokenizer: Any, source: str) -> ToolTemplate | None:
     result = {"role": "tool", "tool_call_id": _CALL.id, "name": _CALL.name, "content": _RESULT}
     history = [*question, {"role": "assistant", "content": "", "tool_calls": calls}, result]
     text = render(history, **tools)
+    asked = _THOUGHTS.sub("", asked)  # because both marks may begin alike
     begin = len(os.path.commonprefix([asked, text]))  # noqa: RUF071 (characters are meant)
     answer = text[begin:].partition(_RESULT)[0]
     found = ToolTemplate(HERMES, variable, is_wrapped)

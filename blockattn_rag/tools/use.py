@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from blockattn_rag.prompts.chat_template import Message, Spans
+from blockattn_rag.structured.grammar import parse_grammar
 from blockattn_rag.tools.calls import InvalidToolCall, ToolCall
 from blockattn_rag.tools.grammar import calls_grammar
 from blockattn_rag.tools.parser import Piece, ToolCallParser
@@ -95,16 +97,26 @@ class ToolUse:
         """The prompt that messages become; see ``ToolTemplate.spans``."""
         return self.template.spans(tokenizer, messages, self.tools, **variables)
 
-    def engine_options(self, tokenizer: Any) -> dict[str, Any]:
-        """Options of the engine by which calls can be read, and are made where they must be."""
-        options: dict[str, Any] = {"keep_tokens": self.template.form.marks}
+    def engine_options(self, tokenizer: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of the engine by which calls can be read, and are made where they must be.
+
+        Where the model may call tools and its answer is to be JSON, it does one of the two. Where
+        it must call one, the answer is nothing else. Grammars of the user's own stay as they are.
+
+        Args:
+            given: options of the call.
+        """
+        form, may, answer = self.template.form, self.tools, None
+        options = {**given, "keep_tokens": form.marks}
         if self.choice == AUTO:
-            return options
-        may = self.tools
-        if self.choice != REQUIRED:
+            held = parse_grammar(given.get("response_format"), given.get("structured_outputs"))
+            if held is None or held.kind not in ("json", "json_object"):
+                return options
+            answer = json.loads(held.text)
+        elif self.choice != REQUIRED:
             may = tuple(tool for tool in may if tool["function"]["name"] == self.choice)
-        grammar = calls_grammar(self.template.form, may, tokenizer, several=self.parallel)
-        return {**options, "structured_outputs": {"grammar": grammar}}
+        grammar = calls_grammar(form, may, tokenizer, several=self.parallel, answer=answer)
+        return {**options, "response_format": None, "structured_outputs": {"grammar": grammar}}
 
     def reader(self) -> AnswerReader:
         """Reads one answer."""

@@ -15,6 +15,7 @@ from langchain_core.outputs import ChatGenerationChunk
 from langchain_core.runnables import ConfigurableField
 
 from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.adapters import engine_source
 from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.langchain import ChatBlockAttention
 from blockattn_rag.model import BlockModel
@@ -145,6 +146,17 @@ def test_the_profile_tells_whether_the_template_knows_tools() -> None:
     chat = ChatBlockAttention(model=hf_model, tokenizer=tokenizer)
     profile: Any = chat.profile
     assert (profile["tool_calling"], profile["tool_call_streaming"]) == (True, True)
+    assert (profile["tool_choice"], profile["structured_output"]) == (True, True)
+
+
+def test_the_profile_tells_of_grammars_where_there_are_any(
+    chat: ChatBlockAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: Any = chat.profile
+    assert (told["tool_choice"], told["structured_output"]) == (False, True)
+    monkeypatch.setattr(engine_source, "find_spec", lambda _: None)
+    without: Any = ChatBlockAttention(engine=chat.engine).profile
+    assert (without["tool_choice"], without["structured_output"]) == (False, False)
 
 
 def test_the_profile_is_read_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

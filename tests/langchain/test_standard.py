@@ -56,6 +56,8 @@ class UnderTest:
 
     chat_model_class = ChatBlockAttention
     supports_model_override = False
+    has_tool_calling = has_tool_choice = True
+    has_structured_output = supports_json_mode = True
 
     @property
     def chat_model_params(self) -> dict[str, Any]:

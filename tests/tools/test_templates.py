@@ -191,6 +191,16 @@ def test_calls_in_a_form_that_is_not_known_are_not_taken_for_one_that_looks_alik
     assert tool_template(tokenizer_with("QWEN3_CODER")) is None
 
 
+@pytest.mark.parametrize("mark", ["<think>\\n", "<think>\\n\\n</think>\\n\\n"])
+def test_thoughts_that_a_template_opens_hide_no_form(mark: str) -> None:
+    tokenizer = tokenizer_with("QWEN3")
+    opening = "{%- if add_generation_prompt %}{{ '" + mark + "' }}{% endif %}"
+    tokenizer.chat_template += opening
+    found = tool_template(tokenizer)
+    assert found is not None
+    assert found.form.name == "hermes"
+
+
 def test_of_several_templates_the_one_for_tools_counts() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = {
