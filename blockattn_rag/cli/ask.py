@@ -38,20 +38,30 @@ def _known_option(parameter: typer.CallbackParam, value: str | None) -> str | No
     return found
 
 
-def _variables(text: str | None) -> dict[str, Any]:
-    """``--chat-template-kwargs``, which is a JSON object."""
-    if text is None:
-        return {}
+def _object(text: str | bytes, name: str, option: str, example: str) -> dict[str, Any]:
+    """The JSON object that an option is, or names the file of."""
     try:
         found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise typer.BadParameter(f"it is no JSON: {error}") from error
+    except ValueError as error:  # also where bytes are no text
+        raise typer.BadParameter(f"{name} is no JSON: {error}", param_hint=option) from error
     if not isinstance(found, dict):
-        raise typer.BadParameter(f"expected an object, such as {_VARIABLES}, found {text}")
+        message = f"expected an object, such as {example}, found {json.dumps(found)[:100]}"
+        raise typer.BadParameter(message, param_hint=option)
     return found
 
 
+def _variables(text: str | None) -> dict[str, Any]:
+    """``--chat-template-kwargs``."""
+    return {} if text is None else _object(text, "it", "--chat-template-kwargs", _VARIABLES)
+
+
+def _schema(file: Path | None) -> dict[str, Any] | None:
+    """``--schema``."""
+    return None if file is None else _object(file.read_bytes(), str(file), "--schema", _SCHEMA)
+
+
 _VARIABLES = "'{\"enable_thinking\": false}'"
+_SCHEMA = '{"type": "object", "properties": {"metres": {"type": "integer"}}}'
 
 
 def ask(
@@ -117,6 +127,16 @@ def ask(
             metavar="JSON",
         ),
     ] = None,
+    schema: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of a JSON schema: the answer is JSON that fits it, whole or an error.",
+            metavar="FILE.json",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+        ),
+    ] = None,
     page: Annotated[
         bool, typer.Option("--page", help="Show each source whole, and not its beginning alone.")
     ] = False,
@@ -132,7 +152,7 @@ def ask(
     with working(as_json):
         if question is not None and not question.strip():
             raise typer.BadParameter("the question is empty", param_hint="QUESTION")
-        variables = _variables(chat_template_kwargs)
+        variables, held_to = _variables(chat_template_kwargs), _schema(schema)
         started = time.perf_counter()
         with spinner("loading the model"):
             database = Database.open(db, model=model, server=server, device=device, dtype=dtype)
@@ -150,6 +170,7 @@ def ask(
                 reader=reader,
                 retry=retry,
                 chat_template_kwargs=variables,
+                schema=held_to,
             )
         loading_s = time.perf_counter() - started
     if question is None and sys.stdin.isatty() and sys.stdout.isatty() and not as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +17,10 @@ from blockattn_rag.errors import StoreError
 from blockattn_rag.rag.database import Database
 from blockattn_rag.rag.documents import SOURCE_KEY
 from blockattn_rag.rag.history import Turn, with_history
+from blockattn_rag.structured.answers import complete_json
 
 if TYPE_CHECKING:
-    from llama_index.core.schema import NodeWithScore
+    from llama_index.core.schema import NodeWithScore, QueryBundle
 
 logger = logging.getLogger("blockattn_rag.rag")
 
@@ -41,7 +43,8 @@ class Answer:
     ``stats`` are of all calls of the language model together: ``ttft_s`` runs to the first token of
     the last call, because the answer is that call's. ``finish_reason`` is ``"length"`` where the
     answer was cut off by ``max_new_tokens`` or by the end of the context window. ``waited_s`` is
-    what a user waits: from the question to the first text, retrieval included.
+    what a user waits: from the question to the first text, retrieval included. ``object`` is the
+    JSON value that the answer is, where a schema asked for one.
     """
 
     question: str
@@ -50,12 +53,14 @@ class Answer:
     stats: ReuseStats
     finish_reason: str
     waited_s: float
+    object: Any = None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types, the figures beside the other fields; times in seconds."""
         return {
             "question": self.question,
             "answer": self.answer,
+            "object": self.object,
             "mode": self.stats.mode,
             "sources": [asdict(source) for source in self.sources],
             **self.stats.reuse(),
@@ -80,6 +85,7 @@ class Assistant:
         correction, merge, promote, reader, retry: see ``BlockOptions``; default: the engine's own.
             A correction is of the database's sink. Passages are corrected when they are first used.
         chat_template_kwargs: variables of the model's chat template, such as ``enable_thinking``.
+        schema: a JSON schema that every answer is held to; it stands with the question.
     """
 
     def __init__(
@@ -94,6 +100,7 @@ class Assistant:
         reader: str | Path | None = None,
         retry: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        schema: dict[str, Any] | None = None,
     ) -> None:
         from llama_index.core import VectorStoreIndex
         from llama_index.vector_stores.chroma import ChromaVectorStore
@@ -109,6 +116,9 @@ class Assistant:
             "retry": retry,
             "chat_template_kwargs": chat_template_kwargs,
         }
+        self._schema = schema
+        if schema is not None:
+            self._options["generate_kwargs"] = {"structured_outputs": {"json": schema}}
         self._head_was_stored = False
         self._index = VectorStoreIndex.from_vector_store(
             ChromaVectorStore(chroma_collection=database.collection), embed_model=database.embedding
@@ -127,12 +137,14 @@ class Assistant:
         Args:
             question: what is asked.
             mode: block mode reuses passages, full mode computes everything.
-            on_text: gets the answer piece by piece.
+            on_text: gets the answer piece by piece; one that follows a schema when it is whole.
             history: the turns before it, oldest first. Passages are looked for by the question and
                 the one before it.
-        """
-        from llama_index.core import QueryBundle
 
+        Raises:
+            IncompleteAnswerError: an answer that was to follow a schema was cut.
+            GrammarError: the schema cannot be compiled.
+        """
         started = time.perf_counter()
         llm = adapter.BlockAttentionLLM(
             engine=self._database.engine,
@@ -146,31 +158,51 @@ class Assistant:
         engine = adapter.block_query_engine(
             self._index, llm, streaming=True, similarity_top_k=self._top_k
         )
+        pieces: list[str] = []
+        waited_s = None
+        with _finished_calls() as calls:
+            response: Any = engine.query(self._query(question, history, llm))
+            with contextlib.closing(response.response_gen) as coming:
+                for piece in filter(None, coming):
+                    waited_s = waited_s or time.perf_counter() - started
+                    pieces.append(piece)
+                    if on_text and self._schema is None:
+                        on_text(piece)
+        text = "".join(pieces).strip()
+        finish_reason = calls[-1]["finish_reason"] if calls else "stop"
+        found = None
+        if self._schema is not None:
+            found = complete_json(text, finish_reason)
+            if on_text:
+                on_text(text)
+        return Answer(
+            question=question,
+            answer=text,
+            sources=tuple(_source(node) for node in response.source_nodes),
+            stats=_total(mode, calls),
+            finish_reason=finish_reason,
+            waited_s=waited_s or time.perf_counter() - started,
+            object=found,
+        )
+
+    def _query(
+        self, question: str, history: Sequence[Turn], llm: adapter.BlockAttentionLLM
+    ) -> QueryBundle:
+        """What the model is asked, and what passages are looked for by."""
+        from llama_index.core import QueryBundle
+        from llama_index.core.output_parsers.pydantic import PYDANTIC_FORMAT_TMPL
+
         query = with_history(
             question,
             history,
             count=lambda text: len(llm.tokenize(text)),
             max_tokens=llm.metadata.context_window // 4,
         )
+        if self._schema is not None:
+            schema = json.dumps(self._schema, ensure_ascii=False)
+            query = f"{query}\n\n{PYDANTIC_FORMAT_TMPL.format(schema=schema).strip()}"
         looked_for = [question, *(turn.question for turn in history[-1:])]
-        pieces: list[str] = []
-        waited_s = None
-        with _finished_calls() as calls:
-            response: Any = engine.query(QueryBundle(query, custom_embedding_strs=looked_for))
-            with contextlib.closing(response.response_gen) as coming:
-                for piece in filter(None, coming):
-                    waited_s = waited_s or time.perf_counter() - started
-                    pieces.append(piece)
-                    if on_text:
-                        on_text(piece)
-        return Answer(
-            question=question,
-            answer="".join(pieces).strip(),
-            sources=tuple(_source(node) for node in response.source_nodes),
-            stats=_total(mode, calls),
-            finish_reason=calls[-1]["finish_reason"] if calls else "stop",
-            waited_s=waited_s or time.perf_counter() - started,
-        )
+        return QueryBundle(query, custom_embedding_strs=looked_for)
 
     def _store_head(self, llm: adapter.BlockAttentionLLM) -> None:
         """Store the prompt's head, once: `store gc` may have deleted it, as no passage refers to
