@@ -102,6 +102,8 @@ class BlockAttentionLLM(EngineComponent, StructuredPrediction, CustomLLM, Functi
             such as ``timeout_s``.
         device_map: a torch device, or ``"auto"``.
         is_chat_model: default: whether the tokenizer has a chat template.
+        is_function_calling_model: default: whether that template takes tools. With both given, and
+            ``context_window``, ``metadata`` reads no file.
         parse_special_tokens: whether control tokens are parsed in prompts that are strings,
             passages excepted: for own prompt templates that write them. Questions in such strings
             can then write them too. Chat messages need none of this: there the template alone can.
@@ -141,6 +143,7 @@ class BlockAttentionLLM(EngineComponent, StructuredPrediction, CustomLLM, Functi
     max_new_tokens: int = Field(description="Longest answer, in tokens.", gt=0)
     generate_kwargs: dict[str, Any] = Field(description="Defaults of every call.")
     is_chat_model: bool | None = Field(description="None: whether there is a chat template.")
+    is_function_calling_model: bool | None = Field(description="None: whether that takes tools.")
     parse_special_tokens: bool = Field(description="Parse control tokens in string prompts.")
     chat_template_kwargs: dict[str, Any] = Field(description="Variables of the chat template.")
 
@@ -171,6 +174,7 @@ class BlockAttentionLLM(EngineComponent, StructuredPrediction, CustomLLM, Functi
         model_kwargs: dict[str, Any] | None = None,
         device_map: str = "auto",
         is_chat_model: bool | None = None,
+        is_function_calling_model: bool | None = None,
         parse_special_tokens: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         **llm_fields: Any,
@@ -197,6 +201,7 @@ class BlockAttentionLLM(EngineComponent, StructuredPrediction, CustomLLM, Functi
             "max_new_tokens": max_new_tokens,
             "generate_kwargs": generate_kwargs or {},
             "is_chat_model": is_chat_model,
+            "is_function_calling_model": is_function_calling_model,
             "parse_special_tokens": parse_special_tokens,
             "chat_template_kwargs": chat_template_kwargs or {},
         }
@@ -296,6 +301,8 @@ class BlockAttentionLLM(EngineComponent, StructuredPrediction, CustomLLM, Functi
 
     def _takes_tools(self) -> bool:
         """Whether the model can be told of tools: by its chat template, and no function instead."""
+        if self.is_function_calling_model is not None:
+            return self.is_function_calling_model
         is_own = self.messages_to_prompt not in (None, generic_messages_to_prompt)
         if is_own or not self._takes_chat():
             return False

@@ -56,8 +56,10 @@ def test_no_weights_are_read_for_metadata_prompts_and_counting(
 
 
 def test_given_metadata_needs_no_file_at_all(loads: list[Any]) -> None:
-    llm = BlockAttentionLLM("nowhere/at-all", context_window=1000, is_chat_model=True)
+    given: Any = {"is_chat_model": True, "is_function_calling_model": False}
+    llm = BlockAttentionLLM("nowhere/at-all", context_window=1000, **given)
     assert llm.metadata.context_window == 1000
+    assert not llm.metadata.is_function_calling_model
     assert llm.to_payload()["model_name"] == "nowhere/at-all"
     assert loads == []
 

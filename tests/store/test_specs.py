@@ -67,7 +67,7 @@ def test_memory_has_a_size(spec: str, nbytes: int) -> None:
     [
         ("ftp://host/kv", "found ftp:// for a store, expected a path, s3://bucket/prefix"),
         ("http://host/kv", "found http:// for a store"),
-        ("memory:much", "a size as in memory:2GiB"),
+        ("memory:much", "a size such as 2GiB, or memory:2GiB for a store, found 'much'"),
         ("memory:0", "must be positive"),
         ("s3:/bucket/kv", "two slashes after s3:"),
         ("s3:bucket/kv", "two slashes after s3:"),
