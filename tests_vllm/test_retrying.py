@@ -96,10 +96,22 @@ def test_second_tries_and_answers_that_a_stop_string_ends_are_counted() -> None:
     assert [new - old for new, old in zip(now, before, strict=True)] == [1, 1]
 
 
-def test_there_is_no_third_try() -> None:
+@pytest.mark.parametrize(
+    ("encoded", "message"),
+    [
+        ({"a": 7}, "1 of its 2 blocks were not whole in the store, and were encoded anew"),
+        ({}, "all its 2 blocks were whole in the store: the workers do not read them within"),
+    ],
+)
+def test_there_is_no_third_try_and_what_was_seen_in_between_is_told(
+    encoded: dict[str, int], message: str
+) -> None:
+    async def ensure_again() -> dict[str, int]:
+        return encoded
+
     client = Client([LOST], [LOST])
-    with pytest.raises(RetryableRequestError, match="could not be loaded"):
-        asked(client, Ticket(PLAN, _one_encoded))
+    with pytest.raises(RetryableRequestError, match=f"could not be loaded, .* {message}"):
+        asked(client, Ticket(PLAN, ensure_again, {"b": 2}))
     assert len(client.ids) == 2
 
 

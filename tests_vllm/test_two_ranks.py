@@ -49,3 +49,15 @@ def test_a_block_that_both_encoded_is_stored_whole(reference: Reference, engine:
     assert kv.token_outline == own.token_outline
     for found, expected in zip((*kv.keys, *kv.values), (*own.keys, *own.values), strict=True):
         assert float((found - expected).abs().max()) < 1e-4
+
+
+def test_entries_in_int8_are_shared_out_beside_others(reference: Reference, engine: Engine) -> None:
+    case = reference.case(55, records=3)
+    store = DirectoryStore(reference.store)
+    fresh = [ids for ids in case.blocks[1:] if reference.key(ids) not in store]
+    for ids in fresh[::2]:
+        store.put(reference.key(ids), reference.encoded(ids).quantised())
+    said = engine.block(reference.stored(case))
+    assert said.blocks is not None
+    assert said.blocks["int8_blocks"] == len(fresh[::2]) > 0
+    assert said.tokens == reference.answer(case)

@@ -40,8 +40,7 @@ class ServerReport(CheckReport):
     """All properties of one server.
 
     ``info``: what it tells of itself. ``has_blocks``: whether block mode could be asked for.
-    ``left_blocks``, ``left_bytes``: what the probe leaves in its store, bytes before they are
-    quantised.
+    ``left_blocks``, ``left_bytes``: what the probe leaves in its store, at most.
     """
 
     info: ServerInfo
@@ -144,7 +143,8 @@ class _Blocks(NamedTuple):
     hit: Answer
 
     def stored_bytes(self, probe: Probe) -> int:
-        """Of all the probe's blocks in the store."""
+        """Of all the probe's blocks in the store, at most: a short block in int8, as the first one
+        is, takes more for each token than others."""
         tokens = sum(len(ids) for ids in probe.stored)
         bytes_ = 0 if self.encoded is None else self.encoded.stored_bytes
         return bytes_ * tokens // len(probe.blocks[0])

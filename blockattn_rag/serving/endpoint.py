@@ -142,7 +142,8 @@ class EncodeBody:
 class EncodeAnswer:
     """What became of blocks, in the order in which they were sent.
 
-    ``stored_bytes``: of those that were encoded, together.
+    ``stored_bytes``: of the keys and values of those that were encoded, together, as they are
+    stored.
 
     Raises:
         ProtocolError: a field is not as it should be.

@@ -18,6 +18,7 @@ import torch
 
 from blockattn_rag.errors import ProtocolError, ServingError
 from blockattn_rag.files.atomic import write_json
+from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.kv.rope import RotaryLayout
 from blockattn_rag.serving.fields import (
     hex_digest,
@@ -132,6 +133,14 @@ class ModelProfile:
         """Of keys and values, not quantised."""
         sizes = (layer.kv_heads * (layer.key_size + layer.value_size) for layer in self.layers)
         return sum(sizes) * self.torch_dtype.itemsize
+
+    def block_bytes(self, tokens: int, kv_dtype: KVDtype = "model") -> int:
+        """Bytes of the keys and values of a block of so many tokens, and of their scales."""
+        if kv_dtype == "model":
+            return tokens * self.bytes_per_token
+        numbers = tokens * self.bytes_per_token // self.torch_dtype.itemsize
+        scales = sum(layer.kv_heads * (layer.key_size + tokens) for layer in self.layers)
+        return numbers * torch.int8.itemsize + scales * torch.float32.itemsize
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""

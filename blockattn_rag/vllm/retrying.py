@@ -83,13 +83,14 @@ class RetryingClient:
             return
         await first.aclose()
         RETRIES.inc()
-        ticket.encoded = {**ticket.encoded, **await ticket.ensure_again()}
+        anew = await ticket.ensure_again()
+        ticket.encoded = {**ticket.encoded, **anew}
         again = self._client.generate(prompt, sampling_params, f"{request_id}-again", **options)
         async for output in again:
             if _failed(output):
                 raise RetryableRequestError(
                     "the blocks of the prompt could not be loaded, or the engine failed, twice; "
-                    "the server's log says why"
+                    f"{_between(len(anew), ticket.plan)}; the server's log says why"
                 )
             yield _marked(output, ticket)
 
@@ -99,6 +100,21 @@ _WHOLE = ("stop", "length")
 
 def _failed(output: Any) -> bool:
     return any(one.finish_reason == "error" for one in output.outputs)
+
+
+def _between(anew: int, plan: BlockPlan) -> str:
+    """What the look at the blocks between two tries that failed tells of why they did. vLLM's
+    workers, which know, have no way to tell whom a request came from."""
+    blocks = len(plan.lengths)
+    if anew:
+        return (
+            f"in between, {anew} of its {blocks} blocks were not whole in the store, and were "
+            "encoded anew"
+        )
+    return (
+        f"in between, all its {blocks} blocks were whole in the store: the workers do not read "
+        "them within load_deadline_s, or not from that store, or the engine fails"
+    )
 
 
 def _marked(output: Any, ticket: Ticket) -> Any:

@@ -124,7 +124,7 @@ class Service:
         tokens = {b.key: len(b.block.ids) for b, new in zip(blocks, encoded, strict=True) if new}
         return EncodeAnswer(
             tuple("encoded" if one else "found" for one in encoded),
-            sum(tokens.values()) * self._profile.bytes_per_token,
+            sum(self._profile.block_bytes(n, self._config.kv_dtype) for n in tokens.values()),
         )
 
     async def complete(

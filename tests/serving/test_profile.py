@@ -47,6 +47,9 @@ def test_a_profile_is_read_as_it_was_told_to_the_last_bit(
     assert torch.equal(rotating.frequencies, torch.tensor(frequencies, dtype=torch.float32))
     assert not still.rotates
     assert again.bytes_per_token == 2 * (2 * (8 + 6) + 1 * (8 + 8))
+    assert again.block_bytes(5) == 5 * again.bytes_per_token
+    scales = 2 * (8 + 5) + 1 * (8 + 5)  # of each head: one for a channel of keys, and for a token
+    assert again.block_bytes(5, "int8") == 5 * again.bytes_per_token // 2 + 4 * scales
 
 
 def test_a_file_holds_a_profile(tmp_path: Path) -> None:

@@ -1,0 +1,160 @@
+"""A server that stores in int8 what it encodes, and reads both kinds of entries."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi.datastructures import Headers
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.serving.config import ServingConfig
+from blockattn_rag.serving.endpoint import EncodeBody
+from blockattn_rag.serving.protocol import BlockPlan
+from blockattn_rag.store import DirectoryStore
+from blockattn_rag.vllm.service import Service
+from tests_vllm.engines import Engine
+from tests_vllm.reference import TELLING, TOKENS, Case, Reference
+
+
+@pytest.fixture(scope="module")
+def store(reference: Reference) -> DirectoryStore:
+    return DirectoryStore(reference.folder / "int8")
+
+
+@pytest.fixture(scope="module")
+def options(reference: Reference, store: DirectoryStore) -> dict[str, Any]:
+    return reference.options(store=str(store.path), kv_dtype="int8")
+
+
+@pytest.fixture(scope="module")
+def engine(options: dict[str, Any]) -> Iterator[Engine]:
+    engine = Engine(options)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def local(reference: Reference, store: DirectoryStore) -> BlockAttentionEngine:
+    """This package's engine over the server's store."""
+    return BlockAttentionEngine(reference.model, DirectoryStore(store.path), kv_dtype="int8")
+
+
+def encode(engine: Engine, reference: Reference, store: DirectoryStore, case: Case) -> None:
+    """Have those blocks of a prompt encoded by the server that are not stored."""
+    missing = [ids for ids in case.blocks if reference.key(ids) not in store]
+    plans = [BlockPlan("encode", (len(ids),)).to_dict() for ids in missing]
+    engine.ask_all([*zip(missing, plans, strict=True)], max_tokens=1)
+    until = time.monotonic() + 30
+    while not all(reference.key(ids) in store for ids in missing) and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def answer(local: BlockAttentionEngine, case: Case) -> list[int]:
+    """Greedy tokens of the local engine, which computes nothing but what may not be stored."""
+    made = local.generate(
+        list(case.texts), max_new_tokens=TOKENS, min_new_tokens=TOKENS, temperature=0.0
+    )
+    assert made.stats.misses <= 1  # the system message is looked for elsewhere
+    assert made.stats.int8_blocks
+    return list(made.token_ids)
+
+
+def test_what_is_encoded_is_stored_in_int8_as_the_local_engine_would(
+    reference: Reference, engine: Engine, store: DirectoryStore
+) -> None:
+    case = reference.case(TELLING[0])
+    encode(engine, reference, store, case)
+    for ids in case.blocks:
+        kv, own = store.get(reference.key(ids)), reference.encoded(ids).quantised()
+        assert kv is not None
+        assert kv.scales is not None
+        assert kv.nbytes == own.nbytes == reference.profile.block_bytes(len(ids), "int8")
+        for found, expected in zip((*kv.keys, *kv.values), (*own.keys, *own.values), strict=True):
+            assert int((found.int() - expected.int()).abs().max()) <= 1
+
+
+@pytest.mark.parametrize("number", TELLING[:3])
+def test_answers_from_int8_are_those_of_the_local_engine(
+    reference: Reference,
+    engine: Engine,
+    store: DirectoryStore,
+    local: BlockAttentionEngine,
+    number: int,
+) -> None:
+    case = reference.case(number, records=3)
+    encode(engine, reference, store, case)
+    said = engine.block(case)
+    assert said.blocks is not None
+    assert said.blocks["int8_blocks"] == len(case.lengths)
+    assert said.tokens == answer(local, case)
+
+
+@pytest.mark.parametrize("number", TELLING[3:6])
+def test_a_prompt_may_have_blocks_of_both_kinds(
+    reference: Reference,
+    engine: Engine,
+    store: DirectoryStore,
+    local: BlockAttentionEngine,
+    number: int,
+) -> None:
+    case = reference.case(number, records=3)
+    missing = [ids for ids in case.blocks[1:] if reference.key(ids) not in store]
+    for ids in missing[::2]:
+        store.put(reference.key(ids), reference.encoded(ids))
+    encode(engine, reference, store, case)
+    kinds = [kv.scales is not None for ids in case.blocks if (kv := store.get(reference.key(ids)))]
+    assert 1 < sum(kinds) < len(kinds) == len(case.lengths)
+    said = engine.block(case)
+    assert said.blocks is not None
+    assert said.blocks["int8_blocks"] == sum(kinds)
+    assert said.tokens == answer(local, case)
+
+
+def test_a_block_that_stays_in_memory_is_kept_in_int8(
+    reference: Reference, engine: Engine, local: BlockAttentionEngine
+) -> None:
+    case = reference.case(47)
+    kept = ("memory",) * len(case.lengths)
+    for ids in case.blocks:
+        engine.ask(ids, BlockPlan("encode", (len(ids),), keep=("memory",)).to_dict(), max_tokens=1)
+    said = engine.ask(case.ids, BlockPlan("complete", case.lengths, keep=kept).to_dict())
+    assert said.blocks is not None
+    assert said.blocks["int8_blocks"] == len(case.lengths)
+    made = local.generate(list(case.texts), max_new_tokens=TOKENS, min_new_tokens=TOKENS)
+    assert said.tokens == list(made.token_ids)
+
+
+class Client:
+    """The engine as the API server's process has it."""
+
+    model_config = SimpleNamespace(max_model_len=2048)
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def generate(
+        self, prompt: Any, sampling: Any, request_id: str
+    ) -> AsyncGenerator[Any, None]:
+        for output in self._engine.llm.generate([prompt], [sampling], use_tqdm=False):
+            yield output
+
+
+def test_bytes_are_told_as_they_are_stored(
+    reference: Reference, engine: Engine, store: DirectoryStore, options: dict[str, Any]
+) -> None:
+    state = SimpleNamespace(
+        openai_serving_models=None, openai_serving_completion=None, openai_serving_chat=None
+    )
+    config = ServingConfig.parse(options)
+    service = Service(Client(engine), state, config, reference.profile)
+    blocks = reference.case(30).blocks[1:]
+    body = EncodeBody(tuple(tuple(ids) for ids in blocks))
+    answer = asyncio.run(service.encode(body, Headers()))
+    assert answer.blocks == ("encoded",) * len(blocks)
+    stored = [store.get(reference.key(ids)) for ids in blocks]
+    assert answer.stored_bytes == sum(kv.nbytes for kv in stored if kv is not None)
