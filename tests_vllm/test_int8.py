@@ -12,6 +12,7 @@ import pytest
 from fastapi.datastructures import Headers
 
 from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.serving.config import ServingConfig
 from blockattn_rag.serving.endpoint import EncodeBody
 from blockattn_rag.serving.protocol import BlockPlan
@@ -119,10 +120,11 @@ def test_a_block_that_stays_in_memory_is_kept_in_int8(
     reference: Reference, engine: Engine, local: BlockAttentionEngine
 ) -> None:
     case = reference.case(47)
-    kept = ("memory",) * len(case.lengths)
+    keep: Keep = "memory"
     for ids in case.blocks:
-        engine.ask(ids, BlockPlan("encode", (len(ids),), keep=("memory",)).to_dict(), max_tokens=1)
-    said = engine.ask(case.ids, BlockPlan("complete", case.lengths, keep=kept).to_dict())
+        engine.ask(ids, BlockPlan("encode", (len(ids),), keep=(keep,)).to_dict(), max_tokens=1)
+    plan = BlockPlan("complete", case.lengths, keep=(keep,) * len(case.lengths))
+    said = engine.ask(case.ids, plan.to_dict())
     assert said.blocks is not None
     assert said.blocks["int8_blocks"] == len(case.lengths)
     made = local.generate(list(case.texts), max_new_tokens=TOKENS, min_new_tokens=TOKENS)

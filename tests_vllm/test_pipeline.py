@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.serving.protocol import BlockPlan
 from tests_vllm.engines import Engine
 from tests_vllm.reference import Reference
@@ -64,8 +65,9 @@ def test_a_block_that_may_not_be_stored_is_kept_by_each_rank(
     reference: Reference, engine: Engine
 ) -> None:
     case = reference.case(47)
+    keep: Keep = "memory"
     for block in case.blocks:
-        plan = BlockPlan("encode", (len(block),), keep=("memory",))
+        plan = BlockPlan("encode", (len(block),), keep=(keep,))
         assert engine.ask(block, plan.to_dict(), max_tokens=1).reason == "length"
-    plan = BlockPlan("complete", case.lengths, keep=("memory",) * len(case.lengths))
+    plan = BlockPlan("complete", case.lengths, keep=(keep,) * len(case.lengths))
     assert engine.ask(case.ids, plan.to_dict()).tokens == reference.answer(case)
