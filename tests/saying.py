@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-from tests.models import tiny_tokenizer
+from blockattn_rag.model import BlockModel
+from tests.models import tiny_model, tiny_tokenizer
+from tests.tools.chat_templates import QWEN3
 
 THINKING_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n"
@@ -23,6 +25,16 @@ def thinking_tokenizer() -> Any:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = THINKING_TEMPLATE
     return tokenizer
+
+
+def thinking_model(*, opens: bool) -> BlockModel:
+    """A model whose chat template marks thoughts, knows tools, and may open the thoughts."""
+    tokenizer = tiny_tokenizer()
+    opening = "{%- if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
+    tokenizer.chat_template = QWEN3 + (opening if opens else "")
+    model: Any = tiny_model("llama", max_position_embeddings=8192)
+    model.config.block_attention = {"test": True}  # known to be tuned: no warning
+    return BlockModel(model, tokenizer)
 
 
 def says(text: str) -> dict[str, Any]:

@@ -14,11 +14,8 @@ from pydantic import BaseModel, Field
 
 from blockattn_rag.errors import IncompleteAnswerError
 from blockattn_rag.langchain import ChatBlockAttention
-from blockattn_rag.model import BlockModel
-from tests.models import tiny_model
-from tests.saying import thinking_tokenizer
+from tests.saying import thinking_model
 from tests.scripted import Script, ScriptedEngine
-from tests.tools.chat_templates import QWEN3
 
 
 class Tower(BaseModel):
@@ -123,7 +120,9 @@ def test_an_agent_without_tools_gives_its_object(asked: Any) -> None:
 @pytest.mark.parametrize("opens", [False, True])
 @pytest.mark.parametrize("method", ["json_schema", "json_mode", "function_calling"])
 def test_an_object_is_never_taken_for_thoughts(method: Any, opens: bool) -> None:
-    chat = scripted(AS_CALL if method == "function_calling" else OBJECT, model=thinking(opens))
+    chat = scripted(
+        AS_CALL if method == "function_calling" else OBJECT, model=thinking_model(opens=opens)
+    )
     assert chat.to_prompt([HumanMessage("?")]).final.rstrip().endswith("<think>") is opens
     structured = chat.with_structured_output(Tower, method=method, include_raw=True)
     found = structured.invoke("How tall?")
@@ -133,13 +132,3 @@ def test_an_object_is_never_taken_for_thoughts(method: Any, opens: bool) -> None
     assert "reasoning_content" not in message.additional_kwargs
     *_, last = chat.with_structured_output(Tower, method=method).stream("How tall?")
     assert last == FOUND
-
-
-def thinking(opens: bool) -> BlockModel:
-    """A model whose chat template marks thoughts, knows tools, and may open the thoughts."""
-    tokenizer = thinking_tokenizer()
-    opening = "{%- if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
-    tokenizer.chat_template = QWEN3 + (opening if opens else "")
-    model: Any = tiny_model("llama", max_position_embeddings=8192)
-    model.config.block_attention = {"test": True}  # known to be tuned: no warning
-    return BlockModel(model, tokenizer)

@@ -1,0 +1,127 @@
+"""LlamaIndex's routers and sub-questions, whose choices are objects; and objects of models that
+think."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llama_index.core.base.base_selector import SingleSelection
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.query_engine import (
+    RetrieverQueryEngine,
+    RouterQueryEngine,
+    SubQuestionQueryEngine,
+)
+from llama_index.core.question_gen import LLMQuestionGenerator
+from llama_index.core.question_gen.types import SubQuestionList
+from llama_index.core.schema import QueryBundle, TextNode
+from llama_index.core.selectors import PydanticMultiSelector, PydanticSingleSelector
+from llama_index.core.tools import QueryEngineTool, ToolMetadata
+
+from blockattn_rag.llama_index import (
+    BlockAttentionLLM,
+    BlockKVPostprocessor,
+    block_response_synthesizer,
+)
+from tests.llama_index.retrieving import Fixed
+from tests.saying import thinking_model
+from tests.scripted import Script, ScriptedEngine
+
+CHOICES = [ToolMetadata("of towers", "towers"), ToolMetadata("of lakes", "lakes")]
+SELECTED = {"index": 2, "reason": "It is wet."}
+SUB_QUESTIONS = {
+    "items": [
+        {"sub_question": "How tall?", "tool_name": "towers"},
+        {"sub_question": "How deep?", "tool_name": "lakes"},
+    ]
+}
+
+
+def scripted(answer: str | Script) -> BlockAttentionLLM:
+    script = (lambda _: answer) if isinstance(answer, str) else answer
+    return BlockAttentionLLM(engine=ScriptedEngine(script), max_new_tokens=300)
+
+
+def call_of(name: str, arguments: dict[str, Any]) -> str:
+    call = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def choosing(prompt: str) -> str:
+    """Chooses by a call where one is asked for, and answers otherwise."""
+    if '"name": "SingleSelection"' in prompt:
+        return call_of("SingleSelection", SELECTED)
+    return "Deep." if "lake" in prompt else "Tall."
+
+
+def tools_of(llm: BlockAttentionLLM) -> list[QueryEngineTool]:
+    return [
+        QueryEngineTool.from_defaults(
+            RetrieverQueryEngine(
+                Fixed([TextNode(text=f"A passage {one.description}.")]),
+                block_response_synthesizer(llm),
+                [BlockKVPostprocessor()],
+            ),
+            name=one.name,
+            description=one.description,
+        )
+        for one in CHOICES
+    ]
+
+
+async def test_a_selector_s_choice_is_what_the_model_called() -> None:
+    selector = PydanticSingleSelector.from_defaults(llm=scripted(choosing))  # type: ignore[arg-type]
+    query = QueryBundle("How deep?")
+    for found in (selector.select(CHOICES, query), await selector.aselect(CHOICES, query)):
+        assert (found.ind, found.reason) == (1, "It is wet.")
+
+
+def test_a_selector_of_several_gives_them_all() -> None:
+    both = {"selections": [SELECTED, {"index": 1, "reason": "It is tall."}]}
+    llm: Any = scripted(call_of("MultiSelection", both))
+    found = PydanticMultiSelector.from_defaults(llm=llm).select(CHOICES, QueryBundle("Which?"))
+    assert found.inds == [1, 0]
+
+
+def test_a_router_asks_the_engine_that_was_chosen() -> None:
+    llm: Any = scripted(choosing)
+    selector = PydanticSingleSelector.from_defaults(llm=llm)
+    router = RouterQueryEngine(selector, tools_of(llm), llm=llm)
+    assert [str(router.query("How deep?")) for _ in range(2)] == ["Deep.", "Deep."]
+    assert llm.engine.store.stats().entries > 0  # the passage of the engine that was asked
+
+
+def test_questions_are_split_and_answered_one_by_one() -> None:
+    def script(prompt: str) -> str:
+        return json.dumps(SUB_QUESTIONS) if "sub-questions" in prompt else choosing(prompt)
+
+    llm = scripted(script)
+    splitting = BlockAttentionLLM(
+        engine=llm.engine,
+        max_new_tokens=300,
+        generate_kwargs={"response_format": SubQuestionList},
+    )
+    engine = SubQuestionQueryEngine.from_defaults(
+        tools_of(llm),
+        llm=llm,
+        question_gen=LLMQuestionGenerator.from_defaults(llm=splitting),
+        response_synthesizer=block_response_synthesizer(llm),
+        verbose=False,
+        use_async=False,
+    )
+    answer = engine.query("How tall is the tower, and how deep the lake?")
+    assert str(answer) == "Deep."
+    assert isinstance(llm.engine, ScriptedEngine)
+    assert "Response: Tall." in llm.engine.prompts[-1]
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_an_object_is_never_taken_for_thoughts(opens: bool) -> None:
+    engine = ScriptedEngine(lambda _: json.dumps(SELECTED), model=thinking_model(opens=opens))
+    llm = BlockAttentionLLM(engine=engine, max_new_tokens=300)
+    prompt = PromptTemplate("Which?")
+    assert llm.structured_predict(SingleSelection, prompt) == SingleSelection(**SELECTED)  # type: ignore[arg-type]
+    *_, last = llm.stream_structured_predict(SingleSelection, prompt)
+    assert last == SingleSelection(**SELECTED)  # type: ignore[arg-type]

@@ -1,0 +1,68 @@
+"""Schemas as they are compiled: closed where that changes no meaning."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from blockattn_rag.structured.schema import prepared
+
+OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CLOSED = {**OBJECT, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (OBJECT, CLOSED),
+        ({"items": OBJECT}, {"items": CLOSED}),
+        ({"prefixItems": [OBJECT, True]}, {"prefixItems": [CLOSED, True]}),
+        ({"$defs": {"T": OBJECT}}, {"$defs": {"T": CLOSED}}),
+        ({"anyOf": [OBJECT, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
+    ],
+)
+def test_objects_are_closed_wherever_they_stand(given: Any, expected: Any) -> None:
+    before = copy.deepcopy(given)
+    assert prepared(given) == expected
+    assert given == before
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {**OBJECT, "additionalProperties": {"type": "string"}},
+        {**OBJECT, "patternProperties": {"^x": True}},
+        {"type": "object"},
+        {"enum": [{"properties": {}}]},
+    ],
+)
+def test_what_a_schema_opens_itself_stays_open(given: Any) -> None:
+    assert prepared(given) == given
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"allOf": [OBJECT, {"properties": {"b": True}}]},
+        {**OBJECT, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"$ref": "#/$defs/T", "properties": {"b": True}, "$defs": {"T": OBJECT}},
+        {"items": {"anyOf": [OBJECT], "$ref": "#"}},
+    ],
+)
+def test_nothing_is_closed_where_schemas_are_combined(given: Any) -> None:
+    assert prepared(given) == given
+
+
+def test_formats_that_are_not_known_are_left_out() -> None:
+    given = {"properties": {"at": {"format": "date"}, "pass": {"format": "password"}}}
+    found = prepared(given)["properties"]
+    assert found == {"at": {"format": "date"}, "pass": {}}
+    combined = {"allOf": [{"format": "password"}, {"format": "date"}]}
+    assert prepared(combined) == {"allOf": [{}, {"format": "date"}]}
+
+
+def test_a_property_may_have_the_name_of_a_keyword() -> None:
+    given = {"properties": {"properties": {"type": "string"}, "format": {"type": "string"}}}
+    assert prepared(given) == {**given, "additionalProperties": False}
