@@ -27,7 +27,9 @@ from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
 from llama_index.core import VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import TextNode
+from pydantic import BaseModel, Field
 
 import blockattn_rag
 from blockattn_rag import BlockAttentionEngine
@@ -38,6 +40,7 @@ from blockattn_rag.langchain import (
     BlockKVTransformer,
     ChatBlockAttention,
     HashingEmbeddings,
+    RetrieveFirst,
     format_blocks,
 )
 from blockattn_rag.llama_index import (
@@ -51,6 +54,13 @@ from blockattn_rag.store import MemoryStore
 
 QUESTION = "What is the height of Halden Tower?"
 TOKENS = 16
+
+
+class Height(BaseModel):
+    """How tall something is."""
+
+    metres: int = Field(ge=0, le=999)
+
 
 Use = Callable[[Any], Any]
 USES: dict[tuple[str, str], Use] = {}
@@ -201,10 +211,44 @@ def _(kit: LangChainKit) -> Any:
     return kit.chat.bind_tools([_look_up]).invoke(QUESTION)
 
 
-@langchain("with_structured_output")
+def _structured(method: str) -> Use:
+    def ask(kit: LangChainKit) -> Any:
+        return kit.chat.with_structured_output(Height, method=method).invoke(QUESTION)
+
+    return ask
+
+
+for _method in ("json_schema", "json_mode", "function_calling"):
+    langchain(f"with_structured_output: {_method}")(_structured(_method))
+
+
+@langchain("with_structured_output: include_raw, over passages")
 def _(kit: LangChainKit) -> Any:
-    schema = {"title": "Height", "type": "object", "properties": {"metres": {"type": "integer"}}}
-    return kit.chat.with_structured_output(schema).invoke(QUESTION)
+    structured = kit.chat.with_structured_output(Height, include_raw=True)
+    shown = kit.show(kit.retriever.invoke(QUESTION))
+    return structured.invoke(kit.prompt.invoke({"context": shown, "input": QUESTION}))["parsed"]
+
+
+@langchain("with_structured_output: stream")
+def _(kit: LangChainKit) -> Any:
+    schema = Height.model_json_schema()
+    return list(kit.chat.with_structured_output(schema).stream(QUESTION))
+
+
+@langchain("create_agent: response_format")
+def _(kit: LangChainKit) -> Any:
+    from langchain.agents import create_agent
+
+    agent: Any = create_agent(kit.chat, [], response_format=Height)
+    return agent.invoke({"messages": [("human", QUESTION)]})["structured_response"]
+
+
+@langchain("create_agent: passages looked up first")
+def _(kit: LangChainKit) -> Any:
+    from langchain.agents import create_agent
+
+    agent: Any = create_agent(kit.chat, [], middleware=[RetrieveFirst(kit.retriever)])
+    return agent.invoke({"messages": [("human", QUESTION)]})["messages"][-1].text
 
 
 def _look_up(question: str) -> str:
@@ -267,6 +311,26 @@ def _(kit: LlamaIndexKit) -> Any:
 @llama_index("stream_chat")
 def _(kit: LlamaIndexKit) -> Any:
     return "".join(step.delta or "" for step in kit.llm.stream_chat([ChatMessage(QUESTION)]))
+
+
+@llama_index("structured_predict")
+def _(kit: LlamaIndexKit) -> Any:
+    return kit.llm.structured_predict(Height, PromptTemplate(QUESTION))
+
+
+@llama_index("stream_structured_predict")
+def _(kit: LlamaIndexKit) -> Any:
+    return list(kit.llm.stream_structured_predict(Height, PromptTemplate(QUESTION)))
+
+
+@llama_index("as_structured_llm")
+def _(kit: LlamaIndexKit) -> Any:
+    return kit.llm.as_structured_llm(Height).chat([ChatMessage(QUESTION)]).raw
+
+
+@llama_index("query engine: output_cls")
+def _(kit: LlamaIndexKit) -> Any:
+    return kit.query(output_cls=Height).response
 
 
 @llama_index("predict_and_call")

@@ -72,7 +72,7 @@ def tools_of(llm: BlockAttentionLLM) -> list[QueryEngineTool]:
 
 
 async def test_a_selector_s_choice_is_what_the_model_called() -> None:
-    selector = PydanticSingleSelector.from_defaults(llm=scripted(choosing))  # type: ignore[arg-type]
+    selector = PydanticSingleSelector.from_defaults(llm=scripted(choosing))
     query = QueryBundle("How deep?")
     for found in (selector.select(CHOICES, query), await selector.aselect(CHOICES, query)):
         assert (found.ind, found.reason) == (1, "It is wet.")

@@ -44,6 +44,8 @@ def test_rows_that_have_ended_or_do_not_fit_stay_as_they_are(matcher: Matcher) -
     scores = torch.randn(2, WIDTH)
     found = restricted(scores, [[A, B, END], [C]], [matcher, matcher.fresh()], {END})
     assert torch.equal(found, scores)
+    ended = restricted(scores[:1], [[A, B]], [matcher.fresh()], {B})  # by a letter of the grammar
+    assert torch.equal(ended, scores[:1])
 
 
 def test_a_complete_answer_ends_whatever_other_settings_forbid(matcher: Matcher) -> None:
