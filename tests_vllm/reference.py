@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ SYSTEM = "Answer from the texts.\n"
 TOKENS = 24
 TELLING = (3, 13, 16, 17, 19, 22, 23)
 """Records from which ``Reference.telling`` makes prompts."""
+WRITTEN_S = 30
+"""Seconds within which what was encoded must be stored."""
 
 
 class Case(NamedTuple):
@@ -90,6 +93,15 @@ class Reference:
             if self.key(block) not in store:
                 store.put(self.key(block), self.encoded(block))
         return case
+
+    def written(self, ids: list[int], sink_ids: Sequence[int] = ()) -> BlockKV:
+        """A block that an engine has encoded and whose threads write it, once it is stored."""
+        store, until = DirectoryStore(self.store), time.monotonic() + WRITTEN_S
+        key = self.key(ids, sink_ids=sink_ids)
+        while (kv := store.get(key)) is None and time.monotonic() < until:
+            time.sleep(0.05)
+        assert kv is not None, f"not stored within {WRITTEN_S} s"
+        return kv
 
     def encoded(self, ids: list[int], sink_ids: Sequence[int] = ()) -> BlockKV:
         """A block as the local model computes it, alone or after a sink."""

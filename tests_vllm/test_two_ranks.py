@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from blockattn_rag.serving.protocol import BlockPlan
-from blockattn_rag.store import DirectoryStore
 from tests_vllm.engines import Engine
 from tests_vllm.reference import Reference
 
@@ -41,11 +39,7 @@ def test_a_missing_block_fails_on_both_and_the_next_is_right(
 def test_a_block_that_both_encoded_is_stored_whole(reference: Reference, engine: Engine) -> None:
     block = reference.case(42).blocks[1]
     engine.ask(block, BlockPlan("encode", (len(block),)).to_dict(), max_tokens=1)
-    store, until = DirectoryStore(reference.store), time.monotonic() + 30
-    while (kv := store.get(reference.key(block))) is None and time.monotonic() < until:
-        time.sleep(0.05)
-    assert kv is not None
-    own = reference.encoded(block)
+    kv, own = reference.written(block), reference.encoded(block)
     assert kv.token_outline == own.token_outline
     for found, expected in zip((*kv.keys, *kv.values), (*own.keys, *own.values), strict=True):
         assert float((found - expected).abs().max()) < 1e-4
