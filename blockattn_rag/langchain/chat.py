@@ -217,10 +217,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
 
     def _tools(self, call: Mapping[str, Any]) -> ToolUse | None:
         """The tools of a call with these options; None if it has none."""
-        given = [call.get(name) for name in TOOL_OPTIONS]
-        if not any(given[:2]):
-            return None
-        return ToolUse.of(self.source.tokenizer.tokenizer, self.model_name, *given)
+        return ToolUse.of_call(call, lambda: self.source.tokenizer.tokenizer, self.model_name)
 
     def _prompt_with(
         self,

@@ -310,10 +310,7 @@ class BlockAttentionLLM(EngineComponent, StructuredPrediction, CustomLLM, Functi
 
     def _tools(self, call: Mapping[str, Any]) -> ToolUse | None:
         """The tools of a call with these options; None if it has none."""
-        given = [call.get(name) for name in TOOL_OPTIONS]
-        if not any(given[:2]):
-            return None
-        return ToolUse.of(self._source.tokenizer.tokenizer, self.model_name, *given)
+        return ToolUse.of_call(call, lambda: self._source.tokenizer.tokenizer, self.model_name)
 
     def _chat_spans(
         self, messages: Sequence[ChatMessage], tools: ToolUse | None, variables: dict[str, Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from blockattn_rag.tools.templates import ToolTemplate, tool_template
 AUTO, REQUIRED, NONE = "auto", "required", "none"
 
 TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")
-"""Options of a call that ``ToolUse.of`` takes, in its order."""
+"""Options of a call, in the order in which ``ToolUse.of`` takes them."""
 
 _CHOICES: dict[object, str] = {
     None: AUTO,
@@ -87,6 +87,18 @@ class ToolUse:
             return None
         template = known_tools(tokenizer, model_name)
         return cls(template, tuple(tools), wanted, parallel is not False)
+
+    @classmethod
+    def of_call(
+        cls, call: Mapping[str, Any], load_tokenizer: Callable[[], Any], model_name: str | None
+    ) -> ToolUse | None:
+        """``of`` the options of a call, by their names in ``TOOL_OPTIONS``.
+
+        Args:
+            load_tokenizer: gives the tokenizer; a call without tools does not need it.
+        """
+        given = [call.get(name) for name in TOOL_OPTIONS]
+        return cls.of(load_tokenizer(), model_name, *given) if any(given[:2]) else None
 
     @property
     def names(self) -> list[str]:
