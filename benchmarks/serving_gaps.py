@@ -4,9 +4,10 @@
         --corpus corpus.jsonl.gz --asked nq_rag.jsonl.gz
 
 One client reads a long answer. Another asks a question every half second: not at all, with its
-final block alone, which every server must compute, and with its passages. What loading or computing
-these adds to the time between the long answer's tokens is the difference of the last two. Systems
-and ways take turns. Systems, folder and environment are those of `serving_trace.py`.
+final block alone, with passages that the server holds in its pages because it was just asked the
+same, and with its passages. The last two attend to the same tokens; what loading or computing
+passages adds to the time between the long answer's tokens is their difference. Systems and ways
+take turns. Systems, folder and environment are those of `serving_trace.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -22,14 +24,14 @@ import httpx
 import numpy as np
 import typer
 from real_passages import read_passages
-from serving_load import Answer, host, markdown, write
+from serving_load import Answer, closed_loop, host, markdown, write
 from serving_systems import SYSTEMS, Asker, Question, Systems
 from serving_trace import Prompts, Trace, drawn, make_trace, warm
 
 from blockattn_rag.evaluation.datasets import read_samples
 from blockattn_rag.model.loading import resolve_name
 
-Way = Literal["nobody asks", "final blocks alone", "with passages"]
+Way = Literal["nobody asks", "final blocks alone", "passages in pages", "with passages"]
 WAYS: tuple[Way, ...] = get_args(Way)
 LONGEST = 1000
 """Tokens that a long answer may have; it is left before."""
@@ -64,7 +66,7 @@ async def watched(
 
 def asked_in(way: Way, questions: Sequence[Question]) -> list[Question]:
     """What the other client asks; prompts of no token are not sent."""
-    if way == "with passages":
+    if way in ("passages in pages", "with passages"):
         return list(questions)
     return [Question(one.final_ids if way == "final blocks alone" else [], ()) for one in questions]
 
@@ -86,6 +88,8 @@ async def measure(
                 short = systems.asker(http, name, 1)
                 others = asked_in(way, asked[at : at + per_round])
                 alone = Question(reader.final_ids, ())
+                if way == "passages in pages":
+                    await closed_loop([partial(short, one) for one in others], 1)
                 gaps = await watched(long, short, alone, others, pace_s)
                 found[name, way] += gaps
                 print(
@@ -97,7 +101,8 @@ async def measure(
 
 
 def rows(found: Mapping[tuple[str, Way], Sequence[float]]) -> list[dict[str, Any]]:
-    """Figures of each system and way; ``over_final``: mean gap over that with final blocks."""
+    """Figures of each system and way; ``over_pages``: mean gap over that with passages in
+    pages."""
     return [
         {
             "system": name,
@@ -107,7 +112,7 @@ def rows(found: Mapping[tuple[str, Way], Sequence[float]]) -> list[dict[str, Any
             "median_s": float(np.median(gaps)),
             "p95_s": float(np.quantile(gaps, 0.95)),
             "longest_s": float(np.max(gaps)),
-            "over_final": float(np.mean(gaps) / np.mean(found[name, "final blocks alone"])),
+            "over_pages": float(np.mean(gaps) / np.mean(found[name, "passages in pages"])),
         }
         for (name, way), gaps in found.items()
     ]
@@ -119,9 +124,9 @@ def table(told: Sequence[Mapping[str, Any]]) -> str:
     for one in told:
         times = (one[name] for name in ("mean_s", "median_s", "p95_s", "longest_s"))
         shown = (f"{time * 1e3:,.0f} ms" for time in times)
-        over = f"{one['over_final']:.2f}"
+        over = f"{one['over_pages']:.2f}"
         lines.append((SYSTEMS[one["system"]].title, one["way"], *shown, over))
-    head = ("system", "others ask", "mean", "median", "p95", "longest", "over final blocks alone")
+    head = ("system", "others ask", "mean", "median", "p95", "longest", "over passages in pages")
     return markdown(head, lines)
 
 
