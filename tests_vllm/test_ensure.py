@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import nullcontext
@@ -12,7 +13,13 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.errors import MissError, ProtocolError, ServingError, StoreError
+from blockattn_rag.errors import (
+    CorruptEntryError,
+    MissError,
+    ProtocolError,
+    ServingError,
+    StoreError,
+)
 from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.serving.config import ServingConfig
 from blockattn_rag.serving.protocol import parse_plan
@@ -163,10 +170,29 @@ def test_a_store_that_says_nothing_is_not_waited_for_without_end(
     answers = threading.Event()
     monkeypatch.setattr(store, "touch", lambda _key: answers.wait())
     try:
-        with pytest.raises(StoreError, match="there was no answer within"):
+        with pytest.raises(StoreError, match="did not answer within"):
             asyncio.run(ensurer_of(Client(reference, store)).ensure(blocks_of(reference)))
     finally:
         answers.set()
+
+
+def test_what_a_store_says_of_its_place_is_logged_and_not_told_to_clients(
+    reference: Reference,
+    store: DirectoryStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def touch(key: str) -> bool:
+        raise CorruptEntryError(f"{store.path}/{key} is damaged")
+
+    monkeypatch.setattr(store, "touch", touch)
+    with (
+        caplog.at_level(logging.WARNING, "blockattn_rag"),
+        pytest.raises(CorruptEntryError, match="the server's log says how") as raised,
+    ):
+        asyncio.run(ensurer_of(Client(reference, store)).ensure(blocks_of(reference)))
+    assert str(store.path) not in str(raised.value)
+    assert f"{store.path}/" in caplog.text
 
 
 def test_a_server_that_only_reads_says_what_is_missing(

@@ -265,15 +265,20 @@ class BlockEnsurer:
         """What a look at the store says, which may take it long.
 
         Raises:
-            StoreError: it says so, or says nothing in time.
+            StoreError: it fails, or says nothing in time. Clients read this, so it tells nothing of
+                the store's place, and no key: the log does.
         """
         asked = asyncio.get_running_loop().run_in_executor(self._threads, look, block)
         try:
             return await asyncio.wait_for(asked, _ANSWERED_WITHIN_S)
         except TimeoutError:
+            logger.warning("no answer within %g s from %r", _ANSWERED_WITHIN_S, self._home)
             raise StoreError(
-                f"cannot ask {self._home!r}: there was no answer within {_ANSWERED_WITHIN_S:g} s"
+                f"the server's store did not answer within {_ANSWERED_WITHIN_S:g} s"
             ) from None
+        except StoreError as error:
+            logger.warning("a look at the store failed: %s", error)
+            raise type(error)("the server's store failed; the server's log says how") from None
 
     def _is_in_own(self, block: BlockId) -> bool:
         return block.key in self._home

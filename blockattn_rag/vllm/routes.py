@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
@@ -20,12 +19,10 @@ from vllm.entrypoints.serve.utils.api_utils import (
 )
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
-from blockattn_rag.errors import BlockAttnError, MissError, ProtocolError, StoreError
+from blockattn_rag.errors import BlockAttnError, MissError, ProtocolError
 from blockattn_rag.serving.endpoint import CHAT_COMPLETIONS, COMPLETIONS, ENCODE, INFO, EncodeBody
 from blockattn_rag.vllm.counts import counted
 from blockattn_rag.vllm.service import Service
-
-logger = logging.getLogger("blockattn_rag")
 
 
 def _check_key(raw_request: Request) -> None:
@@ -116,10 +113,5 @@ def _refusal(error: BlockAttnError) -> Response:
     """
     statuses = {ProtocolError: 400, MissError: 409}
     status = next((code for kind, code in statuses.items() if isinstance(error, kind)), 503)
-    message = str(error)
-    if isinstance(error, StoreError):
-        # It tells paths, addresses and keys, which clients must not learn.
-        logger.warning("a request was refused: %s", error)
-        message = "the server's store of keys and values cannot be used; the server's log says why"
-    told = {"message": message, "type": type(error).__name__, "param": None, "code": status}
+    told = {"message": str(error), "type": type(error).__name__, "param": None, "code": status}
     return JSONResponse({"error": told}, status_code=status)
