@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -72,6 +73,15 @@ BASE = declared(PROJECT["dependencies"])
 USED = BASE.union(*(declared(EXTRAS[name]) for name in EXTRAS.keys() - {"docs", "test", "all"}))
 
 
+def code_of(file: Path) -> str:
+    """The Python code of a module, or of all cells of a notebook."""
+    text = file.read_text("utf-8")
+    if file.suffix != ".ipynb":
+        return text
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    return "\n".join("".join(cell["source"]) for cell in cells)
+
+
 def modules(file: Path, *, at_import: bool = False) -> Iterator[str]:
     """Modules of other packages that a file imports, dotted.
 
@@ -80,7 +90,7 @@ def modules(file: Path, *, at_import: bool = False) -> Iterator[str]:
             under ``if`` (``TYPE_CHECKING``) and under ``try``.
     """
     skipped = (ast.FunctionDef, ast.AsyncFunctionDef, ast.If, ast.Try) if at_import else ()
-    waiting: list[ast.AST] = [ast.parse(file.read_text("utf-8"))]
+    waiting: list[ast.AST] = [ast.parse(code_of(file))]
     while waiting:
         node = waiting.pop()
         names: list[str] = []
@@ -148,6 +158,12 @@ def test_every_part_is_imported_with_the_base_and_its_own_extra_alone() -> None:
 def test_what_the_repository_imports_is_in_the_extra_test(folder: str) -> None:
     found = users((ROOT / folder).rglob("*.py"))
     assert without(found, BASE | declared(EXTRAS["test"])) == {}
+
+
+def test_what_the_notebooks_import_is_in_the_extra_docs() -> None:
+    found = users((ROOT / "notebooks").glob("*.ipynb"))
+    assert found.keys() >= {"matplotlib", "langgraph-checkpoint"}
+    assert without(found, BASE | declared(EXTRAS["docs"])) == {}
 
 
 def test_the_versions_that_are_tested_are_in_the_declared_ranges() -> None:
