@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
@@ -12,6 +14,8 @@ from typing import Any, NoReturn
 _ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9
 """Characters of a call's id: what Mistral's chat templates insist on, and others take as well."""
+
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 def new_call_id() -> str:
@@ -75,10 +79,15 @@ def strict_json(text: str) -> Any:
     """The JSON value of a text, and of a whole one only.
 
     Raises:
-        ValueError: it is none; or holds NaN, an infinity or a key twice, which JSON parsers read
-            in different ways.
+        ValueError: it is none; or holds NaN, an infinity, half of a surrogate pair or a key twice,
+            which JSON parsers read in different ways, and which others cannot write again.
     """
-    return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+    value = json.loads(
+        text, object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite
+    )
+    if half := _HALF.search(json.dumps(value, ensure_ascii=False)):
+        raise ValueError(f"found {half[0]!a}, half of a surrogate pair")
+    return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -88,6 +97,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in names if names.count(key) > 1)
         raise ValueError(f"found the key {twice!r} twice")
     return made
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError(f"found {digits[:40]}, which is too large for a number")
+    return number
 
 
 def _refuse_constant(word: str) -> NoReturn:

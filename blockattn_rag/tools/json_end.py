@@ -15,6 +15,7 @@ class JsonEnd:
         self._depth = 0
         self._in_string = False
         self._escaped = False
+        self._is_broken = False  # no quote says any more where a string begins or ends
 
     def of_value(self, text: str) -> int | None:
         """Index behind the first object or list; None: it has not ended."""
@@ -43,10 +44,11 @@ class JsonEnd:
     def _steps_out(self, character: str) -> bool:
         """Take a character; whether it ends the outermost value."""
         if self._in_string:
-            # JSON has no line break in a string, so a string that was never closed ends there.
-            self._in_string = character != "\n" and (self._escaped or character != '"')
+            # JSON has no line break in a string: this one was never closed, or goes on behind it.
+            self._is_broken |= character == "\n"
+            self._in_string = not self._is_broken and (self._escaped or character != '"')
             self._escaped = character == "\\" and not self._escaped
             return False
-        self._in_string = character == '"'
+        self._in_string = character == '"' and not self._is_broken
         self._depth += (character in "{[") - (character in "}]")
         return character in "}]" and self._depth <= 0

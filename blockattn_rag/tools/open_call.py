@@ -115,6 +115,6 @@ def _head_of(form: ToolFormat) -> re.Pattern[str]:
     if not form.arguments_mark:
         return _JSON_BEGINS
     id_mark, arguments_mark = re.escape(form.id_mark), re.escape(form.arguments_mark)
-    word = r"[^\[\]{}]+"
+    word = r"[^\s\[\]{}][^\[\]{}]*"
     named = rf"\s*(?P<name>{word})(?:{id_mark}(?P<id>{word}))?{arguments_mark}\s*(?=\S)"
     return re.compile(rf"{named}|{_JSON_BEGINS.pattern}")

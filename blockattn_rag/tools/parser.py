@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from blockattn_rag.tools.calls import InvalidToolCall, ToolCall
+from blockattn_rag.tools.calls import InvalidToolCall, ToolCall, new_call_id
 from blockattn_rag.tools.formats import ToolFormat
 from blockattn_rag.tools.open_call import BareCall, OpenCall
 
@@ -56,6 +57,7 @@ class ToolCallParser:
         self._follows_call = False  # only white space has come since a call
         self._blank = ""  # white space between text and the call after it
         self._open: OpenCall | None = None
+        self._ids: set[str] = set()  # of the calls so far
 
     def push(self, text: str) -> list[Piece]:
         """Take the next piece of the answer; give what has become certain, maybe nothing."""
@@ -109,7 +111,14 @@ class ToolCallParser:
             return None
         calls, text, self._rest = read
         self._open, self._begins, self._follows_call = None, False, not text
-        return [text] if text else [*calls]
+        return [text] if text else [self._with_own_id(one) for one in calls]
+
+    def _with_own_id(self, call: ToolCall | InvalidToolCall) -> ToolCall | InvalidToolCall:
+        """A call whose id no other call of the answer has, because results are told apart by it."""
+        if call.id in self._ids:
+            call = replace(call, id=new_call_id())
+        self._ids.add(call.id)
+        return call
 
 
 def _held(text: str, opening: str) -> int:

@@ -106,6 +106,12 @@ def test_ids_that_a_model_writes_are_kept_and_others_are_made() -> None:
     assert all(len(one) == 9 and one.isalnum() for one in made)
 
 
+def test_calls_of_one_answer_have_ids_of_their_own() -> None:
+    call = '<tool_call>{"name": "look_up", "arguments": {}, "id": "x"}</tool_call>'
+    first, second = parse_answer(call + call, FORMATS["hermes"]).calls
+    assert (first.id, second.id == "x", len(second.id)) == ("x", False, 9)
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_text_before_and_after_calls_is_kept(form: str) -> None:
     text, calls, invalid = read(form, f"I look.\n{WELL_FORMED[form][-1]} \n")
@@ -165,6 +171,18 @@ MALFORMED = [
         "look_up",
         "NaN",
     ),
+    (
+        "hermes",
+        '<tool_call>{"name": "look_up", "arguments": {"q": "\\ud83d"}}</tool_call>',
+        "look_up",
+        "'\\ud83d', half of a surrogate pair",
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "look_up", "arguments": {"q": -1e999}}</tool_call>',
+        "look_up",
+        "found -1e999, which is too large",
+    ),
     ("hermes", '<tool_call>{"name": "look_up", "argum', "look_up", "ends before the call does"),
     ("hermes", "<tool_call>[]</tool_call>", None, "expected a JSON object, found a list"),
     ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", None, "recursion"),
@@ -203,6 +221,11 @@ def test_a_malformed_call_takes_no_other_call_with_it() -> None:
     assert invalid == [("look_up", '{"name": "look_up", "arguments": {"q": "a}}')]
     listed = '[TOOL_CALLS][{"name": "look_up", "arguments": {"q": "a"}}, {"name": "look_up"}]'
     assert read("mistral", listed) == ("", [CALL], [("look_up", '{"name": "look_up"}')])
+    lines = '<tool_call>\n{"name": "look_up", "arguments": {"q": "a\nb"}}\n</tool_call>'
+    text, calls, ((_, shown),) = read("hermes", f"One {lines}\n{good} two")
+    assert (text, calls, f"<tool_call>\n{shown}\n</tool_call>") == ("One two", [CALL], lines)
+    listed = '[TOOL_CALLS][{"name": "look_up", "arguments": {"q": "a\nb"}}] two'
+    assert read("mistral", listed)[0] == "two"
     apart = '[TOOL_CALLS]oops[TOOL_CALLS]look_up[ARGS]{"q": "a"}'
     assert read("mistral_args", apart) == ("", [CALL], [(None, "oops")])
 
@@ -214,6 +237,26 @@ def test_marks_and_brackets_in_arguments_are_part_of_these(form: str, q: str) ->
     _, ((_, arguments),), invalid = read(form, answer)
     assert not invalid
     assert arguments == {"q": q.replace("\\n", "\n").replace('\\"', '"')}
+
+
+PIECES = {
+    "hermes": ["<tool_call>", "</tool_call>", '{"name": "look_up", "arguments": {"q": "'],
+    "llama3": ["<|python_tag|>", ";", '{"name": "look_up", "parameters": {"q": "', '{"a": 1}'],
+    "mistral": ["[TOOL_CALLS]", "]", '[{"name": "look_up", "arguments": {"q": "'],
+    "mistral_args": ["[TOOL_CALLS]", "look_up", "[ARGS]", "[CALL_ID]", '{"q": "'],
+    "granite": ["<|tool_call|>", "]", '[{"name": "look_up", "arguments": {"q": "'],
+}
+ANY_FORM = ['"', '"}}', "{", "}", "[", "\\", "\n", " ", "a", "[TOOL", "<"]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@given(data=st.data())
+def test_an_answer_is_read_the_same_wherever_it_is_cut(form: str, data: st.DataObject) -> None:
+    read(form, "".join(data.draw(st.lists(st.sampled_from(PIECES[form] + ANY_FORM), max_size=12))))
+
+
+def test_blanks_are_no_name_of_a_tool() -> None:
+    assert read("mistral_args", "[TOOL_CALLS] [ARGS]a")[0] == "a"
 
 
 def test_text_comes_out_at_once_and_a_call_when_it_is_whole() -> None:
