@@ -134,7 +134,7 @@ class GrammarCompiler:
         try:
             text = _ll_grammar(grammar)
             failed, said = LLMatcher.validate_grammar_with_warnings(text, self._known)
-        except (ValueError, KeyError, TypeError, AssertionError) as error:
+        except (ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
             failed, said = True, [str(error)]
         if failed:
             raise GrammarError(

@@ -132,6 +132,8 @@ def _read(text: str) -> Any:
 def _json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
+    except RecursionError as error:
+        raise TypeError("a grammar must be plain JSON; found one of too many levels") from error
     except (TypeError, ValueError) as error:
         raise TypeError(f"a grammar must be plain JSON; found {_shown(value)}") from error
 

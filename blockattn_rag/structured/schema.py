@@ -31,7 +31,8 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema that is compiled in place of ``schema``, which stays as it is.
 
     Objects are closed, unless schemas are combined: then a property that one part does not name may
-    be one of the other part. Formats that are not known are left out, as JSON Schema has it.
+    be one of the other part. One that must have a property which it does not name stays open, too.
+    Formats that are not known are left out, as JSON Schema has it.
     """
     combines = any(_combines(one) for one in _nodes(schema))
     result: dict[str, Any] = _mapped(schema, _without_unknown_format if combines else _closed)
@@ -46,16 +47,20 @@ def _combines(node: dict[str, Any]) -> bool:
 
 
 def _without_unknown_format(node: dict[str, Any]) -> dict[str, Any]:
-    if "format" in node and node["format"] not in _FORMATS:
+    given = node.get("format")
+    if "format" in node and not (isinstance(given, str) and given in _FORMATS):
         return {name: value for name, value in node.items() if name != "format"}
     return node
 
 
 def _closed(node: dict[str, Any]) -> dict[str, Any]:
     node = _without_unknown_format(node)
-    if "properties" in node and not any(name in node for name in _OPEN):
-        return {**node, "additionalProperties": False}
-    return node
+    if "properties" not in node or any(name in node for name in _OPEN):
+        return node
+    required = node.get("required")
+    if isinstance(required, list) and any(name not in node["properties"] for name in required):
+        return node
+    return {**node, "additionalProperties": False}
 
 
 def _nodes(node: Any) -> Iterator[dict[str, Any]]:

@@ -143,11 +143,16 @@ def test_a_tag_that_no_trigger_opens_is_refused() -> None:
         matcher(structural_tag={**TAGS, "triggers": ["<call"]})
 
 
+def _deep(levels: int) -> dict[str, Any]:
+    return {"items": _deep(levels - 1)} if levels else {}
+
+
 @pytest.mark.parametrize(
     ("outputs", "said"),
     [
         ({"json": {"title": "T", "not": {}}}, "the JSON schema 'T' cannot be compiled"),
         ({"regex": "(a"}, r"the regular expression '\(a' cannot be compiled"),
+        ({"json": {"title": "T", **_deep(400)}}, "'T' cannot be compiled.*recursion"),
         ({"grammar": "start: nothing"}, "the grammar cannot be compiled.*nothing"),
     ],
 )

@@ -86,6 +86,11 @@ def test_grammars_are_known_by_what_they_say_and_go_to_other_processes() -> None
     assert one != asked(None, {"regex": "a"})
 
 
+DEEP: dict[str, Any] = {}
+for _ in range(5000):
+    DEEP = {"items": DEEP}
+
+
 @pytest.mark.parametrize(
     ("response_format", "outputs", "message"),
     [
@@ -102,6 +107,7 @@ def test_grammars_are_known_by_what_they_say_and_go_to_other_processes() -> None
         (None, {"json": [1]}, "must be an object; found"),
         (None, {"json": "{"}, "is no JSON"),
         (None, {"json": {"enum": [{1, 2}]}}, "must be plain JSON"),
+        (None, {"json": DEEP}, "must be plain JSON; found one of too many levels"),
         (None, {"choice": "abc"}, "choice must be a list of texts; found 'abc'"),
         (None, {"choice": []}, "choice must be a list of texts"),
         (None, {"choice": ["a", ""]}, "choice must be a list of texts"),

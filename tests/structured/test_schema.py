@@ -36,6 +36,7 @@ def test_objects_are_closed_wherever_they_stand(given: Any, expected: Any) -> No
         {**OBJECT, "patternProperties": {"^x": True}},
         {"type": "object"},
         {"enum": [{"properties": {}}]},
+        {**OBJECT, "required": ["a", "b"]},
     ],
 )
 def test_what_a_schema_opens_itself_stays_open(given: Any) -> None:
@@ -61,6 +62,7 @@ def test_formats_that_are_not_known_are_left_out() -> None:
     assert found == {"at": {"format": "date"}, "pass": {}}
     combined = {"allOf": [{"format": "password"}, {"format": "date"}]}
     assert prepared(combined) == {"allOf": [{}, {"format": "date"}]}
+    assert prepared({"format": ["date"]}) == {}
 
 
 def test_a_property_may_have_the_name_of_a_keyword() -> None:
