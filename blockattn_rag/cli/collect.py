@@ -171,6 +171,8 @@ def gc(
         judged = None if all_namespaces else sources.namespaces(namespace or [])
         kept, names, databases = sources.handles()
         files = [_listed(path) for path in live_file or []]
+        if not force:
+            _refuse_empty(live_file or [], files)
         if files:
             kept = _joined([kept, *files])
         by_age = ttl_s is not None and not databases and not files
@@ -220,6 +222,20 @@ def _listed(path: Path) -> kv_store.LiveHandles:
     if str(path) == "-":
         return kv_store.LiveHandles.parse(sys.stdin, "standard input", looked_up=time.time())
     return kv_store.LiveHandles.read(path)
+
+
+def _refuse_empty(paths: list[Path], lists: list[kv_store.LiveHandles]) -> None:
+    """A program that failed leaves an empty list, also where other lists are whole.
+
+    Raises:
+        ValueError: a list is empty.
+    """
+    if empty := [str(path) for path, handles in zip(paths, lists, strict=True) if not handles]:
+        raise ValueError(
+            f"no handle found in the list {', '.join(empty)}, so that whatever it was to name "
+            "would be deleted; see whether the program that wrote it failed, leave it out if there "
+            "is nothing to name, or pass --force"
+        )
 
 
 def _joined(parts: list[kv_store.LiveHandles]) -> kv_store.LiveHandles:

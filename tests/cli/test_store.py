@@ -383,7 +383,9 @@ def test_gc_takes_handles_of_any_vector_store_from_a_pipe(cli: Command, database
         ("kv_handle\n", "standard input: expected a handle, 32 hex digits, found 'kv_handle'"),
         ("a" * 32 + "\n" + "b" * 31 + "\n", "after 1 handles"),
         ("a" * 32 + "\n# end of 2 handles\n", "standard input was cut short"),
-        ("", "every entry would be deleted"),
+        ("", "no handle found in the list -, so that"),
+        ("\r\n\r\n", "no handle found in the list -, so that"),
+        ("\x00\ufeff\n", "expected a handle"),
     ],
 )
 def test_a_broken_list_of_handles_deletes_nothing(
@@ -393,6 +395,18 @@ def test_a_broken_list_of_handles_deletes_nothing(
     output = cli("store", "gc", database / "kv", "--handles", "-", "--grace", "0", given=given)
     assert (output.status, len(entries(database))) == (1, 2)
     assert told in output.stderr
+
+
+def test_an_empty_list_beside_one_that_is_whole_deletes_nothing(
+    cli: Command, database: Path, tmp_path: Path
+) -> None:
+    add_orphan(database)
+    (tmp_path / "failed").write_text("")
+    gc = ("store", "gc", database, "--handles", tmp_path / "failed", "--grace", "0")
+    output = cli(*gc)
+    assert (output.status, len(entries(database))) == (1, 2)
+    assert "failed, so that whatever it was to name would be deleted" in output.stderr
+    assert (cli(*gc, "--force").status, len(entries(database))) == (0, 1)
 
 
 def test_a_list_of_handles_judges_one_tenant_at_a_time(cli: Command, database: Path) -> None:
