@@ -67,6 +67,8 @@ def _typed() -> str | None:
         except KeyboardInterrupt:
             piece("\n")
             note("Ctrl-D leaves")
+        except UnicodeDecodeError as error:
+            note(f"that is no text in the terminal's encoding, {error.encoding}; type it again")
 
 
 def _answered(assistant: Assistant, question: str, mode: Mode, turns: list[Turn]) -> Answer | None:
