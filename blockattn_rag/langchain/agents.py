@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from string import Formatter
 from typing import Any
 
 from langchain.agents.middleware import AgentMiddleware
@@ -11,6 +12,7 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import BaseTool, StructuredTool
 from pydantic import BaseModel, Field
 
@@ -26,6 +28,11 @@ CONDENSE_PROMPT = (
     "understood without it, in the same language. Answer with that question alone.\n\n"
     "{history}\n\nFollow-up question: {question}\nStandalone question:"
 )
+
+
+# LangGraph streams the tokens of all models within an agent but of those with this tag, and nobody
+# waits for a condensed question as for an answer.
+_UNSEEN = RunnableConfig(tags=["nostream"])
 
 
 class _Query(BaseModel):
@@ -106,6 +113,9 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
             question is looked up as it is.
         condense_prompt: what it is asked, with ``{history}`` and ``{question}``.
 
+    Raises:
+        ValueError: ``condense_prompt`` has other names in braces, or misses one of the two.
+
     Example::
 
         agent = create_agent(chat, [], middleware=[RetrieveFirst(retriever, condense=chat)])
@@ -122,6 +132,12 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         condense_prompt: str = CONDENSE_PROMPT,
     ) -> None:
         super().__init__()
+        names = {name for _, name, _, _ in Formatter().parse(condense_prompt) if name is not None}
+        if names != {"history", "question"}:
+            raise ValueError(
+                "condense_prompt must hold {history} and {question} and no other name in braces; "
+                f"found {sorted(names)}"
+            )
         self.tools = []
         self._lookup = _Lookup(retriever, document_prompt)
         self._tool_name = name
@@ -134,7 +150,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
             return None
         if prompt := self._condensing(messages, question):
             assert self._condense is not None
-            question = self._condense.invoke(prompt).text.strip() or question
+            question = self._condense.invoke(prompt, _UNSEEN).text.strip() or question
         return self._messages(question, *self._lookup(question))
 
     async def abefore_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
@@ -143,7 +159,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
             return None
         if prompt := self._condensing(messages, question):
             assert self._condense is not None
-            question = (await self._condense.ainvoke(prompt)).text.strip() or question
+            question = (await self._condense.ainvoke(prompt, _UNSEEN)).text.strip() or question
         return self._messages(question, *await self._lookup.later(question))
 
     def _condensing(self, messages: Sequence[BaseMessage], question: str) -> str | None:
@@ -164,7 +180,8 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
 def _question(messages: Sequence[BaseMessage]) -> str | None:
     """The question that the agent is to answer now, if there is one."""
     last = messages[-1] if messages else None
-    return last.text if isinstance(last, HumanMessage) else None
+    text = last.text if isinstance(last, HumanMessage) else ""
+    return text if text.strip() else None
 
 
 def _line(message: BaseMessage) -> str:

@@ -53,7 +53,7 @@ class Answering:
 def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Says what is typed; then the user leaves."""
 
-    def say(*lines: str | type[BaseException]) -> None:
+    def say(*lines: str | BaseException | type[BaseException]) -> None:
         coming = iter([*lines, EOFError])
 
         def read(prompt: str) -> str:
@@ -97,6 +97,16 @@ def test_an_answer_that_is_stopped_is_no_turn(
     assert answering.asked[1] == ("Is that high?", [])
     assert "begun ... [stopped]" in out
     assert "Ctrl-D leaves" in err
+
+
+def test_bytes_that_are_no_text_do_not_end_the_conversation(
+    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answering = Answering("Yes.")
+    typed(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "How high?")
+    out, err = told(answering, capsys)
+    assert "no text in the terminal's encoding, utf-8; type it again" in err
+    assert "begun Yes." in out
 
 
 def test_an_answer_that_fails_does_not_end_the_conversation(

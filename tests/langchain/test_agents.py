@@ -25,8 +25,10 @@ from blockattn_rag.langchain import (
     without_markers,
 )
 from blockattn_rag.langchain.agents import NOTHING_FOUND
+from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import handle_of
 from tests.langchain.conftest import passages
+from tests.models import tiny_model, tiny_tokenizer
 from tests.scripted import Script, ScriptedEngine
 
 QUESTION = "<|user|>\n"
@@ -212,7 +214,50 @@ async def test_a_follow_up_question_is_made_one_of_its_own(
     assert "Human: About 0\nAssistant: Yes.\n\nFollow-up question: And then?" in condensing
 
 
+async def test_a_stream_of_an_agent_holds_its_answer_and_no_condensed_question(
+    retriever: Numbered,
+) -> None:
+    chat = chat_that(lambda prompt: "3 please" if "Standalone question" in prompt else "Yes.")
+    agent = create_agent(chat, [], middleware=[RetrieveFirst(retriever, condense=chat)])
+    asked: Any = {"messages": [("human", "About 0"), ("ai", "Yes."), ("human", "And then?")]}
+    whole: Any = [*agent.stream(asked, stream_mode="messages")]
+    later: Any = [one async for one in agent.astream(asked, stream_mode="messages")]
+    for chunks in (whole, later):
+        text = "".join(chunk.text for chunk, _ in chunks)
+        assert ("Yes." in text, "3 please" in text) == (True, False)
+    assert retriever.queries == ["3 please", "3 please"]
+
+
+@pytest.mark.parametrize("wrong", ["{question}", "{history} {question} {}", "{history}{a}"])
+def test_a_prompt_for_condensing_that_cannot_be_filled_is_refused(
+    retriever: Numbered, wrong: str
+) -> None:
+    with pytest.raises(ValueError, match=r"must hold \{history\} and \{question\}.*found \['"):
+        RetrieveFirst(retriever, condense_prompt=wrong)
+
+
+def test_passages_are_looked_up_first_for_templates_that_show_no_results(
+    retriever: Numbered,
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{{ bos_token }}{# no tool is known here #}{% for m in messages %}"
+        "{% if m.role in ['user', 'assistant'] %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    model: Any = tiny_model("llama", max_position_embeddings=8192)
+    model.config.block_attention = {"test": True}
+    engine = ScriptedEngine(lambda _: "Found it.", model=BlockModel(model, tokenizer))
+    chat = ChatBlockAttention(engine=engine, max_tokens=20)
+    agent = create_agent(chat, [], middleware=[RetrieveFirst(retriever)])
+    given: Any = {"messages": [("human", "About 0 1")]}
+    assert agent.invoke(given)["messages"][-1].content == "Found it."
+    (prompt,) = engine.prompts
+    assert prompt.index("Passage 0:") < prompt.index("About 0 1")
+
+
 def test_what_is_no_question_is_not_looked_up(retriever: Numbered) -> None:
     first = RetrieveFirst(retriever)
+    assert first.before_agent({"messages": [HumanMessage(" ")]}, None) is None
     assert first.before_agent({"messages": [AIMessage("Hi")]}, None) is None
     assert first.before_agent({"messages": []}, None) is None
