@@ -26,12 +26,12 @@ from blockattn_rag.langchain.messages import as_template_messages
 from blockattn_rag.langchain.profile import SourceProfile
 from blockattn_rag.langchain.structured_output import Method, structured_chat
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.chat_template import chat_spans, has_chat_template
+from blockattn_rag.prompts.chat_template import has_chat_template
 from blockattn_rag.prompts.markers import strip_markers
 from blockattn_rag.prompts.template_kwargs import check_template_kwargs
 from blockattn_rag.structured.answers import has_no_thoughts
 from blockattn_rag.tools import tool_template
-from blockattn_rag.tools.use import TOOL_OPTIONS, ToolUse
+from blockattn_rag.tools.use import TOOL_OPTIONS, ToolUse, prompt_spans
 
 # What shapes the prompt, and is nothing to the engine.
 _PROMPT_OPTIONS = ("chat_template_kwargs", *TOOL_OPTIONS)
@@ -144,8 +144,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
             kwargs: further options of the calls.
 
         Raises:
-            ValueError: the model's chat template knows no tools, or ``tool_choice`` is none of the
-                above.
+            ValueError: the model's chat template knows no tools and no call is required,
+                ``tool_choice`` is none of the above, or two tools have one name.
         """
         definitions = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
         choice = tool_choice
@@ -233,13 +233,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
             )
         given = {**self.chat_template_kwargs, **(chat_template_kwargs or {})}
         variables = check_template_kwargs(tokenizer, given)
-        template = tools.template if tools else tool_template(tokenizer)
-        knows_tools = template is not None or "tool" in str(tokenizer.chat_template)
-        turns = as_template_messages(messages, knows_tools=knows_tools)
-        if template is None:
-            spans = chat_spans(tokenizer, turns, **variables)
-        else:
-            spans = template.spans(tokenizer, turns, tools.tools if tools else (), **variables)
+        turns = as_template_messages(messages)
+        spans = prompt_spans(tokenizer, turns, tools, **variables)
         return BlockPrompt.from_spans(spans, self.block_template)
 
     def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from blockattn_rag.adapters.handles import HANDLE_KEY
 from blockattn_rag.engine.results import Generation
 from blockattn_rag.langchain.fields import PROVIDER
-from blockattn_rag.prompts.markers import wrap
-from blockattn_rag.tools.history import without_tools
+from blockattn_rag.prompts.markers import own_markers, wrap
 
 _ROLES: dict[type[BaseMessage], str] = {
     HumanMessage: "user",
@@ -34,18 +33,16 @@ _ROLES: dict[type[BaseMessage], str] = {
     FunctionMessage: "tool",
 }
 
-# Parts of an assistant's message that chat templates do not show again.
-_UNSEEN_PARTS = ("reasoning", "thinking", "tool_call", "tool_call_chunk", "tool_use")
+# Parts of an assistant's message that chat templates do not show again, or that are fields of it.
+_UNSEEN_PARTS = (
+    *("reasoning", "thinking", "tool_call", "tool_call_chunk", "tool_use"),
+    "invalid_tool_call",
+)
 
 
-def as_template_messages(
-    messages: Sequence[BaseMessage], *, knows_tools: bool
-) -> list[dict[str, Any]]:
-    """Messages as ``{"role", "content"}``; passages stand between block markers.
-
-    Args:
-        knows_tools: whether the chat template has words for tool calls and their results. If not,
-            see ``without_tools``.
+def as_template_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
+    """Messages as ``{"role", "content"}``, with calls of tools and the ids of results; passages
+    stand between block markers.
 
     Raises:
         ValueError: a message holds an image or anything else that is not text.
@@ -57,7 +54,7 @@ def as_template_messages(
         names |= {call["id"]: call["name"] for call in calls if call["id"]}
         turn = {"role": _role_of(message), "content": _text_of(message), **_thoughts_of(message)}
         turns.append({**turn, **_tool_fields(message, names)})
-    return turns if knows_tools else without_tools(turns)
+    return turns
 
 
 def _role_of(message: BaseMessage) -> str:
@@ -93,8 +90,9 @@ def _tool_fields(message: BaseMessage, names: Mapping[str, str]) -> dict[str, An
 
 def _text_of(message: BaseMessage) -> str:
     if isinstance(message.content, str):
-        artifact = message.artifact if isinstance(message, ToolMessage) else None
-        text = _marked(message.content, artifact)
+        text = message.content
+        if isinstance(message, ToolMessage) and not own_markers(text):
+            text = _marked(text, message.artifact)
     else:
         text = "".join(_text_of_part(part, message) for part in message.content)
     invalid = message.invalid_tool_calls if isinstance(message, AIMessage) else []
@@ -121,8 +119,7 @@ def _text_of_part(part: str | dict[str, Any], message: BaseMessage) -> str:
     """A part's text; a part with ``kv_handle`` is a passage, whatever the handle says."""
     if isinstance(part, str):
         return part
-    if part.get("type") == "text":
-        text = str(part["text"])
+    if part.get("type") == "text" and isinstance(text := part.get("text"), str):
         is_passage = HANDLE_KEY in part or HANDLE_KEY in (part.get("extras") or {})
         return wrap(text) if is_passage else text
     if isinstance(message, AIMessage) and part.get("type") in _UNSEEN_PARTS:

@@ -20,7 +20,6 @@ from llama_index.core.llms.llm import ToolSelection
 
 from blockattn_rag.errors import ToolCallError
 from blockattn_rag.tools import ReadAnswer
-from blockattn_rag.tools.history import without_tools
 from blockattn_rag.tools.parser import Piece
 from blockattn_rag.tools.use import ToolUse
 
@@ -37,19 +36,14 @@ _TEMPLATE_ROLES = {
 }
 
 
-def as_template_messages(
-    messages: Sequence[ChatMessage], *, knows_tools: bool = True
-) -> list[dict[str, Any]]:
+def as_template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Messages as ``{"role", "content"}``, block markers left in the content, with calls of tools
     and the ids of results. Thoughts of earlier answers are ``"reasoning_content"``, and the chat
     template chooses which are shown again.
 
-    Args:
-        knows_tools: whether the chat template has words for calls and results. If not, see
-            ``without_tools``.
-
     Raises:
-        ValueError: a message holds an image or anything else that is not text.
+        ValueError: a message holds an image or anything else that is not text, or arguments of a
+            call that are no JSON.
     """
     turns: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of the tools that were called, by the calls' ids
@@ -63,13 +57,19 @@ def as_template_messages(
             call_id = str(message.additional_kwargs.get("tool_call_id", ""))
             turn |= {"tool_call_id": call_id, "name": names.get(call_id, "")}
         turns.append(turn)
-    return turns if knows_tools else without_tools(turns)
+    return turns
 
 
 def _template_call(call: ToolCallBlock) -> dict[str, Any]:
     arguments = call.tool_kwargs
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise ValueError(
+                f"found an earlier call of {call.tool_name} whose arguments are no JSON ({error}): "
+                f"{arguments[:80]!r}; leave it out of the history"
+            ) from error
     function = {"name": call.tool_name, "arguments": arguments}
     return {"type": "function", "id": call.tool_call_id or "", "function": function}
 

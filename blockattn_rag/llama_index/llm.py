@@ -43,14 +43,14 @@ from blockattn_rag.llama_index.exchange import Exchange
 from blockattn_rag.llama_index.source import EngineComponent
 from blockattn_rag.llama_index.structured_output import StructuredPrediction
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
-from blockattn_rag.prompts.chat_template import chat_spans, has_chat_template, trace
+from blockattn_rag.prompts.chat_template import has_chat_template, trace
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.prompts.marked_text import close_cut_passages
 from blockattn_rag.prompts.markers import strip_markers
 from blockattn_rag.prompts.template_kwargs import check_template_kwargs
 from blockattn_rag.store import KVStore
 from blockattn_rag.tools import tool_template
-from blockattn_rag.tools.use import TOOL_OPTIONS, ToolUse
+from blockattn_rag.tools.use import TOOL_OPTIONS, ToolUse, prompt_spans
 
 _OPTION_FIELDS = (
     *("mode", "on_miss", "positions"),
@@ -102,8 +102,10 @@ class BlockAttentionLLM(EngineComponent, StructuredPrediction, CustomLLM, Functi
             such as ``timeout_s``.
         device_map: a torch device, or ``"auto"``.
         is_chat_model: default: whether the tokenizer has a chat template.
-        is_function_calling_model: default: whether that template takes tools. With both given, and
-            ``context_window``, ``metadata`` reads no file.
+        is_function_calling_model: default: whether that template takes tools. True for one that
+            takes none: calls that are required, as Pydantic selectors require them, are made by a
+            grammar, and others refused. With both given, and ``context_window``, ``metadata`` reads
+            no file.
         parse_special_tokens: whether control tokens are parsed in prompts that are strings,
             passages excepted: for own prompt templates that write them. Questions in such strings
             can then write them too. Chat messages need none of this: there the template alone can.
@@ -324,12 +326,12 @@ class BlockAttentionLLM(EngineComponent, StructuredPrediction, CustomLLM, Functi
                 "messages_to_prompt takes its place; give one of the two"
             )
         if has_chat_template(tokenizer) and not is_own:
-            template = tools.template if tools else tool_template(tokenizer)
-            knows_tools = template is not None or "tool" in str(tokenizer.chat_template)
-            turns = as_template_messages(messages, knows_tools=knows_tools)
-            if template is None:
-                return chat_spans(tokenizer, turns, **variables)
-            return template.spans(tokenizer, turns, tools.tools if tools else (), **variables)
+            return prompt_spans(tokenizer, as_template_messages(messages), tools, **variables)
+        if tools is not None:
+            raise ValueError(
+                "tools are shown by the model's chat template, and messages_to_prompt takes its "
+                "place; give one of the two"
+            )
         turns = as_template_messages(messages)
 
         def render(given: Sequence[Mapping[str, Any]]) -> str:

@@ -6,11 +6,9 @@ import hashlib
 import os
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from jinja2 import TemplateError
+from typing import Any, NamedTuple
 
 from blockattn_rag.prompts.blocks import Span, merged
 from blockattn_rag.prompts.chat_template import Message, Spans, chat_spans, origin_of
@@ -116,71 +114,98 @@ def _short_id(given: str) -> str:
 
 def _one_call_each(turns: Sequence[Message]) -> list[Message]:
     """Messages of several calls as one message for each call, each before its own result."""
-    results = {turn["tool_call_id"]: turn for turn in turns if turn.get("tool_call_id")}
     made: list[Message] = []
-    moved: list[Message] = []
-    for turn in turns:
+    moved: set[int] = set()  # places of the results that stand behind their calls already
+    for place, turn in enumerate(turns):
         calls = turn.get("tool_calls") or ()
         if len(calls) < 2:
-            made += [turn] if not any(turn is one for one in moved) else []
+            made += [] if place in moved else [turn]
             continue
         for index, call in enumerate(calls):
             made.append(
                 {**turn, "content": turn["content"] if not index else "", "tool_calls": [call]}
             )
-            if (result := results.get(call.get("id"))) is not None:
-                made.append(result)
-                moved.append(result)
+            if (found := _result_of(call, turns, place + 1, moved)) is not None:
+                made.append(turns[found])
+                moved.add(found)
     return made
 
 
-_known: dict[str, ToolTemplate | None] = {}
+def _result_of(
+    call: Message, turns: Sequence[Message], start: int, moved: Collection[int]
+) -> int | None:
+    """Place of a call's result: before the next calls, which may have the same ids again."""
+    for place in range(start, len(turns)):
+        turn = turns[place]
+        if turn.get("tool_calls"):
+            return None
+        is_its = (turn.get("tool_call_id") or "") == (call.get("id") or "")
+        if turn["role"] == "tool" and is_its and place not in moved:
+            return place
+    return None
+
+
+class _Probed(NamedTuple):
+    tools: ToolTemplate | None
+    shows_results: bool
+
+
+_known: dict[str, _Probed] = {}
 
 
 def tool_template(tokenizer: Any) -> ToolTemplate | None:
     """What the chat template of a tokenizer does with tools; None if it knows none, or if it is not
     known here how its model writes calls."""
+    return _probed(tokenizer).tools
+
+
+def shows_results(tokenizer: Any) -> bool:
+    """Whether the chat template of a tokenizer shows what tools found, in whatever words."""
+    return _probed(tokenizer).shows_results
+
+
+def _probed(tokenizer: Any) -> _Probed:
     given = tokenizer.chat_template
     source = str(
         given.get("tool_use") or given.get("default") if isinstance(given, dict) else given
     )
     if source not in _known:
-        _known[source] = _found(tokenizer, source) if given else None
+        _known[source] = _probe(tokenizer, source) if given else _Probed(None, False)
     return _known[source]
 
 
-def _found(tokenizer: Any, source: str) -> ToolTemplate | None:
+def _probe(tokenizer: Any, source: str) -> _Probed:
     question: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
+    function = {"name": _CALL.name, "arguments": _CALL.arguments}
+    calls = [{"type": "function", "id": _CALL.id, "function": function}]
+    result = {"role": "tool", "tool_call_id": _CALL.id, "name": _CALL.name, "content": _RESULT}
+    history = [*question, {"role": "assistant", "content": "", "tool_calls": calls}, result]
 
     def render(messages: list[dict[str, Any]], **variables: Any) -> str:
         try:
             rendered = tokenizer.apply_chat_template(messages, tokenize=False, **variables)
-        except TemplateError:  # it does not take such messages
+        except Exception:  # noqa: BLE001 -- a program of others: it does not take such messages
             return ""
         return str(rendered)
 
+    shows = "tool" in source and _RESULT in render(history)  # others show roles of any name
     for variable, is_wrapped in (("tools", True), ("xml_tools", False)):
         tools = {variable: [_TOOL if is_wrapped else _FUNCTION]}
         if _CALL.name in (asked := render(question, add_generation_prompt=True, **tools)):
             break
     else:
-        return None
-    function = {"name": _CALL.name, "arguments": _CALL.arguments}
-    calls = [{"type": "function", "id": _CALL.id, "function": function}]
-    result = {"role": "tool", "tool_call_id": _CALL.id, "name": _CALL.name, "content": _RESULT}
-    history = [*question, {"role": "assistant", "content": "", "tool_calls": calls}, result]
+        return _Probed(None, shows)
     text = render(history, **tools)
     asked = _THOUGHTS.sub("", asked)  # because both marks may begin alike
     begin = len(os.path.commonprefix([asked, text]))  # noqa: RUF071 (characters are meant)
     answer = text[begin:].partition(_RESULT)[0]
     found = ToolTemplate(HERMES, variable, is_wrapped)
     if "kvvalue" in answer:
-        return next(
-            (replace(found, form=one) for one in _READERS if _reads_back(answer, one)), None
-        )
+        forms = (replace(found, form=one) for one in _READERS if _reads_back(answer, one))
+        return _Probed(next(forms, None), shows)
     # It shows no calls, but may tell the model how to write them.
     told = next((one for one in (GRANITE, HERMES) if one.opening in source), None)
-    return None if told is None else replace(found, form=told, shows_calls=False)
+    return _Probed(replace(found, form=told, shows_calls=False) if told else None, shows)
 
 
 def _reads_back(answer: str, form: ToolFormat) -> bool:

@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from blockattn_rag.prompts.chat_template import Message, Spans
+from blockattn_rag.prompts.chat_template import Message, Spans, chat_spans, has_chat_template
 from blockattn_rag.structured.grammar import parse_grammar
 from blockattn_rag.tools.calls import InvalidToolCall, ToolCall
+from blockattn_rag.tools.formats import HERMES
 from blockattn_rag.tools.grammar import calls_grammar
+from blockattn_rag.tools.history import without_tools
 from blockattn_rag.tools.parser import Piece, ToolCallParser
-from blockattn_rag.tools.templates import ToolTemplate, tool_template
+from blockattn_rag.tools.templates import ToolTemplate, shows_results, tool_template
+from blockattn_rag.tools.told import ToldTools
 
 AUTO, REQUIRED, NONE = "auto", "required", "none"
 
@@ -30,21 +33,46 @@ _CHOICES: dict[object, str] = {
 }
 
 
-def known_tools(tokenizer: Any, model_name: str | None) -> ToolTemplate:
-    """What a model's chat template does with tools.
+def known_tools(tokenizer: Any, model_name: str | None, choice: str = AUTO) -> ToolTemplate:
+    """What a model's chat template does with tools. Where it knows none and a call is required,
+    the tools are told in words, and the grammar does the rest.
+
+    Args:
+        choice: as ``ToolUse`` has it.
 
     Raises:
-        ValueError: it knows no tools, or writes calls in a form that is not known here.
+        ValueError: it knows no tools, or writes calls in a form that is not known here, and the
+            model is free to call none.
     """
     if (found := tool_template(tokenizer)) is not None:
         return found
+    if choice != AUTO and has_chat_template(tokenizer):
+        return ToldTools(HERMES)
     raise ValueError(
         f"the chat template of {model_name or 'this model'} knows no tools, or writes calls in "
         "none of the forms that are read here (Hermes and Qwen, Llama 3, Mistral, Granite, "
         "SmolLM3). Take a model whose template does, give the tokenizer a chat_template that "
-        "does, or leave the tools out: RetrieveFirst looks passages up without the model's help "
-        "(docs/guides/agents.md)"
+        "does, require a call (tool_choice), or leave the tools out: RetrieveFirst looks passages "
+        "up without the model's help (docs/guides/agents.md)"
     )
+
+
+def prompt_spans(
+    tokenizer: Any, messages: Sequence[Message], tools: ToolUse | None, **variables: Any
+) -> Spans:
+    """The prompt that messages become, with calls and results in it or not; see ``chat_spans``.
+
+    Args:
+        messages: as ``ToolTemplate.spans`` takes them.
+        tools: that may be called now.
+        variables: further ones of the chat template.
+    """
+    if tools is not None:
+        return tools.spans(tokenizer, messages, **variables)
+    if (template := tool_template(tokenizer)) is not None:
+        return template.spans(tokenizer, messages, (), **variables)
+    known = shows_results(tokenizer)
+    return chat_spans(tokenizer, messages if known else without_tools(messages), **variables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +108,15 @@ class ToolUse:
                 name, or ``{"type": "function", "function": {"name": ...}}``.
 
         Raises:
-            ValueError: the model's template knows no tools, or ``choice`` is none of these.
+            ValueError: the model's template knows no tools, ``choice`` is none of these, or two
+                tools have one name.
+            TypeError: a definition is none.
         """
+        _check_definitions(tools or ())
         wanted = choice_of(choice, tools or ())
         if not tools or wanted == NONE:
             return None
-        template = known_tools(tokenizer, model_name)
+        template = known_tools(tokenizer, model_name, wanted)
         return cls(template, tuple(tools), wanted, parallel is not False)
 
     @classmethod
@@ -117,12 +148,21 @@ class ToolUse:
 
         Args:
             given: options of the call.
+
+        Raises:
+            ValueError: a call is required, and a grammar of the user's own forbids it.
         """
         form, may, answer = self.template.form, self.tools, None
         options = {**given, "keep_tokens": form.marks}
+        held = parse_grammar(given.get("response_format"), given.get("structured_outputs"))
+        is_json = held is not None and held.kind in ("json", "json_object")
+        if self.choice != AUTO and held is not None and not is_json:
+            raise ValueError(
+                f"found {held} beside tools of which one must be called, and an answer cannot be "
+                "both; leave out structured_outputs, or tool_choice"
+            )
         if self.choice == AUTO:
-            held = parse_grammar(given.get("response_format"), given.get("structured_outputs"))
-            if held is None or held.kind not in ("json", "json_object"):
+            if held is None or not is_json:
                 return options
             answer = json.loads(held.text)
         elif self.choice != REQUIRED:
@@ -157,7 +197,8 @@ class AnswerReader:
             return piece
         if self._called and not self._parallel:
             shown = {"name": piece.name, "arguments": piece.arguments}
-            return InvalidToolCall(str(shown), "one call was allowed, this is one more", piece.name)
+            text = json.dumps(shown, ensure_ascii=False)
+            return InvalidToolCall(text, "one call was allowed, this is one more", piece.name)
         self._called = True
         return piece
 
@@ -170,15 +211,38 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     """
     names = [tool["function"]["name"] for tool in tools]
     if isinstance(choice, Mapping):
-        choice = (choice.get("function") or choice).get("name", choice)
-    if isinstance(choice, str) and choice in names:
-        return choice
-    if isinstance(choice, (str, bool, type(None))) and choice in _CHOICES:
-        wanted = _CHOICES[choice]
-        if wanted == REQUIRED and not tools:
-            raise ValueError(f"tool_choice={choice!r} needs a tool, found none")
-        return wanted
+        function = choice.get("function", choice)
+        named = function.get("name") if isinstance(function, Mapping) else None
+        if named in names:
+            return str(named)
+        choice = named if isinstance(named, str) else choice
+    elif isinstance(choice, (str, bool, type(None))):
+        if choice in _CHOICES:
+            wanted = _CHOICES[choice]
+            if wanted == REQUIRED and not tools:
+                raise ValueError(f"tool_choice={choice!r} needs a tool, found none")
+            return wanted
+        if choice in names:
+            return str(choice)
     raise ValueError(
         f"tool_choice must be 'auto', 'none', 'any', 'required', or the name of a tool "
         f"({', '.join(names)}); found {choice!r}"
     )
+
+
+def _check_definitions(tools: Sequence[Any]) -> None:
+    names = set()
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise TypeError(
+                "a tool's definition must be {'type': 'function', 'function': {'name': ..., "
+                f"'description': ..., 'parameters': ...}}}}; found {tool!r:.200}"
+            )
+        if name in names:
+            raise ValueError(
+                f"two tools are named {name!r}, and nobody could tell which of them a call means; "
+                "give each a name of its own"
+            )
+        names.add(name)

@@ -174,7 +174,7 @@ def test_results_carry_the_name_of_the_tool_that_was_called() -> None:
 
     call = {"name": "look_up", "args": {}, "id": "1", "type": "tool_call"}
     history = [AIMessage("", tool_calls=[call]), ToolMessage("x", tool_call_id="1")]
-    assert as_template_messages(history, knows_tools=True)[1]["name"] == "look_up"
+    assert as_template_messages(history)[1]["name"] == "look_up"
 
 
 def test_a_template_without_tools_is_refused_by_the_model_s_name(

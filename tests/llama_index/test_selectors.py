@@ -25,7 +25,9 @@ from blockattn_rag.llama_index import (
     BlockKVPostprocessor,
     block_response_synthesizer,
 )
+from blockattn_rag.model import BlockModel
 from tests.llama_index.retrieving import Fixed
+from tests.models import tiny_model, tiny_tokenizer
 from tests.saying import thinking_model
 from tests.scripted import Script, ScriptedEngine
 
@@ -83,6 +85,21 @@ def test_a_selector_of_several_gives_them_all() -> None:
     llm: Any = scripted(call_of("MultiSelection", both))
     found = PydanticMultiSelector.from_defaults(llm=llm).select(CHOICES, QueryBundle("Which?"))
     assert found.inds == [1, 0]
+
+
+async def test_a_selector_s_choice_is_a_call_by_grammar_where_the_template_knows_no_tools() -> None:
+    tiny: Any = tiny_model("llama", max_position_embeddings=8192)
+    tiny.config.block_attention = {"test": True}  # known to be tuned: no warning
+    model = BlockModel(tiny, tiny_tokenizer())
+    engine = ScriptedEngine(lambda _: call_of("SingleSelection", SELECTED), model=model)
+    llm = BlockAttentionLLM(engine=engine, is_function_calling_model=True, max_new_tokens=300)
+    query = QueryBundle("How deep?")
+    selector = PydanticSingleSelector.from_defaults(llm=llm)
+    for found in (selector.select(CHOICES, query), await selector.aselect(CHOICES, query)):
+        assert (found.ind, found.reason) == (1, "It is wet.")
+    assert '{"name": "SingleSelection", "description": ' in engine.prompts[0]
+    with pytest.raises(ValueError, match="knows no tools"):  # a model that is free to call none
+        llm.chat_with_tools(tools_of(llm), "How deep?")
 
 
 def test_a_router_asks_the_engine_that_was_chosen() -> None:

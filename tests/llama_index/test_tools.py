@@ -16,6 +16,7 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import ToolCallError
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor, BlockKVTransform
 from blockattn_rag.llama_index.chat import INVALID_CALLS, as_template_messages
+from blockattn_rag.tools.history import without_tools
 from tests.llama_index.retrieving import Fixed
 from tests.scripted import Script, ScriptedEngine, tool_model
 
@@ -148,10 +149,24 @@ def test_results_go_before_their_question_where_the_template_knows_no_tools() ->
         ChatMessage(role="assistant", blocks=[call]),
         ChatMessage(role="tool", content="3", additional_kwargs={"tool_call_id": "x"}),
     ]
-    assert as_template_messages(history, knows_tools=False) == [
+    assert without_tools(as_template_messages(history)) == [
         {"role": "user", "content": "3"},
         {"role": "user", "content": "1 + 2?"},
     ]
+
+
+def test_arguments_of_an_earlier_call_that_are_no_json_are_told() -> None:
+    call = ToolCallBlock(tool_call_id="x", tool_name="add", tool_kwargs='{"a": 1')
+    with pytest.raises(ValueError, match=r"call of add whose arguments are no JSON.*'\{\"a\": 1'"):
+        as_template_messages([ChatMessage(role="assistant", blocks=[call])])
+
+
+def test_tools_are_refused_where_a_function_takes_the_template_s_place() -> None:
+    llm = BlockAttentionLLM(
+        engine=ScriptedEngine(lambda _: "No."), messages_to_prompt=lambda _: "Hi"
+    )
+    with pytest.raises(ValueError, match="messages_to_prompt takes its place"):
+        llm.chat_with_tools([ADD], "1 + 2?")
 
 
 @pytest.mark.parametrize("streaming", [True, False])

@@ -17,6 +17,7 @@ from blockattn_rag.prompts.blocks import Span, text_of
 from blockattn_rag.prompts.chat_template import chat_spans
 from blockattn_rag.prompts.markers import wrap
 from blockattn_rag.tools import ToolTemplate, tool_template
+from blockattn_rag.tools.templates import shows_results
 from tests.models import tiny_tokenizer
 from tests.tools import chat_templates
 
@@ -201,6 +202,28 @@ def test_thoughts_that_a_template_opens_hide_no_form(mark: str) -> None:
     assert found.form.name == "hermes"
 
 
+@pytest.mark.parametrize(
+    ("template", "shows"), [("QWEN25", True), ("GRANITE33", True), ("QWEN3_CODER", True)]
+)
+def test_a_template_tells_whether_it_shows_results(template: str, shows: bool) -> None:
+    tokenizer = tokenizer_with(template)
+    assert shows_results(tokenizer) is shows
+    tokenizer.chat_template = "{# tool #}{{ messages[0].content }}"
+    assert not shows_results(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    assert not shows_results(tokenizer)  # the model knows no such role
+
+
+def test_a_template_that_fails_on_calls_is_passed_over() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ 'arguments are no text: ' + c.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    assert tool_template(tokenizer) is None
+    assert not shows_results(tokenizer)
+
+
 def test_of_several_templates_the_one_for_tools_counts() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = {
@@ -268,6 +291,19 @@ def test_parallel_calls_become_one_message_each_where_the_template_takes_one() -
     ]
     assert [turn["content"] for turn in ready[1:5]] == ["Both.", "22", "", "30"]
     assert '"city": "Rome"' in prompt_of("LLAMA31", *messages)
+
+
+def test_calls_of_two_turns_may_have_the_same_ids() -> None:
+    def turn(*results: str) -> list[dict[str, Any]]:
+        calls = calling(call("Paris", "1"), call("Rome", "2"))
+        return [user(), calls, *(result(text, str(n)) for n, text in enumerate(results, 1))]
+
+    ready = known(tokenizer_with("LLAMA31")).ready([*turn("22", "30"), *turn("23", "31")])
+    found = [one["content"] for one in ready if one["role"] == "tool"]
+    assert found == ["22", "30", "23", "31"]
+    assert [one["role"] for one in ready] == 2 * [
+        *("user", "assistant", "tool", "assistant", "tool")
+    ]
 
 
 def test_text_before_calls_stays_where_the_template_shows_no_calls() -> None:

@@ -1,0 +1,99 @@
+"""The tools of one call: choices, definitions, and grammars."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from blockattn_rag.tools.parser import ReadAnswer
+from blockattn_rag.tools.use import ToolUse, choice_of, prompt_spans
+from tests.models import tiny_tokenizer
+from tests.tools.chat_templates import QWEN25
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def use(*names: str, template: str | None = QWEN25, **options: Any) -> ToolUse | None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return ToolUse.of(tokenizer, "small", [tool(name) for name in names], **options)
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, "auto"),
+        ("any", "required"),
+        (True, "required"),
+        (False, "none"),
+        ("add", "add"),
+        ({"type": "function", "function": {"name": "add"}}, "add"),
+        ({"type": "tool", "name": "add"}, "add"),
+        ({"function": {"name": "any"}}, "any"),
+    ],
+)
+def test_a_choice_is_a_word_or_a_tool_s_name(choice: Any, expected: str) -> None:
+    assert choice_of(choice, [tool("add"), tool("any")]) == expected
+
+
+@pytest.mark.parametrize("choice", [{"function": "add"}, {"function": {"name": None}}, {}, 1, "x"])
+def test_another_choice_is_refused(choice: Any) -> None:
+    with pytest.raises(ValueError, match=r"the name of a tool \(add\); found"):
+        choice_of(choice, [tool("add")])
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"two tools are named 'add'.*a name of its own"):
+        use("add", "add")
+
+
+@pytest.mark.parametrize("definition", [{}, "add", {"function": {}}, {"name": "add"}])
+def test_what_defines_no_tool_is_refused(definition: Any) -> None:
+    with pytest.raises(TypeError, match=r"a tool's definition must be \{'type': 'function'.*found"):
+        ToolUse.of(tiny_tokenizer(), "small", [definition])
+
+
+def test_a_required_call_needs_no_template_that_knows_tools() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    held = use("add", template=template, choice="any")
+    assert held is not None
+    assert '"name": "add"' in "".join(
+        one.text for one in held.spans(_tokenizer(template), [{"role": "user", "content": "?"}])
+    )
+    with pytest.raises(ValueError, match=r"template of small knows no tools.*require a call"):
+        use("add", template=template)
+    with pytest.raises(ValueError, match="knows no tools"):
+        use("add", template=None, choice="any")
+
+
+def _tokenizer(template: str) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("choice", ["any", "add"])
+def test_a_required_call_beside_a_grammar_that_forbids_it_is_refused(choice: str) -> None:
+    held = use("add", choice=choice)
+    assert held is not None
+    with pytest.raises(ValueError, match="the regular expression 'a' beside tools"):
+        held.engine_options(tiny_tokenizer(), {"structured_outputs": {"regex": "a"}})
+
+
+def test_one_call_too_many_is_shown_as_the_model_could_have_written_it() -> None:
+    held = use("add", parallel=False)
+    assert held is not None
+    call = '<tool_call>{"name": "add", "arguments": {"a": "\'ü"}}</tool_call>'
+    _, calls, (invalid,) = ReadAnswer.of(held.reader().read(call * 2, last=True))
+    assert len(calls) == 1
+    assert invalid.text == '{"name": "add", "arguments": {"a": "\'ü"}}'
+
+
+def test_results_go_before_the_question_where_the_template_would_drop_them() -> None:
+    template = "{# tool #}{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    turns = [{"role": "user", "content": "1 + 2?"}, {"role": "tool", "content": "3"}]
+    text = "".join(one.text for one in prompt_spans(_tokenizer(template), turns, None))
+    assert text == "3\n\n1 + 2?"
