@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llama_index.core.base.llms.generic_utils import (
-    messages_to_prompt as generic_messages_to_prompt,
-)
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -21,14 +18,12 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
     MessageRole,
-    TextBlock,
 )
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.llms.function_calling import FunctionCallingLLM
-from llama_index.core.llms.llm import ToolSelection, default_completion_to_prompt
-from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.tools.types import BaseTool
 
 from blockattn_rag.adapters.arguments import check_known
@@ -38,29 +33,22 @@ from blockattn_rag.engine.options import OnMiss, checked_option
 from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.context import Positions
-from blockattn_rag.llama_index.chat import ChatReader, as_template_messages, tool_selections
+from blockattn_rag.llama_index.chat import ChatReader, tool_selections
 from blockattn_rag.llama_index.exchange import Exchange
-from blockattn_rag.llama_index.source import EngineComponent
+from blockattn_rag.llama_index.prompting import PromptLike, PromptMaking
 from blockattn_rag.llama_index.structured_output import StructuredPrediction
-from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
-from blockattn_rag.prompts.chat_template import has_chat_template, trace
+from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
-from blockattn_rag.prompts.marked_text import close_cut_passages
-from blockattn_rag.prompts.markers import strip_markers
-from blockattn_rag.prompts.template_kwargs import check_template_kwargs
 from blockattn_rag.store import KVStore
-from blockattn_rag.tools import tool_template
-from blockattn_rag.tools.use import TOOL_OPTIONS, ToolUse, prompt_spans
+from blockattn_rag.tools.use import TOOL_OPTIONS, ToolUse
 
 _OPTION_FIELDS = (
     *("mode", "on_miss", "positions"),
     *("sink", "correction", "merge", "promote", "reader", "retry"),
 )
 
-PromptLike = str | Sequence[ChatMessage]
 
-
-class BlockAttentionLLM(EngineComponent, StructuredPrediction, CustomLLM, FunctionCallingLLM):
+class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionCallingLLM):
     """A transformers model, in this process or behind a server, that answers from cached passages.
 
     Takes the place of ``HuggingFaceLLM`` and shares its argument names. Passages that arrive
@@ -134,7 +122,6 @@ class BlockAttentionLLM(EngineComponent, StructuredPrediction, CustomLLM, Functi
     mode: Mode = Field(description="'block' reuses passages, 'full' is ordinary attention.")
     on_miss: OnMiss = Field(description="'compute' or 'error' when a block is not stored.")
     positions: Positions = Field(description="'reordered' or 'composite' positions of blocks.")
-    block_template: BlockTemplate = Field(description="What stands around each passage.")
     sink: str | None = Field(description="What passages are encoded after.")
     correction: str | None = Field(description="File of a correction of keys and values.")
     merge: str | None = Field(description="How attention to passages is weighted.")
@@ -144,10 +131,6 @@ class BlockAttentionLLM(EngineComponent, StructuredPrediction, CustomLLM, Functi
     context_window: int | None = Field(description="Tokens to fill; None for the model's limit.")
     max_new_tokens: int = Field(description="Longest answer, in tokens.", gt=0)
     generate_kwargs: dict[str, Any] = Field(description="Defaults of every call.")
-    is_chat_model: bool | None = Field(description="None: whether there is a chat template.")
-    is_function_calling_model: bool | None = Field(description="None: whether that takes tools.")
-    parse_special_tokens: bool = Field(description="Parse control tokens in string prompts.")
-    chat_template_kwargs: dict[str, Any] = Field(description="Variables of the chat template.")
 
     def __init__(
         self,
@@ -225,8 +208,8 @@ class BlockAttentionLLM(EngineComponent, StructuredPrediction, CustomLLM, Functi
         return LLMMetadata(
             context_window=self.context_window or self._source.max_context_tokens,
             num_output=self.max_new_tokens,
-            is_chat_model=self._takes_chat(),
-            is_function_calling_model=self._takes_tools(),
+            is_chat_model=self._takes_chat,
+            is_function_calling_model=self._takes_tools,
             model_name=self.model_name or "unknown",
         )
 
@@ -235,116 +218,9 @@ class BlockAttentionLLM(EngineComponent, StructuredPrediction, CustomLLM, Functi
         names = ("model_name", "mode", "positions", "context_window", "max_new_tokens")
         return {"class_name": self.class_name(), **{name: getattr(self, name) for name in names}}
 
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text without its markers and without BOS: for counting tokens."""
-        return self._source.tokenizer.text_ids(strip_markers(text))
-
-    def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
-        return super()._get_prompt(prompt, **_with_whole_passages(prompt_args))
-
-    def _get_messages(self, prompt: BasePromptTemplate, **prompt_args: Any) -> list[ChatMessage]:
-        return super()._get_messages(prompt, **_with_whole_passages(prompt_args))
-
-    def filled(self, prompt: BasePromptTemplate, **variables: str) -> BlockPrompt:
-        """The blocks that a prompt template becomes with these variables, as in ``predict``."""
-        fill = self._get_messages if self._takes_chat() else self._get_prompt
-        return self.to_prompt(fill(prompt, **variables))
-
-    def to_prompt(
-        self,
-        prompt: PromptLike,
-        formatted: bool = True,
-        *,
-        tools: ToolUse | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> BlockPrompt:
-        """The blocks that a prompt string, or chat messages, become.
-
-        Args:
-            prompt: a string, or messages.
-            formatted: the string is the model's own prompt, chat template included.
-            tools: that the model may call after messages.
-            chat_template_kwargs: variables of the chat template, beside the model's own.
-
-        Raises:
-            ValueError: the model's chat template does not read one of ``chat_template_kwargs``.
-        """
-        given = {**self.chat_template_kwargs, **(chat_template_kwargs or {})}
-        variables = check_template_kwargs(self._source.tokenizer.tokenizer, given)
-        spans = self._spans(prompt, formatted, tools, variables)
-        return BlockPrompt.from_spans(spans, self.block_template)
-
-    def _spans(
-        self,
-        prompt: PromptLike,
-        formatted: bool,
-        tools: ToolUse | None,
-        variables: dict[str, Any],
-    ) -> Iterable[Span]:
-        """A prompt by who wrote what; ``variables`` are those of the chat template."""
-        to_prompt: Any = self.completion_to_prompt
-        if not isinstance(prompt, str):
-            return self._chat_spans(prompt, tools, variables)
-        if not formatted and to_prompt not in (None, default_completion_to_prompt):
-            turn = {"role": "user", "content": prompt}
-            return trace(lambda turns: to_prompt(turns[0]["content"]), [turn])
-        if not formatted and self._takes_chat():
-            message = ChatMessage(role=MessageRole.USER, content=prompt)
-            return self._chat_spans(self._extend_messages([message]), None, variables)
-        return self._source.string_spans(
-            prompt if formatted else self._extend_prompt(prompt),
-            parse_special_tokens=self.parse_special_tokens,
-        )
-
-    def _takes_chat(self) -> bool:
-        if self.is_chat_model is not None:
-            return self.is_chat_model
-        return has_chat_template(self._source.tokenizer.tokenizer)
-
-    def _takes_tools(self) -> bool:
-        """Whether the model can be told of tools: by its chat template, and no function instead."""
-        if self.is_function_calling_model is not None:
-            return self.is_function_calling_model
-        is_own = self.messages_to_prompt not in (None, generic_messages_to_prompt)
-        if is_own or not self._takes_chat():
-            return False
-        return tool_template(self._source.tokenizer.tokenizer) is not None
-
     def _tools(self, call: Mapping[str, Any]) -> ToolUse | None:
         """The tools of a call with these options; None if it has none."""
         return ToolUse.of_call(call, lambda: self._source.tokenizer.tokenizer, self.model_name)
-
-    def _chat_spans(
-        self, messages: Sequence[ChatMessage], tools: ToolUse | None, variables: dict[str, Any]
-    ) -> tuple[Span, ...]:
-        to_prompt: Any = self.messages_to_prompt
-        tokenizer = self._source.tokenizer.tokenizer
-        is_own = to_prompt not in (None, generic_messages_to_prompt)
-        if is_own and variables:
-            raise ValueError(
-                "chat_template_kwargs are variables of the model's chat template, and "
-                "messages_to_prompt takes its place; give one of the two"
-            )
-        if has_chat_template(tokenizer) and not is_own:
-            return prompt_spans(tokenizer, as_template_messages(messages), tools, **variables)
-        if tools is not None:
-            raise ValueError(
-                "tools are shown by the model's chat template, and messages_to_prompt takes its "
-                "place; give one of the two"
-            )
-        turns = as_template_messages(messages)
-
-        def render(given: Sequence[Mapping[str, Any]]) -> str:
-            copies = []
-            for message, turn in zip(messages, given, strict=True):
-                extra = turn["additional_kwargs"]
-                shown = {"blocks": [TextBlock(text=turn["content"])], "additional_kwargs": extra}
-                copies.append(message.model_copy(update=shown))
-            return str((to_prompt if is_own else generic_messages_to_prompt)(copies))
-
-        # The function may show additional_kwargs too, which others than the user wrote.
-        pairs = zip(turns, messages, strict=True)
-        return trace(render, [{**t, "additional_kwargs": m.additional_kwargs} for t, m in pairs])
 
     def engine_options(self, call: dict[str, Any]) -> dict[str, Any]:
         """Options of one call for the engine: what the call says, else the fields."""
@@ -482,12 +358,3 @@ class BlockAttentionLLM(EngineComponent, StructuredPrediction, CustomLLM, Functi
             ToolCallError: there is none, or a malformed one, and ``error_on_no_tool_call``.
         """
         return tool_selections(response, required=error_on_no_tool_call)
-
-
-def _with_whole_passages(prompt_args: dict[str, Any]) -> dict[str, Any]:
-    """The variables of a prompt template. LlamaIndex's own prompt helper cuts long passages: here,
-    and nowhere later, it is known where the pieces begin and end."""
-    return {
-        name: close_cut_passages(value) if isinstance(value, str) and name != "query_str" else value
-        for name, value in prompt_args.items()
-    }
