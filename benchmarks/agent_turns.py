@@ -1,11 +1,12 @@
 """Tokens that each turn of an agent computes, and what of its conversation reached the disk.
 
-    python benchmarks/agent_turns.py [--turns 10] [--passages 20] [--found 3]
+    python benchmarks/agent_turns.py [--turns 10] [--passages 20] [--found 3] [--follow-ups 0]
 
 The bundled model answers questions on passages that are looked up for each turn (`RetrieveFirst`);
-the history grows with every turn. The last lines tell what the store holds: every entry is decoded,
-and its text compared with the passages and with what was said. Without reuse, a turn computes all
-of its prompt.
+the history grows with every turn. After each question come the follow-ups, turns that find nothing.
+`final` is the final block, all behind the last passage. The last lines tell what the store holds:
+every entry is decoded, and its text compared with the passages and with what was said. Without
+reuse, a turn computes all of its prompt.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Annotated, Any
 
 import typer
 from langchain.agents import create_agent
+from langchain_core.callbacks import CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.checkpoint.memory import InMemorySaver
 
@@ -31,11 +34,25 @@ from blockattn_rag.langchain import (
     RetrieveFirst,
 )
 
+FOLLOW_UPS = ("Are you sure?", "Say that again.", "Thank you. What else do you know?")
+
+
+class NewQuestions(BaseRetriever):
+    """Finds what another retriever finds, and nothing for follow-ups."""
+
+    other: BaseRetriever
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun
+    ) -> list[Document]:
+        return [] if query in FOLLOW_UPS else self.other.invoke(query)
+
 
 def main(
     turns: Annotated[int, typer.Option(min=1)] = 10,
     passages: Annotated[int, typer.Option(min=1)] = 20,
     found: Annotated[int, typer.Option(min=1)] = 3,
+    follow_ups: Annotated[int, typer.Option(min=0, max=len(FOLLOW_UPS))] = 0,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         chat = ChatBlockAttention(model="bundled", kv_store=folder, max_tokens=48)
@@ -47,20 +64,22 @@ def main(
         documents = BlockKVTransformer(llm=chat).transform_documents(documents)
         vectors = InMemoryVectorStore(HashingEmbeddings())
         vectors.add_documents(documents)
-        retriever = vectors.as_retriever(search_kwargs={"k": found})
+        retriever = NewQuestions(other=vectors.as_retriever(search_kwargs={"k": found}))
         middleware = [RetrieveFirst(retriever)]
         agent = create_agent(chat, [], middleware=middleware, checkpointer=InMemorySaver())
         config: Any = {"configurable": {"thread_id": "1"}}
         said: list[str] = []
-        print(f"{'turn':>4} {'prompt':>7} {'reused':>7} {'computed':>8}")
-        for turn, sample in enumerate(questions, 1):
-            given: Any = {"messages": [("human", sample.question)]}
-            answer = agent.invoke(given, config)["messages"][-1]
+        asked = [text for one in questions for text in (one.question, *FOLLOW_UPS[:follow_ups])]
+        print(f"{'turn':>4} {'prompt':>7} {'final':>7} {'reused':>7} {'computed':>8}")
+        for turn, question in enumerate(asked, 1):
+            given: Any = {"messages": [("human", question)]}
+            *before, answer = agent.invoke(given, config)["messages"]
+            final = len(chat.source.tokenizer.prompt_ids(chat.to_prompt(before)).final)
             reuse = answer.response_metadata["block_attention"]
             prompt = answer.usage_metadata["input_tokens"]
             reused, computed = reuse["reused_tokens"], reuse["computed_tokens"]
-            print(f"{turn:>4} {prompt:>7} {reused:>7} {computed:>8}")
-            said += [sample.question, str(answer.content)]
+            print(f"{turn:>4} {prompt:>7} {final:>7} {reused:>7} {computed:>8}", flush=True)
+            said += [question, str(answer.content)]
         _tell_of_disk(chat, Path(folder), [one.page_content for one in documents], said)
         print(machine())
 

@@ -149,7 +149,7 @@ def times(
     cases: dict[str, tuple[BlockAttentionEngine, Callable[[], None]]] = {}
     for kind in KINDS:
         memory, disk = MemoryStore(STORE_BYTES), DirectoryStore(folder / kind)
-        held = BlockAttentionEngine(model, memory, kv_dtype=kind)
+        held = BlockAttentionEngine(model, memory, kv_dtype=kind, resident_bytes=0)
         read = BlockAttentionEngine(model, disk, kv_dtype=kind, resident_bytes=0)
         cases[f"{kind}, memory"] = held, lambda: None
         cases[f"{kind}, disk"] = read, partial(forget, folder / kind)

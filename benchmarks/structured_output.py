@@ -133,7 +133,8 @@ def main(
 ) -> None:
     logging.getLogger("blockattn_rag").setLevel(logging.ERROR)
     compiling, holding = Timed(GrammarCompiler, "_compile"), Timed(GrammarConstraint, "__call__")
-    engine = BlockAttentionEngine.from_pretrained(model, store=MemoryStore(1 << 30))
+    store = MemoryStore(1 << 30)
+    engine = BlockAttentionEngine.from_pretrained(model, store=store, resident_bytes=0)
     files = sorted(DATA.glob("t*.jsonl"))
     records = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
     lines = output.read_text("utf-8").splitlines() if output and output.exists() else []

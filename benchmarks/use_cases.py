@@ -429,7 +429,9 @@ def main(
 ) -> None:
     """Run the uses; print a table."""
     folder = str(Path(blockattn_rag.__file__).parent / "demo" / "model")
-    engine = BlockAttentionEngine.from_pretrained("bundled", store=MemoryStore(1 << 30))
+    # No tails are kept (`engine.tails`): the uses ask one question again and again.
+    store = MemoryStore(1 << 30)
+    engine = BlockAttentionEngine.from_pretrained("bundled", store=store, resident_bytes=0)
     own = {"LangChain": own_langchain(engine), "LlamaIndex": own_llama_index(engine)}
     peers = {"LangChain": peer_langchain(folder), "LlamaIndex": peer_llama_index(folder)}
     print("| | use | blockattn_rag | the framework's own local model |\n|---|---|---|---|")

@@ -94,7 +94,10 @@ def evaluate(
 
         samples = evaluation.read_samples(data, limit=limit)
         with loading(model):
-            engine = BlockAttentionEngine.from_pretrained(model, device=device, dtype=dtype)
+            # Each mode computes all of its own answer: no tails of another's (engine.tails).
+            engine = BlockAttentionEngine.from_pretrained(
+                model, device=device, dtype=dtype, resident_bytes=0
+            )
         names = [name.strip() for name in modes.split(",")]
         settings: dict[str, Any] = {
             "prompt": prompt_format,

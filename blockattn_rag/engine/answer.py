@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from blockattn_rag.engine.detokenizer import Detokenizer
@@ -26,6 +27,15 @@ class Prepared(NamedTuple):
     context: Context | None
     limit: int
     stats: ReuseStats
+
+    def after(self, known: int) -> Prepared:
+        """The same prompt, where the final block's first ``known`` tokens need not be computed."""
+        stats = replace(
+            self.stats,
+            reused_tokens=self.stats.reused_tokens + known,
+            computed_tokens=self.stats.computed_tokens - known,
+        )
+        return self._replace(stats=stats)
 
 
 class Answer:

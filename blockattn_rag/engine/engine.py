@@ -26,6 +26,7 @@ from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
 from blockattn_rag.engine.retry import check_abstentions
 from blockattn_rag.engine.runner import Runner
 from blockattn_rag.engine.scheduler import scheduler_of
+from blockattn_rag.engine.tails import SHARE
 from blockattn_rag.engine.untuned import warn_if_untuned
 from blockattn_rag.kv.context import Assembly, Positions
 from blockattn_rag.kv.quantization import KVDtype
@@ -51,7 +52,9 @@ class BlockAttentionEngine:
         model: the model.
         store: where KV lives: a store, the path of a ``DirectoryStore``, or None for memory.
         resident_bytes: blocks that were read from the store stay ready on the model's device, up
-            to this many bytes; 0 reads and checks them anew for every answer.
+            to this many bytes; 0 reads and checks them anew for every answer. Beside them, what
+            the last answers computed behind their contexts stays for the next turns of their
+            conversations, up to a quarter as many bytes (``engine.tails``).
         kv_dtype: ``"int8"`` keeps keys and values that are computed from now on in half the bytes
             or a quarter (``kv.quantization``), ``"model"`` as the model computes them. What the
             store holds is read in either form.
@@ -97,7 +100,8 @@ class BlockAttentionEngine:
         self._prefetcher = Prefetcher()
         self._scheduler = scheduler_of(model.lock)
         self._auditor = Auditor(model, audit_rate, self._scheduler.submit_in_background)
-        self._runner = Runner(model, self._fetcher, self._auditor, self._calibration)
+        tail_bytes = resident_bytes // SHARE
+        self._runner = Runner(model, self._fetcher, self._auditor, self._calibration, tail_bytes)
 
     @classmethod
     def from_pretrained(

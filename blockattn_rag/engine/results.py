@@ -63,8 +63,10 @@ class ReuseStats:
 
     Args:
         hits, misses: context blocks found in the store, and computed now.
-        reused_tokens: prompt tokens whose KV came from the store.
-        computed_tokens: prompt tokens that were computed: missed blocks and the final block.
+        reused_tokens: prompt tokens whose KV came from the store, or from an earlier answer of the
+            same conversation (``engine.tails``).
+        computed_tokens: prompt tokens that were computed: missed blocks, and what is new of the
+            final block.
         promoted_tokens: of these, what promotion cost: promoted passages, and the question once
             more if they were chosen by attention.
         generated_tokens: tokens of the answer.

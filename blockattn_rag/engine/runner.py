@@ -20,9 +20,11 @@ from blockattn_rag.engine.options import NO_READER, GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.engine.results import Certificate, ReuseStats
 from blockattn_rag.engine.retry import ABSTENTIONS
+from blockattn_rag.engine.tails import NOTHING, Start, Tails
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.caches import add_states, empty_cache
 from blockattn_rag.model.reader import is_needed
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.prompts.promotion import by_attention, promoted
@@ -49,6 +51,7 @@ class Runner:
         fetcher: gets the blocks of prompts.
         auditor: is offered each answer that was given.
         calibration: of the model, whose certificates come with the answers that they are of.
+        tail_bytes: of what answers compute behind their contexts, how much is kept; see ``tails``.
     """
 
     def __init__(
@@ -57,11 +60,13 @@ class Runner:
         fetcher: BlockFetcher,
         auditor: Auditor,
         calibration: Calibration | None = None,
+        tail_bytes: int = 0,
     ) -> None:
         self._model = model
         self._fetcher = fetcher
         self._auditor = auditor
         self._calibration = calibration
+        self._tails = Tails(model, tail_bytes)
         self.abstentions: tuple[str, ...] = ABSTENTIONS
 
     def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
@@ -212,14 +217,19 @@ class Runner:
         with self._model.running(sampling):
             if request.left:  # while others had the model
                 raise CancelledError
-            return self._model.generate(
+            start = self._tails.begin(prepared, answer.options)
+            answer.prepared = prepared.after(start.tokens)
+            cache = self._cache([answer], start)
+            ids = self._model.generate(
                 prepared.context_ids,
                 prepared.final_ids,
                 sampling,
-                cache=self._cache([answer]),
+                cache=cache,
                 on_token=answer.push,
                 is_cancelled=lambda: answer.stopped or request.left,
             )
+            self._tails.keep(start, prepared, ids, cache)
+            return ids
 
     def _answer_together(self, answers: Sequence[Answer]) -> None:
         """Answer several requests in one forward for each token. A batch fails as a whole; then
@@ -277,14 +287,19 @@ class Runner:
             runs[-1].append(answer)
         return runs
 
-    def _cache(self, answers: Sequence[Answer]) -> Any:
-        """The prompts' contexts as a cache for the model; None in full mode."""
+    def _cache(self, answers: Sequence[Answer], start: Start = NOTHING) -> Any:
+        """The prompts' contexts as a cache for the model, and what is known of a single prompt's
+        final block; None: the model makes its own."""
         assembling = time.perf_counter()
         contexts = [one.prepared.context or Context(()) for one in answers]
         cache = None
         if any(context.blocks for context in contexts):
             longest = max(len(one.prepared.final_ids) for one in answers)
-            cache = self._cache_for(contexts, longest, answers[0].options)
+            cache = self._cache_for(contexts, longest - start.tokens, answers[0].options)
+        elif start.base is not None:
+            cache = empty_cache(self._model.config)
+        if cache is not None:
+            add_states(cache, start.states, start.tokens)
         for answer in answers:
             answer.clock.assembling = assembling
             answer.clock.prefilling = time.perf_counter()

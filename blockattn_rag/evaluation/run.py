@@ -196,7 +196,7 @@ def engine_for(engine: BlockAttentionEngine, mode: str) -> BlockAttentionEngine:
         return engine
     others = _ENGINES.setdefault(engine, {})
     if kind not in others:
-        others[kind] = BlockAttentionEngine(engine.model, kv_dtype=kind)
+        others[kind] = BlockAttentionEngine(engine.model, kv_dtype=kind, resident_bytes=0)
     return others[kind]
 
 

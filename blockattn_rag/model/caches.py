@@ -117,6 +117,42 @@ class _TailLayer(DynamicLayer):
             super().batch_select_indices(indices)
 
 
+States = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values ``[1, heads, tokens, size]`` of each layer."""
+
+
+def empty_cache(config: Any) -> ContextCache | None:
+    """A cache for a prompt without a context; None for a model with windows, which forget."""
+    cache = ContextCache(config=config)
+    return cache if all(type(layer) is DynamicLayer for layer in cache.layers) else None
+
+
+def add_states(cache: DynamicCache, states: States, tokens: int) -> None:
+    """Let a cache of one row hold the first ``tokens`` of these states after what it holds."""
+    with torch.inference_mode():
+        for index, (keys, values) in enumerate(states):
+            cache.update(keys[:, :, :tokens], values[:, :, :tokens], index)
+
+
+def tail_states(cache: DynamicCache, tokens: int) -> States | None:
+    """What a cache of one row holds of its last ``tokens``, in memory that holds nothing else.
+
+    None where it may not hold all of it (sliding windows), or has several rows (beams).
+    """
+    layers: Any = cache.layers
+    if any(type(one) not in (DynamicLayer, _TailLayer) for one in layers):
+        return None
+    states = [(one.keys, one.values) for one in layers if one.is_initialized]
+    if len(states) < len(layers) or any(len(keys) != 1 for keys, _ in states):
+        return None
+    return [(_last(keys, tokens), _last(values, tokens)) for keys, values in states]
+
+
+def _last(states: Tensor, tokens: int) -> Tensor:
+    """The last tokens of ``[1, heads, n, size]``: a copy, unless these are all."""
+    return states if states.shape[2] == tokens else states[:, :, -tokens:].clone()
+
+
 class RelayCache(ContextCache):
     """A cache for ``generate`` whose first tokens are the plan's blocks, left where they lie."""
 

@@ -244,6 +244,14 @@ def _check_no_draft(hf_model: PreTrainedModel, arguments: dict[str, Any]) -> Non
         )
 
 
+def fills_in_order(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
+    """Whether ``generate`` adds the prompt's tokens and then the answer's, one by one, to a cache
+    that it is given: no beams, no drafts, no cache of another kind, no options of its own."""
+    config: Any = hf_model.generation_config
+    others = [n for n in (*_DRAFTS, "cache_implementation") if getattr(config, n, None)]
+    return not (sampling.extra or others) and _beams(hf_model, {}) == 1
+
+
 def _beams(hf_model: PreTrainedModel, arguments: dict[str, Any]) -> int:
     config: Any = arguments.get("generation_config", hf_model.generation_config)
     return int(arguments.get("num_beams") or config.num_beams or 1)

@@ -71,7 +71,8 @@ def contents(engine: BlockAttentionEngine) -> dict[str, str]:
     return {key: digest(engine.store.get(key)) for key in list(engine.store.keys())}
 
 
-def test_figures_tell_what_was_reused_and_what_was_computed(engine: BlockAttentionEngine) -> None:
+def test_figures_tell_what_was_reused_and_what_was_computed(model: BlockModel) -> None:
+    engine = BlockAttentionEngine(model, resident_bytes=0)  # no tails
     prompt = ["first", A, B, A, Q]
     cold = engine.generate(prompt, max_new_tokens=NEW).stats
     # "first" holds BOS; the second A comes from the first.

@@ -57,5 +57,5 @@ def engine(server: FakeServer) -> RemoteEngine:
 
 @pytest.fixture
 def local(block_model: BlockModel) -> BlockAttentionEngine:
-    """The measure: an engine over the same model."""
-    return BlockAttentionEngine(block_model, MemoryStore(1 << 28))
+    """The measure: an engine over the same model. It keeps no tails; what servers do is theirs."""
+    return BlockAttentionEngine(block_model, MemoryStore(1 << 28), resident_bytes=0)

@@ -527,10 +527,12 @@ def test_a_server_stores_what_an_engine_of_this_process_stores(
     ]
     spans = [("Be brief. ", "system"), ("Earlier turn.", "conversation"), (A, "altered")]
     head, turn, altered = (Block.of([Span(text, origin)]) for text, origin in spans)  # type: ignore[arg-type]
-    prompt = BlockPrompt((head, Block(A), turn, altered, Block(B)), Q)
+    context = (head, Block(A), turn, altered, Block(B))
     expected: list[tuple[str, ...]] = [("memory", "store", "private", "private", "store")]
     expected += [("store", *expected[0][1:])] * 2  # a system message that comes again
-    for stored, keep in zip((2, 3, 3), expected, strict=True):
+    finals = ("1", "2", "3")  # no final block begins like another: no tail is taken
+    for final, stored, keep in zip(finals, (2, 3, 3), expected, strict=True):
+        prompt = BlockPrompt(context, final)
         alike(*(one.generate(prompt, max_new_tokens=NEW) for one in reversed(engines)))
         assert sorted(here.keys()) == sorted(there.keys())
         assert len(list(there.keys())) == stored

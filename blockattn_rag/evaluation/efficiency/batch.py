@@ -58,7 +58,9 @@ def measure_batch(
         from_host = engine.model.device.type != "cpu"
     engines = {"": engine}
     if from_host:
-        engines["_from_host"] = BlockAttentionEngine(engine.model, _HostStore(sys.maxsize))
+        engines["_from_host"] = BlockAttentionEngine(
+            engine.model, _HostStore(sys.maxsize), resident_bytes=0
+        )
     for one in engines.values():
         _encode(one, prompts)
     rows = []

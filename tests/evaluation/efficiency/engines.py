@@ -8,4 +8,5 @@ from blockattn_rag.evaluation.efficiency.shapes import counting_tokenizer, rando
 
 def tiny_engine(max_tokens: int = 256) -> BlockAttentionEngine:
     model = random_llama("tiny", max_tokens=max_tokens, device="cpu")
-    return BlockAttentionEngine.from_pretrained(model, tokenizer=counting_tokenizer(512))
+    tokenizer = counting_tokenizer(512)
+    return BlockAttentionEngine.from_pretrained(model, tokenizer=tokenizer, resident_bytes=0)

@@ -1,0 +1,384 @@
+"""Tails: a conversation computes what is new to it, and its answers are those of computing all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from blockattn_rag.check.oracle import oracle_logits
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.results import Generation
+from blockattn_rag.engine.tails import SHARE
+from blockattn_rag.kv.rope import relative_error
+from blockattn_rag.model import BlockModel, decoding
+from blockattn_rag.model.graphs import record_graphs
+from blockattn_rag.model.reader import Reader
+from blockattn_rag.model.tolerances import LOGITS
+from blockattn_rag.prompts.blocks import BlockPrompt
+from tests.holding import LONGEST_S, holding
+from tests.model.families import SUPPORTED
+from tests.model.test_graphs import LogRecorder
+from tests.models import VOCABULARY, tiny_model, tiny_tokenizer
+
+HEAD, A, B = "Answer.", "Halden Tower is 214 metres tall.", "It was built in 1931."
+CONTEXT = [HEAD, A, B]
+QUESTIONS = ["How tall?", " When was it built?", " Where?"]
+NEW = 6
+EXACT = LOGITS[torch.float32]
+
+assemblies = pytest.mark.parametrize("assembly", ["relay", "copy"])
+
+
+LETTERS = 94
+"""The first tokens of the tests' tokenizer: what can be seen of ASCII."""
+
+
+def readable(model: BlockModel) -> BlockModel:
+    """The model, whose answers are letters: a token each, in the next prompt too."""
+    model.config.block_attention = {"tuned": True}
+    model.hf_model.generation_config.suppress_tokens = [*range(LETTERS, VOCABULARY)]
+    return model
+
+
+class Logits(LogitsProcessor):
+    """The logits of letters before each token of the last answer."""
+
+    def __init__(self) -> None:
+        self._seen: list[Tensor] = []
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self._seen.append(scores[0, :LETTERS].clone())
+        return scores
+
+    def taken(self) -> Tensor:
+        seen, self._seen = self._seen, []
+        return torch.stack(seen)
+
+
+@pytest.fixture
+def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
+    """Of every answer from now on."""
+    seen, original = Logits(), decoding._arguments
+
+    def arguments(*given: Any) -> dict[str, Any]:
+        return {**original(*given), "logits_processor": LogitsProcessorList([seen])}
+
+    monkeypatch.setattr(decoding, "_arguments", arguments)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    return readable(BlockModel(tiny_model(), tiny_tokenizer()))
+
+
+@pytest.fixture
+def engine(model: BlockModel) -> BlockAttentionEngine:
+    return BlockAttentionEngine(model)
+
+
+@pytest.fixture
+def plain(model: BlockModel) -> BlockAttentionEngine:
+    """An engine that keeps no tails."""
+    return BlockAttentionEngine(model, resident_bytes=0)
+
+
+def kept(engine: BlockAttentionEngine) -> list[Any]:
+    return engine._runner._tails._kept
+
+
+def turns(
+    engine: BlockAttentionEngine, context: list[str], name: str = "", **options: Any
+) -> Iterator[tuple[list[str], Generation]]:
+    """A conversation: each prompt, and its answer, which the next prompt holds."""
+    final = name
+    for question in QUESTIONS:
+        final += question
+        answer = engine.generate([*context, final], max_new_tokens=NEW, **options)
+        yield [*context, final], answer
+        final += answer.text
+
+
+def new_tokens(turn: int) -> int:
+    """What a turn computes at least: its question, and the last token of the answer before."""
+    return len(QUESTIONS[turn]) + (turn > 0)
+
+
+@assemblies
+@pytest.mark.parametrize("context", [[], [HEAD], CONTEXT], ids=len)
+def test_a_turn_computes_what_is_new_and_gives_the_answer_of_computing_all(
+    engine: BlockAttentionEngine,
+    plain: BlockAttentionEngine,
+    logits: Logits,
+    assembly: Any,
+    context: list[str],
+) -> None:
+    for turn, (prompt, answer) in enumerate(turns(engine, context, assembly=assembly)):
+        found = logits.taken()
+        expected = plain.generate(prompt, max_new_tokens=NEW, assembly=assembly)
+        assert answer.token_ids == expected.token_ids
+        assert relative_error(found, logits.taken()) <= EXACT
+        ids = plain.model.tokenizer.prompt_ids(BlockPrompt.from_texts(prompt))
+        oracle = oracle_logits(plain.model.hf_model, [*ids.context, ids.final])[-1]
+        assert relative_error(found[0], oracle[:LETTERS]) <= EXACT
+        assert answer.stats.prompt_tokens == expected.stats.prompt_tokens == len(ids.flat)
+        if turn:
+            assert answer.stats.computed_tokens == new_tokens(turn)
+            assert expected.stats.computed_tokens == len(ids.final)
+    assert len(kept(engine)) == 1  # what goes on takes the place of what it goes on from
+    assert not kept(plain)
+
+
+def test_a_question_asked_again_computes_its_last_token(engine: BlockAttentionEngine) -> None:
+    first, again = (engine.generate([*CONTEXT, "Who?"], max_new_tokens=NEW) for _ in range(2))
+    assert again.token_ids == first.token_ids
+    assert again.stats.computed_tokens == 1
+    assert len(kept(engine)) == 1
+
+
+def test_what_was_said_otherwise_is_computed_from_there_on(
+    engine: BlockAttentionEngine, plain: BlockAttentionEngine
+) -> None:
+    answer = engine.generate([*CONTEXT, "Who?"], max_new_tokens=NEW)
+    for rest in (f"{answer.text[:3]} Or where?", " Tell."):
+        prompt = [*CONTEXT, "Who?" + rest]
+        found = engine.generate(prompt, max_new_tokens=NEW)
+        assert found.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
+        common = 3 if answer.text[:3] in rest else 0
+        assert found.stats.computed_tokens == len(rest) - common
+    assert len(kept(engine)) == 3
+
+
+@pytest.fixture
+def reader(model: BlockModel, tmp_path: Path) -> Path:
+    made = Reader.new(model.hf_model, rank=2)
+    for matrix in made.parameters():
+        matrix.requires_grad_(False).add_(0.3)
+    made.save(tmp_path / "reader", {"fingerprint": model.fingerprint})
+    return tmp_path / "reader"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"context": [HEAD, B, A]},
+        {"context": [HEAD, A]},
+        {"context": [A, HEAD, B]},
+        {"sink": "head:4"},
+        {"positions": "composite"},
+        {"assembly": "copy"},
+        {"merge": "scale:0.9"},
+        {"reader": "a reader"},
+    ],
+    ids=str,
+)
+def test_another_context_or_another_way_to_attend_takes_no_tail(
+    engine: BlockAttentionEngine, plain: BlockAttentionEngine, reader: Path, change: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = dict(change)
+    context = options.pop("context", CONTEXT)
+    if "reader" in options:
+        options["reader"] = reader
+    engine.generate([*context, "~"], max_new_tokens=1, **options)  # its blocks are there
+    engine.generate([*CONTEXT, "How tall is it?"], max_new_tokens=NEW)
+    prompt = [*context, "How tall is it?"]
+    found = engine.generate(prompt, max_new_tokens=NEW, **options)
+    assert found.stats.computed_tokens == len(prompt[-1])
+    assert found.token_ids == plain.generate(prompt, max_new_tokens=NEW, **options).token_ids
+    assert engine.generate(prompt, max_new_tokens=NEW, **options).stats.computed_tokens == 1
+
+
+def test_a_model_that_is_set_otherwise_takes_no_tail() -> None:
+    model = readable(BlockModel(tiny_model(), tiny_tokenizer(), pack_weights=False))
+    engine = BlockAttentionEngine(model)
+    before = engine.generate(["How tall?"], max_new_tokens=NEW)
+    attention: Any = model.hf_model.get_submodule("model.layers.0.self_attn")
+    with torch.no_grad():
+        attention.q_proj.weight.mul_(3)
+        attention.v_proj.weight.mul_(3)
+    found = engine.generate(["How tall?"], max_new_tokens=NEW)
+    assert found.stats.computed_tokens == before.stats.computed_tokens > 1
+    again = BlockAttentionEngine(model).generate(["How tall?"], max_new_tokens=NEW)
+    assert found.token_ids == again.token_ids != before.token_ids
+
+
+def test_a_model_that_is_set_otherwise_while_it_answers_leaves_no_tail() -> None:
+    model = readable(BlockModel(tiny_model(), tiny_tokenizer(), pack_weights=False))
+    engine = BlockAttentionEngine(model)
+    attention: Any = model.hf_model.get_submodule("model.layers.0.self_attn")
+    with holding() as held:
+        pending = engine.submit(["How tall?"], max_new_tokens=NEW)
+        held.wait_for_token()
+        with torch.no_grad():
+            attention.v_proj.weight.mul_(3)
+        held.let_go()
+        pending.result(LONGEST_S)
+    assert not kept(engine)
+    engine.generate(["How tall?"], max_new_tokens=NEW)
+    assert len(kept(engine)) == 1
+
+
+def test_autocast_leaves_no_tail(engine: BlockAttentionEngine) -> None:
+    assert engine.model.fingerprint  # is known before, and does not tell of autocast
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        engine.generate(["How tall?"], max_new_tokens=NEW)
+    assert not kept(engine)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "full"}, {"promote": 1}, {"num_beams": 2}, {"repetition_penalty": 1.2}],
+    ids=str,
+)
+def test_answers_that_are_computed_otherwise_neither_leave_tails_nor_take_any(
+    engine: BlockAttentionEngine, plain: BlockAttentionEngine, options: dict[str, Any]
+) -> None:
+    prompt = [*CONTEXT, "How tall?"]
+    engine.generate(prompt, max_new_tokens=NEW)
+    before = [*kept(engine)]
+    expected = plain.generate(prompt, max_new_tokens=NEW, **options)
+    for _ in range(2):
+        found = engine.generate(prompt, max_new_tokens=NEW, **options)
+        assert found.token_ids == expected.token_ids
+        assert found.stats.computed_tokens >= len("How tall?")
+    assert kept(engine) == before
+
+
+def test_a_batch_neither_leaves_tails_nor_takes_any() -> None:
+    model = BlockModel(tiny_model(), tiny_tokenizer())  # whose settings let prompts share a batch
+    engine, plain = (BlockAttentionEngine(model, resident_bytes=n) for n in (1 << 30, 0))
+    prompts = [[*CONTEXT, "How tall?"], [*CONTEXT, "Where?"]]
+    for prompt in prompts:
+        engine.generate(prompt, max_new_tokens=NEW)
+    before = [*kept(engine)]
+    found = engine.generate_batch(prompts, max_new_tokens=NEW)
+    assert [one.stats.computed_tokens for one in found] == [len("How tall?"), len("Where?")]
+    alone = [plain.generate(prompt, max_new_tokens=NEW).token_ids for prompt in prompts]
+    assert [one.token_ids for one in found] == alone
+    assert kept(engine) == before
+
+
+@pytest.mark.parametrize("context", [[], CONTEXT], ids=len)
+def test_a_model_with_windows_leaves_no_tail(context: list[str]) -> None:
+    kind, config = SUPPORTED["mistral, sliding window"]
+    model = readable(BlockModel(tiny_model(kind, **config), tiny_tokenizer()))
+    engine, plain = (BlockAttentionEngine(model, resident_bytes=n) for n in (1 << 30, 0))
+    for prompt, answer in turns(engine, context):
+        assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
+    assert not kept(engine)
+
+
+@pytest.mark.parametrize("setting", [{"prompt_lookup_num_tokens": 2}, {"num_beams": 2}], ids=str)
+def test_a_model_s_own_drafts_and_beams_stay_what_they_are(setting: dict[str, Any]) -> None:
+    model = readable(BlockModel(tiny_model(), tiny_tokenizer()))
+    engine, plain = (BlockAttentionEngine(model, resident_bytes=n) for n in (1 << 30, 0))
+    for name, value in setting.items():
+        setattr(model.hf_model.generation_config, name, value)
+    for prompt, answer in turns(engine, []):
+        assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
+    assert not kept(engine)
+
+
+def test_recorded_graphs_go_on_from_a_tail(plain: BlockAttentionEngine) -> None:
+    recorder = LogRecorder()
+    model = readable(BlockModel(tiny_model(), tiny_tokenizer()))
+    record_graphs(model.hf_model, recorder)
+    engine = BlockAttentionEngine(model)
+    for turn, (prompt, answer) in enumerate(turns(engine, CONTEXT, assembly="relay")):
+        assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
+        assert not turn or answer.stats.computed_tokens == new_tokens(turn)
+    assert recorder.replayed
+
+
+def test_a_conversation_goes_on_after_a_stop_string(
+    engine: BlockAttentionEngine, plain: BlockAttentionEngine
+) -> None:
+    whole = plain.generate([*CONTEXT, "How tall?"], max_new_tokens=NEW).text
+    stop = whole[3:5]
+    cut = engine.generate([*CONTEXT, "How tall?"], max_new_tokens=NEW, stop=[stop])
+    assert cut.text == whole.partition(stop)[0] != ""
+    prompt = [*CONTEXT, f"How tall?{cut.text} When?"]
+    found = engine.generate(prompt, max_new_tokens=NEW)
+    assert found.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
+    assert found.stats.computed_tokens == len(" When?")  # the stop string came after the text
+
+
+def test_a_conversation_goes_on_after_a_stream_that_was_left(
+    engine: BlockAttentionEngine, plain: BlockAttentionEngine
+) -> None:
+    stream = engine.stream([*CONTEXT, "How tall?"], max_new_tokens=1000)
+    text = next(stream).text
+    stream.close()
+    prompt = [*CONTEXT, f"How tall?{text} When?"]
+    found = engine.generate(prompt, max_new_tokens=NEW)
+    assert found.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
+    assert found.stats.computed_tokens <= len(" When?") + 1
+
+
+def test_conversations_in_turns_keep_a_tail_each(
+    engine: BlockAttentionEngine, plain: BlockAttentionEngine
+) -> None:
+    both = [turns(engine, CONTEXT, name) for name in ("one: ", "two: ")]
+    for turn in range(len(QUESTIONS)):
+        for prompt, answer in map(next, both):
+            assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
+            assert not turn or answer.stats.computed_tokens == new_tokens(turn)
+    assert len(kept(engine)) == 2
+
+
+def test_conversations_of_several_threads_get_the_answers_of_computing_all(
+    engine: BlockAttentionEngine, plain: BlockAttentionEngine
+) -> None:
+    def talk(name: str) -> list[tuple[list[str], Generation]]:
+        return list(turns(engine, CONTEXT, name))
+
+    with ThreadPoolExecutor(3) as pool:
+        talks = list(pool.map(talk, ("one: ", "two: ", "three: ")))
+    for prompt, answer in (turn for talked in talks for turn in talked):
+        assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
+
+
+def test_tails_take_their_share_of_the_memory_and_the_oldest_goes_first(model: BlockModel) -> None:
+    question = "How tall is it?"
+    tail = (len(question) + NEW - 1) * model.bytes_per_token
+    engine = BlockAttentionEngine(model, resident_bytes=SHARE * 2 * tail)
+
+    def computed(name: str, more: str = "") -> int:
+        prompt = [HEAD, name, question + more]
+        return engine.generate(prompt, max_new_tokens=NEW).stats.computed_tokens
+
+    for name in ("a", "b", "c"):
+        computed(name)
+    assert sum(one.nbytes for one in kept(engine)) == 2 * tail
+    assert computed("b") == 1
+    assert computed("a") == len(question)  # in whose place c is gone, which was used before b
+    assert [computed(name) for name in ("b", "a")] == [1, 1]
+    assert computed("c", " " * 2 * len(question)) > 1  # too large a tail: it drives out nothing
+    assert [computed(name) for name in ("b", "a")] == [1, 1]
+
+
+@assemblies
+def test_a_tail_holds_no_memory_but_its_own(engine: BlockAttentionEngine, assembly: Any) -> None:
+    for _ in turns(engine, CONTEXT, assembly=assembly):
+        pass
+    (tail,) = kept(engine)
+    assert tail.nbytes == len(tail.ids) * engine.model.bytes_per_token
+    for states in (one for layer in tail.states for one in layer):
+        assert states.untyped_storage().nbytes() == states.nbytes
+
+
+def test_tails_stay_in_memory(model: BlockModel, tmp_path: Path) -> None:
+    engine = BlockAttentionEngine(model, tmp_path / "kv")
+    said = [prompt[-1] for prompt, _ in turns(engine, CONTEXT)]
+    assert len(list(engine.store.keys())) == len(CONTEXT)
+    files = [file.read_bytes() for file in (tmp_path / "kv").rglob("*") if file.is_file()]
+    assert len(kept(engine)) == 1
+    tokens = torch.tensor(kept(engine)[0].ids).numpy().tobytes()
+    assert not any(said[0].encode() in file or tokens[:72] in file for file in files)
