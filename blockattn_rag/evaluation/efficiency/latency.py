@@ -40,8 +40,9 @@ def measure_ttft(
     Blocks are encoded beforehand and lie in the engine's store; a miss would be an error.
 
     Args:
-        engine: its tokenizer must be ``shapes.counting_tokenizer`` of the model's vocabulary, and
-            its store must have room for the blocks of the longest context.
+        engine: its tokenizer must be ``shapes.counting_tokenizer`` of the model's vocabulary, its
+            store must have room for the blocks of the longest context, and its ``resident_bytes``
+            be 0: otherwise a question that comes again is not computed again.
         lengths: context lengths in tokens, the question not counted.
         block_tokens: tokens of a block.
         question_tokens: tokens of the final block.
