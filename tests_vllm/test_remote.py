@@ -40,7 +40,8 @@ def engine(server: Server, monkeypatch: pytest.MonkeyPatch) -> RemoteEngine:
 
 @pytest.fixture
 def local(reference: Reference) -> BlockAttentionEngine:
-    return BlockAttentionEngine(reference.model, MemoryStore(1 << 28))
+    # It keeps no tails: what is asked again is computed again, as figures of servers tell.
+    return BlockAttentionEngine(reference.model, MemoryStore(1 << 28), resident_bytes=0)
 
 
 @pytest.mark.parametrize("mode", ["block", "full"])
