@@ -263,6 +263,7 @@ def test_private_blocks_are_found_again_by_their_tenant_alone_and_not_stored(
             {"kv_transfer_params": {"blockattn": {"v": 1, "op": "encode", "lengths": [1]}}},
             "with op='complete'",
         ),
+        ({"structured_outputs": {"grammar": '%llguidance {}\nstart: "a"'}}, "found auto; start"),
     ],
 )
 def test_what_block_mode_cannot_do_is_refused_with_a_reason(

@@ -27,6 +27,9 @@ logger = logging.getLogger("blockattn_rag")
 _CHAT_IDS = "prompt_token_ids"
 """Where vLLM takes the token ids of a chat from, in ``kv_transfer_params``."""
 
+_DIALECT = "%llguidance"
+"""How such grammars begin."""
+
 _UNSUPPORTED = {
     "echo": "the prompt is not computed as a whole",
     "prompt_logprobs": "the prompt is not computed as a whole",
@@ -55,6 +58,7 @@ class Service:
         self._models = state.openai_serving_models
         self._max_tokens: int = engine_client.model_config.max_model_len
         self._secret = config.tenant_secret
+        self._grammars: str = engine_client.vllm_config.structured_outputs_config.backend
         home = open_store(config.store)
         self._ensurer = BlockEnsurer(engine_client, home, config, profile)
         retrying = RetryingClient(engine_client)
@@ -246,6 +250,14 @@ class Service:
             raise ProtocolError(
                 f"the prompt has {num_prompt_tokens} tokens, expected fewer than the server's "
                 f"max_model_len, {self._max_tokens}"
+            )
+        held = getattr(request, "structured_outputs", None)
+        if held is not None and _DIALECT in (held.grammar or "") and self._grammars != "guidance":
+            # The backend "auto" accepts it, and fails in the engine.
+            raise ProtocolError(
+                "a grammar in llguidance's dialect, as that of a required tool call, needs vLLM's "
+                f"backend guidance, found {self._grammars}; start the server with "
+                """--structured-outputs-config '{"backend": "guidance"}'"""
             )
         model = request.model
         if model in self._models.lora_requests and model not in self._config.readers:
