@@ -19,7 +19,6 @@ from blockattn_rag.tools.grammar import calls_grammar
 from tests_vllm.reference import MODEL, Reference
 from tests_vllm.server import KEY, Server
 
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
