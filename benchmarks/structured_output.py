@@ -182,6 +182,7 @@ def table(model: str, rows: list[dict[str, Any]]) -> str:
     """Figures of each schema, and of all; milliseconds."""
     lines = [
         f"{model}: {len(rows)} prompts, {len(SCHEMAS)} schemas; times in milliseconds",
+        "",
         "| schema | answers | parse | fit | cut | tokens | compiling | first token "
         "| further tokens | share of a token's time |",
         "|---|---|---|---|---|---|---|---|---|---|",
