@@ -31,6 +31,10 @@ fi
 if [ ${#wanted[@]} -eq 0 ] || [[ " ${wanted[*]} " == *" main-thread "* ]]; then
   OMP_NUM_THREADS=$(nproc) python benchmarks/main_thread.py > benchmarks/results/main-thread.json
 fi
+if [ ${#wanted[@]} -eq 0 ] || [[ " ${wanted[*]} " == *" use-cases "* ]]; then
+  # Beside the frameworks' own models: pip install langchain-huggingface llama-index-llms-huggingface
+  python benchmarks/use_cases --output benchmarks/results/use-cases.json
+fi
 python benchmarks/tables.py
 python benchmarks/draw_gain.py
 python benchmarks/capture_demo.py

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "blockattn_rag"
 # Packages of the repository, and scripts that others beside them import.
 OWN = {"blockattn_rag", "recipes", "tests", "tests_vllm"} | {
-    f.stem for f in (ROOT / "benchmarks").glob("*.py")
+    f.stem for f in (ROOT / "benchmarks").rglob("*.py")
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]

@@ -1,0 +1,111 @@
+"""What came of uses: each outcome, the table, and how many there are of each."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from langchain_core.exceptions import OutputParserException
+from registry import Use
+
+from blockattn_rag.errors import IncompleteAnswerError, ToolCallError
+
+UNREAD = (OutputParserException, IncompleteAnswerError, ToolCallError)
+"""Raised for what a model wrote: it does not follow the format, or does not come to its end."""
+UNREAD_BY_FORMAT = (ValueError, IndexError, KeyError)
+"""What parsers of the frameworks raise, too."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a use: ``result`` is "works", "unread", "fails" or "not installed".
+
+    ``error`` names what it fails with. ``prompt_tokens`` counts all prompts of the use;
+    ``reused_tokens`` those of them that came from stored blocks.
+    """
+
+    result: str
+    error: str | None = None
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+
+    def __str__(self) -> str:
+        if self.result == "unread":
+            return "needs a more able model"
+        if self.error:
+            return f"{self.result}: {self.error}"
+        if not self.reused_tokens:
+            return self.result
+        return f"works with reuse ({100 * self.reused_tokens / self.prompt_tokens:.0f} %)"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A use, and what came of it with this package's models and with the framework's own."""
+
+    framework: str
+    use: str
+    ours: Outcome
+    peer: Outcome
+
+
+def tried(use: Use, kit: Any, *, trace: bool = False) -> Outcome:
+    """A use, run with a kit; None for a kit that is not installed.
+
+    ``trace`` prints the traceback of what fails.
+    """
+    if kit is None:
+        return Outcome("not installed")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kit.prepare()
+            if use.run(kit):
+                return Outcome("works")
+            error: Exception | None = None
+    except Exception as raised:  # noqa: BLE001 - that is what is to be found out
+        error = raised
+        if trace:
+            traceback.print_exception(error)
+    name = type(error).__name__ if error else "not as promised"
+    unread = isinstance(error, (*UNREAD, *UNREAD_BY_FORMAT) if use.by_format else UNREAD)
+    return Outcome("unread" if unread or (use.by_format and not error) else "fails", name)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The table in Markdown."""
+    head = ["| | use | blockattn_rag | the framework's own local model |", "|---|---|---|---|"]
+    return "\n".join(
+        [*head, *(f"| {row.framework} | {row.use} | {row.ours} | {row.peer} |" for row in rows)]
+    )
+
+
+def counts(rows: Sequence[Row]) -> dict[str, Any]:
+    """How many uses there are of each result; ``only_peer`` names those that a peer alone does."""
+    only_peer = [r.use for r in rows if r.peer.result == "works" and r.ours.result != "works"]
+    return {
+        "uses": len(rows),
+        "ours": dict(Counter(row.ours.result for row in rows)),
+        "ours_with_reuse": sum(row.ours.reused_tokens > 0 for row in rows),
+        "peer": dict(Counter(row.peer.result for row in rows)),
+        "only_peer": only_peer,
+    }
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """The counts in a sentence or two."""
+    found = counts(rows)
+
+    def told(results: dict[str, int]) -> str:
+        names = (("works", "work"), ("unread", "need a more able model"), ("fails", "fail"))
+        return ", ".join(f"{results.get(result, 0)} {name}" for result, name in names)
+
+    return (
+        f"{found['uses']} uses. Of this package's models {told(found['ours'])}; "
+        f"{found['ours_with_reuse']} reuse blocks. Of the frameworks' own {told(found['peer'])}. "
+        f"Work with the latter alone: {', '.join(found['only_peer']) or 'none'}."
+    )
