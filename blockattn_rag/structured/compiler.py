@@ -86,7 +86,11 @@ class Matcher:
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise GrammarError(f"the grammar cannot be followed: {self._matcher.get_error()}")
+            found = self._matcher.get_error().partition("\n")[0]  # the parser's state follows
+            raise GrammarError(
+                f"the grammar cannot be followed: {found}. It asks for what no answer can be, as a "
+                "schema that refers to nothing but itself does, or is too complex"
+            )
         known = np.unpackbits(bits, bitorder="little")[:vocabulary]
         allowed = np.zeros(vocabulary, bool)
         allowed[: len(known)] = known
@@ -175,6 +179,11 @@ def _ll_grammar(grammar: Grammar) -> str:
         return LLMatcher.grammar_from_json_schema(schema, defaults=defaults)
     if grammar.kind == "structural_tag":
         given = json.loads(grammar.text)
+        if not isinstance(given, dict) or not {"triggers", "structures"} <= {*given}:
+            raise ValueError(
+                "expected {'triggers': [...], 'structures': [{'begin': ..., 'schema': ..., "
+                f"'end': ...}}]}}, found {grammar.text[:200]}"
+            )
         return StructTag.to_grammar(
             [
                 StructTag(

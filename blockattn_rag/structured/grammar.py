@@ -47,7 +47,8 @@ def parse_grammar(response_format: Any, structured_outputs: Any) -> Grammar | No
         raise ValueError("give either response_format or structured_outputs, not both")
     if structured_outputs is not None:
         return _of_outputs(structured_outputs)
-    if callable(schema_of := getattr(response_format, "model_json_schema", None)):
+    schema_of = getattr(response_format, "model_json_schema", None)
+    if isinstance(response_format, type) and callable(schema_of):
         named = {"name": response_format.__name__, "schema": schema_of()}
         response_format = {"type": "json_schema", "json_schema": named}
     return _of_format(response_format)

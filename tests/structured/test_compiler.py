@@ -143,6 +143,12 @@ def test_a_tag_that_no_trigger_opens_is_refused() -> None:
         matcher(structural_tag={**TAGS, "triggers": ["<call"]})
 
 
+def test_a_schema_that_no_answer_fits_is_told_in_a_line() -> None:
+    with pytest.raises(GrammarError, match="what no answer can be") as raised:
+        matcher(json={"$ref": "#"}).allowed(VOCABULARY, [END])
+    assert "\n" not in str(raised.value)
+
+
 def _deep(levels: int) -> dict[str, Any]:
     return {"items": _deep(levels - 1)} if levels else {}
 
@@ -153,6 +159,8 @@ def _deep(levels: int) -> dict[str, Any]:
         ({"json": {"title": "T", "not": {}}}, "the JSON schema 'T' cannot be compiled"),
         ({"regex": "(a"}, r"the regular expression '\(a' cannot be compiled"),
         ({"json": {"title": "T", **_deep(400)}}, "'T' cannot be compiled.*recursion"),
+        ({"structural_tag": {"x": 1}}, r"expected \{'triggers'.*found \{\"x\": 1\}"),
+        ({"structural_tag": [1]}, r"expected \{'triggers'.*found \[1\]"),
         ({"grammar": "start: nothing"}, "the grammar cannot be compiled.*nothing"),
     ],
 )

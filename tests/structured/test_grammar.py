@@ -96,6 +96,7 @@ for _ in range(5000):
     [
         (Tower, {"regex": "a"}, "not both"),
         ("json", None, "response_format must be a pydantic class.*found 'json'"),
+        (Tower(höhe=3), None, r"must be a pydantic class.*found Tower\(höhe=3\)"),
         ({"json_schema": {}}, None, "a mapping with a type"),
         ({"type": "yaml"}, None, "must be json_schema, json_object or text; found 'yaml'"),
         ({"type": "json_schema"}, None, "must have the schema in"),
