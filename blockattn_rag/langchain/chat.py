@@ -144,8 +144,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
             kwargs: further options of the calls.
 
         Raises:
-            ValueError: the model's chat template knows no tools and no call is required,
-                ``tool_choice`` is none of the above, or two tools have one name.
+            ValueError: the model's chat template knows no tools and no call is required, or
+                ``tool_choice`` is none of the above.
         """
         definitions = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
         choice = tool_choice

@@ -108,8 +108,7 @@ class ToolUse:
                 name, or ``{"type": "function", "function": {"name": ...}}``.
 
         Raises:
-            ValueError: the model's template knows no tools, ``choice`` is none of these, or two
-                tools have one name.
+            ValueError: the model's template knows no tools, or ``choice`` is none of these.
             TypeError: a definition is none.
         """
         _check_definitions(tools or ())
@@ -231,7 +230,6 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _check_definitions(tools: Sequence[Any]) -> None:
-    names = set()
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -240,9 +238,3 @@ def _check_definitions(tools: Sequence[Any]) -> None:
                 "a tool's definition must be {'type': 'function', 'function': {'name': ..., "
                 f"'description': ..., 'parameters': ...}}}}; found {tool!r:.200}"
             )
-        if name in names:
-            raise ValueError(
-                f"two tools are named {name!r}, and nobody could tell which of them a call means; "
-                "give each a name of its own"
-            )
-        names.add(name)
