@@ -19,6 +19,10 @@ from blockattn_rag.tools import InvalidToolCall, ReadAnswer, ToolCall
 from blockattn_rag.tools.parser import Piece
 from blockattn_rag.tools.use import ToolUse
 
+# In LangChain's standard content, version 1, texts of a stream have numbers too, from 0 on, and
+# parts of one number become one part.
+_BEHIND_TEXTS = 1 << 20
+
 
 class ChatExchange:
     """A call of a chat model. Thoughts of the model stand beside its answer, in
@@ -100,6 +104,8 @@ class ChatExchange:
             else:
                 continue
             index = self._num_calls
+            if getattr(self._chat, "output_version", None) == "v1":
+                index += _BEHIND_TEXTS
             chunks.append(tool_call_chunk(name=one.name, args=arguments, id=one.id, index=index))
             self._num_calls += 1
         return chunks

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
+from langchain_core.messages.ai import add_ai_message_chunks
 from langchain_core.runnables import RunnableBinding
 from langchain_core.tools import tool
 from pydantic import BaseModel, Field
@@ -106,6 +107,18 @@ async def test_calls_come_in_event_loops_too() -> None:
         ("look_up", '{"query": "towers"}', 0)
     ]
     assert chunks[-1].chunk_position == "last"
+
+
+@pytest.mark.parametrize("answer", [f"I look.\n{CALL}", f"One\n{CALL}\ntwo\n{CALL}\nthree {OTHER}"])
+def test_calls_and_texts_stay_apart_in_standard_content(answer: str) -> None:
+    engine = ScriptedEngine(lambda _: answer)
+    chat = ChatBlockAttention(engine=engine, max_tokens=400, output_version="v1")
+    chunks: Any = chat.bind_tools([look_up, add]).stream("Which towers?")
+    first, *others = chunks
+    content: Any = add_ai_message_chunks(first, *others).content
+    kinds = [one["type"] for one in content]
+    assert kinds.count("tool_call") == answer.count("<tool_call>")
+    assert all({*one} <= {"type", "text", "index"} for one in content if one["type"] == "text")
 
 
 @pytest.mark.parametrize("how", ["invoke", "stream"])
