@@ -7,15 +7,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import llama_index.core
 import pytest
 from langchain_core.exceptions import OutputParserException
+from llama_index.core import Settings
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "use_cases"))
 
+import kits
 from outcomes import Outcome, Row, counts, summary, table, tried
 from registry import Use, all_uses
 
 from blockattn_rag.errors import IncompleteAnswerError
+from tests.scripted import Script, ScriptedEngine
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -84,3 +88,49 @@ def test_the_table_that_is_shown_has_every_use() -> None:
     told = json.loads((RESULTS / "use-cases.json").read_text("utf-8"))
     shown = [(row["framework"], row["use"]) for row in told["rows"]]
     assert shown == [(use.framework, use.name) for use in all_uses()]
+
+
+SELECTION = '{"name": "SingleSelection", "arguments": {"index": 1, "reason": ""}}'
+SUB_QUESTIONS = '```json\n{"items": [{"sub_question": "How tall?", "tool_name": "towers"}]}\n```'
+
+
+def asked_for(word: str, answer: str) -> Script:
+    """Gives an answer to prompts with a word in them, and another one to others."""
+    return lambda prompt: answer if word in prompt else "Tall."
+
+
+FOLLOWED: dict[str, Script] = {
+    "load_qa_chain: map_rerank": lambda _: "214 metres.\nScore: 90",
+    "LLMChainFilter": lambda _: "YES",
+    "LLMListwiseRerank": lambda _: '{"ranked_document_ids": [1, 0]}',
+    "PydanticOutputParser, its instructions in the prompt": lambda _: '{"metres": 214}',
+    "create_react_agent: calls written in words": lambda _: " I know.\nFinal Answer: 214 metres.",
+    "RouterQueryEngine: PydanticSingleSelector": asked_for(
+        "SingleSelection", f"<tool_call>\n{SELECTION}\n</tool_call>"
+    ),
+    "RouterQueryEngine: LLMSingleSelector": asked_for("choice", '[{"choice": 1, "reason": ""}]'),
+    "SubQuestionQueryEngine": asked_for("sub_question", SUB_QUESTIONS),
+    "LLMRerank": asked_for("Relevance", "Doc: 1, Relevance: 9"),
+    "LLMTextCompletionProgram": lambda _: '{"metres": 214}',
+    "FactExtractionMemoryBlock": lambda _: "<facts><fact>It is 214 metres.</fact></facts>",
+}
+"""What an able model would write."""
+
+
+@pytest.mark.parametrize("use_name", FOLLOWED)
+def test_what_needs_a_more_able_model_works_with_one(
+    use_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [use] = [use for use in all_uses() if use.name == use_name]
+    for limit in ("TOKENS", "OBJECT_TOKENS"):
+        monkeypatch.setattr(kits, limit, 200)
+    for name in ("_llm", "_embed_model", "_prompt_helper", "_tokenizer"):
+        monkeypatch.setattr(Settings, name, None)  # taken back after the test
+    monkeypatch.setattr(llama_index.core, "global_tokenizer", None)
+    make = {"LangChain": kits.own_langchain, "LlamaIndex": kits.own_llama_index}[use.framework]
+    assert tried(use, make(ScriptedEngine(FOLLOWED[use_name])), trace=True) == Outcome("works")
+
+
+def test_all_that_needs_a_more_able_model_is_tried_with_one() -> None:
+    told = json.loads((RESULTS / "use-cases.json").read_text("utf-8"))
+    assert {r["use"] for r in told["rows"] if r["ours"]["result"] == "unread"} == set(FOLLOWED)
