@@ -144,7 +144,9 @@ class Assistant:
         Raises:
             IncompleteAnswerError: an answer that was to follow a schema was cut.
             GrammarError: the schema cannot be compiled.
+            ValueError: the question holds bytes that are no text.
         """
+        _check_text(question)
         started = time.perf_counter()
         llm = adapter.BlockAttentionLLM(
             engine=self._database.engine,
@@ -212,6 +214,16 @@ class Assistant:
             adapter.encode_prompt_head(llm)
         except StoreError as error:
             logger.warning("%s. The answer is not affected.", error)
+
+
+def _check_text(question: str) -> None:
+    try:
+        question.encode()
+    except UnicodeEncodeError as error:  # bytes of a pipe or an argument come as half surrogates
+        raise ValueError(
+            f"expected a question in UTF-8, found bytes that are none after {error.start} "
+            f"characters of {question[:80]!a}; convert the input, or set the terminal's encoding"
+        ) from error
 
 
 def _total(mode: Mode, calls: Sequence[Any]) -> ReuseStats:

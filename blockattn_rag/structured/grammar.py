@@ -73,7 +73,7 @@ def _of_format(given: Any) -> Grammar | None:
                     "response_format of the type json_schema must have the schema in "
                     f"['json_schema']['schema']; found {_shown(given)}"
                 )
-            name = f"the JSON schema {named.get('name') or _title(named['schema'])!r}"
+            name = _called(named.get("name"), named["schema"])
             return Grammar("json", _json(named["schema"]), name, asked)
     raise ValueError(
         "the type of response_format must be json_schema, json_object or text; found "
@@ -97,7 +97,7 @@ def _of_outputs(given: Any) -> Grammar:
             schema = _read(value) if isinstance(value, str) else value
             if not isinstance(schema, Mapping):
                 raise TypeError(f"a JSON schema must be an object; found {_shown(value)}")
-            return Grammar("json", _json(schema), f"the JSON schema {_title(schema)!r}", asked)
+            return Grammar("json", _json(schema), _called(None, schema), asked)
         case "json_object":
             return Grammar("json_object", '{"type":"object"}', "a JSON object", asked)
         case "choice":
@@ -119,8 +119,9 @@ def _is_choice(value: Any) -> bool:
     return is_list and bool(value) and all(isinstance(one, str) and one for one in value)
 
 
-def _title(schema: Mapping[str, Any]) -> str:
-    return str(schema.get("title") or "without a title")
+def _called(name: Any, schema: Mapping[str, Any]) -> str:
+    given = name or schema.get("title")
+    return f"the JSON schema {str(given)!r}" if given else "the JSON schema"
 
 
 def _read(text: str) -> Any:

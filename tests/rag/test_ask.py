@@ -63,6 +63,14 @@ def ingested(model: Path, documents: Path, folder: Path) -> Database:
     return database
 
 
+def test_a_question_of_bytes_that_are_no_text_is_refused(
+    model: Path, documents: Path, tmp_path: Path
+) -> None:
+    assistant = Assistant(ingested(model, documents, tmp_path / "db"), max_new_tokens=2, top_k=1)
+    with pytest.raises(ValueError, match=r"in UTF-8, found bytes that are none after 2 characters"):
+        assistant.ask("a \udcff?")
+
+
 def test_earlier_turns_stand_behind_the_passages_which_stay_hits(
     model: Path, documents: Path, tmp_path: Path, asked: list[BlockPrompt]
 ) -> None:

@@ -39,6 +39,7 @@ def test_a_schema_is_called_by_its_name_or_its_title() -> None:
     named = {"name": "T", "schema": SCHEMA}
     assert str(asked({"type": "json_schema", "json_schema": named})) == "the JSON schema 'T'"
     assert str(asked(None, {"json": SCHEMA})) == "the JSON schema 'Tower'"
+    assert str(asked(None, {"json": {}})) == "the JSON schema"
 
 
 def test_a_pydantic_class_is_its_schema() -> None:
