@@ -119,6 +119,8 @@ def options(
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not debug:  # not each of its attempts: the error tells what came of them
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+        # Packages that set up logging as they are imported would show each request to a server.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
     logger = logging.getLogger("blockattn_rag")
     logger.setLevel(logging.DEBUG if debug else logging.WARNING)
     if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):

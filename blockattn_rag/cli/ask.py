@@ -180,7 +180,7 @@ def ask(
     given = (line.strip() for line in sys.stdin) if question is None else [question]
     _answer(assistant, filter(None, given), mode, as_json=as_json, whole=page)
     if question is not None and not as_json:
-        note(f"the model was loaded in {duration(loading_s)}")
+        note(f"loaded in {duration(loading_s)}")
 
 
 def _answer(

@@ -74,6 +74,17 @@ def test_an_error_is_one_line_on_stderr_and_status_1(cli: Command, tmp_path: Pat
     assert "blockattn-rag ingest" in line
 
 
+@pytest.mark.parametrize("options", [[], ["--debug"]])
+def test_requests_to_a_server_are_shown_with_debug_alone(options: list[str]) -> None:
+    code = (
+        "import logging; logging.basicConfig(level=logging.INFO)\n"
+        "from typer.testing import CliRunner; from blockattn_rag.cli import app\n"
+        f"CliRunner().invoke(app, [*{options}, 'store', 'stats', '--db', 'nowhere'])\n"
+        "logging.getLogger('httpx').info('HTTP Request')\n"
+    )
+    assert ("HTTP Request" in python("-c", code).stderr) == bool(options)
+
+
 def test_debug_shows_the_traceback(cli: Command, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
