@@ -135,6 +135,7 @@ class Client:
     """The engine as the API server's process has it."""
 
     model_config = SimpleNamespace(max_model_len=2048)
+    vllm_config = SimpleNamespace(structured_outputs_config=SimpleNamespace(backend="auto"))
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -39,13 +39,20 @@ class _Query(BaseModel):
     query: str = Field(description="What to look up, as a question or in key words.")
 
 
+def _runnable(given: Any, what: str, hint: str) -> Any:
+    """The object, if it can be asked. Raises TypeError with a hint at what else to give."""
+    if hasattr(given, "invoke"):
+        return given
+    raise TypeError(f"expected {what}, found {type(given).__name__}; give {hint}")
+
+
 class _Lookup:
     """What a retriever finds, as the text of marked passages, and the documents with handles."""
 
     def __init__(
         self, retriever: BaseRetriever, document_prompt: BasePromptTemplate[str] | None
     ) -> None:
-        self._retriever = retriever
+        self._retriever = _runnable(retriever, "a retriever", "a vector store's as_retriever()")
         self._prompt = as_block_prompt(document_prompt)
 
     def __call__(self, query: str) -> tuple[str, list[Document]]:
@@ -79,6 +86,9 @@ def block_retriever_tool(
         description: tells the model what can be looked up.
         document_prompt: formats one document; must be that of ``BlockKVTransformer``. Default: its
             text.
+
+    Raises:
+        TypeError: the retriever is none, such as a vector store.
     """
     lookup = _Lookup(retriever, document_prompt)
 
@@ -115,6 +125,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
 
     Raises:
         ValueError: ``condense_prompt`` has other names in braces, or misses one of the two.
+        TypeError: the retriever or ``condense`` cannot be asked, such as a vector store or a name.
 
     Example::
 
@@ -141,6 +152,8 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         self.tools = []
         self._lookup = _Lookup(retriever, document_prompt)
         self._tool_name = name
+        if condense is not None:
+            _runnable(condense, "a chat model for condense", "an object such as ChatBlockAttention")
         self._condense = condense
         self._condense_prompt = condense_prompt
 

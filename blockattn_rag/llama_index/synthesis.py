@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 from llama_index.core import Settings
@@ -82,6 +83,10 @@ class _CleanContext(ContextOnly):
         return self.get_response(query_str, text_chunks, **kwargs)
 
 
+_SYNTHESIS = signature(get_response_synthesizer).parameters.keys() - {"callback_manager"}
+"""Arguments of LlamaIndex's synthesizers that its retrievers and query engines do not take."""
+
+
 def block_query_engine(
     index: BaseIndex[Any],
     llm: BlockAttentionLLM,
@@ -97,9 +102,12 @@ def block_query_engine(
     Args:
         order: see ``BlockKVPostprocessor``, which goes after ``node_postprocessors``;
             ``BlockKVPrefetch`` goes before them.
-        kwargs: further arguments of ``as_query_engine``, such as ``similarity_top_k``.
+        kwargs: further arguments of ``as_query_engine``, such as ``similarity_top_k`` of the
+            retriever or ``output_cls`` of the synthesizer.
     """
-    synthesizer = block_response_synthesizer(llm, response_mode, streaming=streaming)
+    # LlamaIndex hands none of them on to a synthesizer that it is given.
+    own = {name: kwargs.pop(name) for name in _SYNTHESIS & kwargs.keys()}
+    synthesizer = block_response_synthesizer(llm, response_mode, streaming=streaming, **own)
     return index.as_query_engine(
         llm=llm,
         response_synthesizer=synthesizer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from blockattn_rag.llama_index.source import EngineComponent
 from blockattn_rag.prompts.blocks import Block, BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import KVStore
+
+logger = logging.getLogger("blockattn_rag")
 
 _NO_FIELDS = ("fingerprint", "store", "namespace", "correction_digest")
 """What ``to_dict`` tells besides the fields."""
@@ -131,6 +134,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         return self._stats
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
+        self._check_key(nodes)
         views = [_without_file_path(node) for node in nodes] if self.hide_file_paths else nodes
         texts = [canonical_text(_shown(view, self.metadata_key)) for view in views]
         blocks = [Block(text, self.block_template) for text in texts if text]
@@ -144,6 +148,16 @@ class BlockKVTransform(EngineComponent, TransformComponent):
             stamp(view, text) if text else node
             for node, view, text in zip(nodes, views, texts, strict=True)
         ]
+
+    def _check_key(self, nodes: Sequence[BaseNode]) -> None:
+        """Warn where no node has the text that the LLM is to be shown, as with a misspelt key."""
+        if self.metadata_key and nodes and all(self.metadata_key not in n.metadata for n in nodes):
+            found = sorted({key for node in nodes for key in node.metadata})
+            logger.warning(
+                "no node has the metadata %r, so the nodes' own texts are encoded; found %s",
+                self.metadata_key,
+                ", ".join(found) or "none",
+            )
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
         return await asyncio.to_thread(self, nodes, **kwargs)

@@ -10,6 +10,7 @@ from langchain_core.callbacks import CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.retrievers import BaseRetriever
+from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
@@ -20,6 +21,7 @@ from blockattn_rag.langchain import (
     BlockDocumentPrompt,
     BlockKVTransformer,
     ChatBlockAttention,
+    HashingEmbeddings,
     RetrieveFirst,
     block_retriever_tool,
     without_markers,
@@ -234,6 +236,17 @@ def test_a_prompt_for_condensing_that_cannot_be_filled_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=r"must hold \{history\} and \{question\}.*found \['"):
         RetrieveFirst(retriever, condense_prompt=wrong)
+
+
+def test_what_cannot_be_asked_is_refused_where_it_is_given(retriever: Numbered) -> None:
+    vectors: Any = InMemoryVectorStore(HashingEmbeddings(8))
+    with pytest.raises(TypeError, match=r"found InMemoryVectorStore; give .* as_retriever"):
+        RetrieveFirst(vectors)
+    with pytest.raises(TypeError, match="expected a retriever"):
+        block_retriever_tool(vectors, "look_up", "Looks up.")
+    name: Any = "bundled"
+    with pytest.raises(TypeError, match="a chat model for condense, found str"):
+        RetrieveFirst(retriever, condense=name)
 
 
 def test_passages_are_looked_up_first_for_templates_that_show_no_results(

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from llama_index.core import VectorStoreIndex
 from llama_index.core.llms import ChatMessage
 from llama_index.core.program import LLMTextCompletionProgram
 from llama_index.core.prompts import PromptTemplate
@@ -17,6 +18,9 @@ from blockattn_rag.errors import IncompleteAnswerError
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
     BlockKVPostprocessor,
+    BlockKVTransform,
+    HashingEmbedding,
+    block_query_engine,
     block_response_synthesizer,
 )
 from blockattn_rag.model import BlockModel
@@ -103,3 +107,12 @@ def test_a_synthesizer_with_a_class_reuses_passages(llm: BlockAttentionLLM) -> N
         answer: Any = synthesizer.synthesize(question, nodes=marked)
         assert isinstance(answer.response, Tower)
     assert [stats.hits for stats in seen] == [0, 4]  # three passages, and what stands before them
+
+
+def test_a_block_query_engine_hands_the_class_on(llm: BlockAttentionLLM) -> None:
+    nodes = BlockKVTransform(llm=llm)([TextNode(text=text) for text in ("One.", "Two.")])
+    index = VectorStoreIndex(nodes, embed_model=HashingEmbedding(8))
+    engine = block_query_engine(index, llm, output_cls=Tower, similarity_top_k=1)
+    found: Any = engine.query("How tall?")
+    assert isinstance(found.response, Tower)
+    assert len(found.source_nodes) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,17 @@ def test_a_node_without_the_text_that_is_to_be_shown_is_shown_as_it_is(
     assert transform.to_dict()["metadata_key"] == "window"
     with pytest.raises(ValueError, match="expected text in the metadata 'window' of node n1"):
         transform([TextNode(text="a", id_="n1", metadata={"window": ["not", "text"]})])
+
+
+def test_a_metadata_key_that_no_node_has_is_told(
+    llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = [TextNode(text="a", metadata={"window": "a b"}), TextNode(text="c")]
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        BlockKVTransform(llm=llm, metadata_key="window")(nodes)
+        assert not caplog.messages
+        BlockKVTransform(llm=llm, metadata_key="windw")(nodes)
+    assert any("'windw'" in one and "found window" in one for one in caplog.messages)
 
 
 def test_leaves_and_parents_are_hits_whichever_is_shown(
