@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ _BUNDLED_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 SIDECAR = "block_attention.json"
 """Beside an adapter: the modes it was trained in, and its base if that is the bundled model."""
 
+_NAMES = (BUNDLED, SMOLLM2)
 _MODEL_FILES = ("config.json", "adapter_config.json")
 _TOKENIZER_FILE = "tokenizer_config.json"
 
@@ -28,7 +30,8 @@ def resolve_name(model: str | Path) -> str:
     A GGUF file that is asked for the first time is dequantised (``gguf.dequantised``).
 
     Raises:
-        FileNotFoundError: a folder without a model, or no such GGUF file.
+        FileNotFoundError: a folder without a model, no such GGUF file, or one of the two names,
+            misspelt: the hub would be asked for it, for minutes where there is no network.
         ValueError: the folder of a reader adapter, which must not act while blocks are encoded.
     """
     if str(model) == BUNDLED:
@@ -42,6 +45,11 @@ def resolve_name(model: str | Path) -> str:
         raise FileNotFoundError(
             f"{folder} holds no model: expected {' or '.join(_MODEL_FILES)} there, as "
             "save_pretrained writes them"
+        )
+    if not folder.exists() and (meant := get_close_matches(str(model), _NAMES, 1, 0.8)):
+        raise FileNotFoundError(
+            f"there is no model {str(model)!r}; did you mean {meant[0]!r}? Of your own models give "
+            "the folder, of the hub's the whole id, such as 'organisation/name'"
         )
     if (folder / READER_FILE).is_file():
         raise ValueError(
