@@ -19,10 +19,19 @@ os.environ |= {
     "PYTHONPATH": str(Path(__file__).parent.parent),
 }
 
-from tests_vllm.reference import Reference
+from blockattn_rag.remote import RemoteEngine
+from tests_vllm.reference import MODEL, Reference
+from tests_vllm.server import KEY, Server
 
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The bundled model in this package's engine, float32, and a store that it fills."""
     return Reference(tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture
+def engine(server: Server, monkeypatch: pytest.MonkeyPatch) -> RemoteEngine:
+    """This package's client, of the server that the test's file starts."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    return RemoteEngine(str(server.http.base_url), tokenizer=MODEL, api_key=KEY)

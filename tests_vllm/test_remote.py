@@ -33,12 +33,6 @@ def server(reference: Reference) -> Iterator[Server]:
 
 
 @pytest.fixture
-def engine(server: Server, monkeypatch: pytest.MonkeyPatch) -> RemoteEngine:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    return RemoteEngine(str(server.http.base_url), tokenizer=MODEL, api_key=KEY)
-
-
-@pytest.fixture
 def local(reference: Reference) -> BlockAttentionEngine:
     # It keeps no tails: what is asked again is computed again, as figures of servers tell.
     return BlockAttentionEngine(reference.model, MemoryStore(1 << 28), resident_bytes=0)

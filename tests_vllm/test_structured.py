@@ -16,8 +16,8 @@ from blockattn_rag.errors import IncompleteAnswerError, ServingError
 from blockattn_rag.remote import RemoteEngine
 from blockattn_rag.tools import FORMATS, parse_answer
 from blockattn_rag.tools.grammar import calls_grammar
-from tests_vllm.reference import MODEL, Reference
-from tests_vllm.server import KEY, Server
+from tests_vllm.reference import Reference
+from tests_vllm.server import Server
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -39,12 +39,6 @@ def server(reference: Reference) -> Iterator[Server]:
         yield server.wait()
     finally:
         server.close()
-
-
-@pytest.fixture
-def engine(server: Server, monkeypatch: pytest.MonkeyPatch) -> RemoteEngine:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    return RemoteEngine(str(server.http.base_url), tokenizer=MODEL, api_key=KEY)
 
 
 def test_an_answer_follows_its_schema_and_its_blocks_are_loaded(

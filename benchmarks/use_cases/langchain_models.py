@@ -18,7 +18,7 @@ from langchain_core.runnables.history import RunnableWithMessageHistory
 from langchain_core.tools import tool
 from langchain_core.tracers.run_collector import RunCollectorCallbackHandler
 from pydantic import BaseModel, Field
-from registry import QUESTION, SECOND_QUESTION, langchain
+from registry import QUESTION, SECOND_QUESTION, Run, langchain
 
 
 class Height(BaseModel):
@@ -168,22 +168,16 @@ def _(kit: LangChainKit) -> Any:
 # -- objects ---------------------------------------------------------------------------------
 
 
-@langchain("with_structured_output: json_schema")
-def _(kit: LangChainKit) -> Any:
-    found = kit.caller.with_structured_output(Height, method="json_schema").invoke(QUESTION)
-    return isinstance(found, Height)
+def _object_by(method: str) -> Run:
+    def ask(kit: LangChainKit) -> Any:
+        found = kit.caller.with_structured_output(Height, method=method).invoke(QUESTION)
+        return isinstance(found, Height)
+
+    return ask
 
 
-@langchain("with_structured_output: json_mode")
-def _(kit: LangChainKit) -> Any:
-    found = kit.caller.with_structured_output(Height, method="json_mode").invoke(QUESTION)
-    return isinstance(found, Height)
-
-
-@langchain("with_structured_output: function_calling")
-def _(kit: LangChainKit) -> Any:
-    found = kit.caller.with_structured_output(Height, method="function_calling").invoke(QUESTION)
-    return isinstance(found, Height)
+for _method in ("json_schema", "json_mode", "function_calling"):
+    langchain(f"with_structured_output: {_method}")(_object_by(_method))
 
 
 @langchain("with_structured_output: a TypedDict")

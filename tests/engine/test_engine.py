@@ -21,7 +21,6 @@ from blockattn_rag.engine.results import GenerationChunk
 from blockattn_rag.errors import ContextOverflowError, MissError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.reader import Reader
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Origin, Span
 from blockattn_rag.prompts.marked_text import segment
 from blockattn_rag.prompts.markers import wrap
@@ -359,16 +358,6 @@ def test_every_row_of_a_batch_has_its_own_figures(engine: BlockAttentionEngine) 
     assert [a.stats.generated_tokens for a in answers] == [len(a.token_ids) for a in answers]
     assert [a.token_ids for a in answers] == [oracle(engine.model, p) for p in prompts]
     assert engine.generate_batch([]) == []
-
-
-@pytest.fixture
-def reader(model: BlockModel, tmp_path: Path) -> Path:
-    """The folder of a reader that changes answers."""
-    made = Reader.new(model.hf_model, rank=2)
-    for matrix in made.parameters():
-        matrix.requires_grad_(False).add_(0.3)
-    made.save(tmp_path / "reader", {"fingerprint": model.fingerprint})
-    return tmp_path / "reader"
 
 
 @pytest.mark.parametrize("assembly", ["copy", "relay"])

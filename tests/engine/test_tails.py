@@ -19,7 +19,6 @@ from blockattn_rag.engine.tails import SHARE
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, decoding
 from blockattn_rag.model.graphs import record_graphs
-from blockattn_rag.model.reader import Reader
 from blockattn_rag.model.tolerances import LOGITS
 from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.holding import LONGEST_S, holding
@@ -154,15 +153,6 @@ def test_what_was_said_otherwise_is_computed_from_there_on(
         common = 3 if answer.text[:3] in rest else 0
         assert found.stats.computed_tokens == len(rest) - common
     assert len(kept(engine)) == 3
-
-
-@pytest.fixture
-def reader(model: BlockModel, tmp_path: Path) -> Path:
-    made = Reader.new(model.hf_model, rank=2)
-    for matrix in made.parameters():
-        matrix.requires_grad_(False).add_(0.3)
-    made.save(tmp_path / "reader", {"fingerprint": model.fingerprint})
-    return tmp_path / "reader"
 
 
 @pytest.mark.parametrize(
