@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,7 +67,16 @@ def observe(
 
 
 def auc(scores: np.ndarray, happened: np.ndarray) -> float:
-    """Chance that one that happened has the higher score; ties count half."""
+    """Chance that one that happened has the higher score; ties count half.
+
+    Raises:
+        ValueError: it happened never, or always.
+    """
+    if happened.all() or not happened.any():
+        raise ValueError(
+            f"found an event that happened {happened.sum()} times of {len(happened)}, expected "
+            "both at least once: ask more questions"
+        )
     yes, no = scores[happened], scores[~happened]
     above = (yes[:, None] > no).mean()
     return float(above + (yes[:, None] == no).mean() / 2)
@@ -76,7 +85,8 @@ def auc(scores: np.ndarray, happened: np.ndarray) -> float:
 def interval(
     scores: np.ndarray, happened: np.ndarray, seed: int = 0, level: float = 0.95
 ) -> tuple[float, float]:
-    """Bootstrap interval of the AUC."""
+    """Bootstrap interval of the AUC, which raises as ``auc`` does."""
+    auc(scores, happened)  # without both there is no draw with both
     draw = np.random.default_rng(seed)
     found: list[float] = []
     while len(found) < 2000:
@@ -85,6 +95,36 @@ def interval(
             found.append(auc(scores[rows], happened[rows]))
     low, high = np.quantile(found, ((1 - level) / 2, (1 + level) / 2))
     return float(low), float(high)
+
+
+def judged(event: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Lines on how well each signal tells an event.
+
+    Args:
+        event: one of ``EVENTS``.
+        rows: of ``"tune"`` and ``"data"``, what was observed of each question.
+    """
+    happened = {name: np.array([row[event] for row in rows[name]]) for name in rows}
+    lines = [f"{event}: {happened['data'].mean():.0%} of {len(rows['data'])} questions"]
+    for name, of_all in happened.items():
+        if of_all.all() or not of_all.any():
+            often = "always" if of_all.all() else "never"
+            return [*lines, f"  no figures: it {often} happened on the questions of --{name}"]
+    scores = {
+        (name, signal): np.array([row[signal] for row in rows[name]])
+        for name in rows
+        for signal in SIGNALS
+    }
+    best = max(SIGNALS, key=lambda signal: auc(scores["tune", signal], happened["tune"]))
+    for signal in SIGNALS:
+        values = scores["data", signal]
+        low, high = interval(values, happened["data"])
+        chosen = auc(scores["tune", signal], happened["tune"])
+        lines.append(
+            f"{'*' if signal == best else ' '} {signal:24} tune {chosen:.3f}, "
+            f"data {auc(values, happened['data']):.3f} ({low:.3f}-{high:.3f})"
+        )
+    return lines
 
 
 def main(
@@ -113,22 +153,7 @@ def main(
                     file.write(json.dumps(row) + "\n")
             rows[name].append(row)
     for event in EVENTS:
-        happened = {name: np.array([row[event] for row in rows[name]]) for name in rows}
-        scores = {
-            (name, signal): np.array([row[signal] for row in rows[name]])
-            for name in rows
-            for signal in SIGNALS
-        }
-        best = max(SIGNALS, key=lambda signal: auc(scores["tune", signal], happened["tune"]))
-        print(f"\n{event}: {happened['data'].mean():.0%} of {len(rows['data'])} questions")
-        for signal in SIGNALS:
-            values = scores["data", signal]
-            low, high = interval(values, happened["data"])
-            chosen = auc(scores["tune", signal], happened["tune"])
-            print(
-                f"{'*' if signal == best else ' '} {signal:24} tune {chosen:.3f}, "
-                f"data {auc(values, happened['data']):.3f} ({low:.3f}-{high:.3f})"
-            )
+        print("", *judged(event, rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.engine.protocol import Engine
+from blockattn_rag.model import BlockModel
+from tests.models import shared_tiny_llama, tiny_tokenizer
 
 
 def local(engine: Engine) -> BlockAttentionEngine:
     """The engine, which has its model in this process."""
     assert isinstance(engine, BlockAttentionEngine)
     return engine
+
+
+def tuned_engine() -> BlockAttentionEngine:
+    """Over a tiny Llama of its own that counts as block-fine-tuned, so that nothing warns."""
+    model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer())
+    model.config.block_attention = {"tuned": True}
+    return BlockAttentionEngine(model)

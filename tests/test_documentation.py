@@ -20,6 +20,8 @@ import typer
 import blockattn_rag
 from blockattn_rag.cli import app
 from blockattn_rag.demo.corpus import bundled_questions
+from blockattn_rag.engine.options import BlockOptions
+from blockattn_rag.evaluation.run import MODES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -64,8 +66,18 @@ def test_the_commands_of_a_page_have_the_options_that_it_shows(page: Path) -> No
     lines = "\n".join(code_of(page, "bash")).replace("\\\n", " ").splitlines()
     shown = [shlex.split(line, comments=True) for line in lines]
     for words in shown:
-        if words[:1] == ["blockattn-rag"]:
+        if words and Path(words[0]).name == "blockattn-rag":  # perhaps in an environment's folder
             accept(words[1:])
+            if "--modes" in words:
+                for mode in words[words.index("--modes") + 1].split(","):
+                    _options_named(mode)
+
+
+def _options_named(mode: str) -> None:
+    """Refuses modes of `eval` that are none; the files that they name need not be there."""
+    if mode not in MODES:
+        for part in mode.split("+"):
+            assert part.partition("=")[0] in {*BlockOptions.__annotations__, "kv_dtype"}, mode
 
 
 def accept(words: list[str]) -> None:

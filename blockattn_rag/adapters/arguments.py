@@ -1,9 +1,10 @@
-"""Arguments of constructors: unknown ones are refused, with the nearest that is known."""
+"""Arguments that are none: refused with what was found, what was expected, and what to do."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 def check_known(cls: type, given: Iterable[str], known: Collection[str]) -> None:
@@ -24,3 +25,17 @@ def check_known(cls: type, given: Iterable[str], known: Collection[str]) -> None
     )
     has_places = "generate_kwargs" in known
     raise TypeError(f"{cls.__name__} has no argument {', '.join(said)}{places * has_places}")
+
+
+def check_items(given: Iterable[Any], kind: type, advice: str) -> None:
+    """Refuse items of another kind.
+
+    Raises:
+        TypeError: names the first of them, and says ``advice``.
+    """
+    for number, one in enumerate(given):
+        if not isinstance(one, kind):
+            raise TypeError(
+                f"expected a list of {kind.__name__}, found {type(one).__name__} {one!r:.60} at "
+                f"place {number}; {advice}"
+            )

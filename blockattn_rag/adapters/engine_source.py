@@ -34,6 +34,21 @@ from blockattn_rag.store.urls import lasts
 logger = logging.getLogger("blockattn_rag")
 
 
+def source_of(llm: Any, expected: str) -> EngineSource:
+    """The source of what was given as ``llm=``.
+
+    Raises:
+        TypeError: it has none; it is no LLM of this package, such as ``expected``.
+    """
+    source = getattr(llm, "source", None)
+    if not isinstance(source, EngineSource):
+        raise TypeError(
+            f"llm= takes the LLM that will answer, such as {expected}(...); found "
+            f"{type(llm).__name__} {llm!r:.60}. A model's name goes into model="
+        )
+    return source
+
+
 class EngineSource:
     """An engine, or how to load one. Copies of a component share it, and so one set of weights.
 

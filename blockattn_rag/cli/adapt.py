@@ -21,10 +21,10 @@ from blockattn_rag.training.distillation.config import AdaptConfig
 if TYPE_CHECKING:
     from blockattn_rag.model import BlockModel
     from blockattn_rag.prompts.formats import Passage
-    from blockattn_rag.store import KVStore
     from blockattn_rag.training.distillation.questions import Collection, Nearest
     from blockattn_rag.training.distillation.report import AdaptReport
     from blockattn_rag.training.distillation.samples import Question
+    from blockattn_rag.training.distillation.student import BlockSource
 
 _EMBEDDING_SIZE = 1024
 _EMBEDDED_AT_ONCE = 512
@@ -65,12 +65,12 @@ def adapt(**options: Any) -> None:
 
         if options["targets"] is not None:
             options["targets"] = tuple(options["targets"])
-        model, store, sink, nearest, passages = _opened(**own)
-        given = {**options, "sink": options["sink"] or sink or "none"}
+        model, source, sink, nearest, passages = _opened(**own)
+        given = {**options, "sink": options["sink"] or sink or model.tuned_with.get("sink", "none")}
         config = AdaptConfig(**given)
         material = _material(own["questions"], passages, nearest, config)
         with stages() as tell:
-            report = run(model, material, config, store=store, on_progress=tell)
+            report = run(model, material, config, source=source, on_progress=tell)
     _show(report, config, as_json)
 
 
@@ -107,13 +107,15 @@ def _opened(
     questions: Path | None,
     device: str,
     dtype: str,
-) -> tuple[BlockModel, KVStore | None, str | None, Nearest | None, Sequence[Passage]]:
-    """The model; the store and sink of a database; what finds passages, and all of them."""
+) -> tuple[BlockModel, BlockSource | None, str | None, Nearest | None, Sequence[Passage]]:
+    """The model; the keys and values and the sink of a database; what finds passages, and all of
+    them."""
     from blockattn_rag.model import BlockModel
     from blockattn_rag.prompts.formats import Passage
     from blockattn_rag.rag.database import Database
     from blockattn_rag.rag.passages import all_passages, retriever
     from blockattn_rag.training.distillation.files import read_passages
+    from blockattn_rag.training.distillation.student import BlockSource
 
     if passages is None and questions is None:
         raise ValueError("found neither passages nor questions; give --passages FILE-or-DB")
@@ -126,7 +128,8 @@ def _opened(
 
         engine = database.local_engine
         texts = [Passage("", text) for text in all_passages(database)]
-        return engine.model, engine.store, database.manifest.sink, nearest, texts
+        source = BlockSource(engine.model, engine.store, engine.access, engine.kv_dtype)
+        return engine.model, source, database.manifest.sink, nearest, texts
     if model is None:
         raise ValueError("found no model; give --model, or a database as --passages")
     read = [] if passages is None else read_passages(passages)

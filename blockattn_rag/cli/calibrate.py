@@ -106,7 +106,10 @@ def calibrate(
     A stopped run goes on when it is started again.
     """
     with working(as_json):
+        from blockattn_rag.engine.calibration import write_calibration
+
         database = Database.open(db, model=model, device=device, dtype=dtype)
+        path = output or _path_in_store(database)
         work = db / f"calibrate-{database.local_engine.model.fingerprint[:16]}.work"
         if overwrite and work.exists():
             shutil.rmtree(work)
@@ -124,7 +127,7 @@ def calibrate(
                 most=most_promoted,
                 targets=targets,
             )
-        path = _write(database, report, output)
+        write_calibration(path, report.calibration)
         if keep_records:
             shutil.rmtree(work / _STORE)  # gigabytes, which only a stopped run still needs
             note(f"every comparison is in {work / 'records.jsonl'}")
@@ -176,7 +179,10 @@ def _run(
 
     loaded = database.local_engine.model
     store = DirectoryStore(work / _STORE, max_bytes=_STORE_BYTES, fsync=False)
-    engine = BlockAttentionEngine(loaded, store, kv_dtype=database.local_engine.kv_dtype)
+    asking = database.local_engine
+    engine = BlockAttentionEngine(
+        loaded, store, namespace=asking.access.namespace, kv_dtype=asking.kv_dtype
+    )
     folder = None if reader is None else str(reader.resolve())
     corrected = None
     if correction is not None:
@@ -194,7 +200,13 @@ def _run(
             engine,
             choose,
             certify,
-            stages_of(sinks, corrected=corrected, reader=folder, most_promoted=most),
+            stages_of(
+                sinks,
+                corrected=corrected,
+                reader=folder,
+                most_promoted=most,
+                supports_relay=loaded.supports_relay,
+            ),
             records_path=work / "records.jsonl",
             targets=targets,
             max_new_tokens=plan.max_new_tokens,
@@ -317,10 +329,15 @@ def _read_questions(path: Path) -> list[str]:
     return found
 
 
-def _write(database: Database, report: CalibrationReport, output: Path | None) -> Path:
-    from blockattn_rag.engine.calibration import calibration_path, write_calibration
+def _path_in_store(database: Database) -> Path:
+    """Where engines over the database's store find its calibration."""
+    from blockattn_rag.engine.calibration import calibration_path
 
-    path = output or calibration_path(database.local_engine.store)
-    assert path is not None  # because a database's store is a folder
-    write_calibration(path, report.calibration)
+    path = calibration_path(database.local_engine.store)
+    if path is None:
+        raise DataError(
+            f"{database.path} keeps keys and values in {database.manifest.store}, which is no "
+            "folder that a calibration can lie in; write it to a file (--output FILE) and give "
+            "its settings as options, or ingest into a folder (`ingest --store FOLDER`)"
+        )
     return path

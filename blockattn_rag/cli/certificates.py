@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.cli.figures import count, percent
@@ -81,11 +82,19 @@ def _row(one: Certificate) -> tuple[Any, ...]:
 
 
 def _next_steps(report: CalibrationReport, db: Path, model: str) -> str:
+    from blockattn_rag.engine.calibration import PLAIN_SETTINGS
+
     targets = " and ".join(f"{k} {percent(v)} %" for k, v in report.calibration.targets.items())
+    chosen, plain = report.choice.setting.options, PLAIN_SETTINGS
+    # A reader repairs what is left, so it is trained on passages that are encoded as they will be.
+    encoded, corrected = (
+        "".join(f" --{name} {quote(chosen[name])}" for name in names if chosen[name] != plain[name])
+        for names in (("sink", "correction"), ("correction",))
+    )
     steps = [
         f"promote more passages (`--promote {_promoted(report) + 2}`)",
-        f"train a reader (`blockattn-rag adapt --model {model} --passages {db} --output READER`) "
-        "and calibrate with it (`--reader READER`)",
+        f"train a reader (`blockattn-rag adapt --model {model} --passages {db}{encoded} --output "
+        f"READER`) and calibrate with it (`--reader READER{corrected}`)",
         "or answer in full mode (mode='full', `ask --mode full`)",
     ]
     return f"No setting reaches the targets ({targets}, lower bounds). Next: {', '.join(steps)}."

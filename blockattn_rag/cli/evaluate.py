@@ -33,8 +33,8 @@ def evaluate(
     modes: Annotated[
         str,
         typer.Option(
-            help="Of full, block, block-composite, closed-book and sink=SINK (such as "
-            "sink=head:4); commas between."
+            help="Of full, block, block-composite, closed-book, and options of block mode such as "
+            "sink=head:4 or sink=head:4+promote=attention:1; commas between."
         ),
     ] = _MODES,
     prompt_format: Annotated[

@@ -21,7 +21,7 @@ _LEGEND = (
 _PARTS_LEGEND = (
     "Rows: block mode, in which full mode's keys or values of passages were swapped in: all keys,",
     "all values, both of the first tokens of each passage, both of the layers named (the first is",
-    "0), and all (floor). A repair that changes no more than that part recovers no more.",
+    "0), and all (floor). What a repair of that part alone can hope for; no strict bound.",
 )
 
 

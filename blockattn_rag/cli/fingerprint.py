@@ -24,9 +24,12 @@ def _no_correction(name: str) -> str:
 def fingerprint(
     model: Annotated[str, typer.Argument(help=ModelArgument, callback=existing_model)],
     sink: Annotated[
-        str,
-        typer.Option(help="What passages are encoded after: none, bos, or head:N such as head:4."),
-    ] = "none",
+        str | None,
+        typer.Option(
+            help="What passages are encoded after: none, bos, or head:N such as head:4. Default: "
+            "what the model was fine-tuned with, or none."
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Write the profile to this file.", callback=writable)
     ] = None,
@@ -54,5 +57,7 @@ def fingerprint(
         profile = profile_of(loaded, sink)
         if output is not None:
             profile.write(output)
-            note(f"{output} is the profile of {model} in {profile.dtype}, for sink={sink!r}")
+            note(
+                f"{output} is the profile of {model} in {profile.dtype}, for sink={profile.sink!r}"
+            )
     emit(as_json, profile.to_dict(), profile.fingerprint)

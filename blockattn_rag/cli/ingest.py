@@ -92,7 +92,8 @@ def ingest(
         str | None,
         typer.Option(
             help="What passages are encoded after: none, bos, or head:N, such as head:4, which "
-            "suits models that are not block-fine-tuned. Default: the database's, or none.",
+            "suits models that are not block-fine-tuned. Default: the database's, or the one that "
+            "the model was fine-tuned with, or none.",
             callback=_known_sink,
         ),
     ] = None,

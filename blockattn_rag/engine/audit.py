@@ -70,7 +70,8 @@ class Auditor:
 
     Args:
         model: the model.
-        rate: share of answers to audit, from 0 to 1; which ones is drawn alike in each process.
+        rate: share of answers to audit, from 0 to 1; which ones is drawn anew by each auditor, so
+            that the answers of short processes are audited too.
         submit: takes the steps of background work; see ``Scheduler.submit_in_background``.
 
     Raises:
@@ -86,7 +87,7 @@ class Auditor:
         self._rate = rate
         self._submit = submit
         self._lock = threading.Lock()
-        self._draws = random.Random(0)
+        self._draws = random.Random()
         self._pending: WeakSet[Iterator[None]] = WeakSet()
         self._audited = self._identical = self._dropped = self._failed = 0
         self._agreement = 0.0  # sum

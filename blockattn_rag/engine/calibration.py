@@ -1,9 +1,11 @@
 """A calibration: settings of block mode that suit a model and a collection, and what is left.
 
 It is made by ``blockattn-rag calibrate`` and lies in the folder of the store, in one file with
-those of other models::
+those of other models and of other tenants, whose collections are others::
 
-    {"version": 1, "calibrations": {FINGERPRINT: {"model": ..., "settings": {...}, ...}}}
+    {"version": 1, "calibrations": {KEY: {"model": ..., "settings": {...}, ...}}}
+
+``KEY`` is the model's fingerprint, with the tenant's namespace and a colon before it if he has one.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from blockattn_rag.prompts.promotion import NO_PROMOTION
 from blockattn_rag.prompts.sinks import NO_SINK
 from blockattn_rag.store import DirectoryStore, KVStore
 from blockattn_rag.store.directory import CALIBRATION_FILE
+from blockattn_rag.store.namespaces import check_namespace
 
 VERSION = 1
 
@@ -70,6 +73,7 @@ class Calibration:
         seed: of all that was random.
         date: ISO 8601, UTC.
         package_version: of this package.
+        namespace: of the passages that were measured: other tenants have other passages.
         kv_dtype: what the engine kept blocks in that was measured. What was measured with blocks
             in int8 counts for others too, which only lack its rounding; not the other way round.
     """
@@ -88,6 +92,7 @@ class Calibration:
     seed: int
     date: str
     package_version: str
+    namespace: str = ""
     kv_dtype: KVDtype = "model"
 
     @classmethod
@@ -102,6 +107,7 @@ class Calibration:
         made = cls(**given, certificates=certificates)
         texts = *made.settings.values(), *made.digests.values()
         check_kv_dtype(made.kv_dtype)
+        check_namespace(made.namespace)
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("found settings or digests that are no texts")
         if made.settings.keys() != PLAIN_SETTINGS.keys() or not made.certificates:
@@ -113,6 +119,11 @@ class Calibration:
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types."""
         return {**asdict(self), "qualified": self.qualified}
+
+    @property
+    def key(self) -> str:
+        """What tells it from the others of a file."""
+        return _key(self.fingerprint, self.namespace)
 
     @property
     def qualified(self) -> bool:
@@ -190,6 +201,10 @@ class Calibration:
         return "; ".join([settings, *map(str, self.certificates)])
 
 
+def _key(fingerprint: str, namespace: str) -> str:
+    return f"{namespace}:{fingerprint}" if namespace else fingerprint
+
+
 def _certificate(found: Mapping[str, Any]) -> Certificate:
     made = Certificate(**found)
     values = asdict(made)
@@ -215,7 +230,7 @@ def calibration_path(store: KVStore) -> Path | None:
 
 
 def read_calibrations(path: Path) -> dict[str, Calibration]:
-    """The calibrations in a file by fingerprint; none if there is no such file.
+    """The calibrations in a file by their keys; none if there is no such file.
 
     Raises:
         StoreError: the file is damaged, of another version, or cannot be read.
@@ -227,10 +242,8 @@ def read_calibrations(path: Path) -> dict[str, Calibration]:
                 f"{path} is of version {version!r}, expected {VERSION}; calibrate anew after "
                 "deleting it"
             )
-        return {
-            fingerprint: Calibration.from_dict({**one, "fingerprint": fingerprint})
-            for fingerprint, one in found["calibrations"].items()
-        }
+        known = map(Calibration.from_dict, found["calibrations"].values())
+        return {calibration.key: calibration for calibration in known}
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -241,9 +254,11 @@ def read_calibrations(path: Path) -> dict[str, Calibration]:
         ) from error
 
 
-def find_calibration(store: KVStore, model: BlockModel) -> tuple[Calibration | None, str]:
-    """The calibration of a model in a store's folder, if it can be used; else why there is none,
-    where there is something to tell. A file that cannot be used is warned of.
+def find_calibration(
+    store: KVStore, model: BlockModel, namespace: str = ""
+) -> tuple[Calibration | None, str]:
+    """The calibration of a model and a namespace in a store's folder, if it can be used; else why
+    there is none, where there is something to tell. A file that cannot be used is warned of.
 
     Raises:
         ValueError: there are calibrations, and the model's fingerprint cannot be taken.
@@ -253,9 +268,10 @@ def find_calibration(store: KVStore, model: BlockModel) -> tuple[Calibration | N
         known = read_calibrations(path) if path else {}
         if not known:
             return None, ""
-        found = known.get(model.fingerprint)
+        found = known.get(_key(model.fingerprint, namespace))
         if found is None:
-            return None, f"The calibration in {path} is of another model, or of another dtype."
+            others = "another model, another dtype or another namespace"
+            return None, f"The calibration in {path} is of {others}."
         _check_usable(found, model)
     except StoreError as error:
         logger.warning("going on without a calibration: %s", error)
@@ -290,10 +306,11 @@ def settings_digests(model: BlockModel, options: GenerateOptions) -> dict[str, s
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Write a calibration into the file, in place of an earlier one of the same model.
+    """Write a calibration into the file, in place of an earlier one of the same model and
+    namespace.
 
-    Raises as ``read_calibrations``: the calibrations of other models are kept.
+    Raises as ``read_calibrations``: the other calibrations are kept.
     """
-    kept = {**read_calibrations(path), calibration.fingerprint: calibration}
-    entries = {fingerprint: one.to_dict() for fingerprint, one in sorted(kept.items())}
+    kept = {**read_calibrations(path), calibration.key: calibration}
+    entries = {key: one.to_dict() for key, one in sorted(kept.items())}
     write_json(path, {"version": VERSION, "calibrations": entries})

@@ -68,7 +68,8 @@ class BlockAttentionEngine:
         audit_rate: share of block mode's greedy answers that are compared with full mode while
             nothing else waits, such as 0.01; see ``engine.audit`` and ``audits``.
         options: how block mode works unless a call says otherwise; see ``BlockOptions``. What is
-            not given is taken from the store's calibration for this model, if there is one.
+            not given is taken from the store's calibration for this model and namespace, if there
+            is one, or from what the model was block-fine-tuned with (``BlockModel.tuned_with``).
     """
 
     def __init__(
@@ -88,12 +89,11 @@ class BlockAttentionEngine:
         access = Access(namespace, read_namespaces, read_only)
         self._model = model
         self.store = open_store(store)
-        self._calibration, self._uncalibrated = find_calibration(self.store, model)
+        self._calibration, self._uncalibrated = find_calibration(self.store, model, namespace)
         given = {name: value for name, value in options.items() if value is not None}
         self.defaults = GenerateOptions()
-        self.defaults = self._options(
-            self._calibration.options_beside(given) if self._calibration else given
-        )
+        chosen = self._calibration.options_beside(given) if self._calibration else given
+        self.defaults = self._options({**model.tuned_with, **chosen})
         if self._calibration:
             logger.info("%s: calibrated: %s", model.name, self._calibration)
         self._fetcher = BlockFetcher(model, self.store, resident_bytes, access, kv_dtype)
@@ -173,8 +173,8 @@ class BlockAttentionEngine:
 
     @property
     def calibration(self) -> Calibration | None:
-        """The store's calibration for this model, whose settings are in use where no others were
-        given; None if there is none."""
+        """The store's calibration for this model and namespace, whose settings are in use where no
+        others were given; None if there is none."""
         return self._calibration
 
     @property

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
+
+from transformers import GenerationConfig, GenerationMixin
 
 from blockattn_rag.attention.merge_file import load_merge
 from blockattn_rag.engine.results import Mode
@@ -87,6 +91,16 @@ def check_names(options: Mapping[str, Any]) -> None:
         raise TypeError(f"unknown options {', '.join(others)}; known are {', '.join(_BLOCK)}")
 
 
+def _check_spelling(name: str) -> None:
+    """Refuse what is close to the name of an option, and no name that transformers has."""
+    known = ("mode", *_BLOCK, *sorted(_SAMPLING), "response_format", "structured_outputs")
+    near = get_close_matches(name, known, n=1, cutoff=0.87)
+    if not near or name in signature(GenerationMixin.generate).parameters:
+        return
+    if not hasattr(GenerationConfig(), name):  # type: ignore[no-untyped-call]
+        raise TypeError(f"unknown option {name!r} (did you mean {near[0]!r}?)")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateOptions:
     """The options of one request. Requests with equal options may share a batch.
@@ -133,11 +147,16 @@ class GenerateOptions:
         """Sort the keyword arguments of ``generate``; None for a word means the default.
 
         Arguments of other names go to transformers' ``generate``.
+
+        Raises:
+            TypeError: one of them is a name of ours, misspelt.
         """
         rest = dict(given)
         words = {name: rest.pop(name) for name in ("mode", *_BLOCK) if name in rest}
         named = {name: rest.pop(name) for name in _SAMPLING & rest.keys()}
         asked = (rest.pop("response_format", None), rest.pop("structured_outputs", None))
+        for name in rest:
+            _check_spelling(name)
         stop = named.pop("stop", ()) or ()
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         keep = tuple(named.pop("keep_tokens", ()) or ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,10 +32,12 @@ def blocks_to_encode(texts: Sequence[str | Block] | BlockPrompt) -> tuple[list[B
     """What ``encode`` was given as blocks, and whether the first one begins a prompt.
 
     Raises:
-        TypeError: it is one string.
+        TypeError: it is no list of texts.
     """
-    if isinstance(texts, str):
-        raise TypeError("encode takes a list of texts, found one str; pass [text]")
+    if isinstance(texts, str) or not isinstance(texts, (Iterable, BlockPrompt)):
+        raise TypeError(
+            f"encode takes a list of texts, found one {type(texts).__name__}; pass [text]"
+        )
     as_prompt = isinstance(texts, BlockPrompt)
     given = texts.context if isinstance(texts, BlockPrompt) else texts
     return [text if isinstance(text, Block) else Block(text) for text in given], as_prompt

@@ -11,6 +11,7 @@ from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.checkpoints import other_switches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,8 +40,12 @@ def warn_if_untuned(
     """
     if model.hf_model in _warned_of:
         return
-    checkpoint = model.checkpoint
-    unmet = checkpoint.unmet(options.positions, options.sink) if checkpoint else ""
+    checkpoint, (positions, sink) = model.checkpoint, (options.positions, options.sink)
+    if checkpoint:
+        unmet = checkpoint.unmet(positions, sink)
+    else:
+        found = {"positions": positions, "sink": sink}
+        unmet = other_switches(model.name, model.tuned_with, found)
     if model.is_block_tuned and not unmet:
         return
     doubt = calibration.doubt(options, prompt, kv_dtype) if calibration else uncalibrated

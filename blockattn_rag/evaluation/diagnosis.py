@@ -1,20 +1,25 @@
 """Diagnosis: what of block mode's divergence comes from which keys and values of the context.
 
 Block mode differs from full mode in the keys and values of its context alone. Here parts of full
-mode's are swapped in, and what divergence is left is measured as in :mod:`.fidelity`: a bound for
-each repair that changes no more than that part.
+mode's are swapped in, and what divergence is left is measured as in :mod:`.fidelity`: what a repair
+of that part alone can hope for. It is no strict bound: parts that were computed in different ways
+may fit each other worse than neither (all values alone do), and a repair may aim at answers instead
+of at full mode's states.
 
     keys, values             all keys, or all values
     first-N                  keys and values of the first N tokens of each block
     layers<L, layers>=L      keys and values of the layers before L, or from L on; counted from 0
+    keys A-B, values A-B     all keys, or all values, of the layers A to B alone
+    first-16 A-B             keys and values of the first 16 tokens there
     floor                    all of them
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +47,7 @@ from blockattn_rag.prompts.sinks import FIRST_BLOCK, NO_SINK, check_sink, sink_i
 
 FIRST_TOKENS = (1, 4, 16, 32)
 _SLICES = 6  # of the layers, as many or fewer
+_FIRST_BY_LAYER = 16
 
 
 class Part(NamedTuple):
@@ -65,8 +71,20 @@ def parts_of(num_layers: int) -> dict[str, Part]:
         **{f"first-{n}": Part(every, first_tokens=n) for n in FIRST_TOKENS},
         **{f"layers<{cut}": Part(every[:cut]) for cut in cuts},
         **{f"layers>={cut}": Part(every[cut:]) for cut in cuts},
+        **{
+            name: part for each in pairwise([0, *cuts, num_layers]) for name, part in _within(*each)
+        },
         FLOOR: Part(every),
     }
+
+
+def _within(start: int, end: int) -> Iterator[tuple[str, Part]]:
+    """The parts of a slice of the layers."""
+    layers = range(start, end)
+    where = f"{start}-{end - 1}"
+    yield f"keys {where}", Part(layers, values=False)
+    yield f"values {where}", Part(layers, keys=False)
+    yield f"first-{_FIRST_BY_LAYER} {where}", Part(layers, first_tokens=_FIRST_BY_LAYER)
 
 
 def diagnose(

@@ -8,12 +8,16 @@ from typing import Any
 from blockattn_rag.evaluation.fidelity import FLOOR, FidelityReport, FidelityResult
 from blockattn_rag.lazy import missing_extra
 
+_WITHIN = ("keys ", "values ", "first-16 ")
+"""How the names of parts begin that lie within a slice of the layers."""
+
 
 def plot_diagnosis(report: FidelityReport, file: Path) -> None:
     """Draw the divergence that is left after each part was swapped in, with its interval.
 
-    On the left a bar for each part of all layers; on the right lines over the layer up to which, or
-    from which on, all was swapped in.
+    On the left a bar for each part of all layers; in the middle lines over the layer up to which,
+    or from which on, all was swapped in; on the right lines over the layers in which alone keys,
+    values or the first tokens' were.
 
     Args:
         report: of :func:`blockattn_rag.evaluation.diagnosis.diagnose`.
@@ -26,10 +30,12 @@ def plot_diagnosis(report: FidelityReport, file: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"plots need {missing_extra('matplotlib', 'train')}") from error
-    figure = Figure(figsize=(9.6, 4.0), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _bars(left, [row for row in report.results if not row.mode.startswith("layers")])
-    _lines(right, report)
+    figure = Figure(figsize=(14.0, 4.0), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    by_layer = ("layers", *_WITHIN)
+    _bars(left, [row for row in report.results if not row.mode.startswith(by_layer)])
+    _cumulative(middle, report)
+    _slices(right, report)
     figure.savefig(file, dpi=120)
 
 
@@ -45,7 +51,7 @@ def _bars(axes: Any, rows: list[FidelityResult]) -> None:
     axes.grid(axis="x", alpha=0.3)
 
 
-def _lines(axes: Any, report: FidelityReport) -> None:
+def _cumulative(axes: Any, report: FidelityReport) -> None:
     """Each line ends in block mode at one side and in the floor at the other."""
     layers, block, floor = report.settings["num_layers"], report["block"], report[FLOOR]
     for sign, label, at_0, at_end in (
@@ -64,6 +70,25 @@ def _lines(axes: Any, report: FidelityReport) -> None:
         axes.errorbar(list(points), heights, yerr=_errors(rows), marker="o", label=label, capsize=2)
     axes.set(xlabel=f"layer (of {layers})", ylabel="KL from full mode (nats)")
     axes.set_title("... and by layer")
+    _finish(axes)
+
+
+def _slices(axes: Any, report: FidelityReport) -> None:
+    """A line for each kind of part that was swapped in within a slice of the layers; the dashed one
+    is block mode."""
+    for kind in _WITHIN:
+        rows = [row for row in report.results if row.mode.startswith(kind)]
+        ends = [row.mode.removeprefix(kind).split("-") for row in rows]
+        middles = [(int(first) + int(last)) / 2 for first, last in ends]
+        heights = [row.kl.mean for row in rows]
+        label = f"{kind.strip()} of the layers there"
+        axes.errorbar(middles, heights, yerr=_errors(rows), marker="o", label=label, capsize=2)
+    axes.axhline(report["block"].kl.mean, color="grey", linestyle="--", label="nothing")
+    axes.set(xlabel="layer", ylabel="KL from full mode (nats)", title="... and within few layers")
+    _finish(axes)
+
+
+def _finish(axes: Any) -> None:
     axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend
     axes.legend()
     axes.grid(alpha=0.3)

@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from blockattn_rag.adapters.arguments import check_known
-from blockattn_rag.adapters.engine_source import EngineSource
+from blockattn_rag.adapters.engine_source import EngineSource, source_of
 from blockattn_rag.adapters.passage_encoding import PassageEncoding, passage_encoding
 from blockattn_rag.engine.option_files import file_digests
 from blockattn_rag.engine.options import OnMiss, checked_option
@@ -130,7 +130,7 @@ class EngineFields(BaseModel):
         if llm is not None:
             if given or any(one is not None for one in (engine, source, api_key)):
                 raise ValueError("give either llm=, or the model and store, not both")
-            source = llm.source
+            source = source_of(llm, "ChatBlockAttention")
             rest.setdefault("block_template", llm.block_template)
             rest = {**_passage_encoding(llm), **rest}
         if source is None:

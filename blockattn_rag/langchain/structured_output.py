@@ -79,6 +79,9 @@ def named_schema(schema: Any) -> dict[str, Any]:
     Args:
         schema: a pydantic class, a TypedDict, a JSON schema, or OpenAI's form of a function, a tool
             or a response format.
+
+    Raises:
+        ValueError: it is none of these.
     """
     if isinstance(schema, type) and is_basemodel_subclass(schema):
         # As pydantic has it, because LangChain's own form resolves references, some without end.
@@ -93,7 +96,13 @@ def named_schema(schema: Any) -> dict[str, Any]:
             return {"name": given.get("title", "answer"), "schema": dict(given)}
     if isinstance(schema, Mapping):
         schema = schema.get("function", schema)  # of a tool
-    function = convert_to_openai_function(schema)
+    try:
+        function = convert_to_openai_function(schema)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "a schema is a pydantic class, a TypedDict, a JSON schema, or a function's definition; "
+            f"found {schema!r:.60}. Put a bare type into a class, as a field ({error})"
+        ) from error
     return {"name": function["name"], "schema": function["parameters"]}
 
 

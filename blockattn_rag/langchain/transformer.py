@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from langchain_core.documents import BaseDocumentTransformer, Document
 from pydantic import BeforeValidator, Field, PrivateAttr
 
+from blockattn_rag.adapters.arguments import check_items
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.langchain.documents import BlockDocumentPrompt, as_block_prompt
 from blockattn_rag.langchain.fields import EngineFields
@@ -51,6 +52,7 @@ class BlockKVTransformer(EngineFields, BaseDocumentTransformer):
 
     def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> list[Document]:
         """Encode what is not stored; copies of the documents, stamped, in the same order."""
+        check_items(documents, Document, "make documents of texts: [Document(text)]")
         texts = [self.document_prompt.canonical_text(document) for document in documents]
         blocks = [Block(text, self.block_template) for text in texts if text]
         self._stats = self.engine.precompute(

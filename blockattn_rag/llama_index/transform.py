@@ -17,7 +17,8 @@ from llama_index.core.schema import (
     TransformComponent,
 )
 
-from blockattn_rag.adapters.engine_source import EngineSource
+from blockattn_rag.adapters.arguments import check_items
+from blockattn_rag.adapters.engine_source import EngineSource, source_of
 from blockattn_rag.adapters.passage_encoding import passage_encoding
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.engine.option_files import correction_digest
@@ -109,7 +110,8 @@ class BlockKVTransform(EngineComponent, TransformComponent):
             given = (model, tokenizer, engine, kv_store, model_kwargs, api_base, api_key)
             if any(value is not None for value in given):
                 raise ValueError("give either llm=, or the model and store, not both")
-            source, block_template = llm.source, block_template or llm.block_template
+            source = source_of(llm, "BlockAttentionLLM")
+            block_template = block_template or llm.block_template
             own = llm.passage_encoding
             encoding = {
                 "sink": encoding["sink"] or own["sink"],
@@ -134,6 +136,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         return self._stats
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
+        check_items(nodes, BaseNode, "make nodes of texts: [TextNode(text=text)]")
         self._check_key(nodes)
         views = [_without_file_path(node) for node in nodes] if self.hide_file_paths else nodes
         texts = [canonical_text(_shown(view, self.metadata_key)) for view in views]

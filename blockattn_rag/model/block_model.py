@@ -143,6 +143,16 @@ class BlockModel:
         return self.checkpoint is not None and self.checkpoint.block_tuned
 
     @property
+    def tuned_with(self) -> dict[str, str]:
+        """The options ``positions`` and ``sink`` of block mode that the model was block-fine-tuned
+        with, as far as is known."""
+        marker = getattr(self.config, "block_attention", None)
+        known = self.checkpoint
+        if isinstance(marker, dict):
+            return {name: marker[name] for name in ("positions", "sink") if marker.get(name)}
+        return known.switches if known and known.block_tuned else {}
+
+    @property
     def checkpoint(self) -> Checkpoint | None:
         """The published block-fine-tuned model that this is; None for fine-tunes of one."""
         is_tuned = getattr(self.config, "block_attention", None) or hasattr(

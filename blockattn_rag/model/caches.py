@@ -65,7 +65,7 @@ def copied_cache(
     """
     cache = ContextCache(config=config)
     width = max(context.num_tokens for context in contexts)
-    with torch.inference_mode():
+    with torch.inference_mode(not _is_trained(contexts)):
         rows = [assemble(context, layouts) if context.blocks else None for context in contexts]
         for index in range(len(layouts)):
             states = [next(row) if row else None for row in rows]
@@ -80,6 +80,12 @@ def copied_cache(
     if merge is not None:
         cache.attention = CopiedContexts(contexts, merge, keys.device)
     return cache
+
+
+def _is_trained(contexts: Sequence[Context]) -> bool:
+    """Whether gradients are to reach the blocks' keys and values."""
+    blocks = (block.kv for context in contexts for block in context.blocks)
+    return torch.is_grad_enabled() and any(kv.keys[0].requires_grad for kv in blocks)
 
 
 def _padded_rows(rows: Sequence[Tensor | None], width: int) -> Tensor:

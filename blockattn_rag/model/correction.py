@@ -81,13 +81,16 @@ class Correction:
             A new block under its own digest, of the same dtypes and shapes.
         """
         with torch.inference_mode():
-            states = [
-                self._apply(index, *kv.states(index), layout)
-                for index, layout in enumerate(layouts)
-            ]
+            return replace(self.applied(kv, layouts), digest=self.digest_of(kv.digest))
+
+    def applied(self, kv: BlockKV, layouts: Sequence[RotaryLayout]) -> BlockKV:
+        """``corrected`` under the digest of the block without, for training: gradients reach the
+        layers' tensors. A block in int8 becomes one in the model's type."""
+        states = [
+            self._apply(index, *kv.states(index), layout) for index, layout in enumerate(layouts)
+        ]
         keys, values = zip(*states, strict=True)
-        digest = self.digest_of(kv.digest)
-        return replace(kv, keys=keys, values=values, digest=digest, pending_copy=None)
+        return replace(kv, keys=keys, values=values, scales=None, pending_copy=None)
 
     def _layers_on(self, device: torch.device) -> Sequence[LayerCorrection]:
         """The layers on a device, which get there once."""

@@ -10,8 +10,9 @@ from blockattn_rag.prompts.sinks import FIRST_BLOCK, NO_SINK, sink_ids
 from blockattn_rag.serving.profile import DTYPES, LayerProfile, ModelProfile, Rotary
 
 
-def profile_of(model: BlockModel, sink: str = NO_SINK) -> ModelProfile:
-    """What a server must know of a model, whose context blocks are encoded after ``sink``.
+def profile_of(model: BlockModel, sink: str | None = None) -> ModelProfile:
+    """What a server must know of a model, whose context blocks are encoded after ``sink``; None:
+    the one that it was block-fine-tuned with, if any.
 
     Reads all weights, as ``BlockModel.fingerprint``. Corrections have no place in a profile:
     servers do not apply them.
@@ -20,6 +21,7 @@ def profile_of(model: BlockModel, sink: str = NO_SINK) -> ModelProfile:
         ValueError: no such sink, or it is the first block, which differs from prompt to prompt.
         UnsupportedModelError: keys and values are of several number types, or of a rare one.
     """
+    sink = model.tuned_with.get("sink", NO_SINK) if sink is None else sink
     if sink == FIRST_BLOCK:
         raise ValueError(
             "found sink='first-block', expected one that is the same for all prompts, because a "

@@ -7,6 +7,7 @@ a copy of it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,13 +67,25 @@ class Checkpoint:
                 "passage, which attend to everything before them; block mode does not compute them "
                 "yet, so its answers will be worse than published; use mode='full'"
             )
-        if self.block_tuned and (positions, sink) != (self.positions, self.sink):
-            return (
-                f"{self.hub_id} was trained with positions={self.positions!r} and "
-                f"sink={self.sink!r}, found positions={positions!r} and sink={sink!r}: block mode "
-                "will be less accurate"
-            )
+        trained = self.switches if self.block_tuned else {}
+        return other_switches(self.hub_id, trained, {"positions": positions, "sink": sink})
+
+    @property
+    def switches(self) -> dict[str, str]:
+        """The options of block mode that it was trained with."""
+        return {"positions": self.positions, "sink": self.sink}
+
+
+def other_switches(model: str, trained: Mapping[str, str], found: Mapping[str, str]) -> str:
+    """How options of block mode differ from those that a model was trained with: one sentence, or
+    nothing. What training does not tell may be anything."""
+    if all(found[name] == value for name, value in trained.items()):
         return ""
+    with_, other = (
+        " and ".join(f"{name}={options[name]!r}" for name in trained)
+        for options in (trained, found)
+    )
+    return f"{model} was trained with {with_}, found {other}: block mode will be less accurate"
 
 
 _TULU3 = "allenai/Llama-3.1-Tulu-3-8B-SFT"

@@ -43,11 +43,12 @@ logger = logging.getLogger("blockattn_rag.rag")
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a database was made with. ``fingerprint``: of the model that encoded last; ``sink``:
-    what it encoded passages after, or what a calibration of it chose since; ``namespace``: of their
-    keys and values in the store; ``kv_dtype``: what passages are kept in that are computed from now
-    on; ``store``: where these are, an address or whole path (``store.open_store``), None for the
-    folder ``kv`` of the database; ``server``: address of the server that has the model and the
-    store, None for this process, and ``model`` is then the name of the tokenizer here."""
+    what it encoded passages after, or what a calibration of it chose since, and of one that is
+    wanted empty for what suits the model; ``namespace``: of their keys and values in the store;
+    ``kv_dtype``: what passages are kept in that are computed from now on; ``store``: where these
+    are, an address or whole path (``store.open_store``), None for the folder ``kv`` of the
+    database; ``server``: address of the server that has the model and the store, None for this
+    process, and ``model`` is then the name of the tokenizer here."""
 
     model: str
     fingerprint: str
@@ -55,7 +56,7 @@ class Manifest:
     collection: str = "passages"
     chunk_size: int = 512
     template: dict[str, str] = field(default_factory=lambda: asdict(BLANK_LINE))
-    sink: str = NO_SINK
+    sink: str = ""
     namespace: str = ""
     kv_dtype: str = "model"
     store: str | None = None
@@ -74,7 +75,7 @@ class Manifest:
                 raise DatabaseError(
                     f"{path} is of version {found}, expected {VERSION}; ingest into a new folder"
                 )
-            check_sink(fields.get("sink", NO_SINK))
+            check_sink(fields.setdefault("sink", NO_SINK))
             check_namespace(fields.get("namespace", ""))
             if (kind := fields.get("kv_dtype", "model")) not in ("model", "int8"):
                 raise ValueError(f"kv_dtype {kind!r}")
@@ -98,7 +99,7 @@ class Database:
         """Open a folder for ingestion; make it if it does not exist.
 
         ``wanted.fingerprint`` is filled in from the loaded model, and the sink from its calibration
-        if the passages were another model's so far.
+        if the passages were another model's so far, or where none is wanted, from its fine-tuning.
 
         Raises:
             DatabaseError: the folder was embedded by another embedding: its vectors do not compare.
@@ -265,14 +266,14 @@ def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str) -> Engin
 
 
 def _with_sink(engine: Engine, made: Manifest | None, sink: str) -> Engine:
-    """The engine with a sink, unless passages were another model's and this one's calibration
-    says what it needs. A server has its own."""
+    """The engine with a sink, unless none is named, or passages were another model's and this
+    one's calibration says what it needs. A server has its own."""
     from blockattn_rag.engine.engine import BlockAttentionEngine
 
     if not isinstance(engine, BlockAttentionEngine):
         return engine
     is_own = made is not None and made.fingerprint == engine.model.fingerprint
-    if engine.calibration and not is_own:
+    if not sink or (engine.calibration and not is_own):
         return engine
     return BlockAttentionEngine(
         engine.model,

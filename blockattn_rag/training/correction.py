@@ -32,8 +32,10 @@ RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
 TokenBlocks = Sequence[Sequence[int]]
 """Token ids of a prompt's blocks."""
 
-# Squared differences below this share of the states' squares are rounding, in 32 bits.
+# Squared differences below this share of the states' squares are rounding: of sums in 32 bits, and
+# of states that are kept in so many squared units of their dtype's precision.
 _ROUNDING = 1e-9
+_ROUNDING_EPS2 = 4
 
 # A constant of a place counts as if one token there had shown none.
 _PRIOR_TOKENS = 1.0
@@ -61,10 +63,12 @@ class _Sums:
     Args:
         heads: K.
         size: D.
+        dtype: in which the states are computed.
     """
 
-    def __init__(self, heads: int, size: int) -> None:
+    def __init__(self, heads: int, size: int, dtype: torch.dtype = torch.float32) -> None:
         self._size = size
+        self._rounding = max(_ROUNDING, _ROUNDING_EPS2 * torch.finfo(dtype).eps ** 2)
         inputs = size + NUM_PLACES
         self.xx = torch.zeros(heads, inputs, inputs, dtype=torch.float64)
         self.xy = torch.zeros(heads, inputs, size, dtype=torch.float64)
@@ -84,7 +88,7 @@ class _Sums:
         """Whether blocks differ from full attention by more than rounding; in layer 0 they mostly
         do not."""
         states = self.xx.diagonal(dim1=1, dim2=2)[:, : self._size]
-        return bool(self.yy.sum() > _ROUNDING * states.sum())
+        return bool(self.yy.sum() > self._rounding * states.sum())
 
     def solve(self, ridge: float) -> Tensor:
         """Weights and constants ``[K, D+P, D]``; zeros where nothing differs."""
@@ -148,7 +152,8 @@ def fit_correction(
 
 def _empty_sums(model: BlockModel) -> list[_Sums]:
     return [
-        _Sums(keys.heads, keys.size + values.size) for keys, values in model.profile.layer_outlines
+        _Sums(keys.heads, keys.size + values.size, keys.dtype)
+        for keys, values in model.profile.layer_outlines
     ]
 
 
@@ -203,6 +208,6 @@ def _explained(
     for sums, solution, size in zip(tested, solutions, key_sizes, strict=True):
         left, all_ = sums.left(solution), sums.yy
         for shares, part in zip(found, (slice(size), slice(size, None)), strict=True):
-            taken = 1 - float(left[:, part].sum() / all_[:, part].sum()) if sums.differ else 0.0
-            shares.append(taken)
+            differs = sums.differ and bool(all_[:, part].any())
+            shares.append(1 - float(left[:, part].sum() / all_[:, part].sum()) if differs else 0.0)
     return tuple(found[0]), tuple(found[1])

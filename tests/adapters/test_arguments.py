@@ -47,3 +47,26 @@ def test_every_name_of_an_argument_is_known() -> None:
         model="bundled", device="cpu", max_new_tokens=3, stop_sequences=["x"], tags=["a"]
     )
     assert (chat.max_tokens, chat.stop, chat.tags) == (3, ["x"], ["a"])
+
+
+def test_what_is_no_llm_is_told_with_what_was_expected() -> None:
+    from blockattn_rag.langchain import BlockKVTransformer
+    from blockattn_rag.llama_index import BlockKVTransform
+
+    wrong: Any = "bundled"
+    said = r"such as {}\(\.\.\.\); found str 'bundled'\. A model's name goes into model="
+    with pytest.raises(TypeError, match=said.format("ChatBlockAttention")):
+        BlockKVTransformer(llm=wrong)
+    with pytest.raises(TypeError, match=said.format("BlockAttentionLLM")):
+        BlockKVTransform(llm=wrong)
+
+
+def test_texts_are_no_documents_and_no_nodes() -> None:
+    from blockattn_rag.langchain import BlockKVTransformer
+    from blockattn_rag.llama_index import BlockKVTransform
+
+    texts: list[Any] = ["a passage"]
+    with pytest.raises(TypeError, match=r"list of Document, found str 'a passage' at place 0"):
+        BlockKVTransformer(model="bundled").transform_documents(texts)
+    with pytest.raises(TypeError, match=r"list of BaseNode, found str .*TextNode\(text=text\)"):
+        BlockKVTransform("bundled")(texts)

@@ -72,6 +72,24 @@ def test_a_database_brings_its_model_its_blocks_and_its_retriever(
     assert sum(after.values()) <= sum(before.values()) + 1
 
 
+def test_passages_of_a_tenants_database_are_stored_in_his_namespace_and_number_type(
+    cli: Command, model: Path, documents: Path, tmp_path: Path
+) -> None:
+    db = tmp_path / "db"
+    tenant = ("--namespace", "customer-17", "--kv-dtype", "int8")
+    assert cli("ingest", documents, "--db", db, "--model", model, *tenant).status == 0
+    store = DirectoryStore(db / "kv")
+    before = set(store.keys())
+    questions = lines(tmp_path / "q.jsonl", [{"question": f"how high {n}?"} for n in range(3)])
+    # After another sink, passages are other blocks than those that were ingested.
+    output = cli("adapt", "--passages", db, "--questions", questions, "--output", tmp_path / "out",
+                 "--sink", "head:2", "--learning-rate", 1e-5, *QUICK)  # fmt: skip
+    assert output.stdout, output.stderr
+    found = [store.describe(key) for key in set(store.keys()) - before]
+    assert found
+    assert {(one.namespace, one.kv_dtype) for one in found if one} == {("customer-17", "int8")}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

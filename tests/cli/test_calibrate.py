@@ -10,14 +10,18 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from blockattn_rag.cli import certificates
 from blockattn_rag.demo.corpus import bundled_corpus
 from blockattn_rag.engine.calibration import read_calibrations
+from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import DataError
 from blockattn_rag.evaluation.calibration import settings
+from blockattn_rag.evaluation.calibration.settings import Setting
 from blockattn_rag.model.reader import Reader
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.rag.ask import Assistant
@@ -145,6 +149,20 @@ def test_the_tables_tell_what_was_compared_and_what_to_do_next(
     assert "It reaches the targets." in again.stdout
 
 
+def test_the_reader_that_is_suggested_is_trained_on_what_was_chosen() -> None:
+    chosen = Setting("head:4", "/my kv/correction.safetensors", promote="1")
+    report: Any = SimpleNamespace(
+        calibration=SimpleNamespace(targets={"agreement": 0.9}),
+        choice=SimpleNamespace(setting=chosen),
+        finalists=[(chosen, 0.1, 0.01)],
+    )
+    told = certificates._next_steps(report, Path("db"), "some/model")
+    correction = "--correction '/my kv/correction.safetensors'"
+    adapt = f"adapt --model some/model --passages db --sink head:4 {correction} --output READER`"
+    assert adapt in told
+    assert f"(`--reader READER {correction}`)" in told
+
+
 def test_another_model_is_calibrated_beside_the_first_and_keeps_its_own_sink(
     cli: Command, db: Path, questions: Path, tmp_path: Path
 ) -> None:
@@ -164,6 +182,18 @@ def test_another_model_is_calibrated_beside_the_first_and_keeps_its_own_sink(
     # A later ingestion by the other model takes what was chosen for it.
     assert cli("ingest", tmp_path / "texts", "--db", db, "--model", other).status == 0
     assert require_manifest(db).sink == second["settings"]["sink"]
+
+
+def test_a_tenants_calibration_is_found_by_engines_of_his_namespace(
+    cli: Command, db: Path, questions: Path, tmp_path: Path
+) -> None:
+    tenant = ("--namespace", "customer-17")
+    assert cli("ingest", tmp_path / "texts", "--db", db, *tenant).status == 0
+    assert cli(*command(db, questions)).status == 0
+    engine = Database.open(db).local_engine
+    assert engine.calibration is not None
+    assert engine.calibration.namespace == "customer-17"
+    assert BlockAttentionEngine(engine.model, engine.store).calibration is None
 
 
 def test_a_sink_given_at_ingestion_later_holds(
@@ -227,6 +257,31 @@ def test_questions_that_a_reader_was_trained_on_do_not_certify_it_while_there_ar
     assert set(halves[0]) <= set(asked[:told])
     assert len(set(halves[1]) & set(asked[:told])) == told - 3
     assert ("2 of 3 questions to certify on" in output.stderr) == (told == 5)
+
+
+def test_a_model_with_a_sliding_window_is_calibrated_by_what_it_can_use(
+    cli: Command, questions: Path, tmp_path: Path
+) -> None:
+    tiny_model("mistral", sliding_window=16).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    db = ingested(cli, tmp_path, tmp_path / "model")
+    report = cli(*command(db, questions, "--json"))
+    assert report.status == 0, report.stderr
+    tried = {one["mode"].rpartition("+")[2] for one in report.json["finalists"]}
+    assert "promote=1" in tried
+    assert not [mode for mode in tried if mode.startswith(("merge=", "promote=attention"))]
+
+
+def test_a_database_whose_store_is_no_folder_is_refused_before_anything_is_computed(
+    cli: Command, db: Path, questions: Path, tmp_path: Path, s3: str
+) -> None:
+    assert cli("ingest", tmp_path / "texts", "--db", db, "--store", s3).status == 0
+    output = cli(*command(db, questions))
+    assert output.status == 1
+    shown = " ".join(output.stderr.split())
+    assert f"keeps keys and values in {s3}" in shown
+    assert "write it to a file (--output FILE)" in shown
+    assert not list(db.glob("calibrate-*"))
 
 
 def test_an_output_of_ones_own_changes_nothing_in_the_database(

@@ -95,7 +95,7 @@ def test_eval_diagnoses_what_makes_block_mode_differ_and_draws_it(
     found = cli(*command, "--plot", plot, "--json").json
     names = [row["mode"] for row in found["rows"]]
     assert names[:4] == ["block", "keys", "values", "first-1"]
-    assert names[-3:] == ["layers>=1", "layers>=2", "floor"]
+    assert names[-4:] == ["keys 2-2", "values 2-2", "first-16 2-2", "floor"]
     assert set(found["rows"][1]["recovery"]) == {"mean", "low", "high"}
     assert found["settings"]["sink"] == "head:4"
     assert "<svg" in plot.read_text("utf-8")
@@ -103,7 +103,7 @@ def test_eval_diagnoses_what_makes_block_mode_differ_and_draws_it(
     shown = cli(*command).stdout
     assert records.read_text("utf-8").splitlines() == lines
     assert "layers>=2" in shown
-    assert "A repair that changes no more than that part" in shown
+    assert "What a repair of that part alone can hope for" in shown
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import random
 import threading
 import time
 import weakref
@@ -259,18 +260,26 @@ def test_a_model_that_is_trained_meanwhile_is_left_alone(engine: BlockAttentionE
     assert found.dropped == 1
 
 
-def test_answers_are_drawn_by_the_rate_and_alike_each_time(model: BlockModel) -> None:
+def test_answers_are_drawn_by_the_rate(model: BlockModel) -> None:
     def drawn_at(rate: float) -> list[int]:
         """Which of the answers are audited."""
         engine, found = BlockAttentionEngine(model, audit_rate=rate), []
+        engine._auditor._draws = random.Random(0)
         for number in range(40):
             engine._auditor._submit = lambda _, number=number: found.append(number)  # type: ignore[misc]
             engine.generate(A, max_new_tokens=1)
         return found
 
-    assert drawn_at(0.5) == drawn_at(0.5)
     assert 10 <= len(drawn_at(0.5)) <= 30
     assert (drawn_at(0), drawn_at(1)) == ([], list(range(40)))
+
+
+def test_each_engine_draws_other_answers_so_that_short_processes_are_audited_too(
+    model: BlockModel,
+) -> None:
+    auditors = [BlockAttentionEngine(model, audit_rate=0.01)._auditor for _ in range(2)]
+    one, other = ([auditor._draws.random() for _ in range(8)] for auditor in auditors)
+    assert not set(one) & set(other)
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5, "all", True, float("nan")])

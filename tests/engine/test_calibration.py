@@ -148,6 +148,21 @@ def test_a_file_that_is_none_is_refused_and_says_why(
         write_calibration(path, calibration("2" * 64))
 
 
+def test_tenants_of_a_store_have_calibrations_of_their_own(
+    store: DirectoryStore, model: BlockModel
+) -> None:
+    def found(namespace: str) -> Calibration | None:
+        return BlockAttentionEngine(model, store, namespace=namespace).calibration
+
+    first = calibrated(model, store, namespace="first")
+    assert [found(name) for name in ("first", "second", "")] == [first, None, None]
+    second = calibrated(model, store, namespace="second", seed=1)
+    nobodys = calibrated(model, store, seed=2)
+    assert [found(name) for name in ("first", "second", "")] == [first, second, nobodys]
+    with pytest.raises(ValueError, match="a namespace is named by"):
+        Calibration.from_dict({**first.to_dict(), "namespace": "../up"})
+
+
 def _wrong(name: str, value: Any) -> dict[str, Any]:
     return {**asdict(certificate()), name: value}
 
@@ -348,7 +363,7 @@ def test_a_calibration_of_another_model_is_not_used_and_the_warning_says_so(
     assert engine.calibration is None
     assert engine.defaults == GenerateOptions()
     (warning,) = said(caplog, engine, prompt(3))
-    assert "is of another model, or of another dtype" in warning
+    assert "is of another model, another dtype or another namespace" in warning
 
 
 def test_a_tuned_model_is_warned_of_as_little_as_before(

@@ -348,6 +348,38 @@ def test_a_model_not_known_to_be_tuned_warns_once_and_in_block_mode_only(
     assert "some/model is not known to be block-fine-tuned" in record.getMessage()
 
 
+def test_an_engine_takes_what_its_model_was_fine_tuned_with_and_warns_of_anything_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = BlockModel(tiny_model(), tiny_tokenizer(), name="some/model")
+    model.config.block_attention = {"version": 1, "positions": "composite", "sink": "head:4"}
+    engine = BlockAttentionEngine(model)
+    assert (engine.defaults.positions, engine.defaults.sink) == ("composite", "head:4")
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        engine.generate([A, B, Q], max_new_tokens=1)
+        assert not caplog.records
+        other = BlockAttentionEngine(model, sink="none")
+        assert (other.defaults.positions, other.defaults.sink) == ("composite", "none")
+        other.generate([A, B, Q], max_new_tokens=1)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "some/model was trained with positions='composite' and sink='head:4', found "
+        "positions='composite' and sink='none': block mode will be less accurate"
+    )
+
+
+@pytest.mark.parametrize("marker", [True, {"version": 1}, {"sink": None, "positions": ""}])
+def test_a_mark_that_tells_no_options_changes_none(
+    marker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = BlockModel(tiny_model(), tiny_tokenizer())
+    model.config.block_attention = marker
+    engine = BlockAttentionEngine(model, sink="head:2")
+    assert (engine.defaults.positions, engine.defaults.sink) == ("reordered", "head:2")
+    engine.generate([A, B, Q], max_new_tokens=1)
+    assert not caplog.records
+
+
 # -- batches ---------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,19 @@ def test_arguments_go_where_they_belong_and_the_rest_to_transformers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "meant"), [("sinkk", "sink"), ("promot", "promote"), ("temprature", "temperature")]
+)
+def test_a_misspelt_option_is_told(name: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"unknown option '{name}' .did you mean '{meant}'"):
+        parse(**{name: 1})
+
+
+@pytest.mark.parametrize("name", ["min_new_tokens", "top_h", "synced_gpus"])
+def test_what_transformers_knows_is_no_misspelt_option(name: str) -> None:
+    assert parse(**{name: 1}).sampling.extra == {name: 1}
+
+
+@pytest.mark.parametrize(
     ("name", "found"),
     [("sink", "head"), ("merge", "more:2"), ("merge", "no.safetensors"), ("promote", "best")],
 )

@@ -183,6 +183,12 @@ def test_a_correction_is_tried_with_its_own_sink_before_merges() -> None:
     assert corrected.mode == "sink=head:4+correction=kv.safetensors"
 
 
+def test_models_without_relay_attention_try_no_merge_and_no_promotion_by_attention() -> None:
+    of_all = stages(SINKS, most_promoted=2, supports_relay=False)
+    assert list(of_all) == ["sinks", "promotion"]
+    assert [setting.promote for setting in of_all["promotion"](PLAIN)] == ["1", "2"]
+
+
 def test_sinks_that_a_model_lacks_or_that_are_the_same_are_left_out() -> None:
     assert usable_sinks(BlockTokenizer(tiny_tokenizer())) == [
         "none",

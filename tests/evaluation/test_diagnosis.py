@@ -126,16 +126,27 @@ def test_each_part_holds_the_models_own_states_where_it_says(
     states, parts = states_of(engine, samples[0]), parts_of(3)
     block = joined(states, parts["block"])
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    heads_of = torch.zeros(sum(lengths), dtype=torch.bool)
-    for start in starts:
-        heads_of[start : start + 4] = True
+
+    def first_of(count: int) -> Tensor:
+        firsts = torch.zeros(sum(lengths), dtype=torch.bool)
+        for start, length in zip(starts, lengths, strict=True):
+            firsts[start : start + min(count, length)] = True
+        return firsts
+
+    def only_layer_1(swapped: Tensor, rest: Tensor) -> Tensor:
+        return torch.cat([rest[:1], swapped[1:2], rest[2:]])
+
+    first_16 = torch.where(first_of(16)[:, None], full, block)
     expected = {
         "floor": full,
         "keys": torch.stack([full[0], block[1]]),
         "values": torch.stack([block[0], full[1]]),
-        "first-4": torch.where(heads_of[:, None], full, block),
+        "first-4": torch.where(first_of(4)[:, None], full, block),
         "layers<2": torch.cat([full[:, :2], block[:, 2:]], dim=1),
         "layers>=2": torch.cat([block[:, :2], full[:, 2:]], dim=1),
+        "keys 1-1": torch.stack([only_layer_1(full[0], block[0]), block[1]]),
+        "values 1-1": torch.stack([block[0], only_layer_1(full[1], block[1])]),
+        "first-16 2-2": torch.cat([block[:, :2], first_16[:, 2:]], dim=1),
     }
     for name, right in expected.items():
         # Encoding is batched otherwise than here: equal but for rounding.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,22 +15,19 @@ from blockattn_rag.errors import ContextOverflowError, DataError
 from blockattn_rag.evaluation import EvaluationSample, fidelity, measure_fidelity, read_samples
 from blockattn_rag.evaluation.fidelity import FLOOR, FidelityReport, full_answer
 from blockattn_rag.evaluation.run import make_prompt
-from blockattn_rag.model import BlockModel
 from blockattn_rag.model.reader import Reader
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import CHAT
 from blockattn_rag.prompts.sinks import sink_ids
+from tests.engines import tuned_engine
 from tests.evaluation.samples import record, write_jsonl
-from tests.models import shared_tiny_llama, tiny_tokenizer
 
 NEW = 4
 
 
 @pytest.fixture(scope="module")
 def engine() -> BlockAttentionEngine:
-    model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer())
-    model.config.block_attention = {"tuned": True}  # no warning
-    return BlockAttentionEngine(model)
+    return tuned_engine()
 
 
 @pytest.fixture

@@ -153,7 +153,7 @@ def test_options_of_a_call_go_before_those_of_the_model(chat: ChatBlockAttention
 
 
 def test_an_unknown_option_is_refused(chat: ChatBlockAttention) -> None:
-    with pytest.raises(ValueError, match="tempurature"):
+    with pytest.raises(TypeError, match="did you mean 'temperature'"):
         chat.invoke("Hello", tempurature=1)
 
 

@@ -74,6 +74,12 @@ def test_other_schemas_give_dicts(chat: ChatBlockAttention, schema: Any, keys: s
     assert chat.with_structured_output(schema).invoke(ASKED).keys() == keys
 
 
+@pytest.mark.parametrize("wrong", [int, 3, "a tower"])
+def test_what_is_no_schema_is_refused(chat: ChatBlockAttention, wrong: Any) -> None:
+    with pytest.raises(ValueError, match="a schema is a pydantic class, a TypedDict"):
+        chat.with_structured_output(wrong)
+
+
 def test_a_class_of_pydantics_version_1_gives_its_objects(chat: ChatBlockAttention) -> None:
     assert isinstance(chat.with_structured_output(TowerV1).invoke(ASKED), TowerV1)
 

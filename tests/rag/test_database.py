@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,21 @@ def test_a_database_keeps_its_namespace(model: Path, tmp_path: Path) -> None:
     manifest.write_text(manifest.read_text().replace('"one"', '"o/ne"'))
     with pytest.raises(DatabaseError, match="a namespace is named by"):
         Database.open(tmp_path / "db")
+
+
+def test_a_new_database_has_the_sink_that_its_model_was_fine_tuned_with(
+    model: Path, tmp_path: Path
+) -> None:
+    tuned = tmp_path / "tuned"
+    shutil.copytree(model, tuned)
+    config = json.loads((tuned / "config.json").read_text())
+    config["block_attention"] = {"version": 1, "sink": "head:3"}
+    (tuned / "config.json").write_text(json.dumps(config))
+    for number, (wanted, sink) in enumerate([("", "head:3"), ("none", "none")]):
+        folder = tmp_path / f"{number}"
+        created = Database.create(folder, Manifest(str(tuned), fingerprint="", sink=wanted))
+        assert created.manifest.sink == created.local_engine.defaults.sink == sink
+        assert Database.open(folder).local_engine.defaults.sink == sink
 
 
 def test_a_database_keeps_what_its_blocks_are_kept_in(model: Path, tmp_path: Path) -> None:

@@ -36,8 +36,9 @@ def test_what_is_encoded_and_counted_is_what_an_engine_of_this_process_would(
         assert found.seconds > 0 or not blocks
     assert sorted(server.store.keys()) == sorted(local.store.keys())
     assert engine.encode(["One text.", BLOCKS[0]]) == local.encode(["One text.", BLOCKS[0]])
-    with pytest.raises(TypeError, match="encode takes a list of texts, found one str"):
-        engine.encode("One text.")
+    for wrong, kind in (("One text.", "str"), (3, "int")):
+        with pytest.raises(TypeError, match=f"encode takes a list of texts, found one {kind}"):
+            engine.encode(wrong)  # type: ignore[arg-type]
 
 
 def test_the_first_block_of_a_prompt_is_stored_as_such(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from itertools import chain
 
 import pytest
@@ -68,6 +70,18 @@ def test_a_corrected_context_is_nearer_to_full_attention(model: BlockModel) -> N
     for layer, explained in [*enumerate(report.keys_explained)][1:]:
         assert 1 - corrected[layer] / plain[layer] == pytest.approx(explained, abs=1e-4)
     assert min(report.keys_explained[1:] + report.values_explained[1:]) > 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_rounding_of_16_bits_is_not_fitted(dtype: torch.dtype) -> None:
+    """In the first layer only rounded rotations differ, and values do not differ at all."""
+    rounded = BlockModel(tiny_model().to(dtype), tiny_tokenizer())  # type: ignore[arg-type]
+    every = contexts_of(10)
+    correction, report = fit_correction(rounded, every[:8], every[8:], sink="head:2")
+    assert report.keys_explained[0] == report.values_explained[0] == 0
+    assert not any(tensor.any() for tensor in correction.layers[0])
+    assert all(layer.weight.any() for layer in correction.layers[1:])
+    json.dumps(asdict(report), allow_nan=False)
 
 
 def distances(

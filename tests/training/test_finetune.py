@@ -22,6 +22,7 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import DataError, DivergedError, UnsupportedModelError
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import load_config
+from blockattn_rag.model.profile import profile_of
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.training.batches import Collator, ModeDataset, layout_of
 from blockattn_rag.training.config import LoraConfig
@@ -85,6 +86,10 @@ class TestResult:
         report = finetune(config(settings(folder, max_steps=1, sink=sink)))
         assert report.loss != plain.loss  # the sink was seen
         assert load_config(folder / "out").block_attention["sink"] == sink
+        tuned = BlockModel.from_pretrained(folder / "out")
+        assert BlockAttentionEngine(tuned).defaults.sink == sink
+        if sink != "first-block":
+            assert profile_of(tuned).sink == sink
         card = (folder / "out" / "README.md").read_text(encoding="utf-8")
         assert f'from_pretrained("out", sink="{sink}")' in card
 

@@ -133,6 +133,7 @@ def calibrate(
         seed=seed,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         package_version=package_version,
+        namespace=engine.access.namespace,
         kv_dtype=engine.kv_dtype,
     )
     return CalibrationReport(calibration, choice, plain)

@@ -65,6 +65,7 @@ def stages(
     reader: str | None = None,
     most_promoted: int = 2,
     corrected: Setting | None = None,
+    supports_relay: bool = True,
 ) -> dict[str, Stage]:
     """The stages of the search by name: each varies one option, cheapest first.
 
@@ -72,6 +73,8 @@ def stages(
         reader: folder of a reader adapter to try; None: there is none.
         most_promoted: 0 tries no promotion, which costs tokens per question.
         corrected: a correction to try, with its sink.
+        supports_relay: of the model; where it does not, merges and promotion by attention are
+            refused, and not tried.
     """
 
     def with_reader(best: Setting) -> list[Setting]:
@@ -81,13 +84,14 @@ def stages(
 
     def with_promotion(best: Setting) -> list[Setting]:
         counts = range(1, most_promoted + 1)
-        forms = [f"{how}{count}" for count in counts for how in ("", "attention:")]
+        ways = ("", "attention:") if supports_relay else ("",)
+        forms = [f"{how}{count}" for count in counts for how in ways]
         return [replace(best, promote=form) for form in forms]
 
     found: dict[str, Stage] = {"sinks": lambda best: [replace(best, sink=s) for s in sinks]}
     if corrected is not None:
         found["correction"] = lambda _: [corrected]
-    if merges:
+    if merges and supports_relay:
         found["merges"] = lambda best: [replace(best, merge=merge) for merge in merges]
     if reader is not None:
         found["reader"] = with_reader

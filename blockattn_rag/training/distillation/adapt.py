@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ from blockattn_rag.engine.option_files import correction_digest, merge_digest
 from blockattn_rag.errors import DataError
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.correction_file import save_correction
+from blockattn_rag.model.correction_file import load_correction, save_correction
 from blockattn_rag.model.reader import Reader
 from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.checkpoints import format_for
 from blockattn_rag.prompts.formats import prompt_format
 from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 from blockattn_rag.store import DirectoryStore, KVStore
@@ -60,7 +61,7 @@ def adapt(
     material: Sequence[Question] | Collection,
     config: AdaptConfig,
     *,
-    store: KVStore | None = None,
+    source: BlockSource | None = None,
     on_progress: Progress = lambda *_: None,
 ) -> AdaptReport:
     """Fit a reader adapter, a merge or a correction as ``config`` says and write it to
@@ -71,7 +72,8 @@ def adapt(
     Args:
         model: the stock model.
         material: questions with passages, or passages that the model writes questions about.
-        store: of passages' keys and values; default: one in the work folder, thrown away with it.
+        source: of passages' keys and values; default: of a store in the work folder, thrown away
+            with it.
         on_progress: told of each stage's progress.
 
     Raises:
@@ -84,6 +86,8 @@ def adapt(
     """
     check_sink(config.sink)
     load_merge(config.merge)
+    form = format_for(config.prompt_format, model.name)
+    config = replace(config, prompt_format=form.name)  # what a run notes and is resumed with
     how_encoded(model, config.sink, config.correction)
     settings = {
         **config.decisive(),
@@ -93,7 +97,7 @@ def adapt(
         "the file of the merge": merge_digest(config.merge),
     }
     with run_folder(config, settings):
-        return _Run(model, config, store, on_progress).run(material)
+        return _Run(model, config, source, on_progress).run(material)
 
 
 def _digest(material: Sequence[Question] | Collection) -> str:
@@ -110,7 +114,7 @@ class _Run:
 
     model: BlockModel
     config: AdaptConfig
-    store: KVStore | None
+    source: BlockSource | None
     on_progress: Progress
     seconds: dict[str, float] = field(default_factory=dict)
     tried: int | None = None
@@ -121,12 +125,12 @@ class _Run:
         train, held = self._prompts(questions)
         teacher = Teacher(model, config.answers_folder, config.max_new_tokens, config.top_k)
         with self._stage("teacher") as tick:
-            teacher.answer_all([*([] if config.fit == "correction" else train), *held], tick)
-        source = BlockSource(model, self.store or self._own_store())
+            teacher.answer_all([*([] if config.is_closed_form else train), *held], tick)
+        source = self.source or BlockSource(model, self._own_store())
         with self._stage("block mode") as tick:
             block = self._block_mode(held, teacher, source, tick)
         distinct = {question.text.casefold() for question in questions}
-        if config.fit == "correction":
+        if config.is_closed_form:
             return self._corrected(train, held, teacher, source, block, distinct)
         model.hf_model.requires_grad_(False)
         checkpoint = last_checkpoint(config.work / "checkpoints") if config.resume else None
@@ -271,6 +275,8 @@ class _Run:
                 seed=config.seed,
             )
             return Student(model, reader=reader, merge=load_merge(config.merge))
+        if config.fit == "correction":
+            return Student(model, correction=load_correction(config.correction))
         text = model.config.get_text_config(decoder=True)
         values = [of_values for _, of_values in model.profile.layer_outlines]
         if len(set(values)) > 1:
@@ -331,6 +337,8 @@ def _save_student(student: Student, base: str, sink: str, folder: Path) -> None:
     if student.reader is not None:
         told = {"base_model": base, "fingerprint": fingerprint, "sink": sink}
         student.reader.save(folder, told)
+    elif student.correction is not None:
+        save_correction(student.correction, folder / CORRECTION_FILE)
     else:
         assert isinstance(student.merge, LearnedMerge)
         save_merge(student.merge, folder / MERGE_FILE, fingerprint)

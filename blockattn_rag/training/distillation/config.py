@@ -11,15 +11,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
+from blockattn_rag.prompts.sinks import FIRST_BLOCK
 from blockattn_rag.training.config import work_of
 
 T = TypeVar("T")
 Fit = Literal["reader", "merge", "correction"]
 """What is fitted: a reader adapter (LoRA), the merge of context and final block (CalMerge), both by
-gradients; or a correction of keys and values, in closed form."""
+gradients; or a correction of keys and values, in closed form, or by gradients from one that is."""
 
-LEARNING_RATE: dict[Fit, float] = {"reader": 5e-4, "merge": 1e-2}
-SAMPLES: dict[Fit, int] = {"reader": 300, "merge": 300, "correction": 40}
+LEARNING_RATE: dict[Fit, float] = {"reader": 5e-4, "merge": 1e-2, "correction": 1e-4}
+SAMPLES = 300
+CLOSED_FORM_SAMPLES = 40
 
 # These settings do not change the result, so a resumed run may have other values of them.
 _INCIDENTAL = ("output", "answers", "resume", "overwrite", "store_bytes")
@@ -46,13 +48,15 @@ class AdaptConfig:
             needs to go on after an interruption lies beside it in ``<output>.work``.
         fit: what is trained.
         sink: what context blocks are encoded after; see ``prompts.sinks``.
-        correction: of the passages' keys and values, while a reader or a merge is trained; see
-            ``model.correction``.
+        correction: of the passages' keys and values, while a reader or a merge is trained; or that
+            a correction is trained from, by gradients; see ``model.correction``.
         merge: how attention to the passages is weighted while a reader is trained; see
             ``attention.context_merge``.
-        prompt_format: how a question and its passages become a prompt.
+        prompt_format: how a question and its passages become a prompt: a name of
+            ``prompts.FORMATS``, or ``"auto"`` for the model's own if it is a known checkpoint and
+            ``"chat"`` elsewhere.
         samples: questions with passages to train on; a question may serve in several. None: 300,
-            and 40 for a correction, which needs no more.
+            and 40 for a correction in closed form, which needs no more.
         min_passages, max_passages: passages of a sample; the number is drawn for each.
         held_out: share of the questions that are not trained on.
         max_new_tokens: longest answer of the teacher.
@@ -65,7 +69,8 @@ class AdaptConfig:
         cross_entropy_weight: weight of the cross-entropy of the teacher's answer in the loss.
         epochs: passes over the samples.
         batch_size: samples of an optimizer step.
-        learning_rate: None: 5e-4 for readers, 1e-2 for merges; decays linearly to 0.
+        learning_rate: None: 5e-4 for readers, 1e-2 for merges, 1e-4 for corrections; decays
+            linearly to 0.
         max_grad_norm: longer gradients are cut.
         eval_steps: steps between measurements of the held-out samples, which are also kept to go on
             from; of the states measured, the best is the result.
@@ -83,12 +88,18 @@ class AdaptConfig:
     fit: Fit = _setting(
         "reader",
         "reader: LoRA; merge: weights of the context by head (CalMerge); correction: of passages' "
-        "keys and values, which takes a minute or two.",
+        "keys and values, in closed form, which takes minutes; with --correction, by gradients.",
     )
     sink: str = _setting("none", "What passages are encoded after: none, bos, head:4, first-block.")
-    correction: str = _setting("none", "File of a correction of the passages' keys and values.")
+    correction: str = _setting(
+        "none",
+        "File of a correction of the passages' keys and values; with --fit correction, the one to "
+        "train further.",
+    )
     merge: str = _setting("none", "Merge of the context that a reader is trained on top of.")
-    prompt_format: str = _setting("chat", "chat, block-attention, turborag, ...")
+    prompt_format: str = _setting(
+        "auto", "auto (a known checkpoint's own, else chat), chat, block-attention, turborag, ..."
+    )
     samples: int | None = _setting(None, "Prompts to train on: 300; 40 for a correction.")
     min_passages: int = _setting(1, "Fewest passages of a prompt.")
     max_passages: int = _setting(5, "Most passages of a prompt; as many as will be retrieved.")
@@ -104,7 +115,9 @@ class AdaptConfig:
     cross_entropy_weight: float = _setting(0.0, "Of the cross-entropy of full mode's answer.")
     epochs: float = _setting(1.0, "Passes over the prompts.")
     batch_size: int = _setting(4, "Prompts of an optimizer step.")
-    learning_rate: float | None = _setting(None, "Peak; 5e-4 for readers, 1e-2 for merges.")
+    learning_rate: float | None = _setting(
+        None, "Peak; 5e-4 for readers, 1e-2 for merges, 1e-4 for corrections."
+    )
     warmup_steps: int = _setting(5, "Steps of rising learning rate.")
     weight_decay: float = _setting(0.0, "")
     adam_beta2: float = _setting(0.98, "")
@@ -130,12 +143,15 @@ class AdaptConfig:
                 found = getattr(self, name)
                 if found is not None and not (math.isfinite(found) and fits(found)):
                     raise ValueError(f"{name} is {found}, expected {words}")
-        for own in ("merge", "correction"):
-            if self.fit == own and getattr(self, own) != "none":
-                found = getattr(self, own)
-                raise ValueError(f"found {own}={found!r} where a {own} is fitted, expected 'none'")
+        if self.fit == "merge" and self.merge != "none":
+            raise ValueError(f"found merge={self.merge!r} where a merge is fitted, expected 'none'")
         if self.fit == "correction" and self.merge != "none":
             raise ValueError(f"found merge={self.merge!r}, which does not matter to a correction")
+        if self.fit == "correction" and self.sink == FIRST_BLOCK:
+            raise ValueError(
+                f"found sink={self.sink!r} where a correction is fitted, which needs one that is "
+                "the same for all prompts: expected 'none', 'bos' or 'head:N', such as 'head:4'"
+            )
         if self.min_passages > self.max_passages:
             raise ValueError(
                 f"min_passages is {self.min_passages}, expected at most max_passages "
@@ -157,13 +173,19 @@ class AdaptConfig:
         return self.work / "answers" if self.answers is None else Path(self.answers)
 
     @property
+    def is_closed_form(self) -> bool:
+        """Whether nothing is trained by gradients."""
+        return self.fit == "correction" and self.correction == "none"
+
+    @property
     def peak_learning_rate(self) -> float:
         rate = self.learning_rate
         return LEARNING_RATE[self.fit] if rate is None else rate
 
     @property
     def num_samples(self) -> int:
-        return SAMPLES[self.fit] if self.samples is None else self.samples
+        most = CLOSED_FORM_SAMPLES if self.is_closed_form else SAMPLES
+        return most if self.samples is None else self.samples
 
     def decisive(self) -> dict[str, object]:
         """The settings that decide the result."""

@@ -190,7 +190,7 @@ def write_card(config: AdaptConfig, report: AdaptReport, path: Path) -> None:
     what, how = _HOW[config.fit]
     title, base = Path(config.output).name, report.base
     use: dict[str, str] = {config.fit: result_in(title, config.fit)}
-    names = ("sink", "correction", "merge")
+    names = [name for name in ("sink", "correction", "merge") if name != config.fit]
     use |= {name: value for name in names if (value := getattr(config, name)) != "none"}
     settings = {k: v for k, v in config.decisive().items() if v is not None}
     card = _CARD.format(

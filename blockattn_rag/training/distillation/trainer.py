@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from blockattn_rag.engine.fetcher import how_encoded
+from blockattn_rag.engine.options import NO_CORRECTION
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.training.distillation.config import AdaptConfig
 from blockattn_rag.training.distillation.divergence import (
@@ -122,7 +123,9 @@ class DistillationTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         self.student, self.teacher, self.source = student, teacher, source
         self.config, self.held = config, held
-        self._how = how_encoded(student.model, config.sink, config.correction)
+        # A correction that is trained is applied by the student.
+        applied = config.correction if config.fit != "correction" else NO_CORRECTION
+        self._how = how_encoded(student.model, config.sink, applied)
         self.fetch_s = 0.0
 
     def train_from(self, checkpoint: Path | None) -> None:

@@ -19,15 +19,17 @@ from safetensors.torch import load_file
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import DataError, DivergedError
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.correction_file import load_correction
 from blockattn_rag.prompts.formats import BLANK_LINE, FORMATS, PromptFormat
-from blockattn_rag.store import MemoryStore
 from blockattn_rag.training.distillation import adapt as module
 from blockattn_rag.training.distillation import questions
 from blockattn_rag.training.distillation.adapt import adapt
 from blockattn_rag.training.distillation.asked import question_digest, read_asked
+from blockattn_rag.training.distillation.config import AdaptConfig
 from blockattn_rag.training.distillation.questions import Collection
 from blockattn_rag.training.distillation.report import AdaptReport
 from blockattn_rag.training.distillation.trainer import stale_measurements
+from tests.models import tiny_model, tiny_tokenizer
 from tests.training.distillation.runs import (
     PASSAGES,
     PROMPT,
@@ -52,6 +54,28 @@ def folder(model: BlockModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("result") / "mine"
     adapt(model, QUESTIONS, config(folder))
     return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("some/model", {}, "chat"),
+        ("hxia7/Llama-3.2-1B-Block-FT", {}, "llama3-block"),
+        ("hxia7/Llama-3.2-1B-Block-FT", {"prompt_format": "turborag"}, "turborag"),
+    ],
+)
+def test_a_known_checkpoint_is_taught_in_its_own_format_unless_another_is_given(
+    name: str,
+    given: dict[str, Any],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(module._Run, "run", lambda run, _: found.append(run.config.prompt_format))
+    named = BlockModel(tiny_model(num_hidden_layers=1), tiny_tokenizer(), name=name)
+    adapt(named, QUESTIONS, AdaptConfig(tmp_path / "mine", **given))
+    assert found == [expected]
 
 
 def result(folder: Path) -> dict[str, torch.Tensor]:
@@ -134,9 +158,38 @@ class TestWhatIsLearned:
         with pytest.raises(ValueError, match="found sink='bos'"):
             adapt(model, QUESTIONS, config(tmp_path / "bos", sink="bos", correction=path))
 
-    def test_a_correction_is_not_fitted_on_top_of_another(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="where a correction is fitted, expected 'none'"):
-            config(tmp_path, fit="correction", correction="kv.safetensors")
+    def test_a_correction_is_trained_further_by_gradients(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        fitted = adapt(model, QUESTIONS, config(tmp_path / "kv", fit="correction"))
+        path = str(tmp_path / "kv" / "correction.safetensors")
+        settings = {**LONGER, "fit": "correction", "learning_rate": 2e-3, "correction": path}
+        report = adapt(model, QUESTIONS, config(tmp_path / "out", **settings))
+        # Divergences of a few millionths, in float32.
+        assert report.before.kl == pytest.approx(fitted.after.kl, rel=0.05)
+        assert report.after.kl < report.before.kl
+        assert report.steps == 24
+        assert report.correction is None
+        trained, start = (
+            load_correction(tmp_path / name / "correction.safetensors") for name in ("out", "kv")
+        )
+        assert trained.digest != start.digest
+        assert (trained.sink, trained.fingerprint) == (start.sink, start.fingerprint)
+        engine = BlockAttentionEngine(model, sink="head:4")
+        of_trained = str(tmp_path / "out" / "correction.safetensors")
+        one, other = (
+            engine.answer_logits(PROMPT, [70], correction=file) for file in (of_trained, path)
+        )
+        assert (one - other).abs().max() > 1e-3
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert 'correction="out/correction.safetensors", sink="head:4"' in card
+        assert f"| correction | {path} |" in card
+
+    def test_a_merge_is_fitted_on_top_of_no_other_and_matters_to_no_correction(
+        self, tmp_path: Path
+    ) -> None:
+        with pytest.raises(ValueError, match="where a merge is fitted, expected 'none'"):
+            config(tmp_path, fit="merge", merge="scale:0.9")
         with pytest.raises(ValueError, match="which does not matter to a correction"):
             config(tmp_path, fit="correction", merge="scale:0.9")
 
@@ -180,7 +233,7 @@ def adapt_measure(model: BlockModel, folder: Path, report: Any) -> float:
     from blockattn_rag.training.distillation.teacher import Teacher
     from blockattn_rag.training.distillation.trainer import measure
 
-    run = module._Run(model, config(folder), MemoryStore(1 << 30), lambda *_: None)
+    run = module._Run(model, config(folder), None, lambda *_: None)
     _, held = run._prompts(QUESTIONS)
     teacher = Teacher(model, folder.parent / "answers", 5, 64)
     engine = BlockAttentionEngine(model, sink="head:4")

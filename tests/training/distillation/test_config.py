@@ -20,6 +20,7 @@ from blockattn_rag.training.distillation.config import AdaptConfig
         ({"adam_beta2": 1.0}, "adam_beta2 is 1.0, expected 0 to below 1"),
         ({"min_passages": 6}, "min_passages is 6, expected at most max_passages"),
         ({"fit": "merge", "merge": "scale:0.9"}, "where a merge is fitted"),
+        ({"fit": "correction", "sink": "first-block"}, "the same for all prompts: .*'head:4'"),
         ({"output": "."}, "output must name a folder"),
         ({"resume": True, "overwrite": True}, "exclude each other"),
     ],

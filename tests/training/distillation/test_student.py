@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ import torch
 from blockattn_rag.attention.context_merge import FixedMerge, LearnedMerge
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.fetcher import HowEncoded
+from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.correction import NUM_PLACES, Correction, LayerCorrection
+from blockattn_rag.model.correction_file import save_correction
 from blockattn_rag.model.reader import Reader
 from blockattn_rag.store import MemoryStore
+from blockattn_rag.store.namespaces import OPEN
 from blockattn_rag.training.distillation.student import BlockSource, ReadyPrompt, Student
 from tests.training.distillation.runs import PROMPT, block_model
 
@@ -45,7 +50,12 @@ def merge_student(model: BlockModel) -> Student:
     return Student(model, merge=LearnedMerge.identity(2, 4, 2, 8))
 
 
-STUDENTS = pytest.mark.parametrize("make", [reader_student, merge_student])
+def correction_student(model: BlockModel) -> Student:
+    layer = LayerCorrection(torch.zeros(2, 16, 16), torch.zeros(2, NUM_PLACES, 16))
+    return Student(model, correction=Correction((layer, layer), SINK, model.fingerprint))
+
+
+STUDENTS = pytest.mark.parametrize("make", [reader_student, merge_student, correction_student])
 
 
 @STUDENTS
@@ -145,5 +155,34 @@ def test_the_distance_of_a_merge_is_the_mean_square_of_its_parameters(model: Blo
 
 
 def test_a_student_has_something_to_train(model: BlockModel) -> None:
-    with pytest.raises(ValueError, match="a reader or a learned merge to train, found neither"):
+    with pytest.raises(ValueError, match="a correction to train, found none"):
         Student(model, merge=FixedMerge("scale", 0.9))
+
+
+def test_a_correction_that_is_trained_acts_as_when_passages_are_encoded(
+    model: BlockModel, ready: ReadyPrompt, tmp_path: Path
+) -> None:
+    student = correction_student(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    found = student(ready, ANSWER).detach()
+    assert student.correction is not None
+    save_correction(student.correction, tmp_path / "kv.safetensors")
+    engine = BlockAttentionEngine(model, sink=SINK)
+    stock = engine.answer_logits(PROMPT, ANSWER)
+    expected = engine.answer_logits(PROMPT, ANSWER, correction=tmp_path / "kv.safetensors")
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert (found - stock).abs().max() > 1e-2
+
+
+def test_a_correction_is_trained_on_blocks_in_int8_as_on_others(model: BlockModel) -> None:
+    student = correction_student(model)
+    plain, rounded = (
+        student(
+            BlockSource(model, MemoryStore(1 << 30), OPEN, kind)(PROMPT, HowEncoded(SINK)), ANSWER
+        )
+        for kind in get_args(KVDtype)
+    )
+    assert 0 < (rounded - plain).norm() < 0.05 * plain.norm()

@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Measure the repairs of a stock model (SmolLM2) on Natural Questions: the tables of
+# docs/guides/stock_models.md. What is fitted is fitted to the tune file, and measured on the other.
+#
+#   bash benchmarks/stock_models.sh TUNE.jsonl.gz DATA.jsonl.gz FOLDER [STEP ...]
+#
+# Steps, in order, each of which goes on where it was stopped: correction, trained, merges, reader,
+# readers, diagnosis, knobs, measure, main, more-passages, other-text, costs, tables. On a processor
+# they take many hours; OMP_NUM_THREADS=1 and two steps at a time keep two cores busiest.
+set -euo pipefail
+benchmarks="$(cd "$(dirname "$0")" && pwd)"
+PATH="$benchmarks/../.venv/bin:$PATH"
+tune="$(realpath "$1")" data="$(realpath "$2")" folder="$3"
+shift 3
+steps=("$@")
+mkdir -p "$folder" && cd "$folder"
+
+sink=sink=head:4
+corrected=$sink+correction=kv/correction.safetensors
+trained=$sink+correction=kv-trained/correction.safetensors
+merged=$trained+merge=merge-trained/merge.safetensors
+read=$merged+reader=reader-merged
+five=(--min-passages 5 --max-passages 5)
+fit=(adapt --model smollm2 --questions "$tune" "${five[@]}" --resume)
+questions=(--num-passages 5 --data "$data")
+
+step() { # NAME, then the command
+  local name=$1
+  shift
+  if [ ${#steps[@]} -eq 0 ] || [[ " ${steps[*]} " == *" $name "* ]]; then
+    echo "== $name: $*"
+    "$@"
+  fi
+}
+fitted() { # FOLDER, then more of the command; what is there is not fitted again
+  local output=$1
+  shift
+  [ -d "$output" ] || blockattn-rag "${fit[@]}" --output "$output" "$@"
+}
+bench() { python "$benchmarks/stock_models.py" "$@"; }
+
+step correction fitted kv --fit correction --sink head:4 --samples 60 --held-out 0.2
+step trained fitted kv-trained --fit correction --sink head:4 --correction kv/correction.safetensors \
+  --samples 300 --held-out 0.1 --epochs 2 --answers answers
+merge=(--fit merge --sink head:4 --samples 80 --held-out 0.1 --epochs 2 --answers answers)
+step merges fitted merge "${merge[@]}"
+step merges fitted merge-trained "${merge[@]}" --correction kv-trained/correction.safetensors
+reader=(--fit reader --held-out 0.07 --eval-steps 50 --answers answers)
+step reader fitted reader-merged "${reader[@]}" --samples 400 --epochs 2 --sink head:4 \
+  --correction kv-trained/correction.safetensors --merge merge-trained/merge.safetensors
+step readers fitted reader-none "${reader[@]}" --samples 200
+step readers fitted reader-sink "${reader[@]}" --samples 200 --sink head:4
+
+for after in none head:4; do
+  step diagnosis blockattn-rag eval --diagnosis --model smollm2 "${questions[@]}" --limit 60 \
+    --sink $after --max-new-tokens 24 --output "diagnosis-${after/:/-}.jsonl"
+done
+
+# The knobs are chosen on the tune file: the best of each family stands in the lists below.
+knobs=(block $sink sink=head:8 sink=head:16 sink=head:32)
+for knob in bias:-0.25 bias:-0.5 bias:-1 scale:0.9 scale:0.9:0.9 ape:0.9:0.9 ape:0.8:0.9; do
+  knobs+=("$sink+merge=$knob")
+done
+
+free=(
+  block block-composite closed-book sink=bos $sink sink=head:16 sink=first-block
+  $sink+merge=bias:-0.5 $sink+merge=ape:0.9:0.9 $sink+merge=merge/merge.safetensors
+  $corrected $trained $merged
+)
+paid=(
+  promote=1 promote=2 $sink+promote=attention:1 $corrected+promote=attention:1
+  $merged+promote=attention:1 reader=reader-none $sink+reader=reader-sink $read
+  $read+promote=attention:1
+)
+main=block,closed-book,$sink,$corrected,$merged,$read
+joined() { local IFS=,; echo "$*"; }
+all=$(joined "${free[@]}" "${paid[@]}")
+step knobs bench measure --num-passages 5 --data "$tune" --limit 60 --output knobs.csv \
+  --modes "$(joined "${knobs[@]}")"
+step knobs bench table knobs.csv
+step measure bench measure "${questions[@]}" --limit 500 --output all.csv \
+  --modes "$all,recompute=16" --answered "$main"
+step main bench measure "${questions[@]}" --start 500 --limit 500 --output main.csv \
+  --modes "$main" --answered "$main"
+step more-passages bench measure --data "$data" --num-passages 10 --limit 100 \
+  --output ten-passages.csv --modes "$main" --answered "$main"
+step other-text python "$benchmarks/docstring_questions.py" docstrings.jsonl --samples 200
+step other-text bench measure --data docstrings.jsonl --num-passages 5 --limit 200 \
+  --output docstrings.csv --modes "$main" --answered "$main"
+step costs bench costs "${questions[@]}" --modes "full,$all" --output costs.csv
+step tables bench table all.csv main.csv --costs costs.csv
+for name in ten-passages docstrings; do step tables bench table $name.csv; done
