@@ -10,7 +10,8 @@ OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 ANONYMIZED_TELEMETRY=False
 WORKERS ?= 2
 
 # Notebooks are shown with what they print: without progress bars and notes of other packages.
-QUIET := NO_MKDOCS_2_WARNING=1 HF_HUB_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1 PYTHONWARNINGS=ignore
+# Matplotlib lists the machine's fonts once, and says so if that takes long: before, in no notebook.
+QUIET := MPLCONFIGDIR=$(CURDIR)/.cache/matplotlib NO_MKDOCS_2_WARNING=1 HF_HUB_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1 PYTHONWARNINGS=ignore
 
 .PHONY: demo smollm2 test test-recipes test-vllm lint format docs clean
 
@@ -40,8 +41,9 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.docs  ## run the notebooks, naming each, and build the documentation into site/
+	@$(QUIET) $(BIN)/python -c "import matplotlib.font_manager"
 	$(OFFLINE) $(QUIET) OMP_NUM_THREADS=2 $(BIN)/mkdocs build --strict
-	@! grep -l 'data-mime-type="application/vnd.jupyter.stderr"[ >]' site/notebooks/*/index.html \
+	@! grep -n -A 3 'data-mime-type="application/vnd.jupyter.stderr"[ >]' site/notebooks/*/index.html \
 	|| { echo "these notebooks print to stderr, which their pages show in red" >&2; exit 1; }
 
 clean:
