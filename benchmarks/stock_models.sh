@@ -5,8 +5,8 @@
 #   bash benchmarks/stock_models.sh TUNE.jsonl.gz DATA.jsonl.gz FOLDER [STEP ...]
 #
 # Steps, in order, each of which goes on where it was stopped: correction, trained, merges, reader,
-# readers, diagnosis, knobs, measure, main, more-passages, other-text, costs, tables. On a processor
-# they take many hours; OMP_NUM_THREADS=1 and two steps at a time keep two cores busiest.
+# readers, fine-tuned, diagnosis, knobs, measure, main, more-passages, other-text, costs, tables. On a
+# processor they take many hours; OMP_NUM_THREADS=1 and two steps at a time keep two cores busiest.
 set -euo pipefail
 benchmarks="$(cd "$(dirname "$0")" && pwd)"
 PATH="$benchmarks/../.venv/bin:$PATH"
@@ -51,6 +51,21 @@ step reader fitted reader-merged "${reader[@]}" --samples 400 --epochs 2 --sink 
 step readers fitted reader-none "${reader[@]}" --samples 200
 step readers fitted reader-sink "${reader[@]}" --samples 200 --sink head:4
 
+# The upper bound: block fine-tuning of all weights, on full mode's own answers.
+fine_tuned() { # FOLDER, then more of the command
+  local output=$1
+  shift
+  [ ! -d "$output" ] || return 0
+  if [ -d "$output.work" ]; then
+    set -- "$@" --resume # with the same samples
+  else
+    bench answers --data "$tune" --num-passages 5 --limit 300 --output "$output.jsonl"
+  fi
+  blockattn-rag train --model smollm2 --data "$output.jsonl" --output "$output" "$@"
+}
+step fine-tuned fine_tuned fine-tuned --learning-rate 2e-5 --batch-size 8 --warmup-steps 8 \
+  --save-steps 15
+
 for after in none head:4; do
   step diagnosis blockattn-rag eval --diagnosis --model smollm2 "${questions[@]}" --limit 60 \
     --sink $after --max-new-tokens 24 --output "diagnosis-${after/:/-}.jsonl"
@@ -65,7 +80,7 @@ done
 free=(
   block block-composite closed-book sink=bos $sink sink=head:16 sink=first-block
   $sink+merge=bias:-0.5 $sink+merge=ape:0.9:0.9 $sink+merge=merge/merge.safetensors
-  $corrected $trained $merged
+  $corrected $trained $merged model=fine-tuned
 )
 paid=(
   promote=1 promote=2 $sink+promote=attention:1 $corrected+promote=attention:1
@@ -79,7 +94,7 @@ step knobs bench measure --num-passages 5 --data "$tune" --limit 60 --output kno
   --modes "$(joined "${knobs[@]}")"
 step knobs bench table knobs.csv
 step measure bench measure "${questions[@]}" --limit 500 --output all.csv \
-  --modes "$all,recompute=16" --answered "$main"
+  --modes "$all,recompute=16" --answered "$main,model=fine-tuned"
 step main bench measure "${questions[@]}" --start 500 --limit 500 --output main.csv \
   --modes "$main" --answered "$main"
 step more-passages bench measure --data "$data" --num-passages 10 --limit 100 \
