@@ -41,12 +41,12 @@ bench() { python "$benchmarks/stock_models.py" "$@"; }
 
 step correction fitted kv --fit correction --sink head:4 --samples 60 --held-out 0.2
 step trained fitted kv-trained --fit correction --sink head:4 --correction kv/correction.safetensors \
-  --samples 300 --held-out 0.1 --epochs 2 --answers answers
+  --samples 240 --held-out 0.1 --epochs 2 --answers answers
 merge=(--fit merge --sink head:4 --samples 80 --held-out 0.1 --epochs 2 --answers answers)
 step merges fitted merge "${merge[@]}"
 step merges fitted merge-trained "${merge[@]}" --correction kv-trained/correction.safetensors
 reader=(--fit reader --held-out 0.07 --eval-steps 50 --answers answers)
-step reader fitted reader-merged "${reader[@]}" --samples 400 --epochs 2 --sink head:4 \
+step reader fitted reader-merged "${reader[@]}" --samples 360 --epochs 2 --sink head:4 \
   --correction kv-trained/correction.safetensors --merge merge-trained/merge.safetensors
 step readers fitted reader-none "${reader[@]}" --samples 200
 step readers fitted reader-sink "${reader[@]}" --samples 200 --sink head:4
