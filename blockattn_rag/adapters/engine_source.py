@@ -179,7 +179,7 @@ class EngineSource:
     @property
     def identity(self) -> dict[str, Any]:
         """What answers depend on besides a component's fields: a ready engine's model and options;
-        of an engine to be loaded, the calibrations that it will find with its store."""
+        of an engine to be loaded, the calibrations that it will find."""
         if "engine" in self.live_parts:
             engine = self.engine
             options = {n: getattr(engine.defaults, n) for n in BlockOptions.__annotations__}
@@ -187,10 +187,11 @@ class EngineSource:
             if isinstance(engine, BlockAttentionEngine):
                 known["kv_dtype"] = engine.kv_dtype
             return {**known, **options}
-        folder = _location(self._kv_store)
-        path = None if folder is None else Path(folder) / CALIBRATION_FILE
-        found = path.read_bytes() if path is not None and path.is_file() else None
-        return {"calibrations": None if found is None else hashlib.sha256(found).hexdigest()}
+        folder, given = _location(self._kv_store), self._model_kwargs.get("calibration")
+        beside = None if folder is None else Path(folder) / CALIBRATION_FILE
+        places = [Path(path).expanduser() for path in (given, beside) if path is not None]
+        found = [hashlib.sha256(path.read_bytes()).hexdigest() for path in places if path.is_file()]
+        return {"calibrations": found}
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> EngineSource:
         # Weights and locks are shared, never copied.

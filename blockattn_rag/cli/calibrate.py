@@ -83,8 +83,7 @@ def calibrate(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Write the calibration there, and do not use it. Default: into the database's "
-            "store, where every engine over it finds it.",
+            help="Write the calibration there, and do not use it. Default: into the database.",
             callback=writable,
         ),
     ] = None,
@@ -109,7 +108,7 @@ def calibrate(
         from blockattn_rag.engine.calibration import write_calibration
 
         database = Database.open(db, model=model, device=device, dtype=dtype)
-        path = output or _path_in_store(database)
+        path = output or database.calibration_path
         work = db / f"calibrate-{database.local_engine.model.fingerprint[:16]}.work"
         if overwrite and work.exists():
             shutil.rmtree(work)
@@ -327,17 +326,3 @@ def _read_questions(path: Path) -> list[str]:
         except DataError as error:
             raise DataError(f"{path}, line {number}: {error}") from error
     return found
-
-
-def _path_in_store(database: Database) -> Path:
-    """Where engines over the database's store find its calibration."""
-    from blockattn_rag.engine.calibration import calibration_path
-
-    path = calibration_path(database.local_engine.store)
-    if path is None:
-        raise DataError(
-            f"{database.path} keeps keys and values in {database.manifest.store}, which is no "
-            "folder that a calibration can lie in; write it to a file (--output FILE) and give "
-            "its settings as options, or ingest into a folder (`ingest --store FOLDER`)"
-        )
-    return path

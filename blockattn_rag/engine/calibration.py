@@ -1,11 +1,12 @@
 """A calibration: settings of block mode that suit a model and a collection, and what is left.
 
-It is made by ``blockattn-rag calibrate`` and lies in the folder of the store, in one file with
-those of other models and of other tenants, whose collections are others::
+It is made by ``blockattn-rag calibrate`` and lies in the folder of the database, because it is of
+one collection, in one file with those of other models and of other tenants::
 
     {"version": 1, "calibrations": {KEY: {"model": ..., "settings": {...}, ...}}}
 
 ``KEY`` is the model's fingerprint, with the tenant's namespace and a colon before it if he has one.
+Such a file in the folder of a store is found by every engine over that store.
 """
 
 from __future__ import annotations
@@ -255,28 +256,45 @@ def read_calibrations(path: Path) -> dict[str, Calibration]:
 
 
 def find_calibration(
-    store: KVStore, model: BlockModel, namespace: str = ""
+    store: KVStore, model: BlockModel, namespace: str = "", given: str | Path | None = None
 ) -> tuple[Calibration | None, str]:
-    """The calibration of a model and a namespace in a store's folder, if it can be used; else why
-    there is none, where there is something to tell. A file that cannot be used is warned of.
+    """The calibration of a model and a namespace, if it can be used; else why there is none, where
+    there is something to tell. A file that cannot be used is warned of.
+
+    Args:
+        given: a file to look in first; then the store's folder is.
 
     Raises:
-        ValueError: there are calibrations, and the model's fingerprint cannot be taken.
+        ValueError: there is no file ``given``; or there are calibrations, and the model's
+            fingerprint cannot be taken.
     """
-    path = calibration_path(store)
+    own = None if given is None else _existing(given)
+    places = [path for path in (own, calibration_path(store)) if path is not None]
+    why_none = ""
     try:
-        known = read_calibrations(path) if path else {}
-        if not known:
-            return None, ""
-        found = known.get(_key(model.fingerprint, namespace))
-        if found is None:
-            others = "another model, another dtype or another namespace"
-            return None, f"The calibration in {path} is of {others}."
-        _check_usable(found, model)
+        for path in places:
+            known = read_calibrations(path)
+            if known and (found := known.get(_key(model.fingerprint, namespace))):
+                _check_usable(found, model)
+                return found, ""
+            if known and not why_none:
+                others = "another model, another dtype or another namespace"
+                why_none = f"The calibration in {path} is of {others}."
     except StoreError as error:
         logger.warning("going on without a calibration: %s", error)
         return None, "Its calibration cannot be used."
-    return found, ""
+    return None, why_none
+
+
+def _existing(given: str | Path) -> Path:
+    """The path of a file that was given. Raises ``ValueError`` unless there is one."""
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise ValueError(
+            f"found no file of calibrations at {path}; `blockattn-rag calibrate --db DB` writes "
+            f"{CALIBRATION_FILE} into DB"
+        )
+    return path
 
 
 def _check_usable(calibration: Calibration, model: BlockModel) -> None:

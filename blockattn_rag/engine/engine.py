@@ -65,11 +65,13 @@ class BlockAttentionEngine:
             ``("public",)``: collections that tenants share.
         read_only: store nothing; what is missing is computed, and kept in memory within
             ``resident_bytes``. Where it may, a store still learns that an entry was used.
+        calibration: file of calibrations in which the model's is looked for before the store's
+            folder, such as the ``calibration.json`` of a database.
         audit_rate: share of block mode's greedy answers that are compared with full mode while
             nothing else waits, such as 0.01; see ``engine.audit`` and ``audits``.
         options: how block mode works unless a call says otherwise; see ``BlockOptions``. What is
-            not given is taken from the store's calibration for this model and namespace, if there
-            is one, or from what the model was block-fine-tuned with (``BlockModel.tuned_with``).
+            not given is taken from the calibration for this model and namespace, if there is one,
+            or from what the model was block-fine-tuned with (``BlockModel.tuned_with``).
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class BlockAttentionEngine:
         namespace: str = "",
         read_namespaces: Sequence[str] = (),
         read_only: bool = False,
+        calibration: str | Path | None = None,
         audit_rate: float = 0.0,
         **options: Unpack[BlockOptions],
     ) -> None:
@@ -89,7 +92,9 @@ class BlockAttentionEngine:
         access = Access(namespace, read_namespaces, read_only)
         self._model = model
         self.store = open_store(store)
-        self._calibration, self._uncalibrated = find_calibration(self.store, model, namespace)
+        self._calibration, self._uncalibrated = find_calibration(
+            self.store, model, namespace, calibration
+        )
         given = {name: value for name, value in options.items() if value is not None}
         self.defaults = GenerateOptions()
         chosen = self._calibration.options_beside(given) if self._calibration else given
@@ -126,6 +131,7 @@ class BlockAttentionEngine:
         namespace: str = "",
         read_namespaces: Sequence[str] = (),
         read_only: bool = False,
+        calibration: str | Path | None = None,
         audit_rate: float = 0.0,
         **model_kwargs: Any,
     ) -> BlockAttentionEngine:
@@ -153,6 +159,7 @@ class BlockAttentionEngine:
             namespace=namespace,
             read_namespaces=read_namespaces,
             read_only=read_only,
+            calibration=calibration,
             audit_rate=audit_rate,
         )
 
@@ -173,8 +180,8 @@ class BlockAttentionEngine:
 
     @property
     def calibration(self) -> Calibration | None:
-        """The store's calibration for this model and namespace, whose settings are in use where no
-        others were given; None if there is none."""
+        """The calibration for this model and namespace, whose settings are in use where no others
+        were given; None if there is none."""
         return self._calibration
 
     @property

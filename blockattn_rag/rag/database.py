@@ -3,6 +3,7 @@
 ::
 
     DIR/blockattn.json    model, embedding, chunk size, collection, block template
+    DIR/calibration.json  what `calibrate` found for these passages, by model
     DIR/chroma/           embedded Chroma: passages, their embeddings and KV handles
     DIR/kv/               DirectoryStore: keys and values, unless the note names another store
 """
@@ -113,7 +114,7 @@ class Database:
                 "use the same, or ingest into a new folder"
             )
         engine = _load_engine(path, wanted, device, dtype)
-        engine = _with_sink(engine, old, wanted.sink)
+        engine = _with_sink(path, engine, old, wanted.sink)
         if old and old.model != wanted.model:
             names = (path, old.model, wanted.model)
             logger.warning("%s was made with %s; from now on it is %s's", *names)
@@ -145,7 +146,7 @@ class Database:
         server = server or (None if model else manifest.server)
         wanted = replace(manifest, model=model or manifest.model, server=server)
         loaded = _load_engine(path, wanted, device, dtype)
-        engine = _with_sink(loaded, manifest, manifest.sink)
+        engine = _with_sink(path, loaded, manifest, manifest.sink)
         if engine.model.fingerprint != manifest.fingerprint:
             logger.warning(
                 "%s was encoded by %s in another state (weights, dtype, tokenizer, model, or "
@@ -170,6 +171,11 @@ class Database:
                 "this process; name one by --model"
             )
         return self.engine
+
+    @property
+    def calibration_path(self) -> Path:
+        """Where its calibrations are, or would be; a store may be shared, or be no folder."""
+        return _calibration_path(self.path)
 
     def note_sink(self, sink: str) -> bool:
         """Note that passages are encoded after this sink from now on, if the database is the
@@ -262,10 +268,23 @@ def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str) -> Engin
             dtype=dtype,
             namespace=wanted.namespace,
             kv_dtype=check_kv_dtype(wanted.kv_dtype),
+            calibration=_calibrations(path),
         )
 
 
-def _with_sink(engine: Engine, made: Manifest | None, sink: str) -> Engine:
+def _calibration_path(folder: Path) -> Path:
+    from blockattn_rag.store.directory import CALIBRATION_FILE  # it loads torch
+
+    return folder / CALIBRATION_FILE
+
+
+def _calibrations(folder: Path) -> Path | None:
+    """The file of a database's own calibrations; None if it has none yet."""
+    path = _calibration_path(folder)
+    return path if path.exists() else None
+
+
+def _with_sink(path: Path, engine: Engine, made: Manifest | None, sink: str) -> Engine:
     """The engine with a sink, unless none is named, or passages were another model's and this
     one's calibration says what it needs. A server has its own."""
     from blockattn_rag.engine.engine import BlockAttentionEngine
@@ -280,5 +299,6 @@ def _with_sink(engine: Engine, made: Manifest | None, sink: str) -> Engine:
         engine.store,
         namespace=engine.access.namespace,
         kv_dtype=engine.kv_dtype,
+        calibration=_calibrations(path),
         sink=sink,
     )

@@ -287,6 +287,42 @@ def test_certificates_survive_sums_and_dicts() -> None:
         assert ReuseStats.from_dict(json.loads(json.dumps(asdict(stats)))) == stats
 
 
+def test_a_file_that_is_given_comes_before_the_one_beside_the_store(
+    store: DirectoryStore, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = calibrated(model, store)
+    path = tmp_path / "database" / "calibration.json"
+    path.parent.mkdir()
+    write_calibration(path, calibration("f" * 64))
+
+    def found(given: Any, store: Any = store) -> Calibration | None:
+        return BlockAttentionEngine(model, store, calibration=given).calibration
+
+    assert found(path) == beside  # there is none of this model
+    given = calibration(model.fingerprint, seed=1)
+    write_calibration(path, given)
+    assert found(path) == found(str(path)) == found(path, MemoryStore(1 << 20)) == given
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert found("~/database/calibration.json") == given
+    engine = BlockAttentionEngine.from_pretrained(
+        model.hf_model, tokenizer=tiny_tokenizer(), calibration=path
+    )
+    assert engine.defaults.sink == "head:3"
+    for missing in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(ValueError, match="found no file of calibrations at"):
+            found(missing)
+
+
+def test_a_given_file_that_cannot_be_used_is_not_replaced_by_the_one_beside_the_store(
+    store: DirectoryStore, model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calibrated(model, store)
+    path = tmp_path / "calibration.json"
+    path.write_text("{")
+    assert BlockAttentionEngine(model, store, calibration=path).calibration is None
+    assert f"going on without a calibration: {path} is damaged" in caplog.text
+
+
 # -- what is said of it ----------------------------------------------------------------------------
 
 

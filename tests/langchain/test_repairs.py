@@ -175,6 +175,11 @@ def test_an_answer_cache_tells_calibrations_apart(tmp_path: Path) -> None:
     assert chat._identifying_params == before
     (tmp_path / "calibration.json").write_text("{}")
     assert chat._identifying_params != before
+    path = tmp_path / "db.json"
+    chat = ChatBlockAttention(model="nowhere", model_kwargs={"calibration": str(path)})
+    before = chat._identifying_params
+    path.write_text("{}")
+    assert chat._identifying_params != before
 
 
 def test_ingestion_takes_a_sink_that_is_bound_or_in_generate_kwargs(

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from blockattn_rag.demo.corpus import bundled_corpus, bundled_questions
+from blockattn_rag.engine.calibration import PLAIN_SETTINGS, Calibration, write_calibration
 from blockattn_rag.errors import DatabaseError
 from blockattn_rag.rag.database import MANIFEST, Database, Manifest
+from tests.engine.test_calibration import calibration
 
 
 def test_the_nearest_passages_are_found_whatever_graph_chroma_drew(
@@ -71,3 +73,32 @@ def test_a_database_keeps_the_address_of_its_store(model: Path, tmp_path: Path) 
     store = Database.open(tmp_path / "db").local_engine.store
     assert repr(store) == f"DirectoryStore({str(tmp_path / 'elsewhere')!r})"
     assert not (tmp_path / "db" / "kv").exists()
+
+
+def test_databases_that_share_a_store_have_calibrations_of_their_own(
+    model: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    wanted = Manifest(str(model), fingerprint="", store=str(store))
+    first, second, third = (
+        Database.create(tmp_path / name, wanted) for name in ("first", "second", "third")
+    )
+
+    def calibrated(path: Path, seed: int) -> Calibration:
+        settings = {**PLAIN_SETTINGS, "merge": "scale:0.9"}
+        made = calibration(first.manifest.fingerprint, settings=settings, seed=seed)
+        write_calibration(path, made)
+        return made
+
+    def found(database: Database) -> tuple[Calibration | None, str | None]:
+        engine = Database.open(database.path).local_engine
+        return engine.calibration, engine.defaults.merge
+
+    made = [calibrated(one.calibration_path, seed) for seed, one in enumerate((first, second))]
+    assert [found(one) for one in (first, second)] == [(one, "scale:0.9") for one in made]
+    assert found(third)[0] is None
+    # As calibrations of a database were kept before: beside its store.
+    beside = calibrated(store / "calibration.json", 2)
+    assert [found(one)[0] for one in (first, second, third)] == [*made, beside]
+    # A later ingestion goes by the database's own, too.
+    assert Database.create(second.path, wanted).local_engine.calibration == made[1]
