@@ -33,7 +33,8 @@ from blockattn_rag.evaluation import EvaluationSample, read_samples
 from blockattn_rag.evaluation.efficiency import machine
 from blockattn_rag.evaluation.fidelity import FidelityRecord, full_answer
 from blockattn_rag.evaluation.metrics import bootstrap_mean
-from blockattn_rag.evaluation.run import make_prompt, mode_options
+from blockattn_rag.evaluation.modes import mode_options
+from blockattn_rag.evaluation.run import make_prompt
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.model import BlockModel

@@ -31,7 +31,8 @@ from blockattn_rag.evaluation import (
     read_samples,
 )
 from blockattn_rag.evaluation.fidelity import full_answer
-from blockattn_rag.evaluation.run import make_prompt, mode_options
+from blockattn_rag.evaluation.modes import mode_options
+from blockattn_rag.evaluation.run import make_prompt
 from blockattn_rag.prompts.formats import CHAT
 
 SIGNALS: dict[str, Callable[[Tensor], float]] = {

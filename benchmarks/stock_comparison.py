@@ -18,7 +18,8 @@ from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.evaluation import EvaluationSample
 from blockattn_rag.evaluation.fidelity import FidelityRecord, compare_modes
 from blockattn_rag.evaluation.metrics import contains_answer, f1_score
-from blockattn_rag.evaluation.run import make_prompt, mode_options
+from blockattn_rag.evaluation.modes import mode_options
+from blockattn_rag.evaluation.run import make_prompt
 from blockattn_rag.model.greedy import greedy_answers
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import CHAT

@@ -38,7 +38,8 @@ from stock_records import FULL, Row, append_rows, read_rows, tables
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.evaluation import EvaluationSample, read_samples
-from blockattn_rag.evaluation.run import files_of_modes, make_prompt, mode_options
+from blockattn_rag.evaluation.modes import files_of_modes, mode_options
+from blockattn_rag.evaluation.run import make_prompt
 from blockattn_rag.files.atomic import replacing
 from blockattn_rag.files.jsonl import numbered_lines, parse_line
 from blockattn_rag.files.records import Record, of_kind

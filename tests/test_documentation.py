@@ -21,7 +21,7 @@ import blockattn_rag
 from blockattn_rag.cli import app
 from blockattn_rag.demo.corpus import bundled_questions
 from blockattn_rag.engine.options import BlockOptions
-from blockattn_rag.evaluation.run import MODES
+from blockattn_rag.evaluation.modes import MODES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -77,7 +77,11 @@ def _options_named(mode: str) -> None:
     """Refuses modes of `eval` that are none; the files that they name need not be there."""
     if mode not in MODES:
         for part in mode.split("+"):
-            assert part.partition("=")[0] in {*BlockOptions.__annotations__, "kv_dtype"}, mode
+            assert part.partition("=")[0] in {
+                *BlockOptions.__annotations__,
+                "calibrated",
+                "kv_dtype",
+            }, mode
 
 
 def accept(words: list[str]) -> None:

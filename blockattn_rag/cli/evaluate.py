@@ -33,8 +33,9 @@ def evaluate(
     modes: Annotated[
         str,
         typer.Option(
-            help="Of full, block, block-composite, closed-book, and options of block mode such as "
-            "sink=head:4 or sink=head:4+promote=attention:1; commas between."
+            help="Of full, block, block-composite, closed-book, options of block mode such as "
+            "sink=head:4 or sink=head:4+promote=attention:1, and calibrated=FILE with the settings "
+            "that `calibrate` wrote there; commas between."
         ),
     ] = _MODES,
     prompt_format: Annotated[

@@ -297,6 +297,27 @@ def _existing(given: str | Path) -> Path:
     return path
 
 
+def load_calibration(path: str | Path, model: BlockModel, namespace: str = "") -> Calibration:
+    """The calibration of a model in a file: the namespace's own, or the only one.
+
+    Raises:
+        ValueError: there is no such file, or it does not hold one of this model.
+        StoreError: the file is damaged, or what its settings name is not what was measured.
+    """
+    known = read_calibrations(_existing(path)).values()
+    alike = [one for one in known if one.fingerprint == model.fingerprint]
+    found = [one for one in alike if one.namespace == namespace] or alike
+    if len(found) != 1:
+        held = ", ".join(f"{one.model} in {one.dtype} (key {one.key})" for one in known)
+        raise ValueError(
+            f"{path} holds calibrations of {held or 'no model'}, expected one of {model.name} as "
+            f"it is loaded (key {_key(model.fingerprint, namespace)}): load it in the same dtype, "
+            "or calibrate it with `blockattn-rag calibrate`"
+        )
+    _check_usable(found[0], model)
+    return found[0]
+
+
 def _check_usable(calibration: Calibration, model: BlockModel) -> None:
     """Raises ``StoreError`` unless the settings can be used as they were measured."""
     try:

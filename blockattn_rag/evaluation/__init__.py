@@ -12,8 +12,9 @@ from blockattn_rag.evaluation.metrics import (
     f1_score,
     normalize_answer,
 )
+from blockattn_rag.evaluation.modes import MODES
 from blockattn_rag.evaluation.records import EvaluationRecord, RecordFile
-from blockattn_rag.evaluation.run import MODES, EvaluationReport, ModeResult, evaluate
+from blockattn_rag.evaluation.run import EvaluationReport, ModeResult, evaluate
 
 __all__ = [
     "MODES",

@@ -27,14 +27,9 @@ from blockattn_rag.evaluation.metrics import (
     bootstrap_ratio,
     plain_figures,
 )
+from blockattn_rag.evaluation.modes import engine_for, files_of_modes, mode_options, noted_of
 from blockattn_rag.evaluation.records import RecordFile, Sample, without_blank
-from blockattn_rag.evaluation.run import (
-    engine_for,
-    files_of_modes,
-    make_prompt,
-    mode_options,
-    noted_of,
-)
+from blockattn_rag.evaluation.run import check_prompts, make_prompt
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import place
 from blockattn_rag.model import BlockModel, EncodeRequest
@@ -168,7 +163,7 @@ def measure_fidelity(
     Args:
         engine: the model and its KV store.
         samples: see :func:`blockattn_rag.evaluation.datasets.read_samples`; answers are not used.
-        modes: see :data:`blockattn_rag.evaluation.run.MODES`; full mode is compared with itself
+        modes: see :data:`blockattn_rag.evaluation.modes.MODES`; full mode is compared with itself
             under the name ``"floor"``, in every run.
         prompt: a prompt format or its name; ``"auto"`` goes by the model.
         num_passages: keep this many passages of each sample (gold ones first); all if None.
@@ -178,11 +173,13 @@ def measure_fidelity(
         on_progress: called with samples done and all samples.
 
     Raises:
-        ValueError: an unknown mode or prompt format, or nothing to do.
+        ValueError: an unknown mode or prompt format, a calibration of another model or of other
+            prompts, or nothing to do.
+        StoreError: a calibration cannot be used.
         DataError: ``records_path`` holds records of another measurement, or is no record file.
         ContextOverflowError: a prompt does not fit in the context window.
     """
-    wanted = _wanted(modes)
+    wanted = _wanted(modes, engine)
     form = format_for(prompt, engine.model.name)
     noted = {
         **(settings or {}),
@@ -194,11 +191,12 @@ def measure_fidelity(
         "max_new_tokens": max_new_tokens,
     }
     shown = shown_samples(samples, num_passages)
+    check_prompts(engine, form, shown, wanted[1:])
 
     def compare(sample: EvaluationSample, missing: Sequence[str]) -> list[FidelityRecord]:
         return _compare(engine, form, sample, missing, max_new_tokens)
 
-    files = files_of_modes(wanted[1:])
+    files = files_of_modes(wanted[1:], engine)
     return compare_each(shown, wanted, compare, noted, records_path, on_progress, files)
 
 
@@ -251,12 +249,12 @@ def shown_samples(
     return [s.with_passages(num_passages) if num_passages else s for s in samples]
 
 
-def _wanted(modes: Sequence[str]) -> list[str]:
+def _wanted(modes: Sequence[str], engine: BlockAttentionEngine) -> list[str]:
     others = [mode for mode in modes if mode != "full"]
     if not others or len(set(modes)) < len(modes):
         raise ValueError(f"modes must be distinct, and one of them not full; found {list(modes)}")
     for mode in others:
-        mode_options(mode)
+        mode_options(mode, engine)
     return [FLOOR, *others]
 
 
@@ -295,8 +293,8 @@ def compare_modes(
         if mode == FLOOR:
             logits = _in_two_steps(engine.model, prompt_in("full"), answer)
         else:
-            answering = engine_for(engine, mode)
-            logits = answering.answer_logits(prompt_in(mode), answer, **mode_options(mode))
+            answering, how = engine_for(engine, mode), mode_options(mode, engine)
+            logits = answering.answer_logits(prompt_in(mode), answer, **how)
         records.append(FidelityRecord.compared(sample, mode, logits, expected))
     return records
 

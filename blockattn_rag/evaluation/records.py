@@ -147,7 +147,7 @@ class RecordFile(Generic[R]):
             )
 
     def check_files(self, files: Mapping[str, str]) -> None:
-        """Refuse records of a mode that names files, if these hold something else by now.
+        """Refuse records of a mode that names files, if these say something else by now.
 
         Args:
             files: digests by mode.

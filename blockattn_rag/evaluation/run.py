@@ -6,25 +6,14 @@ attention, block attention, block attention without position re-encoding, no pas
 
 from __future__ import annotations
 
-import hashlib
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.option_files import file_digests
-from blockattn_rag.engine.options import (
-    NO_CORRECTION,
-    NO_MERGE,
-    NO_READER,
-    BlockOptions,
-    GenerateOptions,
-)
 from blockattn_rag.engine.results import Generation, ReuseStats
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.evaluation.datasets import EvaluationSample
@@ -35,43 +24,17 @@ from blockattn_rag.evaluation.metrics import (
     normalize_answer,
     plain_figures,
 )
+from blockattn_rag.evaluation.modes import (
+    check_prompt,
+    engine_for,
+    files_of_modes,
+    mode_options,
+    noted_of,
+)
 from blockattn_rag.evaluation.records import EvaluationRecord, RecordFile, listed
-from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
 from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt
 from blockattn_rag.prompts.checkpoints import AUTO, format_for
 from blockattn_rag.prompts.formats import Passage, PromptFormat
-from blockattn_rag.prompts.promotion import NO_PROMOTION
-from blockattn_rag.prompts.sinks import NO_SINK
-
-# Nothing of what the engine may have been told to repair block mode with.
-_AS_PUBLISHED = {
-    "sink": NO_SINK,
-    "correction": NO_CORRECTION,
-    "merge": NO_MERGE,
-    "promote": NO_PROMOTION,
-    "reader": NO_READER,
-}
-
-MODES: Mapping[str, Mapping[str, Any]] = {
-    "full": {"mode": "full"},
-    "block": {"mode": "block", "positions": "reordered", **_AS_PUBLISHED},
-    "block-composite": {"mode": "block", "positions": "composite", **_AS_PUBLISHED},
-    "closed-book": {"mode": "full"},
-}
-"""How the engine is called in each mode. Closed-book prompts hold no passage.
-
-Block mode with other options is a mode too, such as ``sink=head:4+promote=1``; see
-``engine.options.BlockOptions``. So is ``kv_dtype=int8``, in which an engine of its own keeps blocks
-in memory.
-"""
-
-_KV_DTYPE = "kv_dtype"
-_PART = re.compile(r"\+(?=[a-z_]+=)")
-
-# By engine, those over its model that keep blocks in another type.
-_ENGINES: WeakKeyDictionary[BlockAttentionEngine, dict[KVDtype, BlockAttentionEngine]] = (
-    WeakKeyDictionary()
-)
 
 # Liu et al. 2023, closed-book prompt.
 CLOSED_BOOK = PromptFormat("closed-book", "", "", "{text}", PLAIN, "Question: {question}\nAnswer: ")
@@ -151,70 +114,6 @@ class EvaluationReport:
         }
 
 
-def mode_options(mode: str) -> dict[str, Any]:
-    """How the engine is called in a mode.
-
-    Raises:
-        ValueError: there is no such mode.
-    """
-    if mode in MODES:
-        return dict(MODES[mode])
-    found = _parts(mode)
-    if (kind := found.pop(_KV_DTYPE, None)) is not None:
-        check_kv_dtype(kind)
-    how = {**MODES["block"], **found}
-    GenerateOptions.parse(how, GenerateOptions())  # refuses values that are none
-    return how
-
-
-def _parts(mode: str) -> dict[str, str]:
-    """The options that a mode's name consists of."""
-    found: dict[str, str] = {}
-    for part in _PART.split(mode):
-        name, equals, value = part.partition("=")
-        is_known = name in BlockOptions.__annotations__ or name == _KV_DTYPE
-        if not equals or name in found or not is_known:
-            raise ValueError(
-                f"modes are {', '.join(MODES)}, and options of block mode such as sink=head:4 or "
-                f"sink=bos+promote=1, and kv_dtype=int8; found {mode!r}"
-            )
-        found[name] = value
-    return found
-
-
-def noted_of(engine: BlockAttentionEngine) -> dict[str, Any]:
-    """What records depend on beside the model: nothing with blocks as the model computes them."""
-    return {} if engine.kv_dtype == "model" else {_KV_DTYPE: engine.kv_dtype}
-
-
-def engine_for(engine: BlockAttentionEngine, mode: str) -> BlockAttentionEngine:
-    """The engine that answers in a mode: another one where its blocks are kept in another type,
-    because a store would hand out what is there."""
-    named = None if mode in MODES else _parts(mode).get(_KV_DTYPE)
-    kind = engine.kv_dtype if named is None else check_kv_dtype(named)
-    if kind == engine.kv_dtype:
-        return engine
-    others = _ENGINES.setdefault(engine, {})
-    if kind not in others:
-        others[kind] = BlockAttentionEngine(engine.model, kv_dtype=kind, resident_bytes=0)
-    return others[kind]
-
-
-def files_of_modes(modes: Sequence[str]) -> dict[str, str]:
-    """By mode, a digest of what the files hold that it names; empty if it names none.
-
-    Raises:
-        ValueError: there is no such mode or no such file.
-    """
-    found = {}
-    for mode in modes:
-        how = mode_options(mode)
-        digests = file_digests({name: how.get(name) for name in ("correction", "merge", "reader")})
-        told = sorted(digest for digest in digests.values() if digest)
-        found[mode] = hashlib.sha256("".join(told).encode()).hexdigest()[:16] if told else ""
-    return found
-
-
 def evaluate(
     engine: BlockAttentionEngine,
     samples: Sequence[EvaluationSample],
@@ -236,7 +135,7 @@ def evaluate(
     Args:
         engine: the model and its KV store.
         samples: see :func:`blockattn_rag.evaluation.datasets.read_samples`.
-        modes: see :data:`MODES`.
+        modes: see :data:`blockattn_rag.evaluation.modes.MODES`.
         prompt: a prompt format or its name; ``"auto"`` goes by the model.
         num_passages: keep this many passages of each sample (gold ones first); all if None.
         batch_size: questions answered at once; with 1, times to the first token are told.
@@ -246,13 +145,15 @@ def evaluate(
         on_progress: called with mode, answered and total questions, at first and after each batch.
 
     Raises:
-        ValueError: an unknown mode or prompt format, or nothing to do.
+        ValueError: an unknown mode or prompt format, a calibration of another model or of other
+            prompts, or nothing to do.
+        StoreError: a calibration cannot be used.
         DataError: ``records_path`` holds records of another evaluation or of other samples, or is
             no record file.
         ContextOverflowError: prompts do not fit in the context window; names their samples, before
             anything is answered.
     """
-    _check_arguments(samples, modes, batch_size)
+    _check_arguments(engine, samples, modes, batch_size)
     form = format_for(prompt, engine.model.name)
     noted = {
         **(settings or {}),
@@ -266,9 +167,10 @@ def evaluate(
     }
     shown = [s.with_passages(num_passages) if num_passages else s for s in samples]
     _check_room(engine, form, shown, modes)
+    check_prompts(engine, form, shown, modes)
     parse = EvaluationRecord.from_dict
     file = RecordFile(records_path, noted, parse) if records_path is not None else None
-    files = files_of_modes(modes)
+    files = files_of_modes(modes, engine)
     if file:
         file.check_samples(shown)
         file.check_files(files)
@@ -300,7 +202,7 @@ def _answer(
 ) -> list[Generation]:
     """The answers to a batch of samples, in block mode after their passages were encoded."""
     prompts = [make_prompt(engine, form, sample, mode) for sample in batch]
-    how, engine = mode_options(mode), engine_for(engine, mode)
+    how, engine = mode_options(mode, engine), engine_for(engine, mode)
     if how["mode"] == "block":
         for prompt in prompts:
             encoded = {name: how[name] for name in ("sink", "correction")}
@@ -319,13 +221,33 @@ def make_prompt(
     return form.prompt(sample.question, passages, tokenizer)
 
 
+def check_prompts(
+    engine: BlockAttentionEngine,
+    form: PromptFormat,
+    samples: Sequence[EvaluationSample],
+    modes: Sequence[str],
+) -> None:
+    """Refuse modes that name a calibration of other prompts; those of one format have one head.
+
+    Raises:
+        ValueError: a calibration measured other prompts.
+    """
+    sample = next((sample for sample in samples if sample.passages), None)
+    if sample is not None:
+        for mode in modes:
+            check_prompt(mode, engine, make_prompt(engine, form, sample, mode))
+
+
 def _check_arguments(
-    samples: Sequence[EvaluationSample], modes: Sequence[str], batch_size: int
+    engine: BlockAttentionEngine,
+    samples: Sequence[EvaluationSample],
+    modes: Sequence[str],
+    batch_size: int,
 ) -> None:
     if not modes or len(set(modes)) < len(modes):
         raise ValueError(f"modes must be distinct, and at least one; found {list(modes)}")
     for mode in modes:
-        mode_options(mode)
+        mode_options(mode, engine)
     if not samples:
         raise ValueError("expected at least one sample to evaluate, found none")
     if batch_size < 1:

@@ -11,9 +11,12 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from blockattn_rag.engine.calibration import write_calibration
+from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.evaluation.efficiency.shapes import SHAPES
 from tests.cli.conftest import Command
 from tests.evaluation.samples import record, write_jsonl
+from tests.evaluation.test_modes import calibrated
 
 
 def test_eval_prints_a_row_for_each_mode_and_goes_on_from_its_records(
@@ -83,6 +86,22 @@ def test_eval_compares_predictions_without_labels(
     shown = cli(*command).stdout
     assert "sink=head:4" in shown
     assert "recovered" in shown
+
+
+def test_eval_compares_the_settings_of_a_calibration(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
+    path = tmp_path / "calibration.json"
+    engine = BlockAttentionEngine.from_pretrained(str(model))
+    write_calibration(path, calibrated(engine, sink="head:4"))
+    command = ("eval", "--model", model, "--data", data, "--max-new-tokens", 2, "--json", "--modes")
+    modes = (f"calibrated={path}", "sink=head:4")
+    rows = cli(*command, f"block,{','.join(modes)}", "--fidelity").json["rows"]
+    found = {row.pop("mode"): row for row in rows}
+    assert found[modes[0]] == found[modes[1]] != found["block"]
+    output = cli(*command, modes[0], "--dtype", "bfloat16")
+    assert (output.status, "load it in the same dtype" in output.stderr) == (1, True)
 
 
 def test_eval_diagnoses_what_makes_block_mode_differ_and_draws_it(

@@ -35,7 +35,7 @@ from blockattn_rag.evaluation.fidelity import (
     compare_modes,
     full_answer,
 )
-from blockattn_rag.evaluation.run import mode_options
+from blockattn_rag.evaluation.modes import mode_options
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import CHAT, Passage
 from blockattn_rag.prompts.tokenization import BlockTokenizer

@@ -26,7 +26,7 @@ from blockattn_rag.evaluation.fidelity import (
     compare_each,
     compare_modes,
 )
-from blockattn_rag.evaluation.run import noted_of
+from blockattn_rag.evaluation.modes import noted_of
 
 FEWEST_PAIRS = 2
 """Of each half, and of each number of passages; a spread needs two."""
