@@ -225,7 +225,7 @@ def _training_lines(
 ) -> list[Record]:
     """Those of full mode's answers that end, with what they answer, as ``training.data`` reads."""
     prompts = [make_prompt(engine, CHAT, sample, FULL) for sample in samples]
-    lines = []
+    lines: list[Record] = []
     for sample, (answer, _) in zip(samples, full_answers(engine, prompts, tokens), strict=True):
         passages = [{"title": p.title, "text": p.text} for p in sample.passages]
         text = text_of(engine, answer.tolist())
