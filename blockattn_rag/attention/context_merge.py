@@ -23,8 +23,8 @@ times the heads that share keys, tokens innermost), ``D`` head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast, get_args
 
@@ -92,12 +92,15 @@ class LearnedMerge:
         bias: ``[layers, H]``, float32: B.
         shift: ``[layers, K, D]``, float32: added to the output of the context.
         fingerprint: of the model that it was fitted to; empty: not said.
+        made_with: the sink and the digest of the correction of the passages that it was fitted to;
+            empty: not said.
     """
 
     log_temperature: Tensor
     bias: Tensor
     shift: Tensor
     fingerprint: str = ""
+    made_with: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def identity(

@@ -1,13 +1,16 @@
-"""The file of a learned merge: a safetensors file with three tensors and a fingerprint.
+"""The file of a learned merge: a safetensors file with three tensors and what it was fitted to.
 
 ``log_temperature`` and ``bias`` ``[layers, heads]`` and ``shift`` ``[layers, key-value heads, value
-size]``, float32; the metadata have ``format``, ``version`` and the ``fingerprint`` of the model.
+size]``, float32; the metadata have ``format``, ``version``, the ``fingerprint`` of the model, and
+perhaps ``sink`` and ``correction`` (a digest, or ``none``) of the passages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -22,13 +25,21 @@ _FORMAT = TensorFormat(
 # Of each tensor, in the order of ``LearnedMerge.parameters``.
 _DIMENSIONS = {"log_temperature": 2, "bias": 2, "shift": 3}
 
+_MADE_WITH = ("sink", "correction")
 
-def save_merge(merge: LearnedMerge, path: Path, fingerprint: str) -> None:
+
+def save_merge(
+    merge: LearnedMerge,
+    path: Path,
+    fingerprint: str,
+    made_with: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Write a fitted merge, whole or not at all.
 
     Args:
         path: a name that ends in ``.safetensors``.
         fingerprint: of the model that it was fitted to, without adapters of the reader.
+        made_with: see ``LearnedMerge``.
 
     Raises:
         ValueError: another suffix, or a number that is not finite.
@@ -37,7 +48,8 @@ def save_merge(merge: LearnedMerge, path: Path, fingerprint: str) -> None:
     named = zip(_DIMENSIONS, merge.parameters(), strict=True)
     tensors = {name: tensor.detach().float().cpu() for name, tensor in named}
     _check(path, tensors)
-    _FORMAT.save(path, tensors, fingerprint=fingerprint)
+    told = {name: made_with[name] for name in _MADE_WITH if name in made_with}
+    _FORMAT.save(path, tensors, fingerprint=fingerprint, **told)
 
 
 def load_merge(text: str) -> ContextMerge | None:
@@ -58,7 +70,8 @@ def _read(path: Path, _state: FileState) -> LearnedMerge:
     if "fingerprint" not in metadata:
         raise ValueError(f"{path} is damaged: it does not tell fingerprint")
     log_temperature, bias, shift = (tensors[name].float() for name in _DIMENSIONS)
-    return LearnedMerge(log_temperature, bias, shift, metadata["fingerprint"])
+    told = {name: metadata[name] for name in _MADE_WITH if name in metadata}
+    return LearnedMerge(log_temperature, bias, shift, metadata["fingerprint"], told)
 
 
 def _check(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -12,6 +12,7 @@ from blockattn_rag.engine.audit import Auditor, AuditStats
 from blockattn_rag.engine.calibration import Calibration, find_calibration
 from blockattn_rag.engine.fetcher import BlockFetcher, how_encoded
 from blockattn_rag.engine.ingest import EncodeStats, precompute
+from blockattn_rag.engine.made_with import foreign, warn_of_foreign
 from blockattn_rag.engine.options import (
     NO_READER,
     BlockOptions,
@@ -457,4 +458,7 @@ class BlockAttentionEngine:
         if options.mode == "block" and found.context:
             known, why_none = self._calibration, self._uncalibrated
             warn_if_untuned(self.model, found, options, known, why_none, self.kv_dtype)
+            why = foreign(self.model, options)
+            if why and not (known and not known.doubt(options, found, self.kv_dtype)):
+                warn_of_foreign(why)  # what was measured together is known
         return found

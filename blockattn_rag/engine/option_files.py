@@ -49,8 +49,14 @@ def merge_digest(merge: str | None) -> str | None:
     found = None if merge is None else load_merge(merge)
     if not isinstance(found, LearnedMerge):
         return None
-    digest = hashlib.sha256(found.fingerprint.encode())
-    for tensor in found.parameters():
+    return _digest_of_merge(found)
+
+
+@lru_cache(maxsize=8)
+def _digest_of_merge(merge: LearnedMerge) -> str:
+    """sha256 of a merge, which is read once while its file stays as it is."""
+    digest = hashlib.sha256(merge.fingerprint.encode())
+    for tensor in merge.parameters():
         digest.update(f"{tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -40,6 +40,13 @@ def test_what_is_written_is_read(path: Path) -> None:
     assert not any(tensor.any() or tensor.requires_grad for tensor in loaded(path).parameters())
 
 
+def test_what_it_was_made_with_is_told_if_it_is_known(path: Path) -> None:
+    assert loaded(path).made_with == {}  # as in files of earlier versions
+    told = {"sink": "head:4", "correction": "ab" * 32}
+    save_merge(learned(), path, PRINT, {**told, "merge": "none"})
+    assert loaded(path).made_with == told
+
+
 def test_other_texts_are_as_parse_merge_has_them() -> None:
     assert load_merge("none") is None
     assert load_merge("bias:0.5") == FixedMerge("bias", 0.5)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +23,9 @@ from blockattn_rag.attention.context_merge import LearnedMerge
 from blockattn_rag.attention.merge_file import load_merge, save_merge
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.fetcher import ALONE, HowEncoded, how_encoded
+from blockattn_rag.engine.made_with import foreign, made_with, warn_of_foreign
 from blockattn_rag.engine.option_files import correction_digest, merge_digest
+from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.errors import DataError
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.model import BlockModel
@@ -32,10 +34,10 @@ from blockattn_rag.model.reader import Reader
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.checkpoints import format_for
 from blockattn_rag.prompts.formats import prompt_format
-from blockattn_rag.prompts.sinks import NO_SINK, check_sink
+from blockattn_rag.prompts.sinks import FIRST_BLOCK, NO_SINK, sink_ids
 from blockattn_rag.store import DirectoryStore, KVStore
 from blockattn_rag.training.correction import fit_correction
-from blockattn_rag.training.distillation.asked import write_asked
+from blockattn_rag.training.distillation.asked import read_asked, write_asked
 from blockattn_rag.training.distillation.config import AdaptConfig
 from blockattn_rag.training.distillation.questions import Collection, write_questions
 from blockattn_rag.training.distillation.report import (
@@ -45,7 +47,7 @@ from blockattn_rag.training.distillation.report import (
     write_card,
 )
 from blockattn_rag.training.distillation.run_folder import replace_output, run_folder
-from blockattn_rag.training.distillation.samples import Question, draw_samples, split
+from blockattn_rag.training.distillation.samples import Question, Sample, draw_samples, split
 from blockattn_rag.training.distillation.student import BlockSource, Student
 from blockattn_rag.training.distillation.teacher import Teacher
 from blockattn_rag.training.distillation.trainer import DistillationTrainer, Fidelity, measure
@@ -82,13 +84,16 @@ def adapt(
         DataError: too few questions or passages.
         DivergedError: a loss is not finite.
         ContextOverflowError: a prompt and its answer do not fit in the context window.
-        ValueError: settings that do not fit together, or with the interrupted run.
+        ValueError: settings that do not fit together, with the model, or with the interrupted run.
     """
-    check_sink(config.sink)
+    if config.sink != FIRST_BLOCK:  # which each prompt has
+        sink_ids(config.sink, model.tokenizer)
     load_merge(config.merge)
     form = format_for(config.prompt_format, model.name)
     config = replace(config, prompt_format=form.name)  # what a run notes and is resumed with
     how_encoded(model, config.sink, config.correction)
+    based = {name: getattr(config, name) for name in ("sink", "correction", "merge")}
+    warn_of_foreign(foreign(model, GenerateOptions(**based)))
     settings = {
         **config.decisive(),
         "fingerprint": model.fingerprint,
@@ -118,20 +123,33 @@ class _Run:
     on_progress: Progress
     seconds: dict[str, float] = field(default_factory=dict)
     tried: int | None = None
+    made_with: Mapping[str, str] = field(init=False)
+    """What the fit is made with; its files may be others when it is written."""
+    asked_before: frozenset[str] = field(init=False)
+    """Questions of the fits that this one goes on from, as digests."""
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.made_with = made_with(config.sink, config.correction, config.merge)
+        self.asked_before = read_asked(config.correction) | read_asked(config.merge)
 
     def run(self, material: Sequence[Question] | Collection) -> AdaptReport:
         config, model = self.config, self.model
         questions = self._questions(material)
-        train, held = self._prompts(questions)
+        drawn = self._drawn(questions)
+        train, held = self._prompts(drawn)
         teacher = Teacher(model, config.answers_folder, config.max_new_tokens, config.top_k)
         with self._stage("teacher") as tick:
             teacher.answer_all([*([] if config.is_closed_form else train), *held], tick)
         source = self.source or BlockSource(model, self._own_store())
         with self._stage("block mode") as tick:
             block = self._block_mode(held, teacher, source, tick)
-        distinct = {question.text.casefold() for question in questions}
+        count = len({question.text.casefold() for question in questions})
+        asked = [sample.question for part in drawn for sample in part]
         if config.is_closed_form:
-            return self._corrected(train, held, teacher, source, block, distinct)
+            report, save = self._corrected(train, held, teacher, source, block, count)
+            self._publish(report, save, asked)
+            return report
         model.hf_model.requires_grad_(False)
         checkpoint = last_checkpoint(config.work / "checkpoints") if config.resume else None
         with self._stage("training") as tick:
@@ -141,9 +159,9 @@ class _Run:
             )  # fmt: skip
             trainer.train_from(checkpoint)
         self.seconds["fetching"] = trainer.fetch_s
-        report = self._report(trainer, block, len(train), len(held), len(distinct))
-        save = partial(_save_student, trainer.student, model.name, config.sink)
-        self._publish(report, save, distinct)
+        report = self._report(trainer, block, len(train), len(held), count)
+        save = partial(_save_student, trainer.student, model.name, self.made_with)
+        self._publish(report, save, asked)
         return report
 
     def _corrected(
@@ -153,9 +171,9 @@ class _Run:
         teacher: Teacher,
         source: BlockSource,
         block: Fidelity,
-        questions: Set[str],
-    ) -> AdaptReport:
-        """Fit a correction, and measure it."""
+        questions: int,
+    ) -> tuple[AdaptReport, Callable[[Path], None]]:
+        """Fit a correction, and measure it; the report, and what writes the correction."""
         model, sink = self.model, self.config.sink
         fitted, tested = (
             [model.tokenizer.prompt_ids(prompt).context for prompt in prompts]
@@ -176,7 +194,7 @@ class _Run:
             best_step=0,
             train_samples=len(train),
             held_samples=len(held),
-            questions=len(questions),
+            questions=questions,
             tried=self.tried,
             block=block,
             before=before,
@@ -185,10 +203,7 @@ class _Run:
             seconds=self.seconds,
             correction=fit,
         )
-        self._publish(
-            report, lambda folder: save_correction(correction, folder / CORRECTION_FILE), questions
-        )
-        return report
+        return report, lambda folder: save_correction(correction, folder / CORRECTION_FILE)
 
     def _own_store(self) -> KVStore:
         path = self.config.work / "kv"
@@ -214,23 +229,30 @@ class _Run:
         self.tried = written.tried
         return written.questions
 
-    def _prompts(self, questions: Sequence[Question]) -> tuple[list[BlockPrompt], ...]:
-        """Prompts to train on, and prompts that are held out."""
-        config, tokenizer = self.config, self.model.tokenizer.tokenizer
-        form = prompt_format(config.prompt_format)
-        made = []
+    def _drawn(self, questions: Sequence[Question]) -> list[list[Sample]]:
+        """Samples to train on, and samples that are held out."""
+        config, drawn = self.config, []
         for number, part in enumerate(split(questions, config.held_out, config.seed)):
             share = 1.0 if number == 0 else config.held_out / (1 - config.held_out)
             count = max(1, round(share * config.num_samples))
             fewest, most = config.min_passages, config.max_passages
-            samples = draw_samples(part, count, fewest, most, config.seed + number)
-            made.append([form.prompt(s.question, s.passages, tokenizer) for s in samples])
+            drawn.append(draw_samples(part, count, fewest, most, config.seed + number))
+        return drawn
+
+    def _prompts(self, drawn: Sequence[Sequence[Sample]]) -> list[list[BlockPrompt]]:
+        """The prompts of samples."""
+        tokenizer = self.model.tokenizer.tokenizer
+        form = prompt_format(self.config.prompt_format)
+        made = [
+            [form.prompt(one.question, one.passages, tokenizer) for one in samples]
+            for samples in drawn
+        ]
         if any(len(prompt.context) < 2 for prompts in made for prompt in prompts):
             raise DataError(
                 "found a prompt of one context block, whose block mode is the same as full mode; "
                 "show more passages (min_passages, --min-passages), or questions that have more"
             )
-        return tuple(made)
+        return made
 
     def _block_mode(
         self,
@@ -315,7 +337,7 @@ class _Run:
         )
 
     def _publish(
-        self, report: AdaptReport, save: Callable[[Path], None], questions: Set[str]
+        self, report: AdaptReport, save: Callable[[Path], None], asked: Sequence[str]
     ) -> None:
         """Write the result, its card, log and plot beside the output, then rename."""
         staging = self.config.work / "result"
@@ -326,19 +348,19 @@ class _Run:
         if report.history:
             curve = [{k: v for k, v in e.items() if k != "eval_agreement"} for e in report.history]
             write_plot(curve, staging / "training_curves.png")
-        write_asked(staging, questions)
+        write_asked(staging, asked, self.asked_before)
         write_card(self.config, report, staging / "README.md")
         replace_output(self.config, staging)
 
 
-def _save_student(student: Student, base: str, sink: str, folder: Path) -> None:
-    """Write what was trained; ``base``: the model, as it was named."""
+def _save_student(student: Student, base: str, told: Mapping[str, str], folder: Path) -> None:
+    """Write what was trained; ``base``: the model, as it was named; ``told``: what it was made
+    with."""
     fingerprint = student.model.fingerprint
     if student.reader is not None:
-        told = {"base_model": base, "fingerprint": fingerprint, "sink": sink}
-        student.reader.save(folder, told)
+        student.reader.save(folder, {"base_model": base, "fingerprint": fingerprint, **told})
     elif student.correction is not None:
         save_correction(student.correction, folder / CORRECTION_FILE)
     else:
         assert isinstance(student.merge, LearnedMerge)
-        save_merge(student.merge, folder / MERGE_FILE, fingerprint)
+        save_merge(student.merge, folder / MERGE_FILE, fingerprint, told)

@@ -16,7 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from blockattn_rag.attention.context_merge import LearnedMerge
+from blockattn_rag.attention.merge_file import load_merge
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.option_files import merge_digest
 from blockattn_rag.errors import DataError, DivergedError
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction_file import load_correction
@@ -28,6 +31,7 @@ from blockattn_rag.training.distillation.asked import question_digest, read_aske
 from blockattn_rag.training.distillation.config import AdaptConfig
 from blockattn_rag.training.distillation.questions import Collection
 from blockattn_rag.training.distillation.report import AdaptReport
+from blockattn_rag.training.distillation.teacher import Teacher
 from blockattn_rag.training.distillation.trainer import stale_measurements
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.distillation.runs import (
@@ -230,11 +234,10 @@ class TestWhatIsLearned:
 
 def adapt_measure(model: BlockModel, folder: Path, report: Any) -> float:
     """Mean divergence of the saved reader on the held-out prompts of the run, by the engine."""
-    from blockattn_rag.training.distillation.teacher import Teacher
     from blockattn_rag.training.distillation.trainer import measure
 
     run = module._Run(model, config(folder), None, lambda *_: None)
-    _, held = run._prompts(QUESTIONS)
+    _, held = run._prompts(run._drawn(QUESTIONS))
     teacher = Teacher(model, folder.parent / "answers", 5, 64)
     engine = BlockAttentionEngine(model, sink="head:4")
     return measure(
@@ -261,13 +264,60 @@ class TestResult:
         assert [e["step"] for e in log if "eval_kl" in e] == [0, 2, 4, 6]
         assert [e["step"] for e in log if "loss" in e] == [1, 2, 3, 4, 5, 6]
 
-    def test_it_knows_the_questions_that_it_was_made_with(self, folder: Path) -> None:
+    def test_it_knows_the_questions_that_were_drawn_and_no_others(
+        self, model: BlockModel, folder: Path, tmp_path: Path
+    ) -> None:
         assert read_asked(folder) == {question_digest(one.text) for one in QUESTIONS}
+        asked: list[str] = []
+        answer_all = Teacher.answer_all
+
+        def noting(teacher: Any, prompts: Any, tick: Any) -> int:
+            asked.extend(prompt.final for prompt in prompts)
+            return answer_all(teacher, prompts, tick)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Teacher, "answer_all", noting)
+            adapt(model, QUESTIONS, config(tmp_path / "out", samples=2, epochs=1.0))
+        drawn = {one.text for one in QUESTIONS if any(one.text in final for final in asked)}
+        assert len(drawn) == 3  # two to train on, one held out
+        assert read_asked(tmp_path / "out") == set(map(question_digest, drawn))
 
     def test_it_is_the_readers_own_format(self, model: BlockModel, folder: Path) -> None:
         reader = model.load_reader(folder)
-        assert reader.metadata["sink"] == "head:4"
-        assert reader.metadata["base_model"] == "tiny"
+        expected = {"sink": "head:4", "correction": "none", "merge": "none", "base_model": "tiny"}
+        assert {name: reader.metadata[name] for name in expected} == expected
+
+    def test_a_chain_of_fits_knows_all_its_questions_and_what_each_was_made_with(
+        self,
+        model: BlockModel,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        quick: dict[str, Any] = {"samples": 2, "epochs": 1.0}
+        kv, merge = tmp_path / "kv", tmp_path / "merge"
+        correction, merged = str(kv / "correction.safetensors"), str(merge / "merge.safetensors")
+        adapt(model, QUESTIONS[:2], config(kv, fit="correction", **quick))
+        based = {"fit": "merge", "correction": correction, **quick}
+        adapt(model, QUESTIONS[2:4], config(merge, **based))
+        assert read_asked(merge) == {question_digest(one.text) for one in QUESTIONS[:4]}
+        digest = load_correction(correction).digest
+        told = load_merge(merged)
+        assert isinstance(told, LearnedMerge)
+        assert told.made_with == {"sink": "head:4", "correction": digest}
+        on_both = {"correction": correction, "merge": merged, **quick}
+        with monkeypatch.context() as patched:
+            patched.setattr(module._Run, "_publish", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                adapt(model, QUESTIONS[4:], config(tmp_path / "out", **on_both))
+        adapt(model, QUESTIONS[4:], config(tmp_path / "out", resume=True, **on_both))
+        assert read_asked(tmp_path / "out") == {question_digest(one.text) for one in QUESTIONS}
+        found = model.load_reader(tmp_path / "out").metadata
+        assert (found["correction"], found["merge"]) == (digest, merge_digest(merged))
+        assert "was made with" not in caplog.text
+        monkeypatch.setattr(module._Run, "run", lambda *_: None)
+        adapt(model, QUESTIONS, config(tmp_path / "other", merge=merged))
+        assert f"the correction {digest[:12]}..., and is used with correction=none" in caplog.text
 
 
 class TestMaterial:
@@ -304,6 +354,16 @@ class TestMaterial:
             adapt(model, QUESTIONS[:1], config(tmp_path / "out"))
         assert list(tmp_path.iterdir()) == []
 
+    def test_a_sink_that_the_model_lacks_is_refused_before_the_teacher_answers(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        with pytest.raises(ValueError, match="the head of a prompt has"):
+            adapt(model, QUESTIONS, config(tmp_path / "out", sink="head:9999"))
+        without = BlockModel(tiny_model(num_hidden_layers=1), tiny_tokenizer(bos=False))
+        with pytest.raises(ValueError, match="this model has no BOS token"):
+            adapt(without, QUESTIONS, config(tmp_path / "out", sink="bos"))
+        assert list(tmp_path.iterdir()) == []
+
     def test_prompts_of_one_block_are_refused(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -325,6 +385,7 @@ class TestInterruption:
         with pytest.raises(FileExistsError, match="interrupted run; go on with it"):
             adapt(model, QUESTIONS, config(output))
         resumed = adapt(model, QUESTIONS, config(output, resume=True))
+        assert read_asked(output) == read_asked(folder)
         log = json.loads((folder / "training_log.json").read_text())
         # A prompt's answer comes from another batch of the teacher, and rounds otherwise: by some
         # 1e-6 of logits whose divergence is some 1e-4.
