@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -65,6 +65,9 @@ def calibrate(
     correction: Annotated[
         Path | None, typer.Option(help="File of a correction to try; see `adapt --fit correction`.")
     ] = None,
+    merge: Annotated[
+        Path | None, typer.Option(help="File of a learned merge to try; see `adapt --fit merge`.")
+    ] = None,
     reader: Annotated[
         Path | None, typer.Option(help="Folder of a reader adapter to try; see `adapt`.")
     ] = None,
@@ -121,8 +124,7 @@ def calibrate(
                 plan,
                 work,
                 tell,
-                correction=correction,
-                reader=reader,
+                files=(correction, merge, reader),
                 most=most_promoted,
                 targets=targets,
             )
@@ -158,21 +160,21 @@ def _run(
     work: Path,
     tell: Progress,
     *,
-    correction: Path | None,
-    reader: Path | None,
+    files: tuple[Path | None, Path | None, Path | None],
     most: int,
     targets: dict[str, float],
 ) -> CalibrationReport:
-    """Choose and certify, in a store of its own: it fills with blocks after each sink tried."""
-    from blockattn_rag.engine.calibration import settings_digests
+    """Choose and certify, in a store of its own: it fills with blocks after each sink tried.
+
+    ``files``: of a correction, a merge and a reader to try.
+    """
     from blockattn_rag.engine.engine import BlockAttentionEngine
-    from blockattn_rag.engine.options import GenerateOptions
+    from blockattn_rag.evaluation.calibration.fits import fits_of
     from blockattn_rag.evaluation.calibration.run import calibrate as run
-    from blockattn_rag.evaluation.calibration.settings import SINKS, Setting, usable_sinks
+    from blockattn_rag.evaluation.calibration.settings import SINKS, usable_sinks
     from blockattn_rag.evaluation.calibration.settings import stages as stages_of
     from blockattn_rag.evaluation.records import OtherSettingsError
-    from blockattn_rag.model.correction_file import load_correction
-    from blockattn_rag.prompts.sinks import FIRST_BLOCK
+    from blockattn_rag.prompts.sinks import FIRST_BLOCK, NO_SINK
     from blockattn_rag.store import DirectoryStore
     from blockattn_rag.training.distillation.asked import read_asked
 
@@ -182,27 +184,22 @@ def _run(
     engine = BlockAttentionEngine(
         loaded, store, namespace=asking.access.namespace, kv_dtype=asking.kv_dtype
     )
-    folder = None if reader is None else str(reader.resolve())
-    corrected = None
-    if correction is not None:
-        corrected = Setting(load_correction(correction).sink, str(correction.resolve()))
-    named = {**({} if corrected is None else corrected.options), "reader": folder}
-    digests = settings_digests(loaded, GenerateOptions.parse(named, GenerateOptions()))
-    folders = [reader] if reader else []
-    folders += [correction.parent] if correction else []
-    seen = frozenset().union(*map(read_asked, folders))
-    choose, certify = _pairs(database, engine, plan, work, tell, seen)
+    fits = fits_of(loaded, *files)
+    asked = {path: read_asked(path) for path in fits.paths}
+    choose, certify = _pairs(database, engine, plan, work, tell, asked)
     # Passages are ingested alone, where there is no first block to encode them after.
-    sinks = usable_sinks(loaded.tokenizer, [sink for sink in SINKS if sink != FIRST_BLOCK])
+    sinks = [loaded.tuned_with.get("sink", NO_SINK), *SINKS]
+    usable = usable_sinks(loaded.tokenizer, [sink for sink in sinks if sink != FIRST_BLOCK])
     try:
         return run(
             engine,
             choose,
             certify,
             stages_of(
-                sinks,
-                corrected=corrected,
-                reader=folder,
+                usable,
+                corrected=fits.corrected,
+                merged=fits.merged,
+                reader=fits.read,
                 most_promoted=most,
                 supports_relay=loaded.supports_relay,
             ),
@@ -211,7 +208,7 @@ def _run(
             max_new_tokens=plan.max_new_tokens,
             seed=plan.seed,
             package_version=__version__,
-            noted={"files": digests},
+            noted={"files": fits.digests},
             on_progress=tell,
         )
     except OtherSettingsError as error:
@@ -224,28 +221,32 @@ def _pairs(
     plan: _Plan,
     work: Path,
     tell: Progress,
-    seen: Set[str],
+    seen_by: Mapping[str, Set[str]],
 ) -> tuple[list[Pair], list[Pair]]:
     """The pairs to choose on, with each number of passages in turn, and those to certify on, each
     with every number. No question is in both.
 
-    ``seen``: digests of the questions that what is tried was made with.
+    ``seen_by``: digests of the questions that each file to try was made with.
     """
     from blockattn_rag.evaluation.calibration.pairs import Pair
     from blockattn_rag.rag.passages import all_passages, retriever
     from blockattn_rag.rag.prompts import prompt_maker
+    from blockattn_rag.training.distillation.asked import question_digest
 
     texts = all_passages(database)
     if not texts:
         raise DataError(f"{database.path} holds no passage; ingest some first")
     numbers = sorted({min(number, len(texts)) for number in plan.passages})
     nearest, make = retriever(database), prompt_maker(database)
+    seen: frozenset[str] = frozenset().union(*seen_by.values())
     asked = _unseen_last(_questions(plan, texts, nearest, engine, work, tell), plan.pairs, seen)
     half = len(asked) // 2
     found = {question: nearest(question, numbers[-1]) for question in asked}
 
     def pair(question: str, number: int) -> Pair:
-        return Pair(question, make(question, found[question][:number]))
+        digest = question_digest(question)
+        by = frozenset(path for path, digests in seen_by.items() if digest in digests)
+        return Pair(question, make(question, found[question][:number]), by)
 
     choose = [pair(q, numbers[n % len(numbers)]) for n, q in enumerate(asked[:half])]
     certify = [pair(q, n) for q in asked[half:] for n in numbers if len(found[q]) >= n]
@@ -310,9 +311,9 @@ def _unseen_last(asked: Sequence[str], most: int, seen: Set[str]) -> list[str]:
     certifying = taken[len(taken) // 2 :]
     if known := sum(map(is_seen, certifying)):
         note(
-            f"note: the reader or correction was made with {known} of "
-            f"{count(len(certifying), 'question')} to certify on, which flatters it; give others "
-            "(--questions FILE)"
+            f"note: the reader, correction or merge was made with {known} of "
+            f"{count(len(certifying), 'question')} to certify on, which flatters it: settings with "
+            f"it will not qualify. Give {2 * known} more that are not (--questions FILE)"
         )
     return taken
 

@@ -84,20 +84,22 @@ def _row(one: Certificate) -> tuple[Any, ...]:
 def _next_steps(report: CalibrationReport, db: Path, model: str) -> str:
     from blockattn_rag.engine.calibration import PLAIN_SETTINGS
 
-    targets = " and ".join(f"{k} {percent(v)} %" for k, v in report.calibration.targets.items())
-    chosen, plain = report.choice.setting.options, PLAIN_SETTINGS
-    # A reader repairs what is left, so it is trained on passages that are encoded as they will be.
-    encoded, corrected = (
-        "".join(f" --{name} {quote(chosen[name])}" for name in names if chosen[name] != plain[name])
-        for names in (("sink", "correction"), ("correction",))
-    )
+    made, chosen = report.calibration, report.choice.setting.options
+    told = f"It does not qualify: {made.reason}."
+    if any(one.seen for one in made.certificates):
+        return told
+    # A reader repairs what is left, so it is trained on what was chosen.
+    names = [name for name in ("sink", "correction") if chosen[name] != PLAIN_SETTINGS[name]]
+    names += ["merge"] if "merge" in made.digests else []
+    based = "".join(f" --{name} {quote(chosen[name])}" for name in names)
+    files = "".join(f" --{name} {quote(chosen[name])}" for name in names if name != "sink")
     steps = [
         f"promote more passages (`--promote {_promoted(report) + 2}`)",
-        f"train a reader (`blockattn-rag adapt --model {model} --passages {db}{encoded} --output "
-        f"READER`) and calibrate with it (`--reader READER{corrected}`)",
+        f"train a reader (`blockattn-rag adapt --model {model} --passages {db}{based} --output "
+        f"READER`) and calibrate with it (`--reader READER{files}`)",
         "or answer in full mode (mode='full', `ask --mode full`)",
     ]
-    return f"No setting reaches the targets ({targets}, lower bounds). Next: {', '.join(steps)}."
+    return f"{told} Next: {', '.join(steps)}."
 
 
 def _promoted(report: CalibrationReport) -> int:

@@ -19,6 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from blockattn_rag.attention.context_merge import LearnedMerge
+from blockattn_rag.attention.merge_file import load_merge
+from blockattn_rag.engine.option_files import merge_digest
 from blockattn_rag.engine.options import (
     NO_CORRECTION,
     NO_MERGE,
@@ -103,7 +106,8 @@ class Calibration:
         Raises:
             TypeError, ValueError: fields are missing or wrong, or there are others.
         """
-        given = {name: value for name, value in found.items() if name != "qualified"}
+        derived = ("qualified", "reason")
+        given = {name: value for name, value in found.items() if name not in derived}
         certificates = tuple(map(_certificate, given.pop("certificates")))
         made = cls(**given, certificates=certificates)
         texts = *made.settings.values(), *made.digests.values()
@@ -119,7 +123,7 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types."""
-        return {**asdict(self), "qualified": self.qualified}
+        return {**asdict(self), "qualified": self.qualified, "reason": self.reason}
 
     @property
     def key(self) -> str:
@@ -128,8 +132,25 @@ class Calibration:
 
     @property
     def qualified(self) -> bool:
-        """Whether every certificate reached the targets."""
+        """Whether every certificate reached the targets, on questions that are new to the
+        settings."""
         return all(one.qualified for one in self.certificates)
+
+    @property
+    def reason(self) -> str:
+        """Why it is not qualified, and what to do where that is clear; empty if it is."""
+        if self.qualified:
+            return ""
+        most = max(self.certificates, key=lambda one: one.seen)
+        if most.seen:
+            # Half of all questions certify.
+            return (
+                f"{most.seen} of the {most.questions} questions it was certified on are among "
+                "those that its reader, correction or merge was made with, which flatters it; "
+                f"give `blockattn-rag calibrate` {2 * most.seen} more that are not (--questions)"
+            )
+        targets = " and ".join(f"{k} {100 * v:.1f} %" for k, v in self.targets.items())
+        return f"it did not reach the targets ({targets}, lower bounds)"
 
     def options_beside(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The settings where an engine was given none, with those given.
@@ -176,7 +197,7 @@ class Calibration:
             most = self.certificates[-1].passages
             return f"Its calibration measured prompts of at most {most} passages, not more."
         if not found.qualified:
-            return f"It was calibrated and did not reach the targets: {found}."
+            return f"Its calibration does not qualify: {self.reason} (found: {found})."
         return ""
 
     def _mismatch(self, options: GenerateOptions, prompt: BlockPrompt) -> str:
@@ -331,7 +352,8 @@ def _check_usable(calibration: Calibration, model: BlockModel) -> None:
 
 
 def settings_digests(model: BlockModel, options: GenerateOptions) -> dict[str, str]:
-    """sha256 of the contents of the reader and the correction that options name.
+    """sha256 of the contents of the reader, the correction and the learned merge that options
+    name.
 
     Raises:
         OSError, ValueError: one is not there, or is for another model or sink.
@@ -341,6 +363,9 @@ def settings_digests(model: BlockModel, options: GenerateOptions) -> dict[str, s
         found["reader"] = model.load_reader(options.reader).digest
     if options.correction != NO_CORRECTION:
         found["correction"] = model.load_correction(options.correction, options.sink).digest
+    if isinstance(merge := load_merge(options.merge), LearnedMerge):
+        merge.ready_for(lambda: model.fingerprint, merge.bias.device)  # which refuses another's
+        found["merge"] = merge_digest(options.merge) or ""
     return found
 
 

@@ -30,7 +30,10 @@ class Certificate:
         identical: share of questions at which it would choose all of them.
         recovery: share of plain block mode's divergence that the settings take away; None where
             there is none to take.
-        qualified: whether the targets of the calibration were reached.
+        qualified: whether the targets of the calibration were reached, on questions that are new
+            to the settings.
+        seen: questions among these that the reader, the correction or the merge of the settings was
+            made with; the figures are flattered if there are any.
     """
 
     passages: int
@@ -48,12 +51,15 @@ class Certificate:
     recovery_low: float | None
     recovery_high: float | None
     qualified: bool
+    seen: int = 0
 
     def __str__(self) -> str:
+        seen = f", {self.seen} of them known from fitting" if self.seen else ""
         return (
             f"{self.passages} passages: agreement with full mode {100 * self.agreement:.1f} % "
             f"({100 * self.agreement_low:.1f} to {100 * self.agreement_high:.1f}), KL "
-            f"{self.kl:.4f} ({self.kl_low:.4f} to {self.kl_high:.4f}), {self.questions} questions"
+            f"{self.kl:.4f} ({self.kl_low:.4f} to {self.kl_high:.4f}), "
+            f"{self.questions} questions{seen}"
         )
 
 

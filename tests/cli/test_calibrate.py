@@ -19,6 +19,7 @@ from blockattn_rag.cli import certificates
 from blockattn_rag.demo.corpus import bundled_corpus
 from blockattn_rag.engine.calibration import read_calibrations
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.option_files import merge_digest
 from blockattn_rag.errors import DataError
 from blockattn_rag.evaluation.calibration import settings
 from blockattn_rag.evaluation.calibration.settings import Setting
@@ -30,6 +31,7 @@ from blockattn_rag.rag.passages import retriever
 from blockattn_rag.rag.prompts import prompt_maker
 from blockattn_rag.training.distillation.asked import write_asked
 from tests.cli.conftest import Command
+from tests.engine.test_calibration import merge_of
 from tests.holding import LONGEST_S
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -140,7 +142,8 @@ def test_the_tables_tell_what_was_compared_and_what_to_do_next(
     assert "of them on all 3 questions. The best:" in shown
     assert "Certified on other questions:" in shown
     assert "the simplest within one standard error of the best" in shown
-    assert "No setting reaches the targets (agreement 90.0 %, lower bounds). Next: " in shown
+    reason = "it did not reach the targets (agreement 90.0 %, lower bounds)"
+    assert f"It does not qualify: {reason}. Next: " in shown
     assert f"`blockattn-rag adapt --model {require_manifest(db).model} --passages {db}" in shown
     assert "note: 6 distinct questions in place of 100" in output.stderr
     assert not list(db.glob("calibrate-*"))  # all went well
@@ -149,17 +152,18 @@ def test_the_tables_tell_what_was_compared_and_what_to_do_next(
 
 
 def test_the_reader_that_is_suggested_is_trained_on_what_was_chosen() -> None:
-    chosen = Setting("head:4", "/my kv/correction.safetensors", promote="1")
+    files = ("/my kv/correction.safetensors", "m.safetensors")
+    chosen = Setting("head:4", *files, promote="1")
     report: Any = SimpleNamespace(
-        calibration=SimpleNamespace(targets={"agreement": 0.9}),
+        calibration=SimpleNamespace(reason="why", digests={"merge": "1"}, certificates=()),
         choice=SimpleNamespace(setting=chosen),
         finalists=[(chosen, 0.1, 0.01)],
     )
     told = certificates._next_steps(report, Path("db"), "some/model")
-    correction = "--correction '/my kv/correction.safetensors'"
-    adapt = f"adapt --model some/model --passages db --sink head:4 {correction} --output READER`"
+    files_given = "--correction '/my kv/correction.safetensors' --merge m.safetensors"
+    adapt = f"adapt --model some/model --passages db --sink head:4 {files_given} --output READER`"
     assert adapt in told
-    assert f"(`--reader READER {correction}`)" in told
+    assert f"(`--reader READER {files_given}`)" in told
 
 
 def test_another_model_is_calibrated_beside_the_first_and_keeps_its_own_sink(
@@ -259,6 +263,64 @@ def test_questions_that_a_reader_was_trained_on_do_not_certify_it_while_there_ar
     assert ("2 of 3 questions to certify on" in output.stderr) == (told == 5)
 
 
+def test_a_choice_that_was_made_with_the_questions_does_not_qualify_in_any_output(
+    cli: Command, db: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Database.open(db).local_engine.model
+    Reader.new(model.hf_model, rank=2).save(tmp_path / "r", {"fingerprint": model.fingerprint})
+    lines = questions.read_text().splitlines()
+    write_asked(tmp_path / "r", [json.loads(line)["question"] for line in lines])
+    simplest = "blockattn_rag.evaluation.calibration.search.simplest"
+    monkeypatch.setattr(simplest, lambda found: next(s for s in found if s.reader != "none"))
+    asking = command(db, questions, "--reader", tmp_path / "r", "--agreement", 0)
+    found = cli(*asking, "--json").json
+    reason = found["reason"]
+    assert reason.startswith("3 of the 3 questions")
+    assert "6 more that are not (--questions)" in reason
+    assert (found["qualified"], found["certificates"][0]["qualified"]) == (False, False)
+    (entry,) = json.loads((db / "calibration.json").read_text())["calibrations"].values()
+    assert (entry["qualified"], entry["reason"]) == (False, reason)
+    output = cli(*asking)
+    assert f"It does not qualify: {reason}." in " ".join(output.stdout.split())
+    assert "It reaches the targets" not in output.stdout
+    assert "Give 6 more that are not (--questions FILE)" in " ".join(output.stderr.split())
+
+
+def test_a_learned_merge_is_tried_and_another_in_its_file_is_another_run(
+    cli: Command, db: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Database.open(db).local_engine.model
+    path = tmp_path / "merge.safetensors"
+    merge_of(model, path, {"sink": "head:3", "correction": "none"})
+    monkeypatch.chdir(tmp_path)
+    own = f"sink=head:3+merge={path}"
+    simplest = "blockattn_rag.evaluation.calibration.search.simplest"
+    monkeypatch.setattr(simplest, lambda found: next(s for s in found if s.mode == own))
+    given = ("--merge", path.name, "--keep-records")
+    report = cli(*command(db, questions, *given, "--json"))
+    assert report.status == 0, report.stderr
+    assert report.json["chosen"] == own
+    assert report.json["digests"] == {"merge": merge_digest(str(path))}
+    assert Database.open(db).local_engine.defaults.merge == str(path)
+    merge_of(model, path, bias=0.2)
+    output = cli(*command(db, questions, *given))
+    assert "records made with other settings" in " ".join(output.stderr.split())
+
+
+def test_the_sink_that_a_model_was_fine_tuned_with_is_tried(
+    cli: Command, questions: Path, tmp_path: Path
+) -> None:
+    tuned = tiny_model()
+    tuned.config.block_attention = {"sink": "head:3"}
+    tuned.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    db = ingested(cli, tmp_path, tmp_path / "model")
+    report = cli(*command(db, questions, "--json", "--promote", 0, "--keep-records"))
+    assert report.status == 0, report.stderr
+    (records,) = db.glob("calibrate-*.work/records.jsonl")
+    assert '"sink=head:3"' in records.read_text()
+
+
 def test_a_model_with_a_sliding_window_is_calibrated_by_what_it_can_use(
     cli: Command, questions: Path, tmp_path: Path
 ) -> None:
@@ -270,6 +332,8 @@ def test_a_model_with_a_sliding_window_is_calibrated_by_what_it_can_use(
     tried = {one["mode"].rpartition("+")[2] for one in report.json["finalists"]}
     assert "promote=1" in tried
     assert not [mode for mode in tried if mode.startswith(("merge=", "promote=attention"))]
+    output = cli(*command(db, questions, "--merge", tmp_path / "m.safetensors"))
+    assert (output.status, "refuses merges" in output.stderr) == (1, True)
 
 
 def test_a_database_whose_store_is_no_folder_keeps_its_calibration_and_is_asked_with_it(

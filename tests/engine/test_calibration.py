@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from blockattn_rag.attention.context_merge import LearnedMerge
+from blockattn_rag.attention.merge_file import save_merge
 from blockattn_rag.engine.calibration import (
     PLAIN_SETTINGS,
     Calibration,
     calibration_path,
     prompt_digest,
     read_calibrations,
+    settings_digests,
     write_calibration,
 )
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.option_files import merge_digest
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.results import Certificate, ReuseStats
 from blockattn_rag.errors import StoreError
@@ -89,6 +94,18 @@ def model() -> BlockModel:
 @pytest.fixture
 def store(tmp_path: Path) -> DirectoryStore:
     return DirectoryStore(tmp_path / "kv")
+
+
+def merge_of(
+    model: BlockModel, path: Path, made_with: Mapping[str, str] | None = None, bias: float = 0.1
+) -> str:
+    """A learned merge in a file."""
+    heads, outlines = model.config.num_attention_heads, model.profile.layer_outlines
+    kv_heads, size, _ = outlines[0][1]
+    merge = LearnedMerge.identity(len(outlines), heads, kv_heads, size)
+    merge = replace(merge, bias=merge.bias.detach() + bias)
+    save_merge(merge, path, model.fingerprint, made_with or {})
+    return str(path)
 
 
 def path_of(store: DirectoryStore) -> Path:
@@ -354,7 +371,11 @@ def test_a_qualified_calibration_is_told_in_one_line_in_place_of_the_warning(
     [
         ({}, prompt(6), "at most 5 passages, not more"),
         ({}, prompt(3, head="Other.\n"), "another head or block template"),
-        ({"certificates": (certificate(qualified=False),)}, prompt(3), "did not reach the targets"),
+        (
+            {"certificates": (certificate(qualified=False),)},
+            prompt(3),
+            "did not reach the targets (agr",
+        ),
     ],
 )
 def test_an_answer_that_no_certificate_vouches_for_is_warned_of_once(
@@ -410,6 +431,22 @@ def test_a_tuned_model_is_warned_of_as_little_as_before(
     assert said(caplog, BlockAttentionEngine(model, store), prompt(3)) == []
 
 
+def test_a_calibration_on_questions_that_its_fits_saw_says_so_wherever_it_is_read(
+    store: DirectoryStore, model: BlockModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = replace(certificate(qualified=False), seen=4)
+    made = calibrated(model, store, certificates=(seen, certificate(5)))
+    (entry,) = json.loads(path_of(store).read_text())["calibrations"].values()
+    assert entry["qualified"] is made.qualified is False
+    assert entry["reason"] == made.reason
+    assert made.reason.startswith("4 of the 50 questions it was certified on are among those")
+    assert "give `blockattn-rag calibrate` 8 more that are not (--questions)" in made.reason
+    (warning,) = said(caplog, BlockAttentionEngine(model, store), prompt(3))
+    assert f"does not qualify: {made.reason}" in warning
+    assert "50 questions, 4 of them known from fitting" in warning
+    assert calibration("f").reason == ""
+
+
 def test_a_damaged_file_is_warned_of_and_the_engine_answers_without_it(
     store: DirectoryStore, model: BlockModel, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -447,6 +484,25 @@ def test_a_correction_comes_with_its_sink_and_is_used_as_it_was_measured(
     saved(correction_of(model, sink="head:3", size=0.2), tmp_path)
     assert BlockAttentionEngine(model, store).calibration is None
     assert f"the correction in {path} has changed since; calibrate anew" in caplog.text
+
+
+def test_a_learned_merge_that_has_changed_is_not_used(
+    store: DirectoryStore, model: BlockModel, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    path = merge_of(model, tmp_path / "merge.safetensors")
+    settings = {**PLAIN_SETTINGS, "merge": path}
+    options = GenerateOptions(merge=path)
+    digests = settings_digests(model, options)
+    assert digests == {"merge": merge_digest(path)}
+    calibrated(model, store, settings=settings, digests=digests)
+    assert BlockAttentionEngine(model, store).defaults.merge == path
+    assert not caplog.records
+    merge_of(model, Path(path), bias=0.2)
+    assert BlockAttentionEngine(model, store).calibration is None
+    assert f"the merge in {path} has changed since; calibrate anew" in caplog.text
+    other = BlockModel(tiny_model(seed=1), tiny_tokenizer())
+    with pytest.raises(ValueError, match="found a learned merge of the model"):
+        settings_digests(other, options)
 
 
 def test_a_reader_that_is_gone_or_another_is_warned_of_and_not_used(

@@ -166,12 +166,24 @@ def test_every_setting_is_a_mode_of_the_evaluation() -> None:
 
 
 def test_a_reader_is_tried_with_the_best_and_with_the_sink_alone() -> None:
-    of_all = stages(["none"], merges=(), reader="folder", most_promoted=0)
+    own = Setting("head:4", reader="folder")
+    of_all = stages(["none"], merges=(), reader=own, most_promoted=0)
     assert list(of_all) == ["sinks", "reader"]
     best = Setting("bos", correction="kv.safetensors", merge="scale:0.9")
     tried = of_all["reader"](best)
-    assert tried == [replace(best, reader="folder"), replace(best, merge="none", reader="folder")]
-    assert of_all["reader"](Setting("bos")) == [Setting("bos", reader="folder")]
+    bare = replace(best, merge="none", reader="folder")
+    assert tried == [replace(best, reader="folder"), bare, own]
+    assert of_all["reader"](Setting("head:4")) == [own]
+
+
+def test_a_learned_merge_is_tried_with_the_best_and_with_what_it_was_made_with() -> None:
+    own = Setting("head:4", merge="m.safetensors")
+    for merges in ((), ("scale:0.9",)):
+        of_all = stages(["none"], merges, None, 0, merged=own)
+        assert list(of_all) == ["sinks", "merges"]
+        best = Setting("bos")
+        tried = [replace(best, merge=merge) for merge in (*merges, "m.safetensors")]
+        assert of_all["merges"](best) == [*tried, own]
 
 
 def test_a_correction_is_tried_with_its_own_sink_before_merges() -> None:
@@ -244,6 +256,13 @@ def test_a_certificate_holds_the_reports_figures() -> None:
     assert (found.identical, found.identical_low, found.identical_high) == clopper_pearson(4, 6)
 
 
+def test_questions_that_a_fit_was_made_with_do_not_qualify_it() -> None:
+    report = report_of([1.0] * 40)
+    for seen in (0, 1):
+        found = certificate(report, "sink=bos", 5, TARGETS, seen)
+        assert (found.seen, found.qualified) == (seen, not seen)
+
+
 def test_a_few_tokens_that_all_agree_prove_little() -> None:
     few = certificate(report_of([1.0] * 3), "sink=bos", 5, TARGETS)
     assert (few.agreement, few.agreement_high) == (1, 1)
@@ -314,6 +333,24 @@ def run(engine: BlockAttentionEngine, records: Path, **changed: Any) -> Calibrat
         **changed,
     }
     return calibrate(engine, options.pop("choose"), options.pop("certify"), **options)
+
+
+def test_a_choice_that_saw_the_questions_is_not_qualified_and_one_that_did_not_is(
+    engine: BlockAttentionEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "blockattn_rag.evaluation.calibration.search"
+    certify = pairs_of(engine, range(4, 8))
+    # A fit is known by the path in the settings; here by a word that needs no file.
+    known = [replace(pair, seen_by=frozenset({"scale:0.5"})) for pair in certify[:3]]
+    for merge, expected in (("scale:0.5", 3), ("bias:-3", 0)):
+        monkeypatch.setattr(
+            f"{module}.simplest", lambda found, m=merge: next(s for s in found if s.merge == m)
+        )
+        made = run(engine, tmp_path / "r.jsonl", certify=[*known, certify[3]]).calibration
+        assert [one.seen for one in made.certificates] == [expected]
+        assert made.qualified == (expected == 0)
+        assert made.reason.startswith("3 of the 4 questions") == (expected == 3)
+        assert ("6 more" in made.reason) == (expected == 3)
 
 
 def losses_by_hand(

@@ -13,7 +13,11 @@ PLAIN_MODE = "block"
 
 
 def certificate(
-    report: FidelityReport, mode: str, passages: int, targets: Mapping[str, float]
+    report: FidelityReport,
+    mode: str,
+    passages: int,
+    targets: Mapping[str, float],
+    seen: int = 0,
 ) -> Certificate:
     """What a report on prompts of so many passages says of a mode.
 
@@ -26,6 +30,7 @@ def certificate(
         report: of the mode and of plain block mode.
         targets: what the lower bounds of ``agreement`` and ``recovery`` must reach. Where block
             mode is full mode but for rounding, nothing is to recover.
+        seen: questions of the report that the mode was fitted with; it does not qualify with any.
     """
     found = report[mode]
     rows = [record for record in report.records if record.mode == mode]
@@ -54,7 +59,8 @@ def certificate(
         recovery=None if recovery is None else recovery.mean,
         recovery_low=None if recovery is None else recovery.low,
         recovery_high=None if recovery is None else recovery.high,
-        qualified=all(reached[name] >= target for name, target in targets.items()),
+        qualified=not seen and all(reached[name] >= target for name, target in targets.items()),
+        seen=seen,
     )
 
 

@@ -21,10 +21,13 @@ class Pair:
     """A question and the prompt that it becomes with its passages.
 
     ``id`` and ``digest`` are of the prompt: what was measured of it holds in any other run.
+    ``seen_by``: the reader, correction and merge, as settings name them, that were made with the
+    question.
     """
 
     question: str
     prompt: BlockPrompt
+    seen_by: frozenset[str] = frozenset()
     id: str = field(init=False)
 
     def __post_init__(self) -> None:

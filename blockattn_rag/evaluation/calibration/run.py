@@ -184,7 +184,8 @@ class _Run:
                 continue
             report = self._compare(f"certificate, {passages} passages", alike, modes)
             plain.append(certificate(report, PLAIN_MODE, passages, targets))
-            certificates.append(certificate(report, chosen.mode, passages, targets))
+            seen = sum(not pair.seen_by.isdisjoint(chosen.options.values()) for pair in alike)
+            certificates.append(certificate(report, chosen.mode, passages, targets, seen))
         if not certificates:
             raise DataError(
                 f"found no number of passages with {FEWEST_PAIRS} pairs or more to certify on; "

@@ -62,25 +62,32 @@ Stage = Callable[[Setting], Sequence[Setting]]
 def stages(
     sinks: Sequence[str],
     merges: Sequence[str] = MERGES,
-    reader: str | None = None,
+    reader: Setting | None = None,
     most_promoted: int = 2,
     corrected: Setting | None = None,
+    merged: Setting | None = None,
     supports_relay: bool = True,
 ) -> dict[str, Stage]:
     """The stages of the search by name: each varies one option, cheapest first.
 
     Args:
-        reader: folder of a reader adapter to try; None: there is none.
+        reader: a reader adapter to try, with what it was made with; None: there is none.
         most_promoted: 0 tries no promotion, which costs tokens per question.
         corrected: a correction to try, with its sink.
+        merged: a learned merge to try, with what it was made with.
         supports_relay: of the model; where it does not, merges and promotion by attention are
             refused, and not tried.
     """
 
+    def with_merge(best: Setting) -> list[Setting]:
+        learned = [] if merged is None else [replace(best, merge=merged.merge), merged]
+        return [*(replace(best, merge=merge) for merge in merges), *learned]
+
     def with_reader(best: Setting) -> list[Setting]:
         assert reader is not None  # or there is no such stage
         bare = Setting(best.sink, best.correction)
-        return [replace(one, reader=reader) for one in dict.fromkeys((best, bare))]
+        tried = [replace(one, reader=reader.reader) for one in (best, bare)]
+        return list(dict.fromkeys([*tried, reader]))
 
     def with_promotion(best: Setting) -> list[Setting]:
         counts = range(1, most_promoted + 1)
@@ -91,8 +98,8 @@ def stages(
     found: dict[str, Stage] = {"sinks": lambda best: [replace(best, sink=s) for s in sinks]}
     if corrected is not None:
         found["correction"] = lambda _: [corrected]
-    if merges and supports_relay:
-        found["merges"] = lambda best: [replace(best, merge=merge) for merge in merges]
+    if (merges or merged) and supports_relay:
+        found["merges"] = with_merge
     if reader is not None:
         found["reader"] = with_reader
     if most_promoted:
