@@ -4,9 +4,10 @@
 #
 #   bash benchmarks/stock_models.sh TUNE.jsonl.gz DATA.jsonl.gz FOLDER [STEP ...]
 #
-# Steps, in order, each of which goes on where it was stopped: correction, trained, merges, reader,
+# Steps, in order, each of which goes on where it was stopped: correction, trained, merge, reader,
 # readers, fine-tuned, diagnosis, knobs, measure, main, more-passages, other-text, costs, tables. On a
 # processor they take many hours; OMP_NUM_THREADS=1 and two steps at a time keep two cores busiest.
+# The longest fits are kept in benchmarks/fits: copy its folders into FOLDER to measure without them.
 set -euo pipefail
 benchmarks="$(cd "$(dirname "$0")" && pwd)"
 PATH="$benchmarks/../.venv/bin:$PATH"
@@ -18,8 +19,7 @@ mkdir -p "$folder" && cd "$folder"
 sink=sink=head:4
 corrected=$sink+correction=kv/correction.safetensors
 trained=$sink+correction=kv-trained/correction.safetensors
-merged=$trained+merge=merge-trained/merge.safetensors
-read=$merged+reader=reader-merged
+read=$trained+reader=reader-trained
 five=(--min-passages 5 --max-passages 5)
 fit=(adapt --model smollm2 --questions "$tune" "${five[@]}" --resume)
 questions=(--num-passages 5 --data "$data")
@@ -42,12 +42,11 @@ bench() { python "$benchmarks/stock_models.py" "$@"; }
 step correction fitted kv --fit correction --sink head:4 --samples 60 --held-out 0.2
 step trained fitted kv-trained --fit correction --sink head:4 --correction kv/correction.safetensors \
   --samples 240 --held-out 0.1 --epochs 2 --answers answers
-merge=(--fit merge --sink head:4 --samples 80 --held-out 0.1 --epochs 2 --answers answers)
-step merges fitted merge "${merge[@]}"
-step merges fitted merge-trained "${merge[@]}" --correction kv-trained/correction.safetensors
-reader=(--fit reader --held-out 0.07 --eval-steps 50 --answers answers)
-step reader fitted reader-merged "${reader[@]}" --samples 360 --epochs 2 --sink head:4 \
-  --correction kv-trained/correction.safetensors --merge merge-trained/merge.safetensors
+step merge fitted merge --fit merge --sink head:4 --samples 80 --held-out 0.1 --epochs 2 \
+  --answers answers
+reader=(--fit reader --held-out 0.07 --eval-steps 60 --answers answers)
+step reader fitted reader-trained "${reader[@]}" --samples 480 --epochs 2 --sink head:4 \
+  --correction kv-trained/correction.safetensors
 step readers fitted reader-none "${reader[@]}" --samples 200
 step readers fitted reader-sink "${reader[@]}" --samples 200 --sink head:4
 
@@ -80,14 +79,14 @@ done
 free=(
   block block-composite closed-book sink=bos $sink sink=head:16 sink=first-block
   $sink+merge=bias:-0.5 $sink+merge=ape:0.9:0.9 $sink+merge=merge/merge.safetensors
-  $corrected $trained $merged model=fine-tuned
+  $corrected $trained model=fine-tuned
 )
 paid=(
   promote=1 promote=2 $sink+promote=attention:1 $corrected+promote=attention:1
-  $merged+promote=attention:1 reader=reader-none $sink+reader=reader-sink $read
+  $trained+promote=attention:1 reader=reader-none $sink+reader=reader-sink $read
   $read+promote=attention:1
 )
-main=block,closed-book,$sink,$corrected,$merged,$read
+main=block,closed-book,$sink,$trained,$read
 joined() { local IFS=,; echo "$*"; }
 all=$(joined "${free[@]}" "${paid[@]}")
 step knobs bench measure --num-passages 5 --data "$tune" --limit 60 --output knobs.csv \
