@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
@@ -27,6 +28,15 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 # Shared machines are slow at times; a deadline would fail on them by chance.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Commands and benchmarks choose what is logged in their process, which tests share."""
+    logger = logging.getLogger("blockattn_rag")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(params=DEVICES)
