@@ -88,6 +88,8 @@ def measure(
 ) -> None:
     """Compare modes with full mode."""
     wanted, answering = modes.split(","), answered.split(",") if answered else []
+    if FULL in wanted:
+        raise typer.BadParameter("--modes names full, which is always measured; leave it out")
     if unknown := set(answering) - set(wanted):
         raise typer.BadParameter(f"--answered names {sorted(unknown)}, which --modes lacks")
     _refuse_recomputation(answering, "--answered")
@@ -255,8 +257,10 @@ def table(
     """Print a table in Markdown, with 95 % intervals; each mode beside block mode over the
     questions that both were asked."""
     rows = (row for path in records for row in read_rows(path))
-    for line in tables(rows, costs, modes.split(",") if modes else []):
-        print(line)
+    try:
+        print(*tables(rows, costs, modes.split(",") if modes else []), sep="\n")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -101,6 +101,6 @@ step more-passages bench measure --data "$data" --num-passages 10 --limit 100 \
 step other-text python "$benchmarks/docstring_questions.py" docstrings.jsonl --samples 200
 step other-text bench measure --data docstrings.jsonl --num-passages 5 --limit 200 \
   --output docstrings.csv --modes "$main" --answered "$main"
-step costs bench costs "${questions[@]}" --modes "full,$all" --output costs.csv
+step costs bench costs "${questions[@]}" --modes "full,$all" --limit 8 --output costs.csv
 step tables bench table all.csv main.csv --costs costs.csv
 for name in ten-passages docstrings; do step tables bench table $name.csv; done

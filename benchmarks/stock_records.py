@@ -79,6 +79,8 @@ def tables(rows: Iterable[Row], costs: Path | None, modes: Sequence[str]) -> Ite
         by_mode.setdefault(row.mode, {})[row.id] = row
     cost = _read_costs(costs) if costs else {}
     shown = modes or [mode for mode in by_mode if mode != FULL]
+    if missing := [mode for mode in (FULL, "block", *shown) if mode not in by_mode]:
+        raise ValueError(f"the records hold no rows of {', '.join(missing)}; measure them, too")
     yield "| mode | questions | KL | first token | agreement | recovered | tokens | first token |"
     yield "|---|---|---|---|---|---|---|---|"
     for mode in [FULL, *shown]:

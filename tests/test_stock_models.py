@@ -241,6 +241,11 @@ def test_recomputation_neither_answers_nor_has_costs(data: Path, tmp_path: Path)
     assert "leave them out of costs" in run("costs", *common, refused=True)
 
 
+def test_full_mode_is_no_mode_to_compare(data: Path, tmp_path: Path) -> None:
+    common = ["--data", data, "--output", tmp_path / "out.csv", "--model", tmp_path / "none"]
+    assert "always measured" in run("measure", *common, "--modes", "full,block", refused=True)
+
+
 def test_costs_are_those_of_each_mode(
     engine: BlockAttentionEngine, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

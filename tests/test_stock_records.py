@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import pytest
 import stock_records
 from stock_records import Row
 
@@ -55,3 +56,9 @@ def test_the_table_compares_each_mode_over_the_questions_that_both_were_asked(
     scores = "50.0 % (0.0 to 100.0) | -50.0 % (-100.0 to +0.0) | 25.0 % (25.0 to 25.0)"
     assert f"| `block` | 2 | {scores} | -25.0 % (-25.0 to -25.0) |" in shown
     assert not any(line.startswith("| `sink=head:4` | 0") for line in shown)
+
+
+@pytest.mark.parametrize(("rows", "missing"), [([], "full, block"), (ROWS[2:3], "full, block")])
+def test_a_table_names_the_rows_that_it_lacks(rows: list[Row], missing: str) -> None:
+    with pytest.raises(ValueError, match=f"no rows of {missing};"):
+        list(stock_records.tables(rows, None, []))

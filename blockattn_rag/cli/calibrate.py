@@ -108,10 +108,11 @@ def calibrate(
     A stopped run goes on when it is started again.
     """
     with working(as_json):
-        from blockattn_rag.engine.calibration import write_calibration
+        from blockattn_rag.engine.calibration import read_calibrations, write_calibration
 
         database = Database.open(db, model=model, device=device, dtype=dtype)
         path = output or database.calibration_path
+        read_calibrations(path)  # one that cannot be written beside the others is told of now
         work = db / f"calibrate-{database.local_engine.model.fingerprint[:16]}.work"
         if overwrite and work.exists():
             shutil.rmtree(work)

@@ -200,6 +200,11 @@ class Calibration:
             return f"Its calibration does not qualify: {self.reason} (found: {found})."
         return ""
 
+    def measured_together(self, options: GenerateOptions) -> bool:
+        """Whether what these options repair block mode with was measured together."""
+        names = ("sink", "correction", "merge", "reader")
+        return all(self.settings[name] == getattr(options, name) for name in names)
+
     def _mismatch(self, options: GenerateOptions, prompt: BlockPrompt) -> str:
         # Not parsed, which looks for the files: an answer that needs none may come without.
         plain = GenerateOptions()
@@ -328,7 +333,13 @@ def load_calibration(path: str | Path, model: BlockModel, namespace: str = "") -
     known = read_calibrations(_existing(path)).values()
     alike = [one for one in known if one.fingerprint == model.fingerprint]
     found = [one for one in alike if one.namespace == namespace] or alike
-    if len(found) != 1:
+    if len(found) > 1:
+        raise ValueError(
+            f"{path} holds calibrations of {model.name} of the namespaces "
+            f"{', '.join(sorted(repr(one.namespace) for one in found))}, expected one; take an "
+            "engine with one of these, or write one alone with `calibrate --output FILE`"
+        )
+    if not found:
         held = ", ".join(f"{one.model} in {one.dtype} (key {one.key})" for one in known)
         raise ValueError(
             f"{path} holds calibrations of {held or 'no model'}, expected one of {model.name} as "

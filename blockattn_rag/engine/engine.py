@@ -459,6 +459,6 @@ class BlockAttentionEngine:
             known, why_none = self._calibration, self._uncalibrated
             warn_if_untuned(self.model, found, options, known, why_none, self.kv_dtype)
             why = foreign(self.model, options)
-            if why and not (known and not known.doubt(options, found, self.kv_dtype)):
-                warn_of_foreign(why)  # what was measured together is known
+            if why and not (known and known.measured_together(options)):
+                warn_of_foreign(why)
         return found

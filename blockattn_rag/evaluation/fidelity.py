@@ -27,7 +27,13 @@ from blockattn_rag.evaluation.metrics import (
     bootstrap_ratio,
     plain_figures,
 )
-from blockattn_rag.evaluation.modes import engine_for, files_of_modes, mode_options, noted_of
+from blockattn_rag.evaluation.modes import (
+    check_unchanged,
+    engine_for,
+    files_of_modes,
+    mode_options,
+    noted_of,
+)
 from blockattn_rag.evaluation.records import RecordFile, Sample, without_blank
 from blockattn_rag.evaluation.run import check_prompts, make_prompt
 from blockattn_rag.kv.block_kv import BlockKV
@@ -197,7 +203,9 @@ def measure_fidelity(
         return _compare(engine, form, sample, missing, max_new_tokens)
 
     files = files_of_modes(wanted[1:], engine)
-    return compare_each(shown, wanted, compare, noted, records_path, on_progress, files)
+    report = compare_each(shown, wanted, compare, noted, records_path, on_progress, files)
+    check_unchanged(files, engine)
+    return report
 
 
 S = TypeVar("S", bound=Sample)

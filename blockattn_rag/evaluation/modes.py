@@ -18,6 +18,7 @@ from blockattn_rag.engine.calibration import (
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.option_files import file_digests
 from blockattn_rag.engine.options import BlockOptions, GenerateOptions
+from blockattn_rag.errors import DataError
 from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
 from blockattn_rag.prompts.blocks import BlockPrompt
 
@@ -146,3 +147,21 @@ def files_of_modes(
             told.append(json.dumps(how, sort_keys=True))
         found[mode] = hashlib.sha256("".join(told).encode()).hexdigest()[:16] if told else ""
     return found
+
+
+def check_unchanged(files: Mapping[str, str], engine: BlockAttentionEngine) -> None:
+    """Refuse a run in which files that modes name were replaced, because they are read for each
+    sample.
+
+    Args:
+        files: of ``files_of_modes``, before the run.
+
+    Raises:
+        DataError: some were.
+    """
+    now = files_of_modes(list(files), engine)
+    if changed := [mode for mode, digest in files.items() if now[mode] != digest]:
+        raise DataError(
+            f"the files that the mode {changed[0]!r} names were replaced while it was measured, "
+            "and some samples have the new ones; measure it anew, without the records of this run"
+        )

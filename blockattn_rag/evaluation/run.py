@@ -26,6 +26,7 @@ from blockattn_rag.evaluation.metrics import (
 )
 from blockattn_rag.evaluation.modes import (
     check_prompt,
+    check_unchanged,
     engine_for,
     files_of_modes,
     mode_options,
@@ -188,6 +189,7 @@ def evaluate(
             if file:
                 file.append(new)
             tell(mode, before + start + len(batch), len(shown))
+    check_unchanged(files, engine)
     # The kind decides no answer, and may have been another when the sample was answered.
     records = [replace(done[s.id, mode], kind=s.kind) for mode in modes for s in shown]
     return EvaluationReport(noted, records)

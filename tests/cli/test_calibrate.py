@@ -357,6 +357,18 @@ def test_an_output_of_ones_own_changes_nothing_in_the_database(
     assert require_manifest(db) == before
 
 
+def test_an_output_that_holds_something_else_is_refused_before_anything_is_asked(
+    cli: Command, db: Path, questions: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "notes.json"
+    path.write_text('{"my": "notes"}')
+    found = cli(*command(db, questions, "--output", path))
+    assert found.status == 1
+    assert "of version None, expected 1" in found.stderr
+    assert not list(db.glob("*.work"))
+    assert path.read_text() == '{"my": "notes"}'
+
+
 def test_pairs_are_what_ask_retrieves_and_shows_the_model(
     db: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

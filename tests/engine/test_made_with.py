@@ -16,7 +16,7 @@ from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.reader import Reader
 from blockattn_rag.store import DirectoryStore
-from tests.engine.test_calibration import calibrated, merge_of, prompt
+from tests.engine.test_calibration import calibrated, certificate, merge_of, prompt
 from tests.model.test_correction import correction_of, saved
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -99,14 +99,16 @@ def test_fits_that_do_not_tell_are_not_warned_of(model: BlockModel, tmp_path: Pa
     assert foreign(model, given) == ""
 
 
+@pytest.mark.parametrize("qualified", [True, False])
 def test_what_was_calibrated_together_is_not_warned_of(
-    model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, qualified: bool
 ) -> None:
     reader = reader_of(model, tmp_path / "reader", sink="bos")
     settings = {**PLAIN_SETTINGS, "reader": reader}
     options = GenerateOptions.parse(settings, GenerateOptions())
     store = DirectoryStore(tmp_path / "kv")
-    calibrated(model, store, settings=settings, digests=settings_digests(model, options))
+    digests, certificates = settings_digests(model, options), (certificate(qualified=qualified),)
+    calibrated(model, store, settings=settings, digests=digests, certificates=certificates)
     engine = BlockAttentionEngine(model, store)
     assert said(caplog, engine) == ""
     assert "made with sink=bos" in said(caplog, engine, sink="head:3")

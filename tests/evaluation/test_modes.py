@@ -132,7 +132,7 @@ def test_of_several_tenants_calibrations_the_engines_own_counts_and_else_the_onl
     assert [sink(name) for name in ("first", "second", "")] == ["head:2"] * 3
     write_calibration(path, replace(calibrated(engine, sink="head:3"), namespace="second"))
     assert [sink(name) for name in ("first", "second")] == ["head:2", "head:3"]
-    with pytest.raises(ValueError, match=r"\(key first:.*\(key second:.*, expected one of"):
+    with pytest.raises(ValueError, match="of the namespaces 'first', 'second', expected one"):
         sink("")
 
 
@@ -149,3 +149,16 @@ def test_records_of_a_calibration_with_other_settings_are_refused(
     with pytest.raises(DataError, match=r"a file that the mode 'calibrated=.*' names has changed"):
         run(("block", mode))
     assert files_of_modes(["block", "sink=head:2"], engine) == {"block": "", "sink=head:2": ""}
+
+
+@pytest.mark.parametrize("measure", [evaluate, measure_fidelity])
+def test_a_calibration_that_is_replaced_while_it_is_measured_is_told_of(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample], path: Path, measure: Measure
+) -> None:
+    def replacing(*_: object) -> None:
+        write_calibration(path, calibrated(engine, sink="head:2"))
+
+    write_calibration(path, calibrated(engine, sink="head:3"))
+    modes = ("block", f"calibrated={path}")
+    with pytest.raises(DataError, match=r"'calibrated=.*' names were replaced while"):
+        measure(engine, samples, modes, max_new_tokens=NEW, on_progress=replacing)
