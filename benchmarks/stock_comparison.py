@@ -18,7 +18,7 @@ from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.evaluation import EvaluationSample
 from blockattn_rag.evaluation.fidelity import FidelityRecord, compare_modes
 from blockattn_rag.evaluation.metrics import contains_answer, f1_score
-from blockattn_rag.evaluation.modes import mode_options
+from blockattn_rag.evaluation.modes import engine_for, mode_options
 from blockattn_rag.evaluation.run import make_prompt
 from blockattn_rag.model.greedy import greedy_answers
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -52,6 +52,8 @@ class Parts(NamedTuple):
             raise typer.BadParameter(str(error)) from error
         if found.own and not is_block:
             raise typer.BadParameter(f"found {behind!r} in {mode!r}, expected a block mode")
+        if found.own == RECOMPUTE and not found.value.isdecimal():
+            raise typer.BadParameter(f"found {first!r}, expected a number of tokens: recompute=16")
         return found
 
 
@@ -99,7 +101,7 @@ class Comparison:
         if not answers_too:
             return rows
         rest = Parts.of(mode).rest
-        given = self._engines[mode].generate_batch(
+        given = engine_for(self._engines[mode], rest).generate_batch(
             [make_prompt(self._stock, CHAT, sample, rest) for sample in self._samples],
             **mode_options(rest),
             max_new_tokens=self._most,
@@ -124,7 +126,8 @@ class Comparison:
 
     def _encode(self, mode: str) -> None:
         """The blocks of all questions, together where they are the same in every prompt."""
-        engine, how = self._engines[mode], mode_options(Parts.of(mode).rest)
+        rest = Parts.of(mode).rest
+        engine, how = engine_for(self._engines[mode], rest), mode_options(rest)
         if how["mode"] != "block":
             return
         encoded = {name: how[name] for name in ("sink", "correction")}

@@ -241,6 +241,35 @@ def test_recomputation_neither_answers_nor_has_costs(data: Path, tmp_path: Path)
     assert "leave them out of costs" in run("costs", *common, refused=True)
 
 
+def test_recomputation_of_no_number_of_tokens_is_refused_before_anything_is_loaded(
+    data: Path, tmp_path: Path
+) -> None:
+    common = ["--data", data, "--output", tmp_path / "out.csv", "--model", tmp_path / "none"]
+    told = run("measure", *common, "--modes", "recompute=abc", refused=True)
+    assert "expected a number of tokens" in told
+
+
+def test_a_mode_of_int8_answers_from_blocks_in_int8(
+    engine: BlockAttentionEngine, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering: list[BlockAttentionEngine] = []
+    answer = BlockAttentionEngine.generate_batch
+
+    def watched(self: BlockAttentionEngine, *args: Any, **how: Any) -> Any:
+        answering.append(self)
+        return answer(self, *args, **how)
+
+    monkeypatch.setattr(BlockAttentionEngine, "generate_batch", watched)
+    mode = "sink=bos+kv_dtype=int8"
+    comparison = Comparison(
+        {FULL: engine, mode: engine}, read_samples(data), 4, {FULL: "", mode: ""}
+    )
+    stored = set(engine.store.keys())
+    comparison.rows(mode, answers_too=True)
+    assert [one.kv_dtype for one in answering] == ["int8"]
+    assert set(engine.store.keys()) == stored
+
+
 def test_full_mode_is_no_mode_to_compare(data: Path, tmp_path: Path) -> None:
     common = ["--data", data, "--output", tmp_path / "out.csv", "--model", tmp_path / "none"]
     assert "always measured" in run("measure", *common, "--modes", "full,block", refused=True)

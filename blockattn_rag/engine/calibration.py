@@ -303,9 +303,9 @@ def find_calibration(
             if known and (found := known.get(_key(model.fingerprint, namespace))):
                 _check_usable(found, model)
                 return found, ""
-            if known and not why_none:
-                others = "another model, another dtype or another namespace"
-                why_none = f"The calibration in {path} is of {others}."
+            if not why_none and (known or path == own):
+                others = "of another model, another dtype or another namespace"
+                why_none = f"The calibration in {path} is {others if known else 'empty'}."
     except StoreError as error:
         logger.warning("going on without a calibration: %s", error)
         return None, "Its calibration cannot be used."

@@ -423,6 +423,15 @@ def test_a_calibration_of_another_model_is_not_used_and_the_warning_says_so(
     assert "is of another model, another dtype or another namespace" in warning
 
 
+def test_a_given_file_without_calibrations_is_told_of(
+    store: DirectoryStore, model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "empty.json"
+    path.write_text('{"version": 1, "calibrations": {}}')
+    (warning,) = said(caplog, BlockAttentionEngine(model, store, calibration=path), prompt(3))
+    assert f"{path} is empty" in warning
+
+
 def test_a_tuned_model_is_warned_of_as_little_as_before(
     store: DirectoryStore, model: BlockModel, caplog: pytest.LogCaptureFixture
 ) -> None:
