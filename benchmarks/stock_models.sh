@@ -42,11 +42,10 @@ bench() { python "$benchmarks/stock_models.py" "$@"; }
 
 step correction fitted kv --fit correction --sink head:4 --samples 60 --held-out 0.2
 step trained fitted kv-trained --fit correction --sink head:4 --correction kv/correction.safetensors \
-  --samples 558 --epochs 3 --eval-steps 35
+  --samples 240 --held-out 0.1 --epochs 2
 step merge fitted merge --fit merge --sink head:4 --samples 80 --epochs 2
 step reader fitted reader-trained --fit reader --sink head:4 \
-  --correction kv-trained/correction.safetensors --samples 558 --epochs 2 --eval-steps 70 \
-  --learning-rate 2e-4
+  --correction kv-trained/correction.safetensors --samples 480 --epochs 2 --eval-steps 60
 step readers fitted reader-none --fit reader --samples 200 --eval-steps 50
 step readers fitted reader-sink --fit reader --samples 200 --eval-steps 50 --sink head:4
 
