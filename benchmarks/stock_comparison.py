@@ -101,7 +101,7 @@ class Comparison:
         if not answers_too:
             return rows
         rest = Parts.of(mode).rest
-        given = engine_for(self._engines[mode], rest).generate_batch(
+        given = self._engines[mode].generate_batch(
             [make_prompt(self._stock, CHAT, sample, rest) for sample in self._samples],
             **mode_options(rest),
             max_new_tokens=self._most,
@@ -126,8 +126,7 @@ class Comparison:
 
     def _encode(self, mode: str) -> None:
         """The blocks of all questions, together where they are the same in every prompt."""
-        rest = Parts.of(mode).rest
-        engine, how = engine_for(self._engines[mode], rest), mode_options(rest)
+        engine, how = self._engines[mode], mode_options(Parts.of(mode).rest)
         if how["mode"] != "block":
             return
         encoded = {name: how[name] for name in ("sink", "correction")}
@@ -178,11 +177,11 @@ def engines_of(model: str, modes: Sequence[str]) -> dict[str, BlockAttentionEngi
     stock = _engine(model, store)
     by_folder, by_mode = {"": stock}, {FULL: stock}
     for mode in modes:
-        own, value, _ = Parts.of(mode)
+        own, value, rest = Parts.of(mode)
         folder = value if own == MODEL else ""
         if folder not in by_folder:
             by_folder[folder] = _engine(folder, store)
-        by_mode[mode] = by_folder[folder]
+        by_mode[mode] = engine_for(by_folder[folder], rest)
         if by_mode[mode].model.tokenizer.fingerprint != stock.model.tokenizer.fingerprint:
             raise typer.BadParameter(
                 f"the tokenizer in {folder} is not that of {model}, along whose answers modes are "

@@ -38,7 +38,7 @@ from stock_records import FULL, Row, append_rows, read_rows, tables
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.evaluation import EvaluationSample, read_samples
-from blockattn_rag.evaluation.modes import engine_for, files_of_modes, mode_options
+from blockattn_rag.evaluation.modes import files_of_modes, mode_options
 from blockattn_rag.evaluation.run import make_prompt
 from blockattn_rag.files.atomic import replacing
 from blockattn_rag.files.jsonl import numbered_lines, parse_line
@@ -176,8 +176,7 @@ def costs(
     samples = _samples(data, 0, limit + 1, num_passages)
     for sample in samples:  # the first one warms up
         for mode in wanted:
-            rest = Parts.of(mode).rest
-            engine = engine_for(engines[mode], rest)
+            engine, rest = engines[mode], Parts.of(mode).rest
             prompt, how = make_prompt(engines[FULL], CHAT, sample, rest), mode_options(rest)
             if how["mode"] == "block":
                 encoded = {name: how[name] for name in ("sink", "correction")}

@@ -100,6 +100,7 @@ step more-passages bench measure --data "$data" --num-passages 10 --limit 100 \
 step other-text python "$benchmarks/docstring_questions.py" docstrings.jsonl --samples 200
 step other-text bench measure --data docstrings.jsonl --num-passages 5 --limit 200 \
   --output docstrings.csv --modes "$main" --answered "$main"
+
 # The bundled model before block fine-tuning, on questions of the order of two passages. Its base is
 # BUNDLED_BASE, or trained now: 90 minutes of a core, and 20 more for the fine-tuning, not used here.
 order() {

@@ -260,10 +260,10 @@ def test_a_mode_of_int8_answers_from_blocks_in_int8(
         return answer(self, *args, **how)
 
     monkeypatch.setattr(BlockAttentionEngine, "generate_batch", watched)
+    use(engine, monkeypatch)
     mode = "sink=bos+kv_dtype=int8"
-    comparison = Comparison(
-        {FULL: engine, mode: engine}, read_samples(data), 4, {FULL: "", mode: ""}
-    )
+    engines = stock_comparison.engines_of("tuned", [mode])
+    comparison = Comparison(engines, read_samples(data), 4, {FULL: "", mode: ""})
     stored = set(engine.store.keys())
     comparison.rows(mode, answers_too=True)
     assert [one.kv_dtype for one in answering] == ["int8"]
