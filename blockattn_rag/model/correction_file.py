@@ -1,7 +1,7 @@
 """The file of a correction: a safetensors file with two tensors for each layer.
 
 ``weight.L`` ``[key-value heads, D, D]`` and ``bias.L`` ``[key-value heads, places, D]``, float32,
-for layer L; the metadata have ``format``, ``version``, ``sink`` and the model's ``fingerprint``.
+for layer L, or bfloat16 where that loses nothing; the metadata have ``format``, ``version``, ``sink`` and the model's ``fingerprint``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from blockattn_rag.files.state import FileState
@@ -28,12 +29,30 @@ def save_correction(correction: Correction, path: Path) -> None:
         OSError: the file cannot be written.
     """
     tensors = {
-        f"{name}.{index}": tensor.detach().float().cpu()
+        f"{name}.{index}": _compact(tensor.detach().float().cpu())
         for index, layer in enumerate(correction.layers)
         for name, tensor in layer._asdict().items()
     }
     _layers(path, tensors)
     _FORMAT.save(path, tensors, sink=correction.sink, fingerprint=correction.fingerprint)
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """The same numbers in bfloat16, where that loses nothing."""
+    half = tensor.bfloat16()
+    return half if torch.equal(half.float(), tensor) else tensor
+
+
+def read_correction(path: Path) -> Correction:
+    """Read a correction.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    tensors, metadata = _FORMAT.read(path)
+    if missing := {"sink", "fingerprint"} - metadata.keys():
+        raise ValueError(f"{path} is damaged: it does not tell {', '.join(sorted(missing))}")
+    return Correction(_layers(path, tensors), metadata["sink"], metadata["fingerprint"])
 
 
 def load_correction(path: str | Path) -> Correction:
@@ -48,10 +67,7 @@ def load_correction(path: str | Path) -> Correction:
 @lru_cache(maxsize=4)
 def _read(path: Path, _state: FileState) -> Correction:
     """The file at ``path``; its state is part of the cache's key."""
-    tensors, metadata = _FORMAT.read(path)
-    if missing := {"sink", "fingerprint"} - metadata.keys():
-        raise ValueError(f"{path} is damaged: it does not tell {', '.join(sorted(missing))}")
-    return Correction(_layers(path, tensors), metadata["sink"], metadata["fingerprint"])
+    return read_correction(path)
 
 
 def _layers(path: Path, tensors: dict[str, Tensor]) -> tuple[LayerCorrection, ...]:
