@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from blockattn_rag.engine.recipe import RECIPE_FILE, Recipe, read_fields
@@ -107,21 +107,22 @@ def foreign(recipe: Recipe, model: BlockModel) -> str:
 
 def _automatic(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe:
     if model.is_block_tuned:
-        recipe = replace(Recipe(source="block-fine-tuned"), **model.tuned_with)
+        trained: dict[str, Any] = {**model.tuned_with}
+        recipe = Recipe(**trained, source="block-fine-tuned")
         if model.checkpoint and (why := model.checkpoint.unmet(recipe.positions, recipe.sink)):
             _warn_once(model, why)
         return recipe
-    for place in (*_beside(store, folder), *_beside_model(model)):
-        if not (place / RECIPE_FILE).is_file():
-            continue
+    path = store.path if isinstance(store, DirectoryStore) else None
+    names = (model.name, str(getattr(model.config, "_name_or_path", "")))
+    for place in _places(path, names, folder):
         recipe = Recipe.load(place)
         if why := foreign(recipe, model):
             logger.warning("Skipped %s. %s", place, why)
             continue
         check_fits(recipe, model)
         return recipe
-    if place := _shipped().get(model.fingerprint):
-        return _load_shipped(place)
+    if shipped := _shipped().get(model.fingerprint):
+        return _load_shipped(shipped)
     sink = next(sink for sink in _STOCK_SINKS if _has_sink(model, sink))
     _warn_once(
         model,
@@ -132,19 +133,32 @@ def _automatic(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe
     return Recipe(sink, source="stock model")
 
 
-def _beside(store: KVStore, folder: Path | None) -> Iterator[Path]:
-    if folder is not None:
-        yield folder / RECIPE_FOLDER
-    if isinstance(store, DirectoryStore):
-        yield store.path / RECIPE_FOLDER
-        yield store.path.parent / RECIPE_FOLDER
+def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> Iterator[Path]:
+    """Where recipes are, of those places where ``"auto"`` looks for one."""
+    folders = [folder, store, store and store.parent]
+    for name in dict.fromkeys(models):
+        path = Path(name).expanduser()
+        if name and path.exists():
+            folders.append(path if path.is_dir() else path.parent)
+    for one in folders:
+        if one is not None and (one / RECIPE_FOLDER / RECIPE_FILE).is_file():
+            yield one / RECIPE_FOLDER
 
 
-def _beside_model(model: BlockModel) -> Iterator[Path]:
-    for name in dict.fromkeys((model.name, str(getattr(model.config, "_name_or_path", "")))):
-        path = Path(name).expanduser() if name else None
-        if path is not None and path.exists():
-            yield (path if path.is_dir() else path.parent) / RECIPE_FOLDER
+def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> list[str]:
+    """What identifies the recipe of an engine whose model is not loaded yet: one digest, or those
+    of all recipes that ``"auto"`` may take.
+
+    Raises:
+        ValueError: ``given`` is no recipe.
+    """
+    if isinstance(given, Recipe):
+        return [given.digest]
+    if isinstance(given, str) and is_sink(given):
+        return [Recipe(given).digest]
+    path = None if store is None else Path(store).expanduser()
+    places = _places(path, [model], None) if given == AUTO else [Path(given).expanduser()]
+    return [read_fields(place)["digest"] for place in places]
 
 
 @cache

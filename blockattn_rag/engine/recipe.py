@@ -75,7 +75,8 @@ class Recipe:
         if self.positions not in get_args(Positions):
             known = " or ".join(map(repr, get_args(Positions)))
             raise ValueError(f"Invalid positions {self.positions!r}: expected {known}.")
-        if isinstance(self.fingerprints, str):
+        given: object = self.fingerprints
+        if isinstance(given, str):
             raise TypeError("Invalid fingerprints: found one text, expected a tuple of texts.")
         object.__setattr__(self, "fingerprints", tuple(self.fingerprints))
         for name in ("model", "prompt_format"):

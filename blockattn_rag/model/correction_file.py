@@ -1,24 +1,21 @@
 """The file of a correction: a safetensors file with two tensors for each layer.
 
 ``weight.L`` ``[key-value heads, D, D]`` and ``bias.L`` ``[key-value heads, places, D]``, float32,
-for layer L, or bfloat16 where that loses nothing; the metadata have ``format``, ``version``, ``sink`` and the model's ``fingerprint``.
+for layer L, or bfloat16 where that loses nothing. The metadata have ``format``, ``version``,
+``sink`` and the model's ``fingerprint``.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from blockattn_rag.files.state import FileState
 from blockattn_rag.files.tensor_file import TensorFormat
 from blockattn_rag.model.correction import NUM_PLACES, Correction, LayerCorrection
 
-_FORMAT = TensorFormat(
-    "blockattn_rag.correction", "1", "a correction", "blockattn-rag adapt --fit correction"
-)
+_FORMAT = TensorFormat("blockattn_rag.correction", "1", "a correction", "blockattn-rag repair")
 
 
 def save_correction(correction: Correction, path: Path) -> None:
@@ -53,21 +50,6 @@ def read_correction(path: Path) -> Correction:
     if missing := {"sink", "fingerprint"} - metadata.keys():
         raise ValueError(f"{path} is damaged: it does not tell {', '.join(sorted(missing))}")
     return Correction(_layers(path, tensors), metadata["sink"], metadata["fingerprint"])
-
-
-def load_correction(path: str | Path) -> Correction:
-    """Read a correction, once while the file stays as it is.
-
-    Raises:
-        ValueError: no such file, or it is no file of a correction.
-    """
-    return _read(*_FORMAT.find(path))
-
-
-@lru_cache(maxsize=4)
-def _read(path: Path, _state: FileState) -> Correction:
-    """The file at ``path``; its state is part of the cache's key."""
-    return read_correction(path)
 
 
 def _layers(path: Path, tensors: dict[str, Tensor]) -> tuple[LayerCorrection, ...]:

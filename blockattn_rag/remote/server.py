@@ -75,7 +75,7 @@ class Server:
         """Have blocks encoded, or looked for."""
 
         async def ask() -> EncodeAnswer:
-            # By the base model, whichever reader adapter is to answer.
+            # By the base model, whichever model is to answer.
             told = {**body.to_dict(), "model": (await self._checked_info()).models[0]}
             return EncodeAnswer.from_dict(await self.client.post(ENCODE, told))
 
@@ -201,8 +201,8 @@ class Server:
         self._has_warned = True
         logger.warning(
             "%s at %s is not known to be block-fine-tuned: in block mode its answers will be less "
-            "accurate than in full mode. Measure how much, serve a reader adapter, or use "
-            "mode='full'.",
+            "accurate than in full mode. Use mode='full' "
+            "where that matters.",
             self.model.name_at(info), self.client.base_url,
         )  # fmt: skip
 
