@@ -28,6 +28,7 @@ _EMBEDDED_AT_ONCE = 512
 _LINE = '.jsonl or .jsonl.gz; a line: {"title": "...", "text": "..."}'
 _ENCODED_AT_ONCE = 64
 _DATABASE_FORMAT = "ask"
+RECIPE_FOLDER = "recipe"  # as in store/directory.py, which loads torch
 
 
 def repair(
@@ -53,7 +54,7 @@ def repair(
         Path | None,
         typer.Option(
             help="Folder of the recipe. Default: `recipe` in the database's folder or in the "
-            "model's."
+            "model's, or NAME-recipe here if the model is not a folder."
         ),
     ] = None,
     minutes: Annotated[
@@ -137,7 +138,6 @@ def _of_database(
     from blockattn_rag.rag.database import Database
     from blockattn_rag.rag.passages import all_passages, retriever
     from blockattn_rag.rag.prompts import prompt_maker
-    from blockattn_rag.store.directory import RECIPE_FOLDER
     from blockattn_rag.training.repair.files import read_questions
     from blockattn_rag.training.repair.plan import LIMITS
     from blockattn_rag.training.repair.run import Material
@@ -184,7 +184,6 @@ def _of_files(
 ) -> _Job:  # fmt: skip
     from blockattn_rag.model import BlockModel
     from blockattn_rag.prompts.checkpoints import AUTO, format_for
-    from blockattn_rag.store.directory import RECIPE_FOLDER
     from blockattn_rag.training.repair.files import read_passages, read_questions
     from blockattn_rag.training.repair.plan import LIMITS
     from blockattn_rag.training.repair.run import Material
@@ -194,9 +193,6 @@ def _of_files(
     asked = None
     if questions is not None:
         asked = read_questions(questions, nearest, LIMITS.passages)
-    target = output or (Path(model) / RECIPE_FOLDER if Path(model).is_dir() else None)
-    if target is None:
-        raise typer.BadParameter(f"{model} is not a folder: give --output FOLDER")
     with loading(model):
         # Packed weights serve answers; training would make them again at every change of mode.
         loaded = BlockModel.from_pretrained(model, device=device, dtype=dtype, pack_weights=False)
@@ -208,7 +204,15 @@ def _of_files(
         nearest=nearest,
         questions=asked,
     )
-    return _Job(loaded, material, target, None)
+    return _Job(loaded, material, output or _beside_model(model), None)
+
+
+def _beside_model(model: str) -> Path:
+    """Where `auto` finds a model's recipe; of a name without a folder, here."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return (path if path.is_dir() else path.parent) / RECIPE_FOLDER
+    return Path(f"{path.name}-recipe")
 
 
 class _Lexical:

@@ -69,12 +69,14 @@ class Speeds:
 
     Args:
         answer: Full mode's answer.
-        encode: Encoding of its passages, where the store lacks them.
+        encode: Its context in full attention; its passages alone take about as long.
+        fetch: Its passages after the sink, from the store or computed.
         step: Forward and backward pass of a student.
     """
 
     answer: float
     encode: float
+    fetch: float
     step: float
 
     @property
@@ -86,7 +88,11 @@ class Speeds:
     def held_out(self, recipes: int) -> float:
         """A held-out prompt: full mode's answer, passages encoded alone and after the sink, every
         recipe's predictions, and its answers where right answers are known."""
-        return self.answer + 2 * self.encode + (recipes + 2) * self.compare
+        return self.answer + self.encode + self.fetch + (recipes + 2) * self.compare
+
+    def sample(self, epochs: int) -> float:
+        """A prompt to train on."""
+        return self.answer + self.fetch + epochs * self.step
 
     @property
     def closed_form(self) -> float:
@@ -104,6 +110,7 @@ class Plan:
         samples: Prompts to train on. 0: no training.
         steps: Optimizer steps.
         training_s: Seconds planned for the steps.
+        measuring_s: Seconds planned for what comes after them.
     """
 
     held_out: int
@@ -111,6 +118,7 @@ class Plan:
     samples: int
     steps: int
     training_s: float
+    measuring_s: float
 
     @classmethod
     def made(
@@ -149,7 +157,7 @@ class Plan:
         held_out -= held_out % 2
         seconds -= held_out * held_s
         left = questions - held_out
-        closed_form = _within(seconds / 5, speeds.closed_form, 1, limits.closed_form)
+        closed_form = _within(seconds / 5, speeds.closed_form, 2, limits.closed_form)
         closed_form = min(closed_form, limits.draws * left)
         seconds -= closed_form * speeds.closed_form
         if seconds < 0:
@@ -159,13 +167,13 @@ class Plan:
                 f"machine; give at least {needed} minutes more (--minutes)"
             )
         measured = limits.measurements * min(limits.validation, held_out // 2) * speeds.compare
-        a_sample = speeds.answer + speeds.encode + limits.epochs * speeds.step
-        samples = math.floor(max(0.0, seconds - measured) / a_sample)
+        samples = math.floor(max(0.0, seconds - measured) / speeds.sample(limits.epochs))
         samples = min(samples, limits.samples, limits.draws * left)
         samples = 0 if samples < limits.fewest_samples else samples
         steps = math.ceil(limits.epochs * samples / batch)
         training_s = limits.epochs * samples * speeds.step + (measured if samples else 0.0)
-        return cls(held_out, closed_form, samples, steps, training_s)
+        measuring_s = held_out * (held_s - speeds.answer)
+        return cls(held_out, closed_form, samples, steps, training_s, measuring_s)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types."""

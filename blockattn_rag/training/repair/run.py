@@ -295,7 +295,7 @@ class _Run:
         student = Student(self.model, no_correction(self.model, self.sink))
         self.model.hf_model.requires_grad_(False)
         most = self.limits.passages
-        found = Speeds(0.0, 0.0, 0.0)
+        found = Speeds(0.0, 0.0, 0.0, 0.0)
         for number, sample in enumerate(draw_samples(questions[:2], 2, most, most, _SEED)):
             tick(number, 2)
             prompt = self._prompt(sample)
@@ -304,8 +304,9 @@ class _Run:
             encode = _timed(
                 lambda: list(self.model.encode([EncodeRequest(list(ids), "", "")]))  # noqa: B023
             )
+            fetch = _timed(lambda: self.source(prompt))  # noqa: B023
             step = seconds_of_a_prompt(student, self.teacher, self.source, prompt)
-            found = Speeds(answer, encode, step)
+            found = Speeds(answer, encode, fetch, step)
         tick(2, 2)
         return found
 
@@ -360,7 +361,8 @@ class _Run:
             self.model.hf_model.requires_grad_(False)
             folder = self.work / "checkpoints"
             checkpoint = last_checkpoint(folder) if folder.is_dir() else None
-            latest = time.monotonic() + _LATEST * plan.training_s
+            end = self.started + (1 - _RESERVE_SHARE) * self.budget_s
+            latest = min(end - plan.measuring_s, time.monotonic() + _LATEST * plan.training_s)
             with self._stage("training") as tick:
                 trainer = CorrectionTrainer(
                     Student(self.model, closed),

@@ -48,9 +48,14 @@ def work_folder(work: Path, inputs: Mapping[str, str]) -> Iterator[bool]:
     try:
         yield is_resumed
     except BaseException:
-        if not any(path.is_file() and path.name != INPUTS for path in work.rglob("*")):
+        if not any(_is_computed(path) for path in work.rglob("*")):
             remove(work)
         raise
+
+
+def _is_computed(path: Path) -> bool:
+    """Whether a file of a work folder took time to compute: tensors, or lines of results."""
+    return path.is_file() and path.suffix in (".safetensors", ".jsonl")
 
 
 def _is_resumed(work: Path, inputs: Mapping[str, str]) -> bool:

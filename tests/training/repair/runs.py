@@ -1,7 +1,7 @@
-"""What tests of repair share: a tiny model, questions with passages, settings of a quick run.
+"""What tests of repairs share: a tiny model, questions with passages, quick limits.
 
-As a program it starts a run and kills itself, at the teacher's third answer ("teacher") or at a
-step of the training (its number)::
+As a program it starts a repair and kills itself, at a step of the training (its number) or at a
+comparison ("comparing")::
 
     python -m tests.training.repair.runs OUTPUT STAGE
 """
@@ -12,52 +12,60 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import CHAT, Passage
-from blockattn_rag.training.repair.config import AdaptConfig
-from blockattn_rag.training.repair.questions import Collection
+from blockattn_rag.training.repair.plan import LIMITS, Speeds
+from blockattn_rag.training.repair.run import Material, Progress, repair
 from blockattn_rag.training.repair.samples import Question
 from tests.models import tiny_model, tiny_tokenizer
 
 PASSAGES = [Passage(f"t{n}", f"fact {n} is {n * 37 % 11}") for n in range(6)]
 QUESTIONS = [
-    Question(f"what is {n}?", (PASSAGES[n], *(p for p in PASSAGES if p != PASSAGES[n])))
-    for n in range(6)
+    Question(f"what is {n}?", (PASSAGES[n % 6], *(p for p in PASSAGES if p != PASSAGES[n % 6])))
+    for n in range(16)
 ]
 PROMPT = CHAT.prompt("what is 2?", PASSAGES[:3], tiny_tokenizer())
+QUICK = replace(
+    LIMITS, passages=3, answer_tokens=5, held_out=6, held_out_share=0.5, closed_form=8, samples=8,
+    fewest_samples=4, store_bytes=1 << 26,
+)  # fmt: skip
+FAST = Speeds(1.0, 1.0, 1.0, 1.0)
+"""Speeds of which every plan is the same: it is bounded by ``QUICK`` alone."""
 
 
-def block_model() -> BlockModel:
-    """A tiny Llama whose weights are its own, because runs freeze them."""
-    return BlockModel(tiny_model(num_hidden_layers=2), tiny_tokenizer(), name="tiny")
+def block_model(**config: Any) -> BlockModel:
+    """A tiny Llama whose weights are its own, because repairs freeze them."""
+    return BlockModel(tiny_model(num_hidden_layers=2, **config), tiny_tokenizer(), name="tiny")
 
 
-def nearest(text: str, count: int) -> Sequence[Passage]:
+def nearest(_: str, count: int) -> Sequence[Passage]:
     return PASSAGES[:count]
 
 
-COLLECTION = Collection(PASSAGES, nearest)
-
-
-def config(output: Path, **changes: Any) -> AdaptConfig:
-    """Settings of a run of 6 steps, measured after every second."""
+def material(model: BlockModel, **changes: Any) -> Material:
+    tokenizer = model.tokenizer.tokenizer
     settings: dict[str, Any] = {
-        "samples": 6,
-        "max_passages": 3,
-        "max_new_tokens": 5,
-        "batch_size": 2,
-        "epochs": 2.0,
-        "eval_steps": 2,
-        "warmup_steps": 1,
-        "learning_rate": 5e-3,
-        "rank": 4,
-        "sink": "head:4",
-        "prompt_format": "block-attention",
+        "prompt": lambda question, passages: CHAT.prompt(question, passages, tokenizer),
+        "prompt_format": "chat",
+        "questions": QUESTIONS,
+        **changes,
     }
-    return AdaptConfig(output, **{**settings, **changes})
+    return Material(**settings)
+
+
+def repaired(
+    model: BlockModel, output: Path, on_progress: Progress = lambda *_: None, **changes: Any
+) -> Recipe:
+    """A quick repair."""
+    torch.manual_seed(0)
+    return repair(model, material(model, **changes), output, limits=QUICK, on_progress=on_progress)
 
 
 def _die(*_: Any, **__: Any) -> None:
@@ -65,27 +73,26 @@ def _die(*_: Any, **__: Any) -> None:
 
 
 def _run_and_die(output: Path, stage: str) -> None:
-    from blockattn_rag.training.repair import teacher, trainer
-    from blockattn_rag.training.repair.adapt import adapt
+    from blockattn_rag.training.repair import run, trainer
 
-    if stage == "teacher":
-        compute, batches = teacher.Teacher._compute, iter((None, None, _die))
+    run._Run._speeds = lambda *_: FAST  # type: ignore[method-assign]
+    if stage == "comparing":
+        compare, calls = run._Run._compare, iter((None, _die))
 
-        def compute_or_die(self: Any, batch: Any) -> Any:
-            return (next(batches) or compute)(self, batch)
+        def compare_or_die(self: Any, *args: Any) -> Any:
+            return (next(calls) or compare)(self, *args)
 
-        teacher._batches = lambda prompts, _: ([ids] for ids in prompts)  # type: ignore[assignment]
-        teacher.Teacher._compute = compute_or_die  # type: ignore[method-assign]
+        run._Run._compare = compare_or_die  # type: ignore[method-assign]
     else:
-        step, proceed = int(stage), trainer.DistillationTrainer.training_step
+        step, proceed = int(stage), trainer.CorrectionTrainer.training_step
 
         def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self.state.global_step == step:
                 _die()
             return proceed(self, *args, **kwargs)
 
-        trainer.DistillationTrainer.training_step = training_step  # type: ignore[method-assign]
-    adapt(block_model(), QUESTIONS, config(output))
+        trainer.CorrectionTrainer.training_step = training_step  # type: ignore[method-assign]
+    repaired(block_model(), output)
 
 
 if __name__ == "__main__":

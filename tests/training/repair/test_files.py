@@ -31,12 +31,12 @@ def test_passages_are_read_once_each(tmp_path: Path) -> None:
 def test_questions_bring_their_passages_gold_ones_first_or_get_the_nearest(tmp_path: Path) -> None:
     own = {
         "question": "which?",
-        "answers": ["x"],
+        "answers": ["x", "y"],
         "passages": [{"title": "one", "text": "the first"}, {"text": "the second", "gold": True}],
     }
     first, second = read_questions(write(tmp_path / "q", own, {"question": "why?"}), nearest, 1)
-    assert (first.text, first.passages) == ("which?", (TWO, ONE))
-    assert (second.text, second.passages) == ("why?", (TWO,))
+    assert (first.text, first.passages, first.answers) == ("which?", (TWO, ONE), ("x", "y"))
+    assert (second.text, second.passages, second.answers) == ("why?", (TWO,), ())
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,8 @@ def test_questions_bring_their_passages_gold_ones_first_or_get_the_nearest(tmp_p
         ({"question": "q?", "passages": []}, "line 1: found an empty list 'passages'"),
         ({"question": "q?", "passages": [{"title": "x"}]}, "line 1: found no 'text'"),
         ({"question": "q?", "passages": [{"text": "x", "gold": 1}]}, "'gold' of a number"),
-        ({"question": "q?"}, "line 1: found a question without passages; give passages"),
+        ({"question": "q?"}, "line 1: found a question without passages; add"),
+        ({"question": "q?", "answers": [""]}, r"line 1: found an empty 'answers\[0\]'"),
         ([], "line 1: found a line of a list, expected an object"),
     ],
 )

@@ -13,13 +13,10 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import DataError
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import Passage
-from blockattn_rag.training.repair.questions import (
-    Collection,
-    Written,
-    clean_question,
-    write_questions,
-)
-from tests.training.repair.runs import COLLECTION, PASSAGES, block_model, nearest
+from blockattn_rag.training.repair import questions
+from blockattn_rag.training.repair.questions import clean_question, write_questions
+from blockattn_rag.training.repair.samples import Question
+from tests.training.repair.runs import PASSAGES, block_model, nearest
 
 
 class Writer:
@@ -51,8 +48,8 @@ def writer(engine: BlockAttentionEngine) -> Any:
     return Writer(engine)
 
 
-def write(writer: Any, path: Path, count: int = 6, **changes: Any) -> Written:
-    arguments = {"collection": COLLECTION, "num_passages": 3, "seed": 0, **changes}
+def write(writer: Any, path: Path, count: int = 6, **changes: Any) -> list[Question]:
+    arguments = {"passages": PASSAGES, "nearest": nearest, "num_passages": 3, "seed": 0, **changes}
     return write_questions(
         writer, count=count, path=path / "q.jsonl", on_progress=lambda *_: None, **arguments
     )
@@ -78,9 +75,9 @@ def test_each_question_has_its_own_passage_first_and_the_nearest_others(
     writer: Any, tmp_path: Path
 ) -> None:
     written = write(writer, tmp_path)
-    assert written.tried == 6
-    assert len(written.questions) == 4  # one failed, two are the same
-    for question in written.questions:
+    assert len(writer.shown) == 6
+    assert len(written) == 4  # one failed, two are the same
+    for question in written:
         own, *others = question.passages
         assert question.text.lower() == f"what is {own.text.partition(' is')[0]}?" or "2" in (
             question.text
@@ -89,9 +86,20 @@ def test_each_question_has_its_own_passage_first_and_the_nearest_others(
 
 
 def test_no_more_passages_are_tried_than_are_needed(writer: Any, tmp_path: Path) -> None:
-    written = write(writer, tmp_path, count=2)
-    assert len(written.questions) == 2
-    assert written.tried == len(writer.shown) < 6
+    assert len(write(writer, tmp_path, count=2)) == 2
+    assert len(writer.shown) < 6
+
+
+def test_no_further_question_is_written_when_the_time_is_up(
+    writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(questions, "_BATCH", 2)
+    calls = iter([False, True])
+    few = write(writer, tmp_path, time_is_up=lambda: next(calls))
+    assert len(writer.shown) == 2
+    # What was written before is read all the same.
+    assert write(writer, tmp_path, time_is_up=lambda: True) == few
+    assert len(writer.shown) == 2
 
 
 def test_what_was_written_is_not_written_again_and_a_cut_line_is(
@@ -109,7 +117,7 @@ def test_what_was_written_is_not_written_again_and_a_cut_line_is(
 
 def test_a_damaged_line_is_told(writer: Any, tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text(json.dumps({"passage": "x"}) + "\n")
-    with pytest.raises(DataError, match=r"line 1: damaged .*'question'.*start again"):
+    with pytest.raises(DataError, match=r"line 1: damaged .*'question'.*delete .* to start again"):
         write(writer, tmp_path)
 
 
@@ -118,7 +126,7 @@ def test_a_collection_that_gives_no_question_is_refused(
     writer: Any, tmp_path: Path, passages: list[Passage]
 ) -> None:
     with pytest.raises(DataError, match=r"found no passage|no question about any of 1 passages"):
-        write(writer, tmp_path, collection=Collection(passages, nearest))
+        write(writer, tmp_path, passages=passages)
 
 
 def test_the_model_is_shown_the_passage_as_text_and_asked_in_its_own_template(
@@ -134,7 +142,7 @@ def test_the_model_is_shown_the_passage_as_text_and_asked_in_its_own_template(
     monkeypatch.setattr(engine, "generate_batch", generate_batch)
     hostile = Passage("t", "fact <|end|> here")
     with pytest.raises(DataError, match="wrote no question"):  # a random model
-        write(engine, tmp_path, collection=Collection([hostile], nearest))
+        write(engine, tmp_path, passages=[hostile])
     (prompt,) = prompts
     assert not prompt.context
     assert prompt.text.startswith("<|begin|><|user|>")

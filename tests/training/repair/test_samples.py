@@ -4,7 +4,7 @@ import pytest
 
 from blockattn_rag.errors import DataError
 from blockattn_rag.prompts.formats import Passage
-from blockattn_rag.training.repair.samples import Question, draw_samples, split
+from blockattn_rag.training.repair.samples import Question, distinct, draw_samples
 
 PASSAGES = [Passage(f"t{number}", f"text {number}") for number in range(6)]
 QUESTIONS = [
@@ -36,17 +36,18 @@ def test_a_question_of_few_passages_shows_all_of_them() -> None:
     assert [len(s.passages) for s in draw_samples([lone], 3, 5, 5, 0)] == [2, 2, 2]
 
 
-def test_no_question_is_both_trained_on_and_held_out() -> None:
-    questions = [Question(f"q {n}?", (PASSAGES[0],)) for n in range(20)]
-    train, held = split([*questions, *questions], 0.1, seed=0)
-    assert (len(train), len(held)) == (18, 2)
-    assert {q.text for q in train} | {q.text for q in held} == {q.text for q in questions}
-
-
-def test_one_question_is_too_few() -> None:
+def test_questions_are_distinct_whatever_their_case_in_an_order_of_the_seed() -> None:
     shouted = Question(QUESTIONS[0].text.upper(), QUESTIONS[0].passages)
-    with pytest.raises(DataError, match="found 1 distinct questions, expected at least 2"):
-        split([QUESTIONS[0], QUESTIONS[0], shouted], 0.1, 0)
+    found = distinct([*QUESTIONS, QUESTIONS[1], shouted], seed=0)
+    assert {one.text.lower() for one in found} == {one.text for one in QUESTIONS}
+    assert len(found) == 4
+    assert found == distinct([shouted, *reversed(QUESTIONS[1:])], seed=0)
+    assert found != distinct(found, seed=1)
+
+
+def test_samples_keep_the_right_answers() -> None:
+    known = Question("why so?", tuple(PASSAGES[:2]), ("so", "thus"))
+    assert draw_samples([known], 1, 1, 2, 0)[0].answers == ("so", "thus")
 
 
 @pytest.mark.parametrize(("text", "passages"), [(" ", PASSAGES), ("what?", [])])
