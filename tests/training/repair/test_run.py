@@ -137,7 +137,7 @@ class TestResult:
         teacher = Teacher(model, tmp_path / "answers", QUICK.answer_tokens, QUICK.top_k)
         decode = model.tokenizer.tokenizer.decode
         right = 0
-        for sample in held_out(model, report["plan"]["held_out"])[3:]:
+        for sample in held_out(model, tmp_path / "again", report["plan"]["held_out"])[3:]:
             prompt = material(model).prompt(sample.question, sample.passages)
             text = decode(teacher(prompt).ids.tolist(), skip_special_tokens=True)
             assert (
@@ -207,9 +207,9 @@ class TestResult:
             repaired(model, tmp_path / "recipe")
 
 
-def held_out(model: BlockModel, number: int) -> Any:
+def held_out(model: BlockModel, work: Path, number: int) -> Any:
     plan = run.Plan(number, 8, 8, 4, 1.0, 1.0)
-    found = run._Run(model, material(model), Path(), 60.0, QUICK, lambda *_: None)
+    found = run._Run(model, material(model), work, 60.0, QUICK, lambda *_: None)
     return found._samples(run.distinct(QUESTIONS, run._SEED), plan)[1]
 
 
