@@ -57,8 +57,8 @@ class EngineSource:
         kv_store: a store, or what ``store.open_store`` takes, such as a directory or
             ``"s3://bucket/kv"``; None keeps keys and values in memory.
         device_map: a torch device, or ``"auto"``.
-        model_kwargs: further arguments for loading the model; with ``api_base``, of
-            ``RemoteEngine``, such as ``timeout_s``.
+        model_kwargs: further arguments for loading the model, ``tokenizer`` among them; with
+            ``api_base``, of ``RemoteEngine``, such as ``timeout_s``.
         api_base: address of a server that has the model and the store, such as
             ``"http://gpu:8000/v1"``; ``model_name`` is its name there.
         api_key: of the server; default: see ``RemoteEngine``. It is no part of ``fields``, and not
@@ -98,18 +98,23 @@ class EngineSource:
                 f"{'both' if has_name else 'none'}"
             )
         is_name = isinstance(model_name, (str, Path, type(None)))
-        if api_base is not None and not (is_name and kv_store is None and device_map == "auto"):
+        has_device = device_map != "auto" or "device" in (model_kwargs or {})
+        if api_base is not None and not (is_name and kv_store is None and not has_device):
             raise ValueError(
                 "a server has its model, device and store itself: with its address, give the "
                 "model's name there, and no kv_store, device or loaded model"
             )
-        if tokenizer_name is None and not is_name:
-            raise ValueError("a ready model was given without its tokenizer; pass tokenizer=...")
         self._engine = engine
         self._api_base = api_base
         self._api_key = api_key
         self._model = str(model_name) if isinstance(model_name, Path) else model_name
-        self._tokenizer = tokenizer_name
+        own = (model_kwargs or {}).get("tokenizer")
+        self._tokenizer = tokenizer_name if own is None else own
+        if self._tokenizer is None and not is_name:
+            raise ValueError(
+                "a ready model was given without its tokenizer; pass "
+                "model_kwargs={'tokenizer': ...}"
+            )
         self._kv_store = engine.store if isinstance(engine, BlockAttentionEngine) else kv_store
         self._recipe = str(recipe) if isinstance(recipe, Path) else recipe
         self._device_map = device_map
@@ -231,7 +236,7 @@ class EngineSource:
                     self._block_tokenizer or self._tokenizer,
                     api_key=self._api_key,
                     recipe=self._recipe,
-                    **self._model_kwargs,
+                    **self._loading,
                 )
             if self._engine is None:
                 self._engine = BlockAttentionEngine.from_pretrained(
@@ -239,9 +244,14 @@ class EngineSource:
                     tokenizer=self._block_tokenizer or self._tokenizer,
                     store=self._kv_store,
                     recipe=self._recipe,
-                    **{"device": self._device_map, **self._model_kwargs},
+                    **{"device": self._device_map, **self._loading},
                 )
             return self._engine
+
+    @property
+    def _loading(self) -> dict[str, Any]:
+        """``model_kwargs`` for loading."""
+        return {k: value for k, value in self._model_kwargs.items() if k != "tokenizer"}
 
     def noted(self, prompt: BlockPrompt) -> BlockPrompt:
         """The prompt, which is about to be answered; may log a hint."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from blockattn_rag.check.layout import Layout
+from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.rope import RotaryLayout, rotate
 from blockattn_rag.model.correction import PLACES, Correction
 
@@ -39,6 +40,9 @@ def adapting(
         adapter: Changes what the final block sees of passages. None: nothing.
         layouts: Rotary layout per layer.
         masses: Takes each layer's weights of the final block, ``[heads, final tokens, tokens]``.
+
+    Raises:
+        UnsupportedModelError: the model's attention cannot be replaced.
     """
     if adapter is None and masses is None:
         yield
@@ -55,7 +59,15 @@ def adapting(
 
         def attend(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             keys, values = (s.repeat_interleave(groups, dim=1).double() for s in (key, value))
-            weights = (query.double() @ keys.mT * scale + mask).softmax(-1)
+            scores = query.double() @ keys.mT * scale
+            if (cap := kwargs.get("softcap")) is not None:
+                scores = cap * (scores / cap).tanh()
+            scores = scores + mask
+            if (sinks := kwargs.get("s_aux")) is not None:  # the model's own, one score per head
+                own = sinks.double().reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+                weights = torch.cat([scores, own], dim=-1).softmax(-1)[..., :-1]
+            else:
+                weights = scores.softmax(-1)
             return weights, weights @ values
 
         weights, outputs = attend(key, value)
@@ -69,6 +81,11 @@ def adapting(
 
     AttentionInterface.register(_NAME, attention)
     hf_model.set_attn_implementation(_NAME)
+    if hf_model.config._attn_implementation != _NAME:
+        raise UnsupportedModelError(
+            f"{type(hf_model).__name__} has its attention outside transformers' interface, so the "
+            "oracle cannot compute adapters and promotion for it. Check the model without a recipe."
+        )
     try:
         yield
     finally:

@@ -133,7 +133,7 @@ class RecipeOracle:
         }
         self.blocks = [*ids.context, ids.final]
         passages = [place for place, block in enumerate(prompt.context) if block.is_passage]
-        best = self._most_attended(passages)[: recipe.promote]
+        best = self._most_attended(passages)[: recipe.promote] if recipe.promote else []
         if best:
             stay = [block for place, block in enumerate(prompt.context) if place not in best]
             moved = [prompt.context[place] for place in reversed(best)]

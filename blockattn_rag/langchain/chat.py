@@ -332,7 +332,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         """The group of some calls; None if the model is to answer them one by one."""
         own = {name: value for name, value in call.items() if name != "stop"}
         options = self.engine_options(call.get("stop"), own)
-        if at_once < 2 or options["seed"] is not None:
+        if at_once < 2 or options.get("seed") is not None:
             return None
         return Group((self.source, options), calls, at_once)
 

@@ -34,12 +34,11 @@ from blockattn_rag.prompts.formats import BLANK_LINE
 PROVIDER = "blockattn_rag"
 
 _SOURCE_FIELDS = (
-    *("model_name", "tokenizer_name", "kv_store", "model_kwargs"),
+    *("model_name", "kv_store", "model_kwargs"),
     *("api_base", "recipe"),
 )
 _ALIASES = {
     "model": "model_name",
-    "tokenizer": "tokenizer_name",
     "base_url": "api_base",
 }
 
@@ -52,14 +51,14 @@ class EngineFields(BaseModel):
         engine: a ready engine, shared with others; instead of all that says how to load one.
         llm: another component of this package, with options bound to it or not, to share model,
             store, template and recipe with; for components that are no models themselves.
-        tokenizer: a transformers tokenizer or where to load it; default: the model's.
         kv_store: the KV store: a directory, an address such as ``"s3://bucket/kv"`` (see
             ``store.open_store``), or a store object; default: 1 GiB of memory.
         recipe: How a model that is not block-fine-tuned runs in block mode: ``"auto"``, ``"none"``,
             or the folder of a recipe, which ``blockattn-rag repair`` writes. ``"auto"``, the
             default, takes the best one that is known, such as the one beside the store.
-        model_kwargs: for loading the model, such as ``dtype`` or ``device``; with a server, for
-            ``RemoteEngine``, such as ``timeout_s``.
+        model_kwargs: for loading the model, such as ``dtype``, ``device`` or ``tokenizer`` (one of
+            transformers, or where to load it); with a server, for ``RemoteEngine``, such as
+            ``timeout_s``.
         base_url: address of a server with the model and the store (docs/guides/serving_vllm.md),
             such as ``"http://gpu:8000/v1"``; ``model`` is then its name there, and options that
             change how the model computes cannot be given.
@@ -80,7 +79,6 @@ class EngineFields(BaseModel):
     takes_llm: ClassVar[bool] = True
 
     model_name: str | None = Field(default=None, alias="model")
-    tokenizer_name: str | None = None
     kv_store: str | None = None
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     api_base: str | None = Field(default=None, alias="base_url")
@@ -138,6 +136,7 @@ class GenerationFields(EngineFields):
         max_tokens (or max_new_tokens): longest answer.
         temperature: None or 0 is greedy; ``top_p`` and ``top_k`` apply above 0.
         stop (or stop_sequences): strings that end the answer and are not part of it.
+        streaming: whether ``invoke`` streams inside, so that callbacks see tokens as they come.
         generate_kwargs: further options of every call, such as ``top_p``, ``top_k`` and ``seed``,
             and whatever transformers' ``generate`` takes.
     """
@@ -150,6 +149,7 @@ class GenerationFields(EngineFields):
     max_tokens: int = Field(default=256, alias="max_new_tokens", gt=0)
     temperature: float | None = Field(default=None, ge=0)
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
+    streaming: bool = False
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @property
