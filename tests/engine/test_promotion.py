@@ -151,7 +151,7 @@ def most_attended(model: BlockModel) -> Block:
 
 def nfc_tokenizer() -> Any:
     tokenizer = tiny_tokenizer()
-    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()  # type: ignore[assignment]
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
 

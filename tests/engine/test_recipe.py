@@ -5,13 +5,21 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from blockattn_rag import DirectoryStore, Recipe, UnsupportedModelError, open_store
+from blockattn_rag import (
+    BlockAttentionEngine,
+    DirectoryStore,
+    Recipe,
+    UnsupportedModelError,
+    open_store,
+)
 from blockattn_rag.engine import find_recipe
 from blockattn_rag.engine.find_recipe import resolve_recipe
 from blockattn_rag.model import BlockModel
@@ -203,6 +211,23 @@ def test_the_shipped_recipe_is_sound() -> None:
 # -- which one ---------------------------------------------------------------------------------
 
 
+def test_a_folder_that_changes_afterwards_changes_no_answer(
+    model: BlockModel, tmp_path: Path
+) -> None:
+    """It is read once, when the engine is made."""
+    recipe_of(model).save(tmp_path / "recipe")
+    engine = BlockAttentionEngine(model, recipe=tmp_path / "recipe")
+    prompt = ["Halden is tall.", "It was built in 1931.", "How tall?"]
+    expected = engine.answer_logits(prompt, [0])
+    recipe_of(model, size=0.3).save(tmp_path / "recipe")
+    fresh = BlockAttentionEngine(model, engine.store, recipe=engine.recipe)
+    assert torch.equal(engine.answer_logits(prompt, [0]), expected)
+    shutil.rmtree(tmp_path / "recipe")
+    for one in (engine, fresh):
+        assert torch.equal(one.answer_logits(prompt, [0]), expected)
+        assert one.generate(prompt, max_new_tokens=1).stats.recipe == str(recipe_of(model))
+
+
 def test_a_given_recipe_is_taken(model: BlockModel, tmp_path: Path) -> None:
     store, recipe = open_store("memory:"), recipe_of(model, promote=1)
     recipe.save(tmp_path / "recipe")
@@ -239,7 +264,8 @@ def test_adapters_of_other_shapes_are_refused(model: BlockModel) -> None:
 
 
 def test_promotion_needs_relay_attention() -> None:
-    config = {"sliding_window": 8, "layer_types": ["sliding_attention", *["full_attention"] * 2]}
+    layers = ["sliding_attention", "full_attention", "full_attention"]
+    config: dict[str, Any] = {"sliding_window": 8, "layer_types": layers}
     model = BlockModel(tiny_model("gemma3_text", **config), tiny_tokenizer())
     with pytest.raises(UnsupportedModelError, match="promote=1"):
         resolve_recipe(Recipe(promote=1), model, open_store("memory:"))

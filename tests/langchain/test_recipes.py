@@ -88,7 +88,7 @@ def test_a_recipe_beside_the_store_is_found(tmp_path: Path, saved_model: Path) -
 def test_a_call_may_have_another_recipe(chat: ChatBlockAttention) -> None:
     prompt = chat.to_prompt(chat._convert_input(MESSAGES).to_messages())
     for recipe in ("bos", recipe_of(local(chat.engine).model), Recipe(promote=1)):
-        expected = chat.engine.generate(prompt, max_new_tokens=6, recipe=recipe)  # type: ignore[arg-type]
+        expected = chat.engine.generate(prompt, max_new_tokens=6, recipe=recipe)
         assert chat.invoke(MESSAGES, recipe=recipe).content == expected.text
         assert chat.bind(recipe=recipe).invoke(MESSAGES).content == expected.text
         *_, last = chat.stream(MESSAGES, recipe=recipe)
