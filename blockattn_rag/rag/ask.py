@@ -101,10 +101,10 @@ class Assistant:
         self._database = database
         self._top_k = top_k
         self._max_new_tokens = max_new_tokens
-        self._options: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs}
+        self._options: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs or {}}
         self._schema = schema
         if schema is not None:
-            self._options["generate_kwargs"] = {"structured_outputs": {"json": schema}}
+            self._options["structured_outputs"] = {"json": schema}
         self._head_was_stored = False
         self._index = VectorStoreIndex.from_vector_store(
             ChromaVectorStore(chroma_collection=database.collection), embed_model=database.embedding
@@ -139,7 +139,7 @@ class Assistant:
             block_template=self._database.template,
             mode=mode,
             max_new_tokens=self._max_new_tokens,
-            **self._options,
+            generate_kwargs=self._options,
         )
         if mode == "block" and not self._head_was_stored:
             self._store_head(llm)

@@ -47,15 +47,12 @@ def work_folder(work: Path, inputs: Mapping[str, str]) -> Iterator[bool]:
         write_json(work / INPUTS, dict(inputs))
     try:
         yield is_resumed
-    except BaseException:
-        if not any(_is_computed(path) for path in work.rglob("*")):
+    except BaseException as error:
+        # Questions alone are no use where the inputs have to change.
+        kept = (".safetensors",) if isinstance(error, DataError) else (".safetensors", ".jsonl")
+        if not any(path.is_file() and path.suffix in kept for path in work.rglob("*")):
             remove(work)
         raise
-
-
-def _is_computed(path: Path) -> bool:
-    """Whether a file of a work folder took time to compute: tensors, or lines of results."""
-    return path.is_file() and path.suffix in (".safetensors", ".jsonl")
 
 
 def _is_resumed(work: Path, inputs: Mapping[str, str]) -> bool:
