@@ -10,19 +10,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
-from blockattn_rag.files.tensor_file import TensorFormat
+from blockattn_rag.files.atomic import replacing
 from blockattn_rag.model.correction import NUM_PLACES, Correction, LayerCorrection
 
-_FORMAT = TensorFormat("blockattn_rag.correction", "1", "a correction", "blockattn-rag repair")
+_FORMAT = {"format": "blockattn_rag.correction", "version": "1"}
 
 
 def save_correction(correction: Correction, path: Path) -> None:
-    """Write a correction, whole or not at all.
+    """Write a correction, completely or not at all.
 
     Raises:
-        ValueError: another suffix than ``.safetensors``, or a number that is not finite.
+        ValueError: a number is not finite, or a shape is wrong.
         OSError: the file cannot be written.
     """
     tensors = {
@@ -31,13 +33,15 @@ def save_correction(correction: Correction, path: Path) -> None:
         for name, tensor in layer._asdict().items()
     }
     _layers(path, tensors)
-    _FORMAT.save(path, tensors, sink=correction.sink, fingerprint=correction.fingerprint)
+    metadata = {**_FORMAT, "sink": correction.sink, "fingerprint": correction.fingerprint}
+    with replacing(path) as file:
+        file.write(save(tensors, metadata))
 
 
 def _compact(tensor: Tensor) -> Tensor:
     """The same numbers in bfloat16, where that loses nothing."""
     half = tensor.bfloat16()
-    return half if torch.equal(half.float(), tensor) else tensor
+    return (half if torch.equal(half.float(), tensor) else tensor).contiguous()
 
 
 def read_correction(path: Path) -> Correction:
@@ -46,14 +50,23 @@ def read_correction(path: Path) -> Correction:
     Raises:
         ValueError: there is none, or it is damaged.
     """
-    tensors, metadata = _FORMAT.read(path)
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is no file of a correction: {error}") from error
+    if found := {
+        name: metadata.get(name) for name in _FORMAT if metadata.get(name) != _FORMAT[name]
+    }:
+        raise ValueError(f"{path} is no file of a correction: found {found}, expected {_FORMAT}.")
     if missing := {"sink", "fingerprint"} - metadata.keys():
-        raise ValueError(f"{path} is damaged: it does not tell {', '.join(sorted(missing))}")
+        raise ValueError(f"{path} is damaged: its metadata lack {', '.join(sorted(missing))}.")
     return Correction(_layers(path, tensors), metadata["sink"], metadata["fingerprint"])
 
 
 def _layers(path: Path, tensors: dict[str, Tensor]) -> tuple[LayerCorrection, ...]:
-    """The layers; raises ``ValueError`` unless names and shapes are a correction's."""
+    """The layers; raises ``ValueError`` unless names, shapes and numbers are a correction's."""
     layers = []
     for index in range(len(tensors) // 2):
         try:
@@ -67,6 +80,11 @@ def _layers(path: Path, tensors: dict[str, Tensor]) -> tuple[LayerCorrection, ..
                 f"{path}: found shapes {shapes[0]} and {shapes[1]} in layer {index}, expected "
                 f"(heads, size, size) and (heads, {NUM_PLACES}, size)"
             )
+        for name, tensor in layer._asdict().items():
+            if not tensor.isfinite().all():
+                raise ValueError(
+                    f"{path}: found NaN or infinity in {name}.{index}, expected finite numbers"
+                )
         layers.append(LayerCorrection(*(tensor.float() for tensor in layer)))
     if len(tensors) != 2 * len(layers) or not layers:
         raise ValueError(f"{path}: found {len(tensors)} tensors, expected two for each layer")

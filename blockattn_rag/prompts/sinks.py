@@ -19,7 +19,6 @@ from blockattn_rag.prompts.formats import CHAT
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 NO_SINK = "none"
-FIRST_BLOCK = "first-block"
 _HEAD = re.compile(r"head:([1-9][0-9]{0,3})")
 
 
