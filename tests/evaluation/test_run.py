@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from blockattn_rag.engine.find_recipe import RecipeLike
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, ReuseStats
 from blockattn_rag.errors import ContextOverflowError, DataError
@@ -204,7 +205,11 @@ def test_bad_arguments_are_refused_before_anything_is_answered(
 def test_a_real_engine_reuses_blocks_and_answers_alike_in_batches(tmp_path: Path) -> None:
     engine = tuned_engine()
     data = samples(tmp_path, 3)
-    recipes = {"none": "none", "composite": Recipe(positions="composite"), "head:4": "head:4"}
+    recipes: dict[str, RecipeLike] = {
+        "none": "none",
+        "composite": Recipe(positions="composite"),
+        "head:4": "head:4",
+    }
     batched = evaluate(engine, data, recipes, max_new_tokens=4, batch_size=3)
     single = evaluate(engine, data, recipes, max_new_tokens=4, batch_size=1)
     assert [r.output for r in batched.records] == [r.output for r in single.records]

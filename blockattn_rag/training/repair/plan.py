@@ -35,8 +35,8 @@ class Limits:
         samples: Most prompts to train on.
         draws: Most samples of one question, each with other passages.
         fewest_samples: Fewest prompts that a training is worth.
-        epochs: Passes over the samples. A second pass costs a third of the first, which has to
-            compute full mode's answers.
+        epochs: Passes over the samples. On held-out questions, new samples bring more than
+            further passes.
         measurements: How often a training is measured, and saved to resume from.
         validation: Prompts that it is measured on.
         store_bytes: Bytes of keys and values in the work folder.
@@ -54,7 +54,7 @@ class Limits:
     samples: int = 480
     draws: int = 4
     fewest_samples: int = 16
-    epochs: int = 2
+    epochs: float = 1.5
     measurements: int = 4
     validation: int = 12
     store_bytes: int = 8 << 30
@@ -90,7 +90,7 @@ class Speeds:
         recipe's predictions, and its answers where right answers are known."""
         return self.answer + self.encode + self.fetch + (recipes + 2) * self.compare
 
-    def sample(self, epochs: int) -> float:
+    def sample(self, epochs: float) -> float:
         """A prompt to train on."""
         return self.answer + self.fetch + epochs * self.step
 

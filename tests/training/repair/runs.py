@@ -82,7 +82,7 @@ def _run_and_die(output: Path, stage: str) -> None:
         def compare_or_die(self: Any, *args: Any) -> Any:
             return (next(calls) or compare)(self, *args)
 
-        run._Run._compare = compare_or_die  # type: ignore[method-assign]
+        run._Run._compare = compare_or_die  # type: ignore[method-assign, assignment]
     else:
         step, proceed = int(stage), trainer.CorrectionTrainer.training_step
 

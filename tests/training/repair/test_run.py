@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,8 +25,11 @@ from blockattn_rag.evaluation.metrics import contains_answer
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import BLANK_LINE, PromptFormat
 from blockattn_rag.store import MemoryStore
-from blockattn_rag.training.repair import checks, questions, run, trainer
+from blockattn_rag.training.correction import no_correction
+from blockattn_rag.training.repair import questions, run, trainer
+from blockattn_rag.training.repair.plan import Plan, Speeds
 from blockattn_rag.training.repair.report import figures
+from blockattn_rag.training.repair.samples import distinct
 from blockattn_rag.training.repair.teacher import Teacher
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.repair.runs import (
@@ -208,9 +213,9 @@ class TestResult:
 
 
 def held_out(model: BlockModel, work: Path, number: int) -> Any:
-    plan = run.Plan(number, 8, 8, 4, 1.0, 1.0)
+    plan = Plan(number, 8, 8, 4, 1.0, 1.0)
     found = run._Run(model, material(model), work, 60.0, QUICK, lambda *_: None)
-    return found._samples(run.distinct(QUESTIONS, run._SEED), plan)[1]
+    return found._samples(distinct(QUESTIONS, run._SEED), plan)[1]
 
 
 class TestMaterial:
@@ -244,7 +249,7 @@ class TestMaterial:
 
         monkeypatch.setattr(model, "encode", noting)
         monkeypatch.setattr(run, "fit_correction", lambda m, *_, **k: (
-            run.no_correction(m, k["sink"]), None
+            no_correction(m, k["sink"]), None
         ))  # fmt: skip
         repaired(model, tmp_path / "recipe", lender=lender, namespace="tenant")
         assert set(lender.keys()) == before
@@ -295,7 +300,7 @@ class TestChecks:
     def test_a_missing_package_is_reported_before_anything_is_computed(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(checks.importlib.util, "find_spec", lambda _: None)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
         with pytest.raises(ImportError, match="`repair` needs accelerate, which is not installed"):
             repaired(model, tmp_path / "recipe")
         assert list(tmp_path.iterdir()) == []
@@ -303,15 +308,15 @@ class TestChecks:
     def test_a_full_disk_is_reported_before_anything_is_computed(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        usage = checks.shutil.disk_usage(tmp_path)._replace(free=1000)
-        monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)
+        usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
         with pytest.raises(OSError, match=r"found 0.0 GB free .* of 6 passages"):
             repaired(model, tmp_path / "recipe", passages=PASSAGES)
 
     def test_too_little_time_is_refused(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(run._Run, "_speeds", lambda *_: run.Speeds(60.0, 60.0, 60.0, 60.0))
+        monkeypatch.setattr(run._Run, "_speeds", lambda *_: Speeds(60.0, 60.0, 60.0, 60.0))
         with pytest.raises(DataError, match=r"give at least \d+ minutes more \(--minutes\)"):
             repaired(model, tmp_path / "recipe")
 

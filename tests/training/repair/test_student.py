@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -83,7 +85,8 @@ def test_gradients_are_those_of_finite_differences(model: BlockModel, ready: Rea
         return logits.log_softmax(-1)[:, 7].mean()
 
     loss().backward()  # type: ignore[no-untyped-call]
-    slope = sum((p.grad * d).sum() for p, d in zip(student.parameters(), step, strict=True))
+    trained: list[Any] = list(student.parameters())
+    slope = sum(float((p.grad * d).sum()) for p, d in zip(trained, step, strict=True))
     size, values = 1e-3, []
     for sign in (1, -1):
         with torch.no_grad():
