@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,14 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError
-from blockattn_rag.evaluation.fidelity import FidelityRecord, FidelityReport, compare_each
-from blockattn_rag.evaluation.metrics import contains_answer
-from blockattn_rag.evaluation.rows import FULL, PLAIN, Row
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.correction import Correction
@@ -35,8 +30,8 @@ from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
 from blockattn_rag.store.base import KVStore
 from blockattn_rag.training.correction import fit_correction, no_correction
 from blockattn_rag.training.repair import checks
-from blockattn_rag.training.repair.choice import loss_of, simplest
-from blockattn_rag.training.repair.divergence import divergence
+from blockattn_rag.training.repair.choice import simplest
+from blockattn_rag.training.repair.comparing import Comparer, free_recipes, promoting
 from blockattn_rag.training.repair.plan import LIMITS, Limits, Plan, Speeds
 from blockattn_rag.training.repair.questions import Nearest, write_questions
 from blockattn_rag.training.repair.report import Candidate, RepairReport, plot
@@ -46,7 +41,6 @@ from blockattn_rag.training.repair.teacher import Teacher
 from blockattn_rag.training.repair.trainer import (
     BATCH,
     CorrectionTrainer,
-    on_device,
     seconds_of_a_prompt,
 )
 from blockattn_rag.training.repair.work import (
@@ -69,7 +63,6 @@ _LATEST = 1.3
 """A training ends after so many times its planned seconds."""
 
 _SINKS = ("head:4", "bos")
-_GENERATED_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,13 +202,19 @@ class _Run:
             [prompts[one] for one in choose[: self.limits.validation]],
             plan,
         )
-        free = self._recipes(closed, trained)
-        losses = self._losses("choosing", choose, free)
-        recipes = free | self._promoting(free, losses)
-        losses |= self._losses("choosing", choose, recipes)
-        chosen = simplest({name: losses[name] for name in recipes})
-        measured = self._compared("measuring", report_on, recipes)
-        right, answered_count = self._right(report_on, recipes[chosen])
+        comparer = Comparer(self.engine, self.teacher, self._prompt, self.work / "records.jsonl")
+        recipes = free_recipes(self.model, self.sink, closed, trained)
+        with self._stage("choosing") as tick:
+            losses = comparer.losses(choose, recipes, tick)
+            recipes |= promoting(self.model, recipes, losses)
+            losses = comparer.losses(choose, recipes, tick)
+        chosen = simplest(losses)
+        with self._stage("measuring") as tick:
+            measured = comparer.compared(report_on, recipes, tick)
+        with self._stage("right answers") as tick:
+            right, answered_count = comparer.right(
+                report_on, recipes[chosen], self.limits.answer_tokens, tick
+            )
         report = RepairReport(
             model=self.model.name,
             fingerprint=self.model.fingerprint,
@@ -382,125 +381,11 @@ class _Run:
             save_correction(trainer.student.finished(), path)
         return read_correction(path), json.loads(curve.read_text(encoding="utf-8"))
 
-    # -- choice and measurement --------------------------------------------------------------
-
-    def _recipes(self, closed: Correction, trained: Correction | None) -> dict[str, Recipe]:
-        """The candidates that cost nothing per answer, the simplest first."""
-        prefix = "" if self.sink == NO_SINK else f"{self.sink} + "
-        found = {PLAIN: Recipe()}
-        if self.sink != NO_SINK:
-            found[self.sink] = Recipe(self.sink)
-        fitted = {"closed form": closed} | ({"trained": trained} if trained is not None else {})
-        prints = (self.model.fingerprint,)
-        for name, adapter in fitted.items():
-            found[prefix + name] = Recipe(self.sink, adapter, fingerprints=prints)
-        return found
-
-    def _promoting(
-        self, free: Mapping[str, Recipe], losses: Mapping[str, np.ndarray]
-    ) -> dict[str, Recipe]:
-        """The best of the candidates with one passage promoted; empty if the model cannot."""
-        if not self.model.supports_relay:
-            return {}
-        best = min(free, key=lambda name: losses[name].mean())
-        one = free[best]
-        promoting = Recipe(one.sink, one.adapter, 1, fingerprints=one.fingerprints)
-        return {f"{best} + promote 1": promoting}
-
-    def _losses(
-        self, stage: str, samples: Sequence[Sample], recipes: Mapping[str, Recipe]
-    ) -> dict[str, np.ndarray]:
-        """Losses on the samples, by recipe."""
-        records = self._compared(stage, samples, recipes).records
-        return {
-            name: np.array([loss_of(record) for record in records if record.mode == name])
-            for name in recipes
-        }
-
-    def _compared(
-        self, stage: str, samples: Sequence[Sample], recipes: Mapping[str, Recipe]
-    ) -> FidelityReport:
-        """Every recipe on the samples, compared with full mode's kept predictions."""
-        rows = [Row(name, recipe) for name, recipe in recipes.items()]
-        asked = [_Asked(sample, self._prompt(sample)) for sample in samples]
-        with self._stage(stage) as tick:
-            return compare_each(
-                asked, rows, self._compare, {"measured": "repair"}, self.work / "records.jsonl",
-                tick,
-            )  # fmt: skip
-
-    def _compare(self, asked: _Asked, rows: Sequence[Row]) -> list[FidelityRecord]:
-        answer = self.teacher(asked.prompt)
-        records = []
-        for row in rows:
-            logits = self.engine.answer_logits(asked.prompt, answer.ids.tolist(), **row.options)
-            expected = on_device(answer.predictions, logits)
-            per_token = divergence(expected, logits).clamp_min(0)
-            agrees = (logits.argmax(-1) == expected.tokens[:, 0]).double()
-            records.append(
-                FidelityRecord(
-                    id=asked.id,
-                    digest=asked.digest,
-                    mode=row.name,
-                    tokens=len(per_token),
-                    kl=float(per_token.mean()),
-                    first_kl=float(per_token[0]),
-                    agreement=float(agrees.mean()),
-                    recipe=row.digest,
-                )
-            )
-        return records
-
-    def _right(self, samples: Sequence[Sample], chosen: Recipe) -> tuple[dict[str, int], int]:
-        """Right answers in full mode, without a recipe and with the chosen one, and of how many."""
-        asked = [sample for sample in samples if sample.answers]
-        if not asked:
-            return {}, 0
-        decode = self.model.tokenizer.tokenizer.decode
-        prompts = [self._prompt(sample) for sample in asked]
-        texts = {
-            FULL: [decode(self.teacher(p).ids.tolist(), skip_special_tokens=True) for p in prompts]
-        }
-        with self._stage("right answers") as tick:
-            for number, (name, recipe) in enumerate((("block", Recipe()), ("recipe", chosen))):
-                tick(number, 2)
-                given = self.engine.generate_batch(
-                    prompts,
-                    recipe=recipe,
-                    max_new_tokens=self.limits.answer_tokens,
-                    batch_size=_GENERATED_AT_ONCE,
-                )
-                texts[name] = [one.text for one in given]
-            tick(2, 2)
-        right = {
-            name: sum(int(contains_answer(t, s.answers)) for t, s in zip(of, asked, strict=True))
-            for name, of in texts.items()
-        }
-        return right, len(asked)
-
     @contextmanager
     def _stage(self, name: str) -> Iterator[Callable[[int, int], None]]:
         started = time.monotonic()
         yield partial(self.on_progress, name)
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A sample and its prompt, named by the prompt."""
-
-    sample: Sample
-    prompt: BlockPrompt
-
-    @property
-    def id(self) -> str:
-        parts = [block.rendered for block in self.prompt.context]
-        told = json.dumps([*parts, self.prompt.final]).encode()
-        return hashlib.sha256(told).hexdigest()[:16]
-
-    @property
-    def digest(self) -> str:
-        return self.id
 
 
 def _sink(model: BlockModel) -> str:

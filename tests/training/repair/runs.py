@@ -21,6 +21,7 @@ import torch
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import CHAT, Passage
+from blockattn_rag.training.repair.comparing import Comparer
 from blockattn_rag.training.repair.plan import LIMITS, Speeds
 from blockattn_rag.training.repair.run import Material, Progress, repair
 from blockattn_rag.training.repair.samples import Question
@@ -77,12 +78,12 @@ def _run_and_die(output: Path, stage: str) -> None:
 
     run._Run._speeds = lambda *_: FAST  # type: ignore[method-assign]
     if stage == "comparing":
-        compare, calls = run._Run._compare, iter((None, _die))
+        compare, calls = Comparer._compare, iter((None, _die))
 
         def compare_or_die(self: Any, *args: Any) -> Any:
             return (next(calls) or compare)(self, *args)
 
-        run._Run._compare = compare_or_die  # type: ignore[method-assign, assignment]
+        Comparer._compare = compare_or_die  # type: ignore[method-assign, assignment]
     else:
         step, proceed = int(stage), trainer.CorrectionTrainer.training_step
 

@@ -27,6 +27,7 @@ from blockattn_rag.prompts.formats import BLANK_LINE, PromptFormat
 from blockattn_rag.store import MemoryStore
 from blockattn_rag.training.correction import no_correction
 from blockattn_rag.training.repair import questions, run, trainer
+from blockattn_rag.training.repair.comparing import Comparer
 from blockattn_rag.training.repair.plan import Plan, Speeds
 from blockattn_rag.training.repair.report import figures
 from blockattn_rag.training.repair.samples import distinct
@@ -111,7 +112,7 @@ class TestResult:
         assert report["candidates"][0]["recovery"] is None
         assert 0 < report["candidates"][2]["recovery"]["mean"] <= 1
         assert report["plan"]["samples"] == 8
-        assert measured_steps(report) == [0, 1, 2, 3, 4]
+        assert measured_steps(report) == [0, 1, 2, 3]
         assert not report["written"]
         assert (output / "report.png").read_bytes().startswith(b"\x89PNG")
 
@@ -169,8 +170,8 @@ class TestResult:
             found = compare(self, asked, rows)
             return [replace(one, kl=0.5, first_kl=0.5) for one in found]
 
-        compare = run._Run._compare
-        monkeypatch.setattr(run._Run, "_compare", alike)
+        compare = Comparer._compare
+        monkeypatch.setattr(Comparer, "_compare", alike)
         recipe = repaired(model, tmp_path / "recipe")
         assert str(recipe) == "none"
         assert recipe.report["chosen"] == "none"
@@ -351,7 +352,7 @@ class TestInterruption:
             patched.setattr(Recipe, "save", fails)
             with pytest.raises(InterruptedError):
                 repaired(model, output)
-        for owner, name in ((Teacher, "_compute"), (run._Run, "_compare")):
+        for owner, name in ((Teacher, "_compute"), (Comparer, "_compare")):
             monkeypatch.setattr(owner, name, fails)
         for name in ("fit_correction", "CorrectionTrainer"):
             monkeypatch.setattr(run, name, fails)
