@@ -148,7 +148,6 @@ def repair(
     checks.check_disk(work, model, material.passages, most, limits.store_bytes)
     inputs = {
         "model": f"{model.name} (fingerprint {model.fingerprint[:12]})",
-        "minutes": f"{minutes:g}",
         **material.inputs(),
     }
     with work_folder(work, inputs):
@@ -287,7 +286,15 @@ class _Run:
             )
             return plan.to_dict()
 
-        return Plan(**kept_json(self.work / "plan.json", make))
+        path = self.work / "plan.json"
+        kept = kept_json(path, lambda: {"minutes": self.budget_s / 60, **make()})
+        if (minutes := kept.pop("minutes")) != self.budget_s / 60:
+            raise DataError(
+                f"{self.work} holds an interrupted repair of {minutes:g} minutes, found "
+                f"{self.budget_s / 60:g}: give the same --minutes to resume it, or delete that "
+                "folder to start again"
+            )
+        return Plan(**kept)
 
     def _speeds(self, questions: Sequence[Question], tick: Callable[[int, int], None]) -> Speeds:
         """Seconds of two prompts, the second of which is counted: the first warms up."""

@@ -383,6 +383,28 @@ class TestInterruption:
             repaired(model, output, **changes)
         assert "or delete that folder to start again" in str(raised.value)
 
+    def test_other_minutes_are_refused_only_once_there_is_a_plan(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        output, asked = tmp_path / "recipe", material(model)
+        slow = Speeds(60.0, 60.0, 60.0, 60.0)
+
+        def answers_and_slow(self: Any, *_: Any) -> Speeds:
+            self.teacher(PROMPT)
+            return slow
+
+        with monkeypatch.context() as patched:
+            patched.setattr(run._Run, "_speeds", answers_and_slow)
+            with pytest.raises(DataError, match="too little time"):
+                run.repair(model, asked, output, minutes=5, limits=QUICK)
+        assert output.with_name("recipe.work").exists()
+        with monkeypatch.context() as patched:
+            patched.setattr(run._Run, "_closed_form", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                run.repair(model, asked, output, minutes=20, limits=QUICK)
+        with pytest.raises(DataError, match="repair of 20 minutes, found 30: give the same"):
+            run.repair(model, asked, output, minutes=30, limits=QUICK)
+
     def test_a_training_that_takes_too_long_ends_and_is_measured(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
