@@ -443,7 +443,10 @@ class BlockAttentionEngine:
             prompt = self._checked(prompt, parsed)
         make_prompt = partial(self._checked, prompt, parsed)
         can_share = partial(self.model.batches_exactly, parsed.sampling)
-        return PendingRequest(make_prompt, parsed, self.answer_batch, can_share, **scheduling)
+        needs = self.model.compiling(parsed.sampling.grammar)
+        return PendingRequest(
+            make_prompt, parsed, self.answer_batch, can_share, needs=needs, **scheduling
+        )
 
     def _options(self, given: Mapping[str, Any]) -> GenerateOptions:
         """The options of a call, or of the engine itself; what they name is loaded now."""

@@ -82,6 +82,7 @@ class Pending(Generic[T]):
     """A piece of work that waits for the model, and the future of its result."""
 
     group: Group | None = None
+    needs: Future[Any] | None = None  # what must be done first, in another thread
     loop: asyncio.AbstractEventLoop | None = None  # of the caller, if it is a task
     max_batch = 1
 
@@ -123,6 +124,11 @@ class Pending(Generic[T]):
             return await asyncio.wrap_future(self.answer)
         finally:
             self.leave()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the work need not wait for anything but the model."""
+        return self.group is None and (self.needs is None or self.needs.done())
 
     def begin(self) -> bool:
         """Whether the work is still wanted. From here on the future cannot be cancelled."""
@@ -244,6 +250,7 @@ class PendingRequest(PendingAnswer):
             such request waits.
         max_batch: size of the largest batch that the request may be part of.
         group: the requests to answer this one together with.
+        needs: future of the compiled grammar; the request waits for it, and others overtake it.
     """
 
     def __init__(
@@ -255,11 +262,13 @@ class PendingRequest(PendingAnswer):
         *,
         max_batch: int = MAX_BATCH,
         group: Group | None = None,
+        needs: Future[Any] | None = None,
     ) -> None:
         super().__init__(make_prompt)
         self.options = options
         self.max_batch = max_batch
         self.group = group
+        self.needs = needs
         self._answer_batch = answer_batch
         self._can_share = can_share
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -243,6 +244,14 @@ class BlockModel:
     @cached_property
     def _compiler(self) -> GrammarCompiler:
         return GrammarCompiler(self.tokenizer.tokenizer, self.end_token_ids, self.name)
+
+    def compiling(self, grammar: Grammar | None) -> Future[Any] | None:
+        """Start compiling a grammar in the background; ``matcher`` waits for it.
+
+        Returns:
+            Future that is done when the grammar is compiled or refused; None: there is no grammar.
+        """
+        return None if grammar is None else self._compiler.start(grammar)
 
     def matcher(self, grammar: Grammar | None) -> Matcher | None:
         """What holds one answer to a grammar; None: the answer may be anything.

@@ -97,7 +97,7 @@ def generate(
     """New tokens after ``ids``. ``cache`` holds the KV of the first ``ids``; None: of none."""
     input_ids = torch.tensor([list(ids)], device=hf_model.device)
     arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
-    _add_grammars(hf_model, tokenizer, arguments, [matcher], len(ids))
+    constraint = _add_grammars(hf_model, tokenizer, arguments, [matcher], len(ids))
     if is_cancelled is not None:
         _add_criterion(arguments, _AfterEachStep(is_cancelled))
     if cache is not None:
@@ -106,7 +106,10 @@ def generate(
     if on_token is not None and _beams(hf_model, arguments) == 1:
         arguments["streamer"] = _OnToken(on_token, arguments.get("streamer"))
     output = _run(hf_model, sampling, input_ids, torch.ones_like(input_ids), cache, arguments)
-    return output[0, len(ids) :].tolist()
+    answer: list[int] = output[0, len(ids) :].tolist()
+    if constraint is not None:
+        constraint.check_answer(answer)
+    return answer
 
 
 def generate_batch(
@@ -138,11 +141,15 @@ def generate_batch(
     stop = StopStringCriteria(tokenizer, strings) if strings else None
     step = _AfterEachStep(is_cancelled or (lambda: False), on_tokens, stop, width)
     _add_criterion(arguments, step)
-    _add_grammars(hf_model, tokenizer, arguments, matchers, width)
+    constraint = _add_grammars(hf_model, tokenizer, arguments, matchers, width)
     output = _run(hf_model, sampling, input_ids, mask, cache, arguments)
     ends = end_token_ids(hf_model, tokenizer, arguments)
     rows = enumerate(output[:, width:].tolist())
-    return [_until_end(row[: step.lengths.get(index)], ends) for index, row in rows]
+    answers = [_until_end(row[: step.lengths.get(index)], ends) for index, row in rows]
+    if constraint is not None:
+        for place, answer in enumerate(answers):
+            constraint.check_answer(answer, place)
+    return answers
 
 
 def _left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
@@ -218,16 +225,23 @@ def _add_grammars(
     arguments: dict[str, Any],
     matchers: Sequence[Matcher | None],
     prompt_width: int,
-) -> None:
-    """Hold each row to its grammar, after whatever processors the caller has."""
+) -> GrammarConstraint | None:
+    """Constrain each row to its grammar, after whatever processors the caller has."""
     if all(one is None for one in matchers):
-        return
+        return None
     ends = end_token_ids(hf_model, tokenizer, arguments)
     if not ends:
         raise ValueError("a grammar needs a token that ends the answer; found no eos_token_id")
-    constraint = GrammarConstraint(matchers, prompt_width, ends)
+    constraint = GrammarConstraint(
+        matchers,
+        prompt_width,
+        ends,
+        pad=arguments["pad_token_id"],
+        has_strays=_beams(hf_model, arguments) > 1 or bool(_drafts(hf_model, arguments)),
+    )
     processors = [*(arguments.get("logits_processor") or ()), constraint]
     arguments["logits_processor"] = LogitsProcessorList(processors)
+    return constraint
 
 
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
@@ -235,13 +249,17 @@ _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"
 
 def _check_no_draft(hf_model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     """Refuse drafts: with a cache that it did not fill itself, ``generate`` gets them wrong."""
-    config: Any = arguments.get("generation_config", hf_model.generation_config)
-    asked = [n for n in _DRAFTS if arguments.get(n) or getattr(config, n, None)]
-    if asked:
+    if asked := _drafts(hf_model, arguments):
         raise ValueError(
             f"{', '.join(asked)}: drafted tokens are not exact on stored blocks; leave it out, or "
             "use mode='full'"
         )
+
+
+def _drafts(hf_model: PreTrainedModel, arguments: Mapping[str, Any]) -> list[str]:
+    """Settings by which tokens are drafted."""
+    config: Any = arguments.get("generation_config", hf_model.generation_config)
+    return [n for n in _DRAFTS if arguments.get(n) or getattr(config, n, None)]
 
 
 def fills_in_order(hf_model: PreTrainedModel, sampling: Sampling) -> bool:

@@ -23,6 +23,7 @@ from blockattn_rag.serving.protocol import (
     parse_plan,
     salt,
 )
+from blockattn_rag.vllm import grammars
 from blockattn_rag.vllm.metrics import Counters, Fetches
 from blockattn_rag.vllm.orders import Load, Orders, Save
 
@@ -178,6 +179,8 @@ class SchedulerSide:
         is_answered = request.status in _ANSWERED
         if asked is not None and asked.is_filling and not is_answered:
             self._forget(set(pages))  # it was left meanwhile, or what fills them failed
+        if (failed := grammars.failure(request)) is not None:
+            return False, failed
         if asked is None or asked.plan is None or not is_answered:
             return False, None
         plan = asked.plan

@@ -15,6 +15,7 @@ from blockattn_rag.serving.fields import namespace_name
 from blockattn_rag.serving.profile import ModelProfile
 from blockattn_rag.serving.protocol import BlockPlan, full_mode_salt, parse_plan
 from blockattn_rag.store import open_store
+from blockattn_rag.vllm import grammars
 from blockattn_rag.vllm.ensure import BlockEnsurer, Encodable, encodables
 from blockattn_rag.vllm.retrying import CURRENT, RetryingClient, Ticket
 from blockattn_rag.vllm.streams import with_marker
@@ -147,6 +148,7 @@ class Service:
             MissError, ServingError, StoreError: see ``BlockEnsurer.ensure``.
         """
         token_ids, params = _prompt_of(request)
+        grammars.prepare_request(request, self._grammars)
         if params is None:
             if self._secret is not None:
                 namespace = self._namespace(raw_request.headers)
