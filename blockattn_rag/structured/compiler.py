@@ -223,7 +223,9 @@ class GrammarCompiler:
             raise _refused(grammar, str(error)) from error
         compiled = LLMatcher(self._known, text, log_level=0, limits=_limits())
         if compiled.is_error():
-            raise _refused(grammar, compiled.get_error())
+            found = compiled.get_error()
+            is_panic = found.startswith("panic:")  # an assertion about the number of symbols
+            raise _refused(grammar, "it has too many rules" if is_panic else found)
         for warning in compiled.get_grammar_warnings():
             logger.warning("%s: %s", grammar.name, warning)
         matcher = Matcher(compiled, self._ends, grammar.name, rolls_back="<[" not in text)

@@ -12,7 +12,7 @@ from blockattn_rag.errors import GrammarError
 Kind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 
 MOST_CHARACTERS = 2_000_000
-"""Longest grammar that is compiled: some 80,000 short choices, which take half a second."""
+"""Longest grammar that is compiled: some 75,000 short choices, which take half a second."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,9 @@ from typing import Any
 
 from blockattn_rag.errors import GrammarError
 
+MOST_SCHEMAS = 16_000
+"""Schemas within a schema, itself included. llguidance refuses some 20,000 and gives no number."""
+
 MOST_OPTIONAL = 2_000
 """Optional properties of one object. Compiling them takes time that grows with their square."""
 
@@ -40,8 +43,8 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
     Formats that are not known are left out, as JSON Schema has it.
 
     Raises:
-        GrammarError: the schema is nested too deeply, or an object has more than ``MOST_OPTIONAL``
-            optional properties.
+        GrammarError: the schema is nested too deeply, it has more than ``MOST_SCHEMAS`` schemas,
+            or an object has more than ``MOST_OPTIONAL`` optional properties.
     """
     try:
         nodes = list(_nodes(schema))
@@ -52,6 +55,11 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
             "a JSON schema is nested too deeply, expected fewer than 100 levels: flatten it, or "
             "let it refer to itself by $ref"
         ) from None
+    if len(nodes) > MOST_SCHEMAS:
+        raise GrammarError(
+            f"a JSON schema has {len(nodes):,} schemas within it, expected at most "
+            f"{MOST_SCHEMAS:,}: use enum in place of anyOf of constants, or offer less at once"
+        )
     for node in nodes:
         _check_optional(node)
     return result

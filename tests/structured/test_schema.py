@@ -79,6 +79,13 @@ def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
         prepared(schema)
 
 
+def test_a_schema_of_too_many_schemas_is_refused() -> None:
+    cases = [{"properties": {"k": {"const": number}}} for number in range(8_000)]
+    with pytest.raises(GrammarError, match="has 16,001 schemas within it, expected at most 16,000"):
+        prepared({"anyOf": cases})
+    assert prepared({"anyOf": cases[1:]})
+
+
 def test_an_object_of_many_optional_properties_is_refused_and_of_many_required_ones_is_not() -> (
     None
 ):
