@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakSet
@@ -14,13 +14,20 @@ from blockattn_rag.engine.prefetch import Prefetched
 from blockattn_rag.engine.tokenised import remembering
 from blockattn_rag.engine.transfer import to_device
 from blockattn_rag.errors import MissError, StoreError, StoreUnavailableError
-from blockattn_rag.kv.block_kv import BlockKV, corrected_digest, store_key, token_digest
+from blockattn_rag.kv.block_kv import (
+    BlockKV,
+    corrected_digest,
+    joined_handles,
+    store_key,
+    token_digest,
+)
 from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.prompts.blocks import Block, Keep, is_private, keep_of
 from blockattn_rag.prompts.sinks import FIRST_BLOCK, NO_SINK, sink_ids
 from blockattn_rag.store.base import Found, KVStore, ResidentStore, get_many, keep, touch
+from blockattn_rag.store.claims import claim
 from blockattn_rag.store.device_cache import DeviceCache, with_device_cache
 from blockattn_rag.store.namespaces import OPEN, Access
 from blockattn_rag.store.tier import is_damage
@@ -99,7 +106,8 @@ class Wanted(NamedTuple):
     encoded; ``encoded_digest``: the same before a correction changes it; ``namespaces``: where to
     look, the first one is its own; ``keys``: in each of these; ``sink_ids``: it is encoded after
     these; ``correction``: what corrects it; ``keep``: what may become of it, which the origin of
-    the first block decides where that is the sink.
+    the first block decides where that is the sink; ``handles``: of the texts that were asked for
+    and have these tokens.
     """
 
     keys: tuple[str, ...]
@@ -111,6 +119,7 @@ class Wanted(NamedTuple):
     sink_ids: Sequence[int]
     correction: Correction | None
     keep: Keep
+    handles: tuple[str, ...]
 
     @property
     def key(self) -> str:
@@ -120,6 +129,15 @@ class Wanted(NamedTuple):
     @property
     def name(self) -> Name:
         return self.namespaces[0], self.digest
+
+
+def distinct(wanted: Iterable[Wanted]) -> dict[Name, Wanted]:
+    """Each block once, by name, with the handles of all texts that have its tokens."""
+    found: dict[Name, Wanted] = {}
+    for one in wanted:
+        before = found[one.name].handles if one.name in found else ()
+        found[one.name] = one._replace(handles=tuple(dict.fromkeys([*before, *one.handles])))
+    return found
 
 
 _MOST_TO_STORE = 4096
@@ -182,9 +200,14 @@ class BlockFetcher:
         (one,) = self.wanted([block], as_prompt=first, how=how)
         return any(key in self.store for key in one.keys)
 
-    def touch(self, one: Wanted) -> bool:
-        """Whether there is an entry that looks sound; it counts as used now."""
-        return any(touch(self.store, key) for key in one.keys)
+    def claim(self, one: Wanted) -> bool:
+        """Whether there is an entry that looks sound. It counts as used now, by all its texts."""
+        own, *others = one.keys
+        if self.access.read_only:
+            others = [own, *others]
+        elif claim(self.store, own, one.handles):
+            return True
+        return any(touch(self.store, key) for key in others)
 
     def fetch(
         self,
@@ -207,9 +230,9 @@ class BlockFetcher:
         """
         # A text of no tokens has no KV: nothing is missing, and it leaves no trace in the prompt.
         wanted = [one for one in self.wanted(context, as_prompt=True, how=how) if one.ids]
-        distinct = {one.name: one for one in wanted}
-        found = self._look_up(distinct.values())
-        missing = [one for one in distinct.values() if one.name not in found]
+        asked = distinct(wanted)
+        found = self._look_up(asked.values())
+        missing = [one for one in asked.values() if one.name not in found]
         passages = [one for one in missing if keep_of(one.block.origin) == "store"]
         if passages and on_miss == "error":
             raise MissError(
@@ -267,8 +290,11 @@ class BlockFetcher:
             names = self.access.namespaces(private=is_private(allowed))
             keys = tuple(store_key(fingerprint, digest, name) for name in names)
             wanted.append(
-                Wanted(keys, names, ids, digest, encoded, block, before, correction, allowed)
-            )
+                Wanted(
+                    keys, names, ids, digest, encoded, block, before, correction, allowed,
+                    (block.handle,),
+                )
+            )  # fmt: skip
         return wanted
 
     def _sink_ids(self, sink: str, prompt: Sequence[Block]) -> Sequence[int]:
@@ -318,7 +344,7 @@ class BlockFetcher:
             encoded = one.correction.corrected(encoded, self._model.profile.layouts)
         if self.kv_dtype == "int8":
             encoded = encoded.quantised()
-        handle, namespace = one.block.handle, one.namespaces[0]
+        handle, namespace = joined_handles(one.handles), one.namespaces[0]
         return replace(encoded, digest=one.digest, handle=handle, namespace=namespace)
 
     def _look_up(self, wanted: Collection[Wanted]) -> dict[Name, BlockKV]:
