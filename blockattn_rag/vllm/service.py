@@ -125,7 +125,7 @@ class Service:
         if body.only_look:
             there = await self._ensurer.found(blocks)
             return EncodeAnswer(tuple("found" if one else "missing" for one in there))
-        encoded = await self._ensurer.ensure(blocks)
+        encoded = await self._ensurer.ensure(blocks, must_store=True)
         tokens = {b.key: len(b.block.ids) for b, new in zip(blocks, encoded, strict=True) if new}
         return EncodeAnswer(
             tuple("encoded" if one else "found" for one in encoded),
