@@ -361,6 +361,13 @@ class BlockModel:
                 f"sink={found.sink!r}, found sink={sink!r}; give it that sink, or "
                 "correction='none'"
             )
+        try:
+            found.check_fits(self.profile)
+        except ValueError as error:
+            raise ValueError(
+                f"the correction in {path} does not fit: {error}; fit one for this model: "
+                "blockattn-rag adapt --fit correction"
+            ) from error
         return found
 
     def attention_to_blocks(self, context: Context, final_ids: Sequence[int]) -> dict[str, float]:

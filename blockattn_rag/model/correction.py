@@ -27,6 +27,7 @@ from torch import Tensor
 
 from blockattn_rag.kv.block_kv import BlockKV, corrected_digest
 from blockattn_rag.kv.rope import RotaryLayout, rotate
+from blockattn_rag.model.probe import AttentionProfile
 
 PLACES = (1, 2, 4, 8, 16, 32, 64)
 """Ends of the groups of places in a block that share a constant; the last group has no end."""
@@ -55,6 +56,18 @@ class Correction:
     layers: tuple[LayerCorrection, ...]
     sink: str
     fingerprint: str
+
+    def check_fits(self, profile: AttentionProfile) -> None:
+        """Raise ``ValueError`` unless there is a layer for each of the model's, of its shape."""
+        found = [(layer.weight.shape[0], layer.weight.shape[-1]) for layer in self.layers]
+        expected = [
+            (keys.heads, keys.size + values.size) for keys, values in profile.layer_outlines
+        ]
+        if found != expected:
+            raise ValueError(
+                f"found layers of (key-value heads, size of key and value) {found}, expected "
+                f"{expected} for this model"
+            )
 
     @cached_property
     def digest(self) -> str:

@@ -1,7 +1,8 @@
 """The file of a correction: a safetensors file with two tensors for each layer.
 
 ``weight.L`` ``[key-value heads, D, D]`` and ``bias.L`` ``[key-value heads, places, D]``, float32,
-for layer L; the metadata have ``format``, ``version``, ``sink`` and the model's ``fingerprint``.
+for layer L; the metadata have ``format``, ``version``, ``sha256``, ``sink`` and the model's
+``fingerprint``. Version 1 had no ``sha256``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from blockattn_rag.files.tensor_file import TensorFormat
 from blockattn_rag.model.correction import NUM_PLACES, Correction, LayerCorrection
 
 _FORMAT = TensorFormat(
-    "blockattn_rag.correction", "1", "a correction", "blockattn-rag adapt --fit correction"
+    "blockattn_rag.correction", "2", "a correction", "blockattn-rag adapt --fit correction"
 )
 
 

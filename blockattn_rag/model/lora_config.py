@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import regex
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -16,6 +19,11 @@ from blockattn_rag.model.lora import Lora
 
 ALL_LINEAR = "all-linear"
 """Targets: all linear layers but the output head."""
+
+_MATCHING_S = 10.0
+"""How long all regular expressions of a config may take together, which takes milliseconds."""
+
+_MOST_CHARACTERS = 10_000
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -26,7 +34,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); get the adapter anew") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no JSON object; get the adapter anew")
@@ -85,6 +93,7 @@ class PlainLora:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._left_s = _MATCHING_S
         self._values = values = read_object(path)
         if values.get("peft_type") != "LORA":
             self._refuse("peft_type", "train it as LORA")
@@ -106,10 +115,10 @@ class PlainLora:
         if kind not in (str, list):
             self._refuse("target_modules", "expected names of layers")
 
-    def _refuse(self, key: str, remedy: str) -> None:
+    def _refuse(self, key: str, remedy: str) -> NoReturn:
         raise ValueError(
-            f"{self._path} has {key} = {self._values.get(key)!r}; a reader is plain LoRA on linear "
-            f"layers: {remedy}"
+            f"{self._path} has {key} = {self._values.get(key)!r:.200}; a reader is plain LoRA on "
+            f"linear layers: {remedy}"
         )
 
     def _numbers(self, key: str, pattern_key: str, kind: Any) -> dict[str, Any]:
@@ -119,21 +128,37 @@ class PlainLora:
             self._refuse(pattern_key, "expected numbers by patterns of layers")
         found = {**patterns, "": self._values.get(key)}
         for pattern, number in found.items():
-            if isinstance(number, bool) or not isinstance(number, kind) or not number > 0:
-                self._refuse(pattern_key if pattern else key, "expected numbers above 0")
+            is_number = isinstance(number, kind) and not isinstance(number, bool)
+            if not is_number or not 0 < number <= torch.finfo(torch.float32).max:
+                self._refuse(pattern_key if pattern else key, "expected finite numbers above 0")
         return found
 
     def rank(self, path: str) -> int:
-        return int(self._of_pattern(self._ranks, path))
+        return int(self._of_pattern(self._ranks, "rank_pattern", path))
 
     def alpha(self, path: str) -> float:
-        return float(self._of_pattern(self._alphas, path))
+        return float(self._of_pattern(self._alphas, "alpha_pattern", path))
 
-    @staticmethod
-    def _of_pattern(numbers: Mapping[str, Any], path: str) -> Any:
+    def _of_pattern(self, numbers: Mapping[str, Any], name: str, path: str) -> Any:
         """As ``peft.utils.other.get_pattern_key`` finds it."""
-        keys = (key for key in numbers if key and re.match(rf"(.*\.)?({key})$", path))
-        return numbers[next(keys, "")]
+        matching = (key for key in numbers if key and self._match(rf"(.*\.)?({key})$", path, name))
+        return numbers[next(matching, "")]
+
+    def _match(self, pattern: str, path: str, name: str) -> regex.Match[str] | None:
+        """A pattern of the config's field ``name`` at the start of a layer's path.
+
+        Some patterns take longer than anybody can wait. The module ``regex`` can give up; ``re``
+        cannot.
+        """
+        began = time.monotonic()
+        try:
+            return regex.match(pattern, path, timeout=max(self._left_s, 0.001))
+        except TimeoutError:
+            self._refuse(
+                name, "its patterns take too long to match, list the names of the layers instead"
+            )
+        finally:
+            self._left_s -= time.monotonic() - began
 
     def targeted(self, hf_model: PreTrainedModel) -> dict[str, nn.Linear]:
         """The linear layers that are adapted, by path."""
@@ -142,7 +167,7 @@ class PlainLora:
                 return all_linear(hf_model)
             linears = {n: m for n, m in hf_model.named_modules() if isinstance(m, nn.Linear)}
             return {path: layer for path, layer in linears.items() if self._targets(path)}
-        except (re.error, TypeError) as error:
+        except (regex.error, RecursionError, TypeError) as error:
             raise ValueError(
                 f"{self._path} is damaged: target_modules, exclude_modules, layers_to_transform "
                 f"or layers_pattern name no layers ({error})"
@@ -151,33 +176,40 @@ class PlainLora:
     def _targets(self, path: str) -> bool:
         """By the rules of ``peft.tuners.tuners_utils.check_target_module_exists``."""
         targets, excluded = self._values["target_modules"], self._values.get("exclude_modules")
-        if excluded and names_layer(excluded, path):
+        if excluded and self._names_layer(excluded, path, "exclude_modules"):
             return False
-        if isinstance(targets, str) or path in targets or not names_layer(targets, path):
-            return names_layer(targets, path)
+        is_target = self._names_layer(targets, path, "target_modules")
+        if isinstance(targets, str) or path in targets or not is_target:
+            return is_target
         layers = self._values.get("layers_to_transform")
         if layers is None or layers == []:
             return True
         patterns = self._values.get("layers_pattern") or []
         patterns = [patterns] if isinstance(patterns, str) else patterns
         starts = [rf"(?:^|.*?\.){pattern}" for pattern in patterns] or [r".*?\.[^.]*"]
-        indices = (re.match(rf"{start}\.(\d+)\.", path) for start in starts)
+        indices = (self._match(rf"{start}\.(\d+)\.", path, "layers_pattern") for start in starts)
         index = next((int(match[1]) for match in indices if match), None)
         return index in ([layers] if isinstance(layers, int) else layers)
+
+    def _names_layer(self, targets: Any, path: str, name: str) -> bool:
+        """Whether a pattern of whole paths, or one of several ends of paths, names a layer."""
+        if not isinstance(targets, str):
+            return names_layer(targets, path)
+        if not _is_pattern(targets):
+            self._refuse(name, "expected names of layers, or a regular expression")
+        return self._match(rf"(?:{targets})\Z", path, name) is not None
 
 
 def _is_pattern(text: str) -> bool:
     try:
-        re.compile(text)
-    except re.error:
+        regex.compile(text)
+    except (regex.error, RecursionError):
         return False
-    return True
+    return len(text) <= _MOST_CHARACTERS
 
 
-def names_layer(targets: Any, path: str) -> bool:
-    """Whether a pattern of whole paths, or one of several ends of paths, names a layer."""
-    if isinstance(targets, str):
-        return re.fullmatch(targets, path) is not None
+def names_layer(targets: Iterable[str], path: str) -> bool:
+    """Whether one of several ends of paths names a layer."""
     return any(f".{path}".endswith(f".{target}") for target in targets)
 
 

@@ -83,6 +83,10 @@ def test_a_write_that_fails_leaves_the_old_file(
         save_merge(learned(), path.with_suffix(".bin"), PRINT)
 
 
+def sealed(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    save_file(tensors, path, {**metadata, "sha256": tensor_file.digest_of(tensors, metadata)})
+
+
 def test_what_is_no_learned_merge_is_refused(path: Path) -> None:
     tensors = load_file(path)
     metadata = {"format": "blockattn_rag.context_merge", "version": "1", "fingerprint": PRINT}
@@ -92,19 +96,19 @@ def test_what_is_no_learned_merge_is_refused(path: Path) -> None:
             load_merge(str(path))
         assert path.name in str(refusal.value)
 
-    save_file(tensors, path, {**metadata, "version": "2"})
+    sealed(tensors, path, {**metadata, "version": "2"})
     refused("found format 'blockattn_rag.context_merge', version '2', expected")
     save_file(tensors, path)
     refused("found format None")
-    save_file({"bias": tensors["bias"]}, path, metadata)
+    sealed({"bias": tensors["bias"]}, path, metadata)
     refused(r"found tensors of dimensions \{'bias': 2\}, expected")
-    save_file({**tensors, "bias": tensors["bias"][:, :4].clone()}, path, metadata)
+    sealed({**tensors, "bias": tensors["bias"][:, :4].clone()}, path, metadata)
     refused("found tensors of shapes")
-    save_file({**tensors, "shift": tensors["shift"].repeat(1, 2, 1)}, path, metadata)
+    sealed({**tensors, "shift": tensors["shift"].repeat(1, 2, 1)}, path, metadata)
     refused("found tensors of shapes")  # six heads cannot share four key-value heads
-    save_file(tensors, path, {k: v for k, v in metadata.items() if k != "fingerprint"})
+    sealed(tensors, path, {k: v for k, v in metadata.items() if k != "fingerprint"})
     refused("does not tell fingerprint")
-    save_file({**tensors, "bias": tensors["bias"] / 0}, path, metadata)
+    sealed({**tensors, "bias": tensors["bias"] / 0}, path, metadata)
     refused("found NaN or infinity in bias")
     path.write_bytes(b"not a file of tensors")
     refused("is no file of a learned merge")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.files.tensor_file import digest_of
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import place
 from blockattn_rag.kv.rope import relative_error
@@ -212,10 +214,10 @@ def test_a_file_of_the_same_size_and_time_is_read_anew(model: BlockModel, tmp_pa
 def test_a_file_in_16_bits_corrects_in_float32(model: BlockModel, tmp_path: Path) -> None:
     path = Path(saved(correction_of(model), tmp_path))
     metadata = {
-        "format": "blockattn_rag.correction", "version": "1", "sink": "none",
+        "format": "blockattn_rag.correction", "version": "2", "sink": "none",
         "fingerprint": model.fingerprint,
     }  # fmt: skip
-    save_file({name: tensor.half() for name, tensor in load_file(path).items()}, path, metadata)
+    sealed({name: tensor.half() for name, tensor in load_file(path).items()}, path, metadata)
     found = encoded(model, load_correction(path))
     assert relative_error(found.keys[1], encoded(model, correction_of(model)).keys[1]) < 1e-2
 
@@ -224,6 +226,11 @@ def test_digests_tell_contents_and_sinks_apart(model: BlockModel) -> None:
     one, other = correction_of(model), correction_of(model, sink="bos")
     assert len({one.digest, other.digest, correction_of(model, size=0.2).digest}) == 3
     assert one.digest_of("block") != other.digest_of("block") != "block"
+
+
+def sealed(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a file whose checksum is right, whatever it holds."""
+    save_file(tensors, path, {**metadata, "sha256": digest_of(tensors, metadata)})
 
 
 def without(held: dict[str, Any], name: str) -> dict[str, Any]:
@@ -236,7 +243,7 @@ def test_files_of_other_kinds_are_refused(model: BlockModel, tmp_path: Path) -> 
     path = Path(saved(correction_of(model), tmp_path))
     tensors = load_file(path)
     metadata = {
-        "format": "blockattn_rag.correction", "version": "1", "sink": "none", "fingerprint": "f"
+        "format": "blockattn_rag.correction", "version": "2", "sink": "none", "fingerprint": "f"
     }  # fmt: skip
     broken: list[tuple[dict[str, torch.Tensor], dict[str, str], str]] = [
         (
@@ -254,11 +261,13 @@ def test_files_of_other_kinds_are_refused(model: BlockModel, tmp_path: Path) -> 
         ({**tensors, "bias.0": tensors["bias.0"][:, 1:].contiguous()}, metadata, "found shapes"),
         ({**tensors, "bias.0": tensors["bias.0"] / 0}, metadata, "NaN or infinity in bias.0"),
         ({**tensors, "bias.0": torch.tensor(1.0)}, metadata, "found shapes"),
+        ({**tensors, "bias.0": tensors["bias.0"].int()}, metadata, "found torch.int32 in bias.0"),
+        ({**tensors, "bias.0": tensors["bias.0"].double()}, metadata, "torch.float64 in bias.0"),
         (tensors, without(metadata, "sink"), "does not tell sink"),
     ]
     for number, (held, told, message) in enumerate(broken):
         file = tmp_path / f"{number}.safetensors"
-        save_file(held, file, told)
+        sealed(held, file, told)
         with pytest.raises(ValueError, match=message):
             load_correction(file)
     (tmp_path / "text.safetensors").write_text("no tensors")
@@ -266,3 +275,55 @@ def test_files_of_other_kinds_are_refused(model: BlockModel, tmp_path: Path) -> 
         load_correction(tmp_path / "text.safetensors")
     with pytest.raises(ValueError, match="one that ends in"):
         save_correction(correction_of(model), tmp_path / "kv.bin")
+
+
+def test_a_file_of_version_1_is_refused_with_what_to_do(model: BlockModel, tmp_path: Path) -> None:
+    """Such files have no checksum."""
+    path = Path(saved(correction_of(model), tmp_path))
+    metadata = {"format": "blockattn_rag.correction", "version": "1", "sink": "none"}
+    save_file(load_file(path), path, {**metadata, "fingerprint": model.fingerprint})
+    with pytest.raises(ValueError, match=r"version '1', expected .*'2'.* adapt --fit correction"):
+        load_correction(path)
+
+
+def test_no_flipped_bit_changes_a_correction(model: BlockModel, tmp_path: Path) -> None:
+    path = Path(saved(correction_of(model), tmp_path))
+    content, digest = path.read_bytes(), load_correction(path).digest
+    header = 8 + int.from_bytes(content[:8], "little")
+    drawn = random.Random(3)
+    in_header = [drawn.randrange(8 * header) for _ in range(120)]
+    in_tensors = [drawn.randrange(8 * header, 8 * len(content)) for _ in range(60)]
+    detected = 0
+    for bit in [*range(64), *in_header, *in_tensors]:
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            found = load_correction(path)
+        except ValueError:
+            detected += 1
+        else:
+            assert (found.digest, found.sink) == (digest, "none")
+            assert found.fingerprint == model.fingerprint
+    assert detected >= 64 + len(in_tensors)
+
+
+@pytest.mark.parametrize("change", ["a layer less", "a layer more", "a head less", "another size"])
+def test_a_correction_of_other_shapes_than_the_models_is_refused(
+    model: BlockModel, tmp_path: Path, change: str
+) -> None:
+    correction = correction_of(model)
+    layers = list(correction.layers)
+    weight, bias = layers[-1]
+    if change == "a layer less":
+        layers.pop()
+    elif change == "a layer more":
+        layers.append(LayerCorrection(weight.clone(), bias.clone()))
+    elif change == "a head less":
+        layers[-1] = LayerCorrection(weight[:1].clone(), bias[:1].clone())
+    else:
+        layers[-1] = LayerCorrection(weight[:, 1:, 1:].clone(), bias[..., 1:].clone())
+    assert len(weight) > 1
+    path = saved(Correction(tuple(layers), "none", model.fingerprint), tmp_path)
+    with pytest.raises(ValueError, match=r"does not fit: found layers of .* expected .* for this"):
+        BlockAttentionEngine(model, correction=path)

@@ -16,12 +16,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockattn_rag.model import lora_files
+from blockattn_rag.model import lora_config, lora_files
 from blockattn_rag.model.lora_files import CONFIG, SIDECAR, WEIGHTS
 from blockattn_rag.model.reader import Reader
 from tests.models import shared_tiny_llama, tiny_model
 
 METADATA = {"fingerprint": "f" * 64}
+
+SOME_LAYERS = {"target_modules": ["q_proj", "o_proj"], "layers_to_transform": [1]}
 
 
 def a_reader(seed: int = 0, **options: Any) -> Reader:
@@ -142,20 +144,60 @@ def test_more_than_plain_lora_is_refused(options: Any, message: str, tmp_path: P
         ({"r": "3"}, "r = '3'"),
         ({"r": 4}, "matrices of .* expected .*4, 32"),
         ({"lora_alpha": 0}, "lora_alpha = 0"),
+        ({"lora_alpha": float("inf")}, "lora_alpha = inf.* finite numbers above 0"),
+        ({"lora_alpha": float("nan")}, "lora_alpha = nan.* finite numbers above 0"),
+        ({"lora_alpha": 10**400}, "lora_alpha = 1000.* finite numbers above 0"),
+        ({"r": 0}, "r = 0.* finite numbers above 0"),
+        ({"alpha_pattern": {"q_proj": float("inf")}}, "alpha_pattern .* finite numbers above 0"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern .* finite numbers above 0"),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern"),
         ({"rank_pattern": {"(": 2}}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": "many"}}, "alpha_pattern"),
         ({"target_modules": None}, "target_modules"),
-        ({"target_modules": "("}, "name no layers"),
+        ({"target_modules": "("}, "a regular expression"),
+        ({"target_modules": "(?:" * 5000 + ")" * 5000}, "a regular expression"),
+        ({"exclude_modules": "("}, "a regular expression"),
+        ({**SOME_LAYERS, "layers_pattern": "("}, "name no layers"),
         ({"target_modules": ["q_proj", "k_proj", "o_proj"]}, "lacks model.layers.0.self_attn.k"),
         ({"target_modules": ["q_proj"]}, "has model.layers.0.self_attn.o_proj.lora_A.weight and 5"),
         ({"target_modules": ["of_another_model"]}, "another model"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_a_config_that_does_not_fit_is_refused(values: Any, message: str, saved: Path) -> None:
     change_json(saved / CONFIG, **values)
     with pytest.raises(ValueError, match=message):
+        load(saved)
+
+
+SLOW = r"(?:(.)|(.)(.)?\1?)+[!?]"
+"""Takes a time that grows exponentially with the length of a layer's path."""
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"target_modules": SLOW},
+        {"exclude_modules": SLOW},
+        {**SOME_LAYERS, "layers_pattern": SLOW},
+        {"rank_pattern": {SLOW: 2}},
+        {"alpha_pattern": {SLOW: 2}},
+    ],
+    ids=lambda values: [*values][-1],
+)
+@pytest.mark.timeout(60)
+def test_a_pattern_that_takes_too_long_is_refused(
+    values: Any, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora_config, "_MATCHING_S", 0.2, raising=False)
+    change_json(saved / CONFIG, **values)
+    with pytest.raises(ValueError, match="take too long to match, list the names of the layers"):
+        load(saved)
+
+
+def test_a_config_that_is_nested_too_deeply_is_refused(saved: Path) -> None:
+    (saved / CONFIG).write_text('{"r": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(ValueError, match="is damaged"):
         load(saved)
 
 
