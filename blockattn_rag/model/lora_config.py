@@ -20,8 +20,8 @@ from blockattn_rag.model.lora import Lora
 ALL_LINEAR = "all-linear"
 """Targets: all linear layers but the output head."""
 
-_MATCHING_S = 10.0
-"""How long all regular expressions of a config may take together, which takes milliseconds."""
+_MATCHING_S = 30.0
+"""How long all regular expressions of a config may take together, which rarely takes a second."""
 
 _MOST_CHARACTERS = 10_000
 
@@ -94,6 +94,7 @@ class PlainLora:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._left_s = _MATCHING_S
+        self._compiled: dict[str, regex.Pattern[str]] = {}
         self._values = values = read_object(path)
         if values.get("peft_type") != "LORA":
             self._refuse("peft_type", "train it as LORA")
@@ -150,9 +151,11 @@ class PlainLora:
         Some patterns take longer than anybody can wait. The module ``regex`` can give up; ``re``
         cannot.
         """
+        if (compiled := self._compiled.get(pattern)) is None:
+            compiled = self._compiled[pattern] = regex.compile(pattern)
         began = time.monotonic()
         try:
-            return regex.match(pattern, path, timeout=max(self._left_s, 0.001))
+            return compiled.match(path, timeout=max(self._left_s, 0.001))
         except TimeoutError:
             self._refuse(
                 name, "its patterns take too long to match, list the names of the layers instead"
