@@ -76,7 +76,9 @@ class Answer:
         self.generation: Generation | None = None
         sampling = self.options.sampling
         self._detokenizer = Detokenizer(
-            self._model.tokenizer.tokenizer, sampling.stop, sampling.keep_tokens
+            self._model.tokenizer.tokenizer,
+            self._model.stop_strings(sampling),
+            sampling.keep_tokens,
         )
         self._end_ids = self._model.end_ids(sampling)
         self._ids: list[int] = []
@@ -112,14 +114,15 @@ class Answer:
         self._ids.append(token)
         self._give(self._detokenizer.push(token))
 
-    def push_batched(self, token: int | None) -> None:
-        """The same in a batch, which goes on with padding or None when this answer has ended."""
+    def push_batched(self, token: int) -> bool:
+        """The same in a batch, which goes on with padding when this answer has ended; returns
+        whether it has."""
         if self.request.left or self.has_ended:
-            return
-        if token is not None:
-            self.push(token)
-        if token is None or self.stopped or token in self._end_ids:
+            return True
+        self.push(token)
+        if self.stopped or token in self._end_ids:
             self.complete(self._ids)
+        return self.has_ended
 
     def complete(self, ids: Sequence[int]) -> None:
         """All tokens of the answer are there: tell the caller, who may know of some or none yet."""
@@ -145,7 +148,7 @@ class Answer:
             self.request.emit(text)
 
     def _generation(self, ids: list[int]) -> Generation:
-        ids = ids[: self._detokenizer.num_tokens]  # a token may come after the stop string
+        ids = ids[: self._detokenizer.num_tokens]  # beams and drafts go past stop strings
         ended = bool(ids) and ids[-1] in self._end_ids
         stopped = self.stopped or ended or len(ids) < self.prepared.limit
         stats = self.clock.complete(self.prepared.stats, len(ids))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from inspect import signature
@@ -101,6 +101,10 @@ def _check_spelling(name: str) -> None:
         raise TypeError(f"unknown option {name!r} (did you mean {near[0]!r}?)")
 
 
+def _texts(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given or ())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateOptions:
     """The options of one request. Requests with equal options may share a batch.
@@ -146,7 +150,8 @@ class GenerateOptions:
     def parse(cls, given: Mapping[str, Any], defaults: GenerateOptions) -> GenerateOptions:
         """Sort the keyword arguments of ``generate``; None for a word means the default.
 
-        Arguments of other names go to transformers' ``generate``.
+        Arguments of other names go to transformers' ``generate``, whose ``stop_strings`` are
+        ``stop``: its own search starts in the prompt.
 
         Raises:
             TypeError: one of them is a name of ours, misspelt.
@@ -157,8 +162,9 @@ class GenerateOptions:
         asked = (rest.pop("response_format", None), rest.pop("structured_outputs", None))
         for name in rest:
             _check_spelling(name)
-        stop = named.pop("stop", ()) or ()
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        stop = (*_texts(named.pop("stop", None)), *_texts(rest.pop("stop_strings", None)))
+        if "stop_strings" in given:  # transformers needs the tokenizer for these alone
+            rest.pop("tokenizer", None)
         keep = tuple(named.pop("keep_tokens", ()) or ())
         return replace(
             defaults,
