@@ -9,7 +9,7 @@ from typing import NamedTuple
 from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
-from blockattn_rag.engine.results import Clock, Generation, ReuseStats
+from blockattn_rag.engine.results import Clock, FinishReason, Generation, ReuseStats
 from blockattn_rag.engine.retry import abstains, is_too_long
 from blockattn_rag.kv.context import Context
 from blockattn_rag.model import BlockModel
@@ -82,8 +82,7 @@ class Answer:
         )
         self._end_ids = self._model.end_ids(sampling)
         self._ids: list[int] = []
-        self._held = ""  # text that may be the beginning of an abstention
-        self._has_given = False
+        self._given = 0  # characters; others may be the beginning of an abstention
         # How to answer again, as long as this may be an abstention.
         has_passages = any(block.is_passage for block in self.prompt.context)
         self.again = self.options.of_retry() if has_passages else None
@@ -106,13 +105,15 @@ class Answer:
     @property
     def can_start_anew(self) -> bool:
         """Whether the caller has got nothing yet."""
-        return not (self.has_ended or self._has_given)
+        has_given = self._given > 0 and self.request.on_chunk is not None
+        return not (self.has_ended or has_given)
 
     def push(self, token: int) -> None:
         """Take the next token, and hand on the text that has become certain."""
         self.clock.note_token()
         self._ids.append(token)
-        self._give(self._detokenizer.push(token))
+        self._detokenizer.push(token)
+        self._give()
 
     def push_batched(self, token: int) -> bool:
         """The same in a batch, which goes on with padding when this answer has ended; returns
@@ -130,22 +131,23 @@ class Answer:
             return
         for token in ids[len(self._ids) :]:
             self.push(token)
-        self._give(self._detokenizer.finish())
+        self._detokenizer.finish()
+        self._give()
         self.generation = self._generation(list(ids))
         if self.again is not None and abstains(self._detokenizer.text, self._abstentions):
             return
         self.again = None
-        self._give("")
+        self._give()
         self.request.answer.set_result(self.generation)
 
-    def _give(self, text: str) -> None:
+    def _give(self) -> None:
         """Hand text to whoever reads it as it comes, once it cannot be an abstention's."""
-        self._held += text
-        if self.again is not None and is_too_long(self._detokenizer.text):
+        text = self._detokenizer.text
+        if self.again is not None and is_too_long(text):
             self.again = None
-        if self.again is None and self._held:
-            text, self._held, self._has_given = self._held, "", self.request.on_text is not None
-            self.request.emit(text)
+        if self.again is None and len(text) > self._given:
+            self.request.emit(text[self._given :], self._detokenizer.marks(self._given))
+            self._given = len(text)
 
     def _generation(self, ids: list[int]) -> Generation:
         ids = ids[: self._detokenizer.num_tokens]  # beams and drafts go past stop strings
@@ -154,4 +156,6 @@ class Answer:
         stats = self.clock.complete(self.prepared.stats, len(ids))
         if self._first is not None and self._first.generation is not None:
             stats = stats.with_first(self._first.generation.stats, self._first.options.retry)
-        return Generation(self._detokenizer.text, ids, "stop" if stopped else "length", stats)
+        reason: FinishReason = "stop" if stopped else "length"
+        marks = self._detokenizer.marks()
+        return Generation(self._detokenizer.text, ids, reason, stats, marks)

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from blockattn_rag.engine.options import GenerateOptions
-from blockattn_rag.engine.results import Generation, GenerationChunk
+from blockattn_rag.engine.results import Generation, GenerationChunk, Marks
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 T = TypeVar("T")
@@ -192,27 +192,27 @@ class PendingAnswer(Pending[Generation]):
 
     def __init__(self, make_prompt: Callable[[], BlockPrompt]) -> None:
         super().__init__()
-        self.on_text: Callable[[str], object] | None = None
+        self.on_chunk: Callable[[GenerationChunk], object] | None = None
         self._make_prompt = make_prompt
 
     def prompt(self) -> BlockPrompt:
         """The prompt, made with the caller's context variables."""
         return self._context.copy().run(self._make_prompt)
 
-    def emit(self, text: str) -> None:
+    def emit(self, text: str, marks: Marks = ()) -> None:
         """Hand a piece of the answer to whoever reads the answer as it comes."""
-        if text and self.on_text is not None:
-            self.on_text(text)
+        if text and self.on_chunk is not None:
+            self.on_chunk(GenerationChunk(text, marks=marks))
 
     def chunks(self, submit: Callable[[], object]) -> Generator[GenerationChunk, None, None]:
         """Submit the request and yield its answer as it comes; the last chunk carries the whole."""
-        texts: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self.on_text = texts.put
-        self.answer.add_done_callback(lambda _: texts.put(None))
+        chunks: queue.SimpleQueue[GenerationChunk | None] = queue.SimpleQueue()
+        self.on_chunk = chunks.put
+        self.answer.add_done_callback(lambda _: chunks.put(None))
         try:
             submit()
-            while (text := texts.get()) is not None:
-                yield GenerationChunk(text)
+            while (chunk := chunks.get()) is not None:
+                yield chunk
             yield GenerationChunk("", self.answer.result())
         finally:
             self.leave()
@@ -220,20 +220,20 @@ class PendingAnswer(Pending[Generation]):
     async def achunks(self, submit: Callable[[], object]) -> AsyncGenerator[GenerationChunk, None]:
         """``chunks`` for a task of an event loop."""
         loop = self.loop = asyncio.get_running_loop()
-        texts: asyncio.Queue[str | None] = asyncio.Queue()
+        chunks: asyncio.Queue[GenerationChunk | None] = asyncio.Queue()
 
-        def put(text: str | None) -> None:
+        def put(chunk: GenerationChunk | None) -> None:
             try:
-                loop.call_soon_threadsafe(texts.put_nowait, text)
+                loop.call_soon_threadsafe(chunks.put_nowait, chunk)
             except RuntimeError:  # the loop is closed: nobody reads any more
                 self.leave()
 
-        self.on_text = put
+        self.on_chunk = put
         self.answer.add_done_callback(lambda _: put(None))
         try:
             submit()
-            while (text := await texts.get()) is not None:
-                yield GenerationChunk(text)
+            while (chunk := await chunks.get()) is not None:
+                yield chunk
             yield GenerationChunk("", self.answer.result())
         finally:
             self.leave()

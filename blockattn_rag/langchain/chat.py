@@ -31,7 +31,13 @@ from blockattn_rag.prompts.markers import strip_markers
 from blockattn_rag.prompts.template_kwargs import check_template_kwargs
 from blockattn_rag.structured.answers import has_no_thoughts
 from blockattn_rag.tools import tool_template
-from blockattn_rag.tools.use import TOOL_OPTIONS, ToolUse, prompt_spans
+from blockattn_rag.tools.use import (
+    TOOL_OPTIONS,
+    ToolUse,
+    prompt_spans,
+    with_default_calls,
+    without_tool_options,
+)
 
 # What shapes the prompt, and is nothing to the engine.
 _PROMPT_OPTIONS = ("chat_template_kwargs", *TOOL_OPTIONS)
@@ -141,11 +147,12 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
                 arguments that fit the schema, which needs the extra ``structured``.
             parallel_tool_calls: False: one call at most.
             strict: goes into the definitions of the tools.
-            kwargs: further options of the calls.
+            kwargs: further options of the calls. With ``tool_calls="constrained"`` a grammar
+                decides between text and calls from the first token on, which needs ``structured``.
 
         Raises:
             ValueError: the model's chat template knows no tools and no call is required, or
-                ``tool_choice`` is none of the above.
+                ``tool_choice`` or ``tool_calls`` is none of the above.
         """
         definitions = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
         choice = tool_choice
@@ -153,7 +160,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
             choice = {"type": "function", "function": {"name": choice}}
         bound = {"tool_choice": choice, "parallel_tool_calls": parallel_tool_calls}
         bound = {name: value for name, value in bound.items() if value is not None}
-        self._tools({"tools": definitions, **bound})  # refused now
+        self._tools({**kwargs, "tools": definitions, **bound})  # refused now
         return self.bind(tools=definitions, **bound, **kwargs)
 
     def with_structured_output(
@@ -217,6 +224,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
 
     def _tools(self, call: Mapping[str, Any]) -> ToolUse | None:
         """The tools of a call with these options; None if it has none."""
+        call = with_default_calls(self.generate_kwargs, call)
         return ToolUse.of_call(call, lambda: self.source.tokenizer.tokenizer, self.model_name)
 
     def _prompt_with(
@@ -238,11 +246,16 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return BlockPrompt.from_spans(spans, self.block_template)
 
     def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
-        rest = {name: value for name, value in call.items() if name not in _PROMPT_OPTIONS}
-        options, tools = super().engine_options(stop, rest), self._tools(call)
+        options, tools = self._options_beside_tools(stop, call), self._tools(call)
         if tools is None:
             return options
         return tools.engine_options(self.source.tokenizer.tokenizer, options)
+
+    def _options_beside_tools(
+        self, stop: list[str] | None, call: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        rest = {name: value for name, value in call.items() if name not in _PROMPT_OPTIONS}
+        return without_tool_options(super().engine_options(stop, rest))
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text without its markers and without BOS."""
@@ -283,7 +296,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         tools, variables = self._tools(call), call.get("chat_template_kwargs")
         make_prompt = partial(self._prompt_with, tools, given, variables)
         at_once = has_no_thoughts(self.engine_options(None, call))
-        return ChatExchange(self, make_prompt, tools, answers_at_once=at_once)
+        reader = tools.reader(self._options_beside_tools(None, call)) if tools else None
+        return ChatExchange(self, make_prompt, reader, answers_at_once=at_once)
 
     def batch(
         self,
