@@ -49,8 +49,14 @@ class GrammarConstraint(LogitsProcessor):
             beams = len(input_ids) // len(self._matchers)
             self._matchers = [one and one.fresh() for one in self._matchers for _ in range(beams)]
         rows = input_ids[:, self._prompt_width :].tolist()
-        ways = {"pad": self._pad, "has_strays": self._has_strays}
-        return restricted(scores, rows, self._matchers, self._ends, **ways)
+        return restricted(
+            scores,
+            rows,
+            self._matchers,
+            self._ends,
+            pad=self._pad,
+            has_strays=self._has_strays,
+        )
 
     def check_answer(self, row: Sequence[int], place: int = 0) -> None:
         """Check a finished answer once more, whatever chose its tokens.

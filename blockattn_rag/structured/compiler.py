@@ -48,23 +48,18 @@ class Matcher:
         compiled: compiled grammar, of which each answer gets a copy.
         own_ends: tokens that end an answer, as llguidance has them.
         name: name of the grammar in messages.
-        rolls_back: whether tokens can be taken back. llguidance counts the bytes of a token that a
-            grammar names by its number wrongly then.
     """
 
-    def __init__(
-        self, compiled: LLMatcher, own_ends: Sequence[int], name: str, *, rolls_back: bool
-    ) -> None:
+    def __init__(self, compiled: LLMatcher, own_ends: Sequence[int], name: str) -> None:
         self._compiled = compiled
         self._name = name
         self._matcher = compiled.deep_copy()
         self._own_ends = list(own_ends)
-        self._rolls_back = rolls_back
         self._ids: list[int] = []
 
     def fresh(self) -> Matcher:
         """A matcher of another answer, at its beginning."""
-        return Matcher(self._compiled, self._own_ends, self._name, rolls_back=self._rolls_back)
+        return Matcher(self._compiled, self._own_ends, self._name)
 
     def follow(self, ids: Sequence[int]) -> bool:
         """Consume the answer so far. Returns whether all of it fits the grammar.
@@ -80,7 +75,7 @@ class Matcher:
             min(len(self._ids), len(ids)),
         )
         back = len(self._ids) - same
-        if back and not (self._rolls_back and self._matcher.rollback(back)):
+        if back and not self._matcher.rollback(back):
             self._matcher = self._compiled.deep_copy()
             same = 0
         taken = self._matcher.try_consume_tokens(list(ids[same:]))
@@ -228,7 +223,7 @@ class GrammarCompiler:
             raise _refused(grammar, "it has too many rules" if is_panic else found)
         for warning in compiled.get_grammar_warnings():
             logger.warning("%s: %s", grammar.name, warning)
-        matcher = Matcher(compiled, self._ends, grammar.name, rolls_back="<[" not in text)
+        matcher = Matcher(compiled, self._ends, grammar.name)
         matcher.fresh().check_begins()
         return matcher
 

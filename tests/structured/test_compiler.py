@@ -182,17 +182,6 @@ def test_an_error_of_the_parser_is_no_answer_that_does_not_fit() -> None:
         one.follow(ids("aabx1"))
 
 
-def test_a_token_that_is_named_by_its_number_can_be_taken_back() -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens(["[TOOL_CALLS]"])
-    mark = tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
-    one = compiler(tokenizer).matcher(grammar(grammar=f'start: <[{mark}]> "ab"'))
-    assert one.follow([mark])
-    assert one.follow([])
-    assert one.follow([mark, *ids("ab")])
-    assert one.is_complete()
-
-
 def test_too_many_optional_properties_are_refused_at_once() -> None:
     properties = {f"p{i}": {"type": "integer"} for i in range(10_000)}
     with pytest.raises(
