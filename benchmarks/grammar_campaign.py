@@ -39,7 +39,6 @@ SIZES = {
     "optional": [2, 40, 400, 990, 1_800, 2_500, 20_000],
 }
 MAX_NEW_TOKENS = 64
-
 Judge = Callable[[str], bool]  # whether an answer matches
 
 
@@ -142,8 +141,7 @@ def main(grammars: int = 200, seconds: float = 300.0, seed: int = 0) -> None:
     print("\n| kind | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 1))
     for kind, found in counts.items():
         print(f"| {kind} | " + " | ".join(str(found[name]) for name in columns) + " |")
-    for reason, times in reasons.most_common():
-        print(f"refused {times} times: ...{reason}")
+    print("\n".join(f"refused {n} times: ...{reason}" for reason, n in reasons.most_common()))
     raise typer.Exit(int(any(found["WRONG"] for found in counts.values())))
 
 
