@@ -205,7 +205,7 @@ class BlockEnsurer:
         self._kept.check_room(sum(in_memory.values()))
         failures = await asyncio.gather(*(self._unstored(one) for one in missing.values()))
         failed = [one for one, failure in zip(missing.values(), failures, strict=True) if failure]
-        in_memory |= {one.key: one.tokens for one in failed}
+        in_memory |= {one.key: one.tokens for one in [*failed, *late]}
         if failed and (must_store or sum(in_memory.values()) > self._kept.most_tokens):
             raise next(filter(None, failures))
         await asyncio.gather(*(self._encoded(one.for_memory()) for one in failed))
