@@ -166,6 +166,7 @@ class ToolCallParser:
         calls, text, end = read
         self._open, self._begins, self._follows_call = None, False, not text
         if text:
+            self._is_text = self._only_first
             return [self._marks.plain(text)], end
         return [self._with_own_id(one) for one in calls], end
 

@@ -340,6 +340,10 @@ def test_an_answer_that_begins_with_text_is_all_text_if_a_grammar_chose(form: st
         parser = ToolCallParser(FORMATS[form], only_first=True)
         whole = [*parser.push(answer), *parser.finish()]
         assert plain(ReadAnswer.of(whole)) == (answer, [], [])
+    if FORMATS[form].is_bare:
+        parser, answer = ToolCallParser(FORMATS[form], only_first=True), f'{{"a": 1}} {answer}>'
+        whole = [*parser.push(f"{answer}{WELL_FORMED[form][-1]}"), *parser.finish()]
+        assert plain(ReadAnswer.of(whole)) == (f"{answer}{WELL_FORMED[form][-1]}", [], [])
     parser = ToolCallParser(FORMATS[form], only_first=True)
     call = f" {WELL_FORMED[form][0]}"
     assert plain(ReadAnswer.of([*parser.push(call), *parser.finish()])) == ("", [CALL], [])
