@@ -72,7 +72,7 @@ def counters(model: BlockModel) -> dict[tuple[str, str], Callable[[str], Count]]
         return len(answer.tool_calls), len(answer.invalid_tool_calls)
 
     def langchain_stream(passage: str) -> Count:
-        whole: Any = AIMessageChunk("")
+        whole: Any = AIMessageChunk(content="")
         for chunk in chat.stream(passage):
             whole += chunk
         return len(whole.tool_calls), len(whole.invalid_tool_calls)
