@@ -7,6 +7,11 @@ about the same kind of subject, so an answer from the wrong passage is wrong::
         passages = passages_for(question, seed=0)
         ...
         is_right(answer, question.answers)
+
+As a data set of ``blockattn-rag eval``::
+
+    python benchmarks/facts.py > facts.jsonl
+    blockattn-rag eval --model smollm2 --data facts.jsonl --recipes none,head:4,auto
 """
 
 from __future__ import annotations
@@ -114,3 +119,23 @@ def passages_for(question: Question, seed: int) -> list[tuple[str, str]]:
 def _records(name: str) -> list[dict[str, Any]]:
     lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
+
+
+def eval_records(seed: int = 0) -> list[dict[str, Any]]:
+    """The questions with their drawn passages, as ``blockattn-rag eval --data`` reads them."""
+    return [
+        {
+            "id": one.id,
+            "question": one.question,
+            "answers": list(one.answers),
+            "passages": [
+                {"title": title, "text": text, "gold": title == load().articles[one.article].title}
+                for title, text in passages_for(one, seed)
+            ],
+        }
+        for one in load().questions
+    ]
+
+
+if __name__ == "__main__":
+    print(*(json.dumps(record, ensure_ascii=False) for record in eval_records()), sep="\n")
