@@ -7,7 +7,7 @@
     ├── SegmentationError            a text or prompt cannot be split in blocks
     ├── ContextOverflowError         prompt + new tokens exceed what the model can hold
     ├── MissError                    a block was not in the store and on_miss="error"
-    ├── GrammarError                 what an answer is to be cannot be compiled
+    ├── GrammarError                 a grammar cannot be compiled or followed
     ├── IncompleteAnswerError        an answer was cut before it was a whole object
     ├── ToolCallError                a model wrote a call of a tool that is none
     ├── DataError                    a training or evaluation record is malformed
@@ -49,7 +49,7 @@ class MissError(BlockAttnError):
 
 
 class GrammarError(BlockAttnError, ValueError):
-    """What an answer is to be cannot be compiled or followed; nothing is given in its place."""
+    """The grammar of an answer cannot be compiled or followed, or is too large."""
 
 
 class IncompleteAnswerError(BlockAttnError, ValueError):

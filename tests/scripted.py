@@ -47,8 +47,9 @@ TOOL_TEMPLATE = """
 
 _FAVOUR = 1e4
 
-Script = Callable[[str], str]
-"""From a prompt's text, control tokens included, to the answer."""
+Script = Callable[[str], str | list[Span]]
+"""From a prompt's text, control tokens included, to the answer. A string is what a template would
+write, control tokens parsed; a quotation is a span of another origin."""
 
 
 @lru_cache(maxsize=1)
@@ -109,7 +110,8 @@ class Told(LogitsProcessor):
             self._start = input_ids.shape[1]
             prompt = tokenizer.tokenizer.decode(input_ids[0], skip_special_tokens=False)
             self._prompts.append(prompt)
-            spans = [Span(self._script(prompt), "template")]
+            told = self._script(prompt)
+            spans = [Span(told, "template")] if isinstance(told, str) else told
             self._ids = [*tokenizer.final_ids(spans, first=False), min(self._model.end_token_ids)]
         at = input_ids.shape[1] - self._start
         token = self._ids[min(at, len(self._ids) - 1)]

@@ -31,7 +31,7 @@ FLOORS = {
     "serving": "errors files kv prompts store",
     "model": "attention errors files kv lazy prompts serving structured",
     "engine": "attention errors files kv lazy model prompts store structured",
-    "vllm": "errors kv prompts serving store",
+    "vllm": "errors kv prompts serving store structured",
     "remote": "engine errors lazy model prompts serving",
     "check": "engine errors kv model prompts remote serving",
     "adapters": "engine errors model prompts remote store",

@@ -68,6 +68,11 @@ class Server:
             base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60, trust_env=False
         )
 
+    @property
+    def pid(self) -> int:
+        """Of the API server, whose children are the engine's processes."""
+        return self._process.pid
+
     def wait(self) -> Server:
         """Return when it answers; raises RuntimeError with what it printed if it ended."""
         while True:

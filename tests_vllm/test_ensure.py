@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncGenerator
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,6 +28,7 @@ from blockattn_rag.store import DirectoryStore
 from blockattn_rag.store.breaker import CircuitBreaker
 from blockattn_rag.vllm import ensure
 from blockattn_rag.vllm.ensure import BlockEnsurer, Encodable, encodables
+from blockattn_rag.vllm.orders import UNSAVED
 from blockattn_rag.vllm.service import Service
 from tests_vllm.reference import Reference
 
@@ -34,8 +36,16 @@ from tests_vllm.reference import Reference
 class Client:
     """An engine that stores what it encodes, or ends requests for another reason."""
 
-    def __init__(self, reference: Reference, store: DirectoryStore, reason: str = "length") -> None:
+    def __init__(
+        self,
+        reference: Reference,
+        store: DirectoryStore,
+        reason: str = "length",
+        unstored: str | None = None,
+    ) -> None:
         self.reference, self.store, self.reason = reference, store, reason
+        self.unstored = unstored
+        self.encoding: list[str] = []
         self.asked: list[list[int]] = []
         self.at_once = self.most_at_once = 0
         self.kept: list[Keep] = []
@@ -44,6 +54,11 @@ class Client:
         self, prompt: dict[str, list[int]], sampling: Any, request_id: str
     ) -> AsyncGenerator[Any, None]:
         ids = prompt["prompt_token_ids"]
+        if name := sampling.extra_args["kv_transfer_params"].get(UNSAVED):
+            assert name in self.encoding
+            yield SimpleNamespace(kv_transfer_params={UNSAVED: self.unstored})
+            return
+        self.encoding.append(request_id)
         plan = parse_plan(sampling.extra_args["kv_transfer_params"], len(ids))
         assert plan is not None
         self.asked.append(ids)
@@ -51,7 +66,7 @@ class Client:
         self.most_at_once = max(self.most_at_once, self.at_once)
         self.kept += plan.keep
         await asyncio.sleep(0.05)
-        if self.reason == "length" and not plan.keep:
+        if self.reason == "length" and not plan.keep and not self.unstored:
             self.store.put(self.reference.key(ids), self.reference.encoded(ids))
         self.at_once -= 1
         yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=self.reason)])
@@ -151,16 +166,51 @@ def test_nothing_is_encoded_for_a_store_that_takes_nothing(
     async def ask() -> list[bool]:
         for one in blocks[:3]:
             with pytest.raises(ServingError, match="not stored within"):
-                await ensurer.ensure([one])
+                await ensurer.ensure([one], must_store=True)
         told = len(client.asked)
         with pytest.raises(ServingError, match="the store took none"):
-            await ensurer.ensure(blocks[:1])
+            await ensurer.ensure(blocks[:1], must_store=True)
         assert len(client.asked) == told
         monkeypatch.setattr(store, "put", put)
         now[0] = 31.0
         return [*await ensurer.ensure(blocks[:1]), *await ensurer.ensure(blocks[1:2])]
 
     assert asyncio.run(ask()) == [True, True]
+
+
+def test_blocks_that_a_full_store_does_not_take_are_kept_in_memory(
+    reference: Reference, store: DirectoryStore
+) -> None:
+    client = Client(reference, store, unstored="No space left on device")
+    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+    began = time.monotonic()
+    assert asyncio.run(ensurer.ensure(blocks)) == [True] * len(blocks)
+    assert time.monotonic() - began < 10
+    assert client.kept == ["memory"] * (len(blocks) - 1)
+    assert asyncio.run(ensurer.ensure(blocks)) == [False] * len(blocks)
+    assert list(store.keys()) == []
+
+
+def test_a_block_that_must_be_stored_fails_with_what_the_store_reports(
+    reference: Reference, store: DirectoryStore
+) -> None:
+    client = Client(reference, store, unstored="No space left on device")
+    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+    began = time.monotonic()
+    for _ in range(2):  # the second time without a try
+        with pytest.raises(ServingError, match="not stored: No space left on device"):
+            asyncio.run(ensurer.ensure(blocks, must_store=True))
+    assert time.monotonic() - began < 10
+    assert client.kept == []
+
+
+def test_without_room_in_memory_a_full_store_is_an_error_with_its_reason(
+    reference: Reference, store: DirectoryStore
+) -> None:
+    client = Client(reference, store, unstored="No space left on device")
+    ensurer = ensurer_of(client, private_memory="0")
+    with pytest.raises(ServingError, match="not stored: No space left on device"):
+        asyncio.run(ensurer.ensure(blocks_of(reference)))
 
 
 def test_a_store_that_says_nothing_is_not_waited_for_without_end(

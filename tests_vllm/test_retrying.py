@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.exceptions import RetryableRequestError
 
-from blockattn_rag.errors import ProtocolError
+from blockattn_rag.errors import GrammarError, ProtocolError
 from blockattn_rag.serving.protocol import BlockPlan, ServedBlocks
 from blockattn_rag.vllm.counts import CUT_ANSWERS, RETRIES
 from blockattn_rag.vllm.retrying import CURRENT, RetryingClient, Ticket
@@ -149,6 +149,17 @@ def test_of_several_answers_the_last_to_end_tells_of_blocks() -> None:
     first, last = output("stop", finished=False), end()
     assert asked(Client([first, last]), ticket)[-1].kv_transfer_params == MARKER
     assert first.kv_transfer_params is None
+
+
+def test_a_grammar_that_failed_is_told_and_not_tried_again() -> None:
+    failed = output("error", {"blockattn": {"grammar_failure": "row has 2001 items"}})
+    ended = output("stop", failed.kv_transfer_params)
+    for outputs in ([failed], [ended], [TOKEN, failed]):
+        for ticket in (Ticket(PLAN, _one_encoded), None):
+            client = Client(outputs)
+            with pytest.raises(GrammarError, match="cannot be followed: row has 2001 items"):
+                asked(client, ticket)
+            assert client.ids == ["r"]
 
 
 def test_requests_of_full_mode_are_left_alone() -> None:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 
 from blockattn_rag.errors import IncompleteAnswerError, ServingError
 from blockattn_rag.remote import RemoteEngine
+from blockattn_rag.serving.endpoint import CHAT_COMPLETIONS, COMPLETIONS
 from blockattn_rag.tools import FORMATS, parse_answer
 from blockattn_rag.tools.grammar import calls_grammar
 from tests_vllm.reference import Reference
@@ -99,3 +100,67 @@ def test_what_vllm_cannot_compile_is_refused_in_its_words(
 ) -> None:
     with pytest.raises(ServingError, match=r"regex|parse|grammar|pattern"):
         engine.generate(list(reference.case(35).texts), structured_outputs={"regex": "(["})
+
+
+MODES: list[Literal["block", "full"]] = ["block", "full"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_thousands_of_choices_constrain_an_answer(
+    reference: Reference, engine: RemoteEngine, mode: Literal["block", "full"]
+) -> None:
+    texts = list(reference.case(36).texts)
+    choices = {"choice": [f"Street {i} of Halden" for i in range(2_500)]}
+    answer = engine.generate(texts, structured_outputs=choices, max_new_tokens=48, mode=mode)
+    assert re.fullmatch(r"Street \d{1,4} of Halden", answer.text)
+    *_, last = engine.stream(texts, structured_outputs=choices, max_new_tokens=48, mode=mode)
+    assert last.generation is not None
+    assert last.generation.text == answer.text
+
+
+def _large(kind: str) -> dict[str, Any]:
+    if kind == "optional":
+        properties = {f"p{i}": {"const": 1} for i in range(990)}
+        return {"json": {"type": "object", "properties": properties}}
+    if kind == "cases":
+        names = [f"c{i}" for i in range(2_100)]
+        cases = [
+            {"type": "object", "properties": {name: {"const": 1}}, "required": [name]}
+            for name in names
+        ]
+        return {"json": {"anyOf": cases}}
+    tools = [{"type": "function", "function": {"name": f"t{i}"}} for i in range(2_010)]
+    return {"grammar": calls_grammar(FORMATS["llama3"], tools, None, several=False)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["optional", "cases", "tools"])
+def test_a_grammar_that_fails_is_refused_with_the_reason(
+    reference: Reference,
+    engine: RemoteEngine,
+    server: Server,
+    kind: str,
+    mode: Literal["block", "full"],
+) -> None:
+    texts = list(reference.case(37).texts)
+    retries = server.counted("blockattn_retries_total")
+    options: dict[str, Any] = {"structured_outputs": _large(kind), "mode": mode}
+    with pytest.raises(ServingError, match=r"400.* cannot be followed: .*max is 2000") as raised:
+        engine.generate(texts, max_new_tokens=16, **options)
+    assert "blocks" not in str(raised.value)
+    with pytest.raises(ServingError, match=r"cannot be followed: .*max is 2000"):
+        list(engine.stream(texts, max_new_tokens=16, **options))
+    assert server.counted("blockattn_retries_total") == retries
+
+
+def test_a_grammar_that_is_too_large_is_refused_at_once(
+    reference: Reference, server: Server
+) -> None:
+    choices = [f"Street {i} of Halden" for i in range(200_000)]
+    for path in (COMPLETIONS, CHAT_COMPLETIONS):
+        body: dict[str, Any] = {"structured_outputs": {"choice": choices}, "max_tokens": 4}
+        key = "prompt" if path == COMPLETIONS else "messages"
+        body[key] = "x" if key == "prompt" else [{"role": "user", "content": "x"}]
+        refused = server.post(path, body)
+        assert refused.status_code == 400
+        assert "expected at most 2,000,000" in refused.json()["error"]["message"]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
-from blockattn_rag.engine.results import Clock, Generation, ReuseStats
+from blockattn_rag.engine.results import Clock, FinishReason, Generation, ReuseStats
 from blockattn_rag.kv.context import Context
 from blockattn_rag.model import BlockModel
 
@@ -57,11 +57,13 @@ class Answer:
         self.clock = Clock(self.request.started)
         sampling = self.options.sampling
         self._detokenizer = Detokenizer(
-            self._model.tokenizer.tokenizer, sampling.stop, sampling.keep_tokens
+            self._model.tokenizer.tokenizer,
+            self._model.stop_strings(sampling),
+            sampling.keep_tokens,
         )
         self._end_ids = self._model.end_ids(sampling)
         self._ids: list[int] = []
-        self._has_given = False
+        self._given = 0  # characters
 
     @property
     def stopped(self) -> bool:
@@ -76,22 +78,25 @@ class Answer:
     @property
     def can_start_anew(self) -> bool:
         """Whether the caller has got nothing yet."""
-        return not (self.has_ended or self._has_given)
+        has_given = self._given > 0 and self.request.on_chunk is not None
+        return not (self.has_ended or has_given)
 
     def push(self, token: int) -> None:
         """Take the next token, and hand on the text that has become certain."""
         self.clock.note_token()
         self._ids.append(token)
-        self._give(self._detokenizer.push(token))
+        self._detokenizer.push(token)
+        self._give()
 
-    def push_batched(self, token: int | None) -> None:
-        """The same in a batch, which goes on with padding or None when this answer has ended."""
+    def push_batched(self, token: int) -> bool:
+        """The same in a batch, which goes on with padding when this answer has ended; returns
+        whether it has."""
         if self.request.left or self.has_ended:
-            return
-        if token is not None:
-            self.push(token)
-        if token is None or self.stopped or token in self._end_ids:
+            return True
+        self.push(token)
+        if self.stopped or token in self._end_ids:
             self.complete(self._ids)
+        return self.has_ended
 
     def complete(self, ids: Sequence[int]) -> None:
         """All tokens of the answer are there: tell the caller, who may know of some or none yet."""
@@ -99,18 +104,22 @@ class Answer:
             return
         for token in ids[len(self._ids) :]:
             self.push(token)
-        self._give(self._detokenizer.finish())
+        self._detokenizer.finish()
+        self._give()
         self.request.answer.set_result(self._generation(list(ids)))
 
-    def _give(self, text: str) -> None:
+    def _give(self) -> None:
         """Hand text to whoever reads it as it comes."""
-        if text:
-            self._has_given = self.request.on_text is not None
-            self.request.emit(text)
+        text = self._detokenizer.text
+        if len(text) > self._given:
+            self.request.emit(text[self._given :], self._detokenizer.marks(self._given))
+            self._given = len(text)
 
     def _generation(self, ids: list[int]) -> Generation:
-        ids = ids[: self._detokenizer.num_tokens]  # a token may come after the stop string
+        ids = ids[: self._detokenizer.num_tokens]  # beams and drafts go past stop strings
         ended = bool(ids) and ids[-1] in self._end_ids
         stopped = self.stopped or ended or len(ids) < self.prepared.limit
         stats = self.clock.complete(self.prepared.stats, len(ids))
-        return Generation(self._detokenizer.text, ids, "stop" if stopped else "length", stats)
+        reason: FinishReason = "stop" if stopped else "length"
+        marks = self._detokenizer.marks()
+        return Generation(self._detokenizer.text, ids, reason, stats, marks)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import takewhile
 from typing import Any
 
 
@@ -17,13 +18,18 @@ class Detokenizer:
         tokenizer: a transformers tokenizer, for ``decode``.
         stop: strings that end the answer and are not part of it.
         keep: control tokens that are part of the text; others are left out.
+
+    Attributes:
+        text: what has become certain so far.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), keep: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._hidden = _hidden_ids(tokenizer, keep) if keep else None
+        self._kept = _kept_ids(tokenizer, keep) if keep else {}
+        self._hidden = _hidden_ids(tokenizer, self._kept) if keep else None
         self._ids: list[int] = []
+        self._marks: list[tuple[int, int]] = []
         # Text is decoded from a window of tokens that begins at index `_start`. The text of the
         # tokens before index `_read` has been given out.
         self._start = 0
@@ -42,7 +48,21 @@ class Detokenizer:
             return ""
         if new:  # else a control token, which cannot be the start of a window
             self._start, self._read = self._read, len(self._ids)
+        if (mark := self._kept.get(token)) and new.endswith(mark):
+            end = len(self.text) + len(self._held) + len(new)
+            self._marks.append((end - len(mark), end))
         return self._emit(new, final=False)
+
+    def marks(self, since: int = 0) -> tuple[tuple[int, int], ...]:
+        """Where kept control tokens are in the text. The same characters in ordinary tokens are no
+        mark.
+
+        Args:
+            since: index in the text from which indices are counted.
+        """
+        latest = takewhile(lambda mark: mark[0] >= since, reversed(self._marks))
+        found = [(start - since, end - since) for start, end in latest if end <= len(self.text)]
+        return tuple(reversed(found))
 
     @property
     def num_tokens(self) -> int:
@@ -78,6 +98,10 @@ class Detokenizer:
             self.stopped, text, self._held = True, text[:cut], ""
         else:
             keep = 0 if final else self._possible_stop(text)
+            if keep:  # a mark is given out whole
+                at = len(self.text) + len(text) - keep
+                latest = takewhile(lambda mark: mark[1] > at, reversed(self._marks))
+                keep += max((at - start for start, _ in latest), default=0)
             text, self._held = text[: len(text) - keep], text[len(text) - keep :]
         self.text += text
         return text
@@ -89,9 +113,14 @@ class Detokenizer:
         return max(sizes, default=0)
 
 
-def _hidden_ids(tokenizer: Any, keep: Sequence[str]) -> set[int]:
+def _kept_ids(tokenizer: Any, keep: Sequence[str]) -> dict[int, str]:
+    """Tokens to keep, by their ids."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {number: str(token) for number, token in added.items() if str(token) in keep}
+
+
+def _hidden_ids(tokenizer: Any, kept: Collection[int]) -> set[int]:
     """Ids of the control tokens, less those to keep."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {number for number, token in added.items() if token.special}
-    kept = {number for number, token in added.items() if str(token) in keep}
-    return (special | set(tokenizer.all_special_ids)) - kept
+    return (special | set(tokenizer.all_special_ids)) - set(kept)

@@ -369,9 +369,12 @@ class BlockAttentionEngine:
         parsed = self._options(options)
         if not callable(prompt):  # a bad one is refused now, not when its turn comes
             prompt = made(prompt)
-        can_share = partial(self.model.batches_exactly, parsed.sampling)
         make_prompt = partial(made, prompt)
-        return PendingRequest(make_prompt, parsed, self.answer_batch, can_share, **scheduling)
+        can_share = partial(self.model.batches_exactly, parsed.sampling)
+        needs = self.model.compiling(parsed.sampling.grammar)
+        return PendingRequest(
+            make_prompt, parsed, self.answer_batch, can_share, needs=needs, **scheduling
+        )
 
     def _options(self, given: Mapping[str, Any]) -> GenerateOptions:
         recipe = self._recipe(given.get("recipe"))

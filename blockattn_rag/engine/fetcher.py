@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakSet
@@ -15,13 +15,20 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.tokenised import remembering
 from blockattn_rag.engine.transfer import to_device
 from blockattn_rag.errors import MissError, StoreError, StoreUnavailableError
-from blockattn_rag.kv.block_kv import BlockKV, corrected_digest, store_key, token_digest
+from blockattn_rag.kv.block_kv import (
+    BlockKV,
+    corrected_digest,
+    joined_handles,
+    store_key,
+    token_digest,
+)
 from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.prompts.blocks import Block, Keep, is_private, keep_of
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.store.base import Found, KVStore, ResidentStore, get_many, keep, touch
+from blockattn_rag.store.claims import claim
 from blockattn_rag.store.device_cache import DeviceCache, with_device_cache
 from blockattn_rag.store.namespaces import OPEN, Access
 from blockattn_rag.store.tier import is_damage
@@ -80,7 +87,8 @@ class Wanted(NamedTuple):
     ``ids``: its token ids, none if it has no keys and values; ``digest``: of these and of how it is
     encoded; ``encoded_digest``: the same before an adapter changes it; ``namespaces``: where to
     look, the first one is its own; ``keys``: in each of these; ``sink_ids``: it is encoded after
-    these; ``adapter``: changes it; ``keep``: what may become of it.
+    these; ``adapter``: changes it; ``keep``: what may become of it; ``handles``: of the texts that
+    were asked for and have these tokens.
     """
 
     keys: tuple[str, ...]
@@ -92,6 +100,7 @@ class Wanted(NamedTuple):
     sink_ids: Sequence[int]
     adapter: Correction | None
     keep: Keep
+    handles: tuple[str, ...]
 
     @property
     def key(self) -> str:
@@ -101,6 +110,15 @@ class Wanted(NamedTuple):
     @property
     def name(self) -> Name:
         return self.namespaces[0], self.digest
+
+
+def distinct(wanted: Iterable[Wanted]) -> dict[Name, Wanted]:
+    """Each block once, by name, with the handles of all texts that have its tokens."""
+    found: dict[Name, Wanted] = {}
+    for one in wanted:
+        before = found[one.name].handles if one.name in found else ()
+        found[one.name] = one._replace(handles=tuple(dict.fromkeys([*before, *one.handles])))
+    return found
 
 
 _MOST_TO_STORE = 4096
@@ -163,9 +181,14 @@ class BlockFetcher:
         (one,) = self.wanted([block], as_prompt=first, recipe=recipe)
         return any(key in self.store for key in one.keys)
 
-    def touch(self, one: Wanted) -> bool:
-        """Whether there is an entry that looks sound; it counts as used now."""
-        return any(touch(self.store, key) for key in one.keys)
+    def claim(self, one: Wanted) -> bool:
+        """Whether there is an entry that looks sound. It counts as used now, by all its texts."""
+        own, *others = one.keys
+        if self.access.read_only:
+            others = [own, *others]
+        elif claim(self.store, own, one.handles):
+            return True
+        return any(touch(self.store, key) for key in others)
 
     def fetch(
         self,
@@ -190,9 +213,9 @@ class BlockFetcher:
         found_ids = self.wanted(context, as_prompt=True, recipe=recipe)
         places = [place for place, one in enumerate(found_ids) if one.ids]
         wanted = [found_ids[place] for place in places]
-        distinct = {one.name: one for one in wanted}
-        found = self._look_up(distinct.values())
-        missing = [one for one in distinct.values() if one.name not in found]
+        asked = distinct(wanted)
+        found = self._look_up(asked.values())
+        missing = [one for one in asked.values() if one.name not in found]
         passages = [one for one in missing if keep_of(one.block.origin) == "store"]
         if passages and on_miss == "error":
             raise MissError(
@@ -254,8 +277,11 @@ class BlockFetcher:
             names = self.access.namespaces(private=is_private(allowed))
             keys = tuple(store_key(fingerprint, digest, name) for name in names)
             wanted.append(
-                Wanted(keys, names, ids, digest, encoded, block, before, adapter, allowed)
-            )
+                Wanted(
+                    keys, names, ids, digest, encoded, block, before, adapter, allowed,
+                    (block.handle,),
+                )
+            )  # fmt: skip
         return wanted
 
     def _sink_ids(self, sink: str) -> Sequence[int]:
@@ -303,7 +329,7 @@ class BlockFetcher:
             encoded = one.adapter.corrected(encoded, self._model.profile.layouts)
         if self.kv_dtype == "int8":
             encoded = encoded.quantised()
-        handle, namespace = one.block.handle, one.namespaces[0]
+        handle, namespace = joined_handles(one.handles), one.namespaces[0]
         return replace(encoded, digest=one.digest, handle=handle, namespace=namespace)
 
     def _look_up(self, wanted: Collection[Wanted]) -> dict[Name, BlockKV]:

@@ -10,7 +10,7 @@ from functools import partial
 
 from tqdm.auto import tqdm
 
-from blockattn_rag.engine.fetcher import PLAIN, BlockFetcher, Wanted
+from blockattn_rag.engine.fetcher import PLAIN, BlockFetcher, Wanted, distinct
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.prompts.blocks import Block
@@ -72,8 +72,8 @@ def precompute(
     """
     started = time.perf_counter()
     found = fetcher.wanted(blocks, as_prompt=as_prompt, recipe=recipe)
-    wanted = list({one.name: one for one in found if one.ids}.values())
-    absent = [one for one in wanted if not fetcher.touch(one)]
+    wanted = [*distinct(one for one in found if one.ids).values()]
+    absent = [one for one in wanted if not fetcher.claim(one)]
     if absent and fetcher.access.read_only:
         raise ValueError(
             f"{len(absent)} of {len(wanted)} blocks are not in the store, and this engine was made "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from inspect import signature
@@ -32,6 +32,10 @@ def _check_spelling(name: str) -> None:
         return
     if not hasattr(GenerationConfig(), name):  # type: ignore[no-untyped-call]
         raise TypeError(f"unknown option {name!r} (did you mean {near[0]!r}?)")
+
+
+def _texts(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given or ())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +71,8 @@ class GenerateOptions:
     def parse(cls, given: Mapping[str, Any], defaults: GenerateOptions) -> GenerateOptions:
         """Sort the keyword arguments of ``generate``; None for a word means the default.
 
-        Arguments of other names go to transformers' ``generate``. A ``recipe`` must be resolved.
+        Arguments of other names go to transformers' ``generate``, whose ``stop_strings`` are
+        ``stop``: its own search starts in the prompt. A ``recipe`` must be resolved.
 
         Raises:
             TypeError: one of them is a name of ours, misspelt.
@@ -78,8 +83,9 @@ class GenerateOptions:
         asked = (rest.pop("response_format", None), rest.pop("structured_outputs", None))
         for name in rest:
             _check_spelling(name)
-        stop = named.pop("stop", ()) or ()
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        stop = (*_texts(named.pop("stop", None)), *_texts(rest.pop("stop_strings", None)))
+        if "stop_strings" in given:  # transformers needs the tokenizer for these alone
+            rest.pop("tokenizer", None)
         keep = tuple(named.pop("keep_tokens", ()) or ())
         return replace(
             defaults,

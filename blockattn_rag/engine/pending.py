@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from blockattn_rag.engine.options import GenerateOptions
-from blockattn_rag.engine.results import Generation, GenerationChunk
+from blockattn_rag.engine.results import Generation, GenerationChunk, Marks
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 T = TypeVar("T")
@@ -82,6 +82,7 @@ class Pending(Generic[T]):
     """A piece of work that waits for the model, and the future of its result."""
 
     group: Group | None = None
+    needs: Future[Any] | None = None  # what must be done first, in another thread
     loop: asyncio.AbstractEventLoop | None = None  # of the caller, if it is a task
     max_batch = 1
 
@@ -123,6 +124,11 @@ class Pending(Generic[T]):
             return await asyncio.wrap_future(self.answer)
         finally:
             self.leave()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the work need not wait for anything but the model."""
+        return self.group is None and (self.needs is None or self.needs.done())
 
     def begin(self) -> bool:
         """Whether the work is still wanted. From here on the future cannot be cancelled."""
@@ -174,27 +180,27 @@ class PendingAnswer(Pending[Generation]):
 
     def __init__(self, make_prompt: Callable[[], BlockPrompt]) -> None:
         super().__init__()
-        self.on_text: Callable[[str], object] | None = None
+        self.on_chunk: Callable[[GenerationChunk], object] | None = None
         self._make_prompt = make_prompt
 
     def prompt(self) -> BlockPrompt:
         """The prompt, made with the caller's context variables."""
         return self._context.copy().run(self._make_prompt)
 
-    def emit(self, text: str) -> None:
+    def emit(self, text: str, marks: Marks = ()) -> None:
         """Hand a piece of the answer to whoever reads the answer as it comes."""
-        if text and self.on_text is not None:
-            self.on_text(text)
+        if text and self.on_chunk is not None:
+            self.on_chunk(GenerationChunk(text, marks=marks))
 
     def chunks(self, submit: Callable[[], object]) -> Generator[GenerationChunk, None, None]:
         """Submit the request and yield its answer as it comes; the last chunk carries the whole."""
-        texts: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self.on_text = texts.put
-        self.answer.add_done_callback(lambda _: texts.put(None))
+        chunks: queue.SimpleQueue[GenerationChunk | None] = queue.SimpleQueue()
+        self.on_chunk = chunks.put
+        self.answer.add_done_callback(lambda _: chunks.put(None))
         try:
             submit()
-            while (text := texts.get()) is not None:
-                yield GenerationChunk(text)
+            while (chunk := chunks.get()) is not None:
+                yield chunk
             yield GenerationChunk("", self.answer.result())
         finally:
             self.leave()
@@ -202,20 +208,20 @@ class PendingAnswer(Pending[Generation]):
     async def achunks(self, submit: Callable[[], object]) -> AsyncGenerator[GenerationChunk, None]:
         """``chunks`` for a task of an event loop."""
         loop = self.loop = asyncio.get_running_loop()
-        texts: asyncio.Queue[str | None] = asyncio.Queue()
+        chunks: asyncio.Queue[GenerationChunk | None] = asyncio.Queue()
 
-        def put(text: str | None) -> None:
+        def put(chunk: GenerationChunk | None) -> None:
             try:
-                loop.call_soon_threadsafe(texts.put_nowait, text)
+                loop.call_soon_threadsafe(chunks.put_nowait, chunk)
             except RuntimeError:  # the loop is closed: nobody reads any more
                 self.leave()
 
-        self.on_text = put
+        self.on_chunk = put
         self.answer.add_done_callback(lambda _: put(None))
         try:
             submit()
-            while (text := await texts.get()) is not None:
-                yield GenerationChunk(text)
+            while (chunk := await chunks.get()) is not None:
+                yield chunk
             yield GenerationChunk("", self.answer.result())
         finally:
             self.leave()
@@ -232,6 +238,7 @@ class PendingRequest(PendingAnswer):
             such request waits.
         max_batch: size of the largest batch that the request may be part of.
         group: the requests to answer this one together with.
+        needs: future of the compiled grammar; the request waits for it, and others overtake it.
     """
 
     def __init__(
@@ -243,11 +250,13 @@ class PendingRequest(PendingAnswer):
         *,
         max_batch: int = MAX_BATCH,
         group: Group | None = None,
+        needs: Future[Any] | None = None,
     ) -> None:
         super().__init__(make_prompt)
         self.options = options
         self.max_batch = max_batch
         self.group = group
+        self.needs = needs
         self._answer_batch = answer_batch
         self._can_share = can_share
 

@@ -101,14 +101,23 @@ class Clock:
         )
 
 
+Marks = tuple[tuple[int, int], ...]
+"""Where control tokens are in a text: index of the first character, and behind the last. Characters
+that spell a control token, but come from ordinary tokens, are not among them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One answer. ``text`` is without control tokens and ends before a stop string."""
+    """One answer. ``text`` is without control tokens and ends before a stop string.
+
+    ``marks``: where the control tokens are that the call keeps in the text (``keep_tokens``).
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     stats: ReuseStats
+    marks: Marks = ()
 
     def json(self) -> Any:
         """The JSON value that the answer is, where a grammar made it one.
@@ -121,7 +130,22 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class GenerationChunk:
-    """New text of a stream; the last chunk, whose text may be empty, carries the whole answer."""
+    """New text of a stream; the last chunk, whose text may be empty, carries the whole answer.
+
+    ``marks`` are those of the chunk's text. No kept control token is split between chunks.
+    """
 
     text: str
     generation: Generation | None = None
+    marks: Marks = ()
+
+
+def marks_at_end(piece: Generation | GenerationChunk, end: str) -> Marks:
+    """The marks of the last characters of an answer or stream, as spans of these.
+
+    Args:
+        piece: an answer, or the latest chunk of a stream.
+        end: the characters; they may begin before the chunk.
+    """
+    shift = len(end) - len(piece.text)
+    return tuple((a + shift, b + shift) for a, b in piece.marks if a + shift >= 0)

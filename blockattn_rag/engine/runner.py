@@ -222,9 +222,9 @@ class Runner:
         def nobody_waits() -> bool:
             return all(one.request.left or one.has_ended for one in answers)
 
-        def on_tokens(tokens: Sequence[int | None]) -> None:
-            for answer, token in zip(answers, tokens, strict=True):
-                answer.push_batched(token)
+        def on_tokens(tokens: Sequence[int]) -> list[bool]:
+            rows = zip(answers, tokens, strict=True)
+            return [answer.push_batched(token) for answer, token in rows]
 
         with self._model.running(sampling):
             if nobody_waits():  # since others had the model

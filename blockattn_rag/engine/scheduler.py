@@ -64,6 +64,9 @@ class Scheduler:
                 return
             self._waiting += work
             self._changed.notify()
+        for one in work:
+            if one.needs is not None:
+                one.needs.add_done_callback(lambda _: self._wake())
 
     def submit_in_turn(self, work: Pending[Any]) -> None:
         """``submit`` all work of this turn of the running event loop at once, as the turn ends."""
@@ -158,7 +161,7 @@ class Scheduler:
             if one.group is not None and one.group.is_complete(waiting[one.group]):
                 # It waits for nobody any more, be it answered in this batch or not.
                 one.group = None
-        ready = [one for one in self._waiting if one.group is None]
+        ready = [one for one in self._waiting if one.is_ready]
         try:
             return _first_batch(ready)
         except Exception as error:  # noqa: BLE001 -- raised again by its caller

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -36,7 +36,8 @@ class BlockKV:
         token_ids: ``[num_tokens]``, int64, on the CPU; compared on every hit.
         fingerprint: identity of the model, tokenizer and dtype that computed it.
         digest: ``token_digest`` of what was encoded.
-        handle: ``Block.handle``; lets ``store gc`` find the entries of a passage.
+        handle: ``Block.handle`` of each text that was encoded to these tokens, see
+            ``joined_handles``; lets ``store gc`` find the entries of a passage.
         pending_copy: the copy that fills keys, values and scales, if it may not be complete yet.
         scales: of a quantised block's keys and values; None: they are as the model computed them.
         namespace: for whom it is stored; see ``store.namespaces``.
@@ -183,6 +184,25 @@ def corrected_digest(digest: str, correction: str) -> str:
 def store_key(fingerprint: str, digest: str, namespace: str = "") -> str:
     """Where a block's KV is stored: 64 hex digits of sha256(namespace, fingerprint, digest)."""
     return _sha256(f"{namespace}:{fingerprint}:{digest}")
+
+
+MOST_HANDLES = 8
+"""Texts that an entry names, at most: a header has room for that many handles."""
+
+
+def joined_handles(handles: Iterable[str]) -> str:
+    """``BlockKV.handle`` of texts that share one entry because their tokens are equal.
+
+    The handles are separated by commas, each once. Empty if there are more than ``MOST_HANDLES``:
+    ``store gc`` then cannot find out who uses the entry, and leaves it to its time to live.
+    """
+    distinct = list(dict.fromkeys(handles))
+    return ",".join(distinct) if len(distinct) <= MOST_HANDLES else ""
+
+
+def split_handles(handle: str) -> tuple[str, ...]:
+    """The handles in ``BlockKV.handle``; none if its texts are unknown."""
+    return tuple(handle.split(",")) if handle else ()
 
 
 def _ids_digest(token_ids: Sequence[int]) -> str:

@@ -30,7 +30,12 @@ from blockattn_rag.prompts.markers import strip_markers
 from blockattn_rag.prompts.template_kwargs import check_template_kwargs
 from blockattn_rag.structured.answers import has_no_thoughts
 from blockattn_rag.tools import tool_template
-from blockattn_rag.tools.use import TOOL_OPTIONS, ToolUse, prompt_spans
+from blockattn_rag.tools.use import (
+    TOOL_OPTIONS,
+    ToolUse,
+    prompt_spans,
+    with_default_calls,
+)
 
 Configs = RunnableConfig | list[RunnableConfig] | None
 
@@ -130,11 +135,12 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
                 arguments that fit the schema, which needs the extra ``structured``.
             parallel_tool_calls: False: one call at most.
             strict: goes into the definitions of the tools.
-            kwargs: further options of the calls.
+            kwargs: further options of the calls. With ``tool_calls="constrained"`` a grammar
+                decides between text and calls from the first token on, which needs ``structured``.
 
         Raises:
             ValueError: the model's chat template knows no tools and no call is required, or
-                ``tool_choice`` is none of the above.
+                ``tool_choice`` or ``tool_calls`` is none of the above.
         """
         definitions = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
         choice = tool_choice
@@ -142,7 +148,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
             choice = {"type": "function", "function": {"name": choice}}
         bound = {"tool_choice": choice, "parallel_tool_calls": parallel_tool_calls}
         bound = {name: value for name, value in bound.items() if value is not None}
-        self._tools({"tools": definitions, **bound})  # refused now
+        self._tools({**kwargs, "tools": definitions, **bound})  # refused now
         return self.bind(tools=definitions, **bound, **kwargs)
 
     def with_structured_output(
@@ -206,6 +212,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
 
     def _tools(self, call: Mapping[str, Any]) -> ToolUse | None:
         """The tools of a call with these options; None if it has none."""
+        call = with_default_calls(self.generate_kwargs, call)
         return ToolUse.of_call(call, lambda: self.source.tokenizer.tokenizer, self.model_name)
 
     def _prompt_with(
@@ -272,7 +279,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         tools, variables = self._tools(call), call.get("chat_template_kwargs")
         make_prompt = partial(self._prompt_with, tools, given, variables)
         at_once = has_no_thoughts(self.engine_options(None, call))
-        return ChatExchange(self, make_prompt, tools, answers_at_once=at_once)
+        reader = tools.reader(super().engine_options(None, call)) if tools else None
+        return ChatExchange(self, make_prompt, reader, answers_at_once=at_once)
 
     def batch(
         self,

@@ -10,14 +10,14 @@ from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
-from blockattn_rag.engine.results import Generation, GenerationChunk
+from blockattn_rag.engine.results import Generation, GenerationChunk, marks_at_end
 from blockattn_rag.langchain.fields import GenerationFields
 from blockattn_rag.langchain.messages import message_figures
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.thoughts import ThoughtReader
 from blockattn_rag.tools import InvalidToolCall, ReadAnswer, ToolCall
 from blockattn_rag.tools.parser import Piece
-from blockattn_rag.tools.use import ToolUse
+from blockattn_rag.tools.use import AnswerReader
 
 # In LangChain's standard content, version 1, texts of a stream have numbers too, from 0 on, and
 # parts of one number become one part.
@@ -31,7 +31,7 @@ class ChatExchange:
     Args:
         chat: the model.
         make_prompt: makes the prompt of the call's messages.
-        tools: that the model may call; None: its answer is text.
+        calls: reads calls of tools; None: the answer is text.
         answers_at_once: as for ``ThoughtReader``.
     """
 
@@ -39,13 +39,13 @@ class ChatExchange:
         self,
         chat: GenerationFields,
         make_prompt: Callable[[], BlockPrompt],
-        tools: ToolUse | None = None,
+        calls: AnswerReader | None = None,
         *,
         answers_at_once: bool = False,
     ) -> None:
         self._chat = chat
         self._make_prompt = make_prompt
-        self._calls = tools.reader() if tools else None
+        self._calls = calls
         self._answers_at_once = answers_at_once
         self._num_calls = 0
 
@@ -58,7 +58,7 @@ class ChatExchange:
 
     def chunk(self, piece: GenerationChunk) -> ChatGenerationChunk:
         """A piece of a stream. The last one carries all figures, so that the pieces sum up."""
-        pieces, fields = self._said(piece.text, last=piece.generation is not None)
+        pieces, fields = self._said(piece, last=piece.generation is not None)
         fields["tool_call_chunks"] = self._call_chunks(pieces)
         if (answer := piece.generation) is None:
             return ChatGenerationChunk(message=AIMessageChunk(**fields))
@@ -69,7 +69,7 @@ class ChatExchange:
 
     def result(self, answer: Generation) -> ChatResult:
         """A whole answer."""
-        pieces, fields = self._said(answer.text, last=True)
+        pieces, fields = self._said(answer, last=True)
         _, calls, invalid = ReadAnswer.of(pieces)
         message = AIMessage(
             **fields,
@@ -83,12 +83,15 @@ class ChatExchange:
         ending = {"finish_reason": answer.finish_reason}
         return ChatResult(generations=[ChatGeneration(message=message, generation_info=ending)])
 
-    def _said(self, text: str, *, last: bool) -> tuple[Sequence[Piece], dict[str, Any]]:
+    def _said(
+        self, piece: Generation | GenerationChunk, *, last: bool
+    ) -> tuple[Sequence[Piece], dict[str, Any]]:
         """What the model said: text and calls of tools; and what of it are fields of a message."""
-        said = self._thoughts.finish(text) if last else self._thoughts.push(text)
+        said = self._thoughts.finish(piece.text) if last else self._thoughts.push(piece.text)
         pieces: Sequence[Piece] = [said.answer]
         if self._calls is not None:
-            pieces = self._calls.read(said.answer, last=last)
+            marks = marks_at_end(piece, said.answer)
+            pieces = self._calls.read(said.answer, marks, last=last)
         thoughts = {"reasoning_content": said.thoughts} if said.thoughts else {}
         return pieces, {"content": ReadAnswer.of(pieces).text, "additional_kwargs": thoughts}
 

@@ -18,10 +18,11 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.llms.llm import ToolSelection
 
+from blockattn_rag.engine.results import Marks
 from blockattn_rag.errors import ToolCallError
 from blockattn_rag.tools import ReadAnswer
 from blockattn_rag.tools.parser import Piece
-from blockattn_rag.tools.use import ToolUse
+from blockattn_rag.tools.use import AnswerReader
 
 INVALID_CALLS = "invalid_tool_calls"
 """Key of a message's ``additional_kwargs`` with the malformed calls of an answer: for each its
@@ -97,25 +98,29 @@ class ChatReader:
     """Makes the assistant's message of an answer that comes whole or in steps.
 
     Args:
-        tools: that the model may call; None: the answer is text.
+        reader: reads calls of tools; None: the answer is text.
     """
 
-    def __init__(self, tools: ToolUse | None) -> None:
-        self._reader = tools.reader() if tools else None
+    def __init__(self, reader: AnswerReader | None) -> None:
+        self._reader = reader
         self._pieces: list[Piece] = []
 
-    def response(self, completion: CompletionResponse, *, last: bool = True) -> ChatResponse:
+    def response(
+        self, completion: CompletionResponse, marks: Marks, *, last: bool = True
+    ) -> ChatResponse:
         """The message so far.
 
         Args:
             completion: a whole answer, or the next step of a stream.
+            marks: where control tokens are in it.
             last: whether no more comes.
         """
         delta = completion.delta
         if self._reader is None:
             self._pieces = [completion.text]
         else:
-            pieces = self._reader.read(completion.text if delta is None else delta, last=last)
+            text = completion.text if delta is None else delta
+            pieces = self._reader.read(text, marks, last=last)
             self._pieces += pieces
             delta = None if delta is None else ReadAnswer.of(pieces).text
         extra = completion.additional_kwargs

@@ -9,7 +9,7 @@ from llama_index.core.base.llms.types import CompletionResponse
 from llama_index_instrumentation import get_dispatcher
 
 from blockattn_rag.adapters.engine_source import EngineSource
-from blockattn_rag.engine.results import Generation, GenerationChunk
+from blockattn_rag.engine.results import Generation, GenerationChunk, Marks, marks_at_end
 from blockattn_rag.llama_index.events import BlockReuseEvent, usage_of
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.thoughts import Said, ThoughtReader
@@ -38,6 +38,8 @@ class Exchange:
         self._make_prompt = make_prompt
         self.options = options
         self._thoughts = self._answer = ""
+        self.marks: Marks = ()
+        """Where control tokens are in the answer's latest piece."""
 
     def prompt(self) -> BlockPrompt:
         """The blocks of the prompt, which is about to be answered."""
@@ -50,14 +52,16 @@ class Exchange:
     def whole(self, generation: Generation) -> CompletionResponse:
         """A whole answer."""
         said = self._reader.finish(generation.text)
+        self.marks = marks_at_end(generation, said.answer)
         return self._finished(generation, said, None)
 
     def step(self, chunk: GenerationChunk) -> CompletionResponse:
         """One step of a stream."""
+        is_last = chunk.generation is not None
+        said = self._reader.finish(chunk.text) if is_last else self._reader.push(chunk.text)
+        self.marks = marks_at_end(chunk, said.answer)
         if chunk.generation is not None:
-            said = self._reader.finish(chunk.text)
             return self._finished(chunk.generation, said, said.answer)
-        said = self._reader.push(chunk.text)
         return self._response(said, delta=said.answer)
 
     def _finished(

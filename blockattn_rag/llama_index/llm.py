@@ -38,7 +38,7 @@ from blockattn_rag.llama_index.structured_output import StructuredPrediction
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import KVStore
-from blockattn_rag.tools.use import TOOL_OPTIONS, ToolUse
+from blockattn_rag.tools.use import ToolUse, with_default_calls, without_tool_options
 
 
 class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionCallingLLM):
@@ -93,7 +93,8 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
     ``additional_kwargs["thinking"]`` of a completion; ``"thinking_delta"`` is what a step of a
     stream adds. Where the chat template knows tools, this is a function calling LLM:
     ``tool_choice`` and ``tool_required=True`` hold it to valid calls by a grammar, which needs the
-    extra ``structured``.
+    extra ``structured``; with ``tool_calls="constrained"``, of a call or in ``generate_kwargs``, a
+    grammar decides between text and calls (docs/guides/agents.md).
 
     Raises:
         ContextOverflowError: (from a call) the prompt does not fit the model; LlamaIndex packs
@@ -161,12 +162,13 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
 
     def _tools(self, call: Mapping[str, Any]) -> ToolUse | None:
         """The tools of a call with these options; None if it has none."""
+        call = with_default_calls(self.generate_kwargs, call)
         return ToolUse.of_call(call, lambda: self._source.tokenizer.tokenizer, self.model_name)
 
     def engine_options(self, call: dict[str, Any]) -> dict[str, Any]:
         """Options of one call for the engine: what the call says, else the fields."""
         own = {"mode": self.mode, "max_new_tokens": self.max_new_tokens}
-        options = {**own, **self.generate_kwargs, **call}
+        options = without_tool_options({**own, **self.generate_kwargs, **call})
         return {name: value for name, value in options.items() if name not in PROMPT_OPTIONS}
 
     def _exchange(
@@ -188,9 +190,9 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         self, messages: Sequence[ChatMessage], call: dict[str, Any]
     ) -> tuple[Exchange, ChatReader]:
         """A call with messages, and what reads its answer."""
-        tools = self._tools(call)
-        own = {name: value for name, value in call.items() if name not in TOOL_OPTIONS}
-        return self._exchange(messages, own, tools=tools), ChatReader(tools)
+        tools, own = self._tools(call), without_tool_options(call)
+        reader = tools.reader(self.engine_options(own)) if tools else None
+        return self._exchange(messages, own, tools=tools), ChatReader(reader)
 
     def _answer(self, exchange: Exchange) -> CompletionResponse:
         return exchange.whole(self.engine.generate(exchange.prompt(), **exchange.options))
@@ -234,19 +236,21 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         exchange, reader = self._chat_exchange(messages, kwargs)
-        return reader.response(self._answer(exchange))
+        answer = self._answer(exchange)
+        return reader.response(answer, exchange.marks)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         exchange, reader = self._chat_exchange(messages, kwargs)
         with closing(self._stream(exchange)) as steps:
             for step in steps:
-                yield reader.response(step, last=step.raw is not None)
+                yield reader.response(step, exchange.marks, last=step.raw is not None)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         exchange, reader = self._chat_exchange(messages, kwargs)
-        return reader.response(await self._aanswer(exchange))
+        answer = await self._aanswer(exchange)
+        return reader.response(answer, exchange.marks)
 
     @llm_chat_callback()
     async def astream_chat(
@@ -256,7 +260,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
             exchange, reader = self._chat_exchange(messages, kwargs)
             async with aclosing(self._astream(exchange)) as steps:
                 async for step in steps:
-                    yield reader.response(step, last=step.raw is not None)
+                    yield reader.response(step, exchange.marks, last=step.raw is not None)
 
         return responses()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -235,9 +236,21 @@ class BlockModel:
         """Tokens that end an answer with these options."""
         return decoding.end_token_ids(self.hf_model, self.tokenizer.tokenizer, sampling.extra)
 
+    def stop_strings(self, sampling: Sampling) -> tuple[str, ...]:
+        """Strings that end an answer with these options."""
+        return decoding.stop_strings(self.hf_model, sampling)
+
     @cached_property
     def _compiler(self) -> GrammarCompiler:
         return GrammarCompiler(self.tokenizer.tokenizer, self.end_token_ids, self.name)
+
+    def compiling(self, grammar: Grammar | None) -> Future[Any] | None:
+        """Start compiling a grammar in the background; ``matcher`` waits for it.
+
+        Returns:
+            Future that is done when the grammar is compiled or refused; None: there is no grammar.
+        """
+        return None if grammar is None else self._compiler.start(grammar)
 
     def matcher(self, grammar: Grammar | None) -> Matcher | None:
         """What holds one answer to a grammar; None: the answer may be anything.
@@ -319,7 +332,8 @@ class BlockModel:
         on_token: Callable[[int], None] | None = None,
         is_cancelled: Callable[[], bool] | None = None,
     ) -> list[int]:
-        """Generate with transformers' own ``generate``.
+        """Generate with transformers' own ``generate``. Stop strings end beams alone: other callers
+        look for ``stop_strings`` in the tokens, and end the generation by ``is_cancelled``.
 
         Args:
             context_ids: tokens before the final block.
@@ -343,7 +357,7 @@ class BlockModel:
         sampling: Sampling,
         *,
         cache: DynamicCache | None = None,
-        on_tokens: Callable[[list[int | None]], object] | None = None,
+        on_tokens: Callable[[list[int]], Sequence[bool]] | None = None,
         is_cancelled: Callable[[], bool] | None = None,
         grammars: Sequence[Grammar | None] | None = None,
     ) -> list[list[int]]:
@@ -353,7 +367,7 @@ class BlockModel:
             prompts: of unequal lengths, padded on the left of each part.
             cache: KV of the contexts, one a row, or None to compute all.
             on_tokens: called after each step with the newest token of every row (padding in rows
-                that have ended, or None after a stop string). With beams, a row is a beam.
+                that have ended); returns which rows have ended. With beams, a row is a beam.
             is_cancelled: asked after each step; True ends the batch.
             grammars: of each prompt's answer; default: for all the one of ``sampling``.
         """

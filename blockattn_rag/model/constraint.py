@@ -14,23 +14,34 @@ from blockattn_rag.structured.compiler import Matcher
 
 
 class GrammarConstraint(LogitsProcessor):
-    """Holds each row of a batch to its grammar; the last of what changes logits before the choice.
+    """Constrains each row of a batch to its grammar. Must be the last logits processor.
 
-    What a row holds is compared with what it held before, since beams trade places and drafts are
+    Rows are compared with those of the previous step, since beams trade places and drafts are
     taken back.
 
     Args:
-        matchers: of each row, fresh ones; None: the row may be anything.
+        matchers: fresh matcher of each row; None leaves a row unconstrained.
         prompt_width: tokens of the prompt in each row, padding included.
         ends: tokens that end an answer.
+        pad: token that fills up rows that have ended.
+        has_strays: whether forbidden tokens may get into rows that are never returned, as with
+            beams and drafts.
     """
 
     def __init__(
-        self, matchers: Sequence[Matcher | None], prompt_width: int, ends: Collection[int]
+        self,
+        matchers: Sequence[Matcher | None],
+        prompt_width: int,
+        ends: Collection[int],
+        *,
+        pad: int | None = None,
+        has_strays: bool = False,
     ) -> None:
         self._matchers = list(matchers)
         self._prompt_width = prompt_width
         self._ends = set(ends)
+        self._pad = pad
+        self._has_strays = has_strays
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores ``[rows, vocabulary]``, minus infinity where the grammar forbids the token."""
@@ -38,7 +49,30 @@ class GrammarConstraint(LogitsProcessor):
             beams = len(input_ids) // len(self._matchers)
             self._matchers = [one and one.fresh() for one in self._matchers for _ in range(beams)]
         rows = input_ids[:, self._prompt_width :].tolist()
-        return restricted(scores, rows, self._matchers, self._ends)
+        return restricted(
+            scores,
+            rows,
+            self._matchers,
+            self._ends,
+            pad=self._pad,
+            has_strays=self._has_strays,
+        )
+
+    def check_answer(self, row: Sequence[int], place: int = 0) -> None:
+        """Check a finished answer once more, whatever chose its tokens.
+
+        Args:
+            row: tokens of the answer.
+            place: row of the batch, before beams.
+
+        Raises:
+            GrammarError: the answer does not fit its grammar.
+        """
+        matcher = self._matchers[place]
+        if matcher is not None:
+            answer = _until_end(row, self._ends)
+            if not (matcher.follow(answer) or _is_padded(answer, matcher, self._pad)):
+                raise _stray(answer)
 
 
 def restricted(
@@ -46,28 +80,38 @@ def restricted(
     rows: Sequence[Sequence[int]],
     matchers: Sequence[Matcher | None],
     ends: Collection[int],
+    *,
+    pad: int | None = None,
+    has_strays: bool = False,
 ) -> Tensor:
     """Scores of the next token with what the grammars forbid at minus infinity.
 
-    Rows that have ended, and rows that do not fit their grammar (padding, and beams that are given
-    up), stay as they are.
+    Rows that have ended keep their scores.
 
     Args:
         scores: ``[rows, vocabulary]``.
         rows: token ids of each answer so far.
-        matchers: of each row; None: it may be anything.
+        matchers: matcher of each row; None leaves it unconstrained.
         ends: tokens that end an answer.
+        pad: token that fills up rows that have ended without one of ``ends``, at a stop string.
+        has_strays: whether rows with a forbidden token keep their scores, too. Beam search gives
+            such rows up, and drafts are taken back.
 
     Raises:
-        GrammarError: other settings forbid every token that a grammar allows.
+        GrammarError: a row has a forbidden token, a grammar cannot be followed, or other settings
+            forbid every token that it allows.
     """
     vocabulary = scores.shape[-1]
     allowed = np.ones((len(rows), vocabulary), bool)
     held = []
     for place, (row, matcher) in enumerate(zip(rows, matchers, strict=True)):
-        if matcher is not None and not (row and row[-1] in ends) and matcher.follow(row):
+        if matcher is None or not set(ends).isdisjoint(row):
+            continue
+        if matcher.follow(row):
             allowed[place] = matcher.allowed(vocabulary, ends)
             held.append(place)
+        elif not (has_strays or _is_padded(row, matcher, pad)):
+            raise _stray(row)
     mask = torch.from_numpy(allowed).to(scores.device)
     result = scores.masked_fill(~mask, -torch.inf)
     stuck = (result.amax(dim=-1) == -torch.inf).tolist()
@@ -75,6 +119,26 @@ def restricted(
         if stuck[place]:
             result[place] = _forced_end(allowed[place], ends, result[place])
     return result
+
+
+def _until_end(row: Sequence[int], ends: Collection[int]) -> Sequence[int]:
+    """A row before the first token that ends it."""
+    return row[: next((at for at, token in enumerate(row) if token in ends), len(row))]
+
+
+def _is_padded(row: Sequence[int], matcher: Matcher, pad: int | None) -> bool:
+    """Whether a row is an answer that fits, and padding."""
+    length = len(row)
+    while length and row[length - 1] == pad:
+        length -= 1
+    return length < len(row) and matcher.follow(row[:length])
+
+
+def _stray(row: Sequence[int]) -> GrammarError:
+    return GrammarError(
+        f"an answer of {len(row)} tokens has one that its grammar forbids, and is not returned: "
+        "something else than the grammar chose it, such as custom_generate; leave that out"
+    )
 
 
 def _forced_end(allowed: np.ndarray, ends: Collection[int], scores: Tensor) -> Tensor:

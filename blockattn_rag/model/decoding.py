@@ -15,9 +15,7 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from blockattn_rag.model.constraint import GrammarConstraint
 from blockattn_rag.model.running_cache import running_with
@@ -25,62 +23,56 @@ from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.structured.compiler import Matcher
 
 
-class _OnToken(BaseStreamer):
-    """Hands each new token to a callback. ``generate`` puts the prompt first, which is skipped.
-
-    ``caller``: a streamer that came with the call; it gets all as it comes.
-    """
-
-    def __init__(self, on_token: Callable[[int], None], caller: BaseStreamer | None) -> None:
-        self._on_token = on_token
-        self._caller = caller
-        self._prompt_seen = False
-
-    def put(self, value: Tensor) -> None:
-        if self._prompt_seen:
-            for token in value.flatten().tolist():  # several at once with a draft
-                self._on_token(token)
-        self._prompt_seen = True
-        if self._caller is not None:
-            self._caller.put(value)
-
-    def end(self) -> None:
-        if self._caller is not None:
-            self._caller.end()
-
-
 class _AfterEachStep(StoppingCriteria):
-    """Asks after each step whether to end the run: those who waited for its answers may have left.
+    """Hands over the tokens of each step, ends rows that need no more, and ends cancelled runs.
 
-    In a batch, it also ends rows at stop strings and hands over the newest token of every row.
+    A streamer would get the tokens too late: ``generate`` asks its stopping criteria first.
+
+    Args:
+        is_cancelled: Whether to end the run.
+        on_tokens: Takes the newest token of every row and returns which rows have ended.
+        prompt_width: Tokens of the prompt, padding included.
     """
 
     def __init__(
         self,
         is_cancelled: Callable[[], bool],
-        on_tokens: Callable[[list[int | None]], object] | None = None,
-        stop: StoppingCriteria | None = None,
-        prompt_width: int = 0,
+        on_tokens: Callable[[list[int]], Sequence[bool]] | None,
+        prompt_width: int,
     ) -> None:
         self._is_cancelled = is_cancelled
         self._on_tokens = on_tokens
-        self._stop = stop
-        self._prompt_width = prompt_width
-        self.lengths: dict[int, int] = {}  # of rows that a stop string ended; padding follows
+        self._prompt_width = self._seen = prompt_width
+        self.lengths: dict[int, int] = {}  # tokens of rows that have ended; padding follows
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         met: Any = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        step = input_ids.shape[1] - self._prompt_width
-        if self._stop is not None:
-            met = self._stop(input_ids, scores, **kwargs)
-            for row in met.nonzero().flatten().tolist():
-                self.lengths.setdefault(row, step)
         if self._on_tokens is not None:
-            newest: list[int | None] = input_ids[:, -1].tolist()  # waits for the device
-            for row, length in self.lengths.items():
-                newest[row] = newest[row] if length == step else None
-            self._on_tokens(newest)
+            for newest in input_ids[:, self._seen :].T.tolist():  # several with a draft
+                self._seen += 1
+                ended = self._on_tokens(newest)
+                for row in (row for row, has_ended in enumerate(ended) if has_ended):
+                    self.lengths.setdefault(row, self._seen - self._prompt_width)
+            met[list(self.lengths)] = True
         return met | self._is_cancelled()
+
+
+class _EndsBeams(StoppingCriteria):
+    """Ends beams at stop strings, because their tokens are not handed over as they come."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], prompt_width: int) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._prompt_width = prompt_width
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        texts = self._tokenizer.batch_decode(
+            input_ids[:, self._prompt_width :],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+        met = [any(string in text for string in self._stop) for text in texts]
+        return torch.tensor(met, device=input_ids.device)
 
 
 def generate(
@@ -97,16 +89,28 @@ def generate(
     """New tokens after ``ids``. ``cache`` holds the KV of the first ``ids``; None: of none."""
     input_ids = torch.tensor([list(ids)], device=hf_model.device)
     arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
-    _add_grammars(hf_model, tokenizer, arguments, [matcher], len(ids))
-    if is_cancelled is not None:
-        _add_criterion(arguments, _AfterEachStep(is_cancelled))
+    constraint = _add_grammars(hf_model, tokenizer, arguments, [matcher], len(ids))
     if cache is not None:
         _check_no_draft(hf_model, arguments)
+
+    def on_tokens(newest: list[int]) -> Sequence[bool]:
+        if on_token is not None:
+            on_token(newest[0])
+        return ()
+
     # Beam search has no tokens to hand out before it ends.
-    if on_token is not None and _beams(hf_model, arguments) == 1:
-        arguments["streamer"] = _OnToken(on_token, arguments.get("streamer"))
+    has_beams = _beams(hf_model, arguments) > 1
+    step = _AfterEachStep(
+        is_cancelled or (lambda: False), None if has_beams else on_tokens, len(ids)
+    )
+    _add_criterion(arguments, step)
+    if has_beams and (stop := stop_strings(hf_model, sampling)):
+        _add_criterion(arguments, _EndsBeams(tokenizer, stop, len(ids)))
     output = _run(hf_model, sampling, input_ids, torch.ones_like(input_ids), cache, arguments)
-    return output[0, len(ids) :].tolist()
+    answer: list[int] = output[0, len(ids) :].tolist()
+    if constraint is not None:
+        constraint.check_answer(answer)
+    return answer
 
 
 def generate_batch(
@@ -116,7 +120,7 @@ def generate_batch(
     sampling: Sampling,
     max_new_tokens: int,
     cache: DynamicCache | None,
-    on_tokens: Callable[[list[int | None]], object] | None,
+    on_tokens: Callable[[list[int]], Sequence[bool]] | None,
     is_cancelled: Callable[[], bool] | None,
     matchers: Sequence[Matcher | None] = (),
 ) -> list[list[int]]:
@@ -134,15 +138,17 @@ def generate_batch(
     mask = torch.cat([context_mask, final_mask], dim=1).to(hf_model.device)
     width = input_ids.shape[1]
     arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
-    strings = arguments.pop("stop_strings", None)
-    stop = StopStringCriteria(tokenizer, strings) if strings else None
-    step = _AfterEachStep(is_cancelled or (lambda: False), on_tokens, stop, width)
+    step = _AfterEachStep(is_cancelled or (lambda: False), on_tokens, width)
     _add_criterion(arguments, step)
-    _add_grammars(hf_model, tokenizer, arguments, matchers, width)
+    constraint = _add_grammars(hf_model, tokenizer, arguments, matchers, width)
     output = _run(hf_model, sampling, input_ids, mask, cache, arguments)
     ends = end_token_ids(hf_model, tokenizer, arguments)
     rows = enumerate(output[:, width:].tolist())
-    return [_until_end(row[: step.lengths.get(index)], ends) for index, row in rows]
+    answers = [_until_end(row[: step.lengths.get(index)], ends) for index, row in rows]
+    if constraint is not None:
+        for place, answer in enumerate(answers):
+            constraint.check_answer(answer, place)
+    return answers
 
 
 def _left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
@@ -191,20 +197,23 @@ def _arguments(
         "do_sample": samples,
         "use_cache": True,
         "pad_token_id": _pad_token_id(hf_model, tokenizer),
+        "stop_strings": None,  # whoever reads the tokens looks for them, in the answer alone
     }
     for name in ("temperature", "top_p", "top_k"):
         # Greedy choice takes none of these, though a model's own generation config may hold some.
         value = getattr(sampling, name) if samples else None
         if value is not None or not samples:
             arguments[name] = value
-    if sampling.stop:
-        arguments["stop_strings"] = list(sampling.stop)
     if hf_model.generation_config.eos_token_id is None:
         arguments["eos_token_id"] = tokenizer.eos_token_id
-    arguments |= sampling.extra
-    if "stop_strings" in arguments:
-        arguments.setdefault("tokenizer", tokenizer)
-    return arguments
+    return arguments | sampling.extra
+
+
+def stop_strings(hf_model: PreTrainedModel, sampling: Sampling) -> tuple[str, ...]:
+    """Strings that end an answer: the call's, and those of the generation config."""
+    config: Any = sampling.extra.get("generation_config") or hf_model.generation_config
+    given = config.stop_strings or hf_model.generation_config.stop_strings or ()
+    return (*sampling.stop, *((given,) if isinstance(given, str) else given))
 
 
 def _add_criterion(arguments: dict[str, Any], criterion: StoppingCriteria) -> None:
@@ -218,16 +227,23 @@ def _add_grammars(
     arguments: dict[str, Any],
     matchers: Sequence[Matcher | None],
     prompt_width: int,
-) -> None:
-    """Hold each row to its grammar, after whatever processors the caller has."""
+) -> GrammarConstraint | None:
+    """Constrain each row to its grammar, after whatever processors the caller has."""
     if all(one is None for one in matchers):
-        return
+        return None
     ends = end_token_ids(hf_model, tokenizer, arguments)
     if not ends:
         raise ValueError("a grammar needs a token that ends the answer; found no eos_token_id")
-    constraint = GrammarConstraint(matchers, prompt_width, ends)
+    constraint = GrammarConstraint(
+        matchers,
+        prompt_width,
+        ends,
+        pad=arguments["pad_token_id"],
+        has_strays=_beams(hf_model, arguments) > 1 or bool(_drafts(hf_model, arguments)),
+    )
     processors = [*(arguments.get("logits_processor") or ()), constraint]
     arguments["logits_processor"] = LogitsProcessorList(processors)
+    return constraint
 
 
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
@@ -235,13 +251,17 @@ _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"
 
 def _check_no_draft(hf_model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     """Refuse drafts: with a cache that it did not fill itself, ``generate`` gets them wrong."""
-    config: Any = arguments.get("generation_config", hf_model.generation_config)
-    asked = [n for n in _DRAFTS if arguments.get(n) or getattr(config, n, None)]
-    if asked:
+    if asked := _drafts(hf_model, arguments):
         raise ValueError(
             f"{', '.join(asked)}: drafted tokens are not exact on stored blocks; leave it out, or "
             "use mode='full'"
         )
+
+
+def _drafts(hf_model: PreTrainedModel, arguments: Mapping[str, Any]) -> list[str]:
+    """Settings by which tokens are drafted."""
+    config: Any = arguments.get("generation_config", hf_model.generation_config)
+    return [n for n in _DRAFTS if arguments.get(n) or getattr(config, n, None)]
 
 
 def fills_in_order(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
@@ -263,7 +283,7 @@ _BATCH_SAFE = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
         *("do_sample", "temperature", "top_p", "top_k", "min_p", "max_length", "max_new_tokens"),
         *("transformers_version", "_from_model_config", "output_attentions", "use_cache"),
-        *("output_hidden_states", "return_dict_in_generate"),
+        *("output_hidden_states", "return_dict_in_generate", "stop_strings"),
     }
 )
 

@@ -22,7 +22,8 @@ _MOST_TOKENS = 1 << 31
 class ComingAnswer:
     """Makes text of tokens, hands it on, and tells at the end what the answer reused.
 
-    Text is made here and not taken from the server, so that it is what a local engine would write.
+    Text is made here and not taken from the server, so that it is what a local engine would write,
+    and marks are known by their tokens.
 
     Args:
         request: whose answer it is.
@@ -80,7 +81,11 @@ class ComingAnswer:
             raise TypeError("a token is a whole number, and no vocabulary has more")
         self._clock.note_token()
         self._ids.append(token)
-        self._request.emit(self._detokenizer.push(token))
+        self._emit(self._detokenizer.push(token))
+
+    def _emit(self, text: str) -> None:
+        since = len(self._detokenizer.text) - len(text)
+        self._request.emit(text, self._detokenizer.marks(since))
 
     def complete(self) -> Generation:
         """The whole answer, when the stream has ended.
@@ -89,7 +94,7 @@ class ComingAnswer:
             ProtocolError: it has no end, or was not computed in the mode that was asked for.
             ServingError: the server did not complete it.
         """
-        self._request.emit(self._detokenizer.finish())
+        self._emit(self._detokenizer.finish())
         reason = "stop" if self._detokenizer.stopped else self._finish_reason
         if reason is not None and not self._ids:
             raise ProtocolError("the server's answer holds no token ids, which were asked for")
@@ -97,7 +102,8 @@ class ComingAnswer:
             raise ServingError(f"the server ended an answer early: finish_reason={shown(reason)}")
         ids = self._ids[: self._detokenizer.num_tokens]  # a token may come after the stop string
         stats = self._clock.complete(self._stats(), len(ids))
-        return Generation(self._detokenizer.text, ids, reason, stats)  # type: ignore[arg-type]
+        text, marks = self._detokenizer.text, self._detokenizer.marks()
+        return Generation(text, ids, reason, stats, marks)  # type: ignore[arg-type]
 
     def _stats(self) -> ReuseStats:
         """What was reused, as the server says."""

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeGuard, runtime_checkable
 from torch import Tensor
 
 from blockattn_rag.errors import FingerprintMismatchError, StoreError
-from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.block_kv import BlockKV, split_handles
 from blockattn_rag.store.files import age_s
 from blockattn_rag.store.header import Header
 from blockattn_rag.store.layout import ByteRange
@@ -142,6 +142,11 @@ class EntryInfo:
             used_ns=used_ns,
             age_s=age_s(used_ns),
         )
+
+    @property
+    def handles(self) -> tuple[str, ...]:
+        """Handles of the texts that share the entry; none if they are unknown."""
+        return split_handles(self.handle)
 
 
 class EntryPart(NamedTuple):

@@ -128,14 +128,15 @@ def gc(
 ) -> GcReport:
     """Delete entries that nothing refers to: mark and sweep. Safe beside a running ingestion.
 
-    An entry goes if its handle is not among ``live_handles`` and it was last *used* more than
+    An entry goes if none of its handles is among ``live_handles`` and it was last *used* more than
     ``grace_s`` ago: written, read (known to a minute) or found present by an ingestion. One that
     is used while this runs stays. A time of use in the future, from a clock that is wrong, counts
     as that long ago. What is deleted although someone needs it costs one computation, never an
     answer.
 
-    Entries without a handle, which a server has encoded (``serving``), are not among those that
-    are referred to or not: they go by ``ttl_s`` alone.
+    Texts of equal tokens share an entry, which names all that were ingested (``store.claims``).
+    Entries without a handle, which a server has encoded (``serving``) or many texts share, go by
+    ``ttl_s`` alone.
 
     An object store knows no use but writing (``ObjectStore``): there, an old entry that an
     ingestion found present and refers to only after ``live_handles`` were read may go.
@@ -169,7 +170,8 @@ def gc(
             if namespaces is not None and not is_of(info.namespace, namespaces):
                 return _Verdict(key, other=True)
             # A server encodes tokens, and does not know of which passage they are.
-            live = live_handles is None or not info.handle or info.handle in live_handles
+            named = info.handles
+            live = live_handles is None or not named or any(one in live_handles for one in named)
             live = live and fingerprint in (None, info.fingerprint)
             expired = ttl_s is not None and info.age_s >= ttl_s
             if live and not expired:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import Found, KVStore, StoreStats, check_key_of, touch
 from blockattn_rag.store.breaker import CircuitBreaker
 from blockattn_rag.store.checks import check_finite, check_storable
+from blockattn_rag.store.claims import claim, claimed
 from blockattn_rag.store.deadlines import check_seconds
 from blockattn_rag.store.objects import ObjectStore
 from blockattn_rag.store.single_flight import SingleFlight
@@ -116,12 +117,24 @@ class TieredStore:
         Raises:
             StoreError: the home does not say.
         """
-        for tier in self._tiers[:-1]:
-            with suppress(StoreError):
-                tier.ask(partial(touch, tier.store, key))
+        self._touch_copies(key)
         if self._queue.pending(key) is not None and self.write == "behind":
             return True
         return self._home.ask(partial(touch, self._home.store, key))
+
+    def claim(self, key: str, handles: Collection[str]) -> bool:
+        """As ``store.claims.claim``, of the entry in the home.
+
+        Raises:
+            StoreError: the home does not answer, or cannot write the entry.
+        """
+        self._touch_copies(key)
+        waiting = self._queue.pending(key) if self.write == "behind" else None
+        if waiting is None:
+            return self._home.ask(partial(claim, self._home.store, key, handles))
+        if (kv := claimed(waiting, handles)).handle != waiting.handle:
+            self.put(key, kv)
+        return True
 
     def mark_used(self, key: str) -> None:
         """Mark an entry as used now in every tier that answers and records use."""
@@ -208,6 +221,11 @@ class TieredStore:
                     lacking[key].append(tier)
         answers = (found[key] for key in keys)
         return [one if isinstance(one, BlockKV) or is_damage(one) else None for one in answers]
+
+    def _touch_copies(self, key: str) -> None:
+        for tier in self._tiers[:-1]:
+            with suppress(StoreError):
+                tier.ask(partial(touch, tier.store, key))
 
     def _fill(self, key: str, kv: BlockKV, tiers: Sequence[Tier]) -> None:
         """Write to faster tiers: to memory at once, to others when there is time."""

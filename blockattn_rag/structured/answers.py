@@ -24,11 +24,17 @@ def complete_json(text: str, finish_reason: str | None) -> Any:
         finish_reason: why it ended; ``"length"``: it was cut.
 
     Raises:
-        IncompleteAnswerError: it was cut, or is no JSON.
+        IncompleteAnswerError: it was cut, is no JSON, or is nested too deeply.
     """
     was_cut = finish_reason == "length"
     try:
         value = json.loads(text)
+    except RecursionError:
+        raise IncompleteAnswerError(
+            "an answer that was to be JSON is nested too deeply to be read; bound the depth of the "
+            f"schema. Found {_shown(text)}",
+            text,
+        ) from None
     except ValueError as error:
         raise incomplete(text, finish_reason, str(error)) from error
     if was_cut and type(value) in (int, float):  # of which more digits might have come
@@ -45,8 +51,11 @@ def incomplete(text: str, finish_reason: str | None, found: str = "") -> Incompl
         found: what is wrong with it.
     """
     why = _CUT if finish_reason == "length" else f"{_ENDED} ({found})"
-    shown = repr(text) if len(text) <= 200 else f"{text[:100]!r} ... {text[-100:]!r}"
-    return IncompleteAnswerError(f"an answer that was to be JSON {why}. Found {shown}", text)
+    return IncompleteAnswerError(f"an answer that was to be JSON {why}. Found {_shown(text)}", text)
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 200 else f"{text[:100]!r} ... {text[-100:]!r}"
 
 
 def has_no_thoughts(options: Mapping[str, Any]) -> bool:

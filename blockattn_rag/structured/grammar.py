@@ -7,7 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from blockattn_rag.errors import GrammarError
+
 Kind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+
+MOST_CHARACTERS = 2_000_000
+"""Longest grammar that is compiled: some 75,000 short choices, which take half a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +25,9 @@ class Grammar:
             tags in JSON.
         name: what messages call it.
         asked: the option of a call that asks for it, which is also a server's.
+
+    Raises:
+        GrammarError: the text is longer than ``MOST_CHARACTERS``.
     """
 
     kind: Kind
@@ -27,8 +35,26 @@ class Grammar:
     name: str
     asked: Mapping[str, Any] = field(compare=False)
 
+    def __post_init__(self) -> None:
+        if len(self.text) > MOST_CHARACTERS:
+            raise GrammarError(
+                f"{self.name} has {len(self.text):,} characters, expected at most "
+                f"{MOST_CHARACTERS:,}. Offer less at once: retrieve the candidates first, or ask "
+                "in several steps"
+            )
+
     def __str__(self) -> str:
         return self.name
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """Grammar, in llguidance's dialect of Lark, of an answer that is one of the choices.
+
+    The choices are one terminal, which the lexer follows as one automaton. As a rule, each choice
+    would take an item of the parser, which limits these items.
+    """
+    texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
+    return f"%llguidance {{}}\nstart: CHOICE\nCHOICE: {texts}"
 
 
 def parse_grammar(response_format: Any, structured_outputs: Any) -> Grammar | None:
@@ -40,6 +66,7 @@ def parse_grammar(response_format: Any, structured_outputs: Any) -> Grammar | No
 
     Raises:
         TypeError, ValueError: they are not of these forms, or both are given.
+        GrammarError: the grammar is too large or nested too deeply.
     """
     if response_format is None and structured_outputs is None:
         return None
@@ -127,6 +154,8 @@ def _called(name: Any, schema: Mapping[str, Any]) -> str:
 def _read(text: str) -> Any:
     try:
         return json.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
     except ValueError as error:
         raise ValueError(f"a JSON schema is no JSON: {error}; found {_shown(text)}") from error
 
@@ -134,12 +163,22 @@ def _read(text: str) -> Any:
 def _json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
-    except RecursionError as error:
-        raise TypeError("a grammar must be plain JSON; found one of too many levels") from error
+    except RecursionError:
+        raise _too_deep() from None
     except (TypeError, ValueError) as error:
         raise TypeError(f"a grammar must be plain JSON; found {_shown(value)}") from error
 
 
+def _too_deep() -> GrammarError:
+    return GrammarError(
+        "a grammar is nested too deeply, expected fewer than 100 levels: flatten the schema, or "
+        "let it refer to itself by $ref"
+    )
+
+
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} of too many levels"
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -10,6 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from blockattn_rag.errors import GrammarError
+
+MOST_SCHEMAS = 16_000
+"""Schemas within a schema, itself included. llguidance refuses some 20,000 and gives no number."""
+
+MOST_OPTIONAL = 2_000
+"""Optional properties of one object. Compiling them takes time that grows with their square."""
+
 # Formats that the grammar knows. Others say something to the reader and nothing of the text.
 _FORMATS = frozenset(
     {
@@ -33,10 +41,40 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
     Objects are closed, unless schemas are combined: then a property that one part does not name may
     be one of the other part. One that must have a property which it does not name stays open, too.
     Formats that are not known are left out, as JSON Schema has it.
+
+    Raises:
+        GrammarError: the schema is nested too deeply, it has more than ``MOST_SCHEMAS`` schemas,
+            or an object has more than ``MOST_OPTIONAL`` optional properties.
     """
-    combines = any(_combines(one) for one in _nodes(schema))
-    result: dict[str, Any] = _mapped(schema, _without_unknown_format if combines else _closed)
+    try:
+        nodes = list(_nodes(schema))
+        change = _without_unknown_format if any(map(_combines, nodes)) else _closed
+        result: dict[str, Any] = _mapped(schema, change)
+    except RecursionError:
+        raise GrammarError(
+            "a JSON schema is nested too deeply, expected fewer than 100 levels: flatten it, or "
+            "let it refer to itself by $ref"
+        ) from None
+    if len(nodes) > MOST_SCHEMAS:
+        raise GrammarError(
+            f"a JSON schema has {len(nodes):,} schemas within it, expected at most "
+            f"{MOST_SCHEMAS:,}: use enum in place of anyOf of constants, or offer less at once"
+        )
+    for node in nodes:
+        _check_optional(node)
     return result
+
+
+def _check_optional(node: dict[str, Any]) -> None:
+    properties, required = node.get("properties"), node.get("required")
+    if not isinstance(properties, dict) or len(properties) <= MOST_OPTIONAL:
+        return
+    optional = len(properties.keys() - set(required if isinstance(required, list) else ()))
+    if optional > MOST_OPTIONAL:
+        raise GrammarError(
+            f"an object has {optional:,} optional properties, expected at most {MOST_OPTIONAL:,}: "
+            "put them into required, or spread them over several objects"
+        )
 
 
 def _combines(node: dict[str, Any]) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from blockattn_rag.prompts.thoughts import OPENING as THOUGHTS
 from blockattn_rag.structured.schema import prepared
 from blockattn_rag.tools.formats import ToolFormat
+from blockattn_rag.tools.marks import mark_ids
 
 # Calls are written as templates write them, without blanks of the model's own.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -20,6 +23,7 @@ def calls_grammar(
     *,
     several: bool,
     answer: dict[str, Any] | None = None,
+    or_text: bool = False,
 ) -> str:
     """A grammar, in llguidance's dialect of Lark, of an answer that is one call or more.
 
@@ -30,8 +34,9 @@ def calls_grammar(
             token, others are text.
         several: whether more than one call may be made.
         answer: JSON schema of what the answer may be in place of calls.
+        or_text: whether the answer may be text in place of calls, which begins as no call does.
     """
-    literal = _literals(tokenizer)
+    literal = _literals(form, tokenizer)
     opening, closing = literal(form.opening), literal(form.closing)
     key, arguments_mark = form.argument_keys[0], literal(form.arguments_mark)
     rules: list[str] = []
@@ -62,6 +67,13 @@ def calls_grammar(
         rules.append(f"calls: {start}")
         rules.append(f"answer: {_object(answer)}")
         start = "calls | answer"
+    elif or_text:
+        rules.append(f"calls: {start}")
+        begins = [form.opening, THOUGHTS, *(["{"] if form.is_bare else [])]
+        # The intersection leaves out bytes that are no text, which the complement alone allows.
+        blanks, other = r"[\s\x1c-\x1f]*", "|".join(map(_escaped, begins))
+        rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:{blanks}({other}).*)/")
+        start = "calls | TEXT"
     return "\n".join(["%llguidance {}", f"start: {start}", *rules])
 
 
@@ -73,10 +85,14 @@ def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _literals(tokenizer: Any) -> Callable[[str], str]:
+def _escaped(text: str) -> str:
+    """A text in a regular expression of llguidance, between slashes."""
+    return re.sub(r"[^\w\s]", lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def _literals(form: ToolFormat, tokenizer: Any) -> Callable[[str], str]:
     """What stands for a mark in a grammar: an added token by its number, or its text."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    numbers = {str(token): number for number, token in added.items()}
+    numbers = mark_ids(form, tokenizer)
 
     def literal(mark: str) -> str:
         return f"<[{numbers[mark]}]>" if mark in numbers else _text(mark)

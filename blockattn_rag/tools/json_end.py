@@ -7,7 +7,7 @@ class JsonEnd:
     """Finds where JSON ends in a text that grows; each character is looked at once.
 
     Args:
-        start: index in the text where it begins.
+        start: index at which it begins, counted from ``base``.
     """
 
     def __init__(self, start: int = 0) -> None:
@@ -17,27 +17,33 @@ class JsonEnd:
         self._escaped = False
         self._is_broken = False  # no quote says any more where a string begins or ends
 
-    def of_value(self, text: str) -> int | None:
-        """Index behind the first object or list; None: it has not ended."""
-        while self._at < len(text):
+    def of_value(self, text: str, base: int = 0) -> int | None:
+        """Index behind the first object or list; None: it has not ended.
+
+        Args:
+            base: index in the text from which indices are counted.
+        """
+        while base + self._at < len(text):
             self._at += 1
-            if self._steps_out(text[self._at - 1]):
+            if self._steps_out(text[base + self._at - 1]):
                 return self._at
         return None
 
-    def before(self, mark: str, text: str, *, final: bool) -> int | None:
+    def before(self, mark: str, text: str, base: int = 0, *, final: bool) -> int | None:
         """Index of the first ``mark`` that stands in no string; None: it has not come.
 
         Args:
+            base: as for ``of_value``.
             final: whether the text is whole. If not, its end may be the beginning of a mark.
         """
-        while self._at < len(text):
+        while (at := base + self._at) < len(text):
             if not self._in_string:
-                if text.startswith(mark, self._at):
+                if text.startswith(mark, at):
                     return self._at
-                if not final and mark.startswith(text[self._at :]):
+                is_near = len(text) - at < len(mark)
+                if not final and is_near and mark.startswith(text[at:]):
                     return None
-            self._steps_out(text[self._at])
+            self._steps_out(text[at])
             self._at += 1
         return None
 

@@ -7,86 +7,95 @@ import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from blockattn_rag.tools.call_head import CallHead
 from blockattn_rag.tools.calls import InvalidToolCall, ToolCall, new_call_id, read_call, strict_json
-from blockattn_rag.tools.formats import ToolFormat
 from blockattn_rag.tools.json_end import JsonEnd
+from blockattn_rag.tools.marks import PrivateMarks
 
 Calls = list[ToolCall | InvalidToolCall]
 
-_JSON_BEGINS = re.compile(r"\s*(?=[\[{])")
 _NAME = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"\\]+)"')
 _CUT = "the answer ends before the call does"
 
 
 class Ended(NamedTuple):
-    """What an open call has come to: calls, or text if it was none; and what follows."""
+    """What an open call has come to: calls, or text if it was none; and where the rest begins."""
 
     calls: Calls
     text: str
-    rest: str
+    end: int
 
 
 class OpenCall:
-    """A call, or a list of calls, that has been opened."""
+    """A call, or a list of calls, that has been opened.
 
-    def __init__(self, form: ToolFormat) -> None:
-        self._form = form
-        self._head = _head_of(form)
-        self._begin: re.Match[str] | None = None  # all that stands before the JSON
-        self._end = JsonEnd()
+    Args:
+        marks: of the format.
+    """
 
-    def read(self, rest: str, final: bool) -> Ended | None:
-        """What stands at the beginning of ``rest``; None if it has not ended.
+    def __init__(self, marks: PrivateMarks) -> None:
+        self._marks = marks
+        self._form = marks.form
+        self._head = CallHead(marks.form)
+        self._end: JsonEnd | None = JsonEnd() if marks.form.closing else None
+        self._searched = 0  # characters that hold no further opening
+
+    def read(self, text: str, base: int, final: bool) -> Ended | None:
+        """What stands in ``text`` from ``base`` on; None if it has not ended. Each character is
+        looked at once.
 
         Args:
-            rest: what came since the opening.
+            text: what came so far.
+            base: index behind the opening.
             final: whether no more comes.
         """
-        if closing := self._form.closing:
-            end = self._end.before(closing, rest, final=final)
-            after = None if end is None else end + len(closing)
+        if self._form.closing:
+            assert self._end is not None
+            end = self._end.before(self._form.closing, text, base, final=final)
+            after = None if end is None else end + len(self._form.closing)
         else:
-            if self._begin is None and (begin := self._head.match(rest)):
-                self._begin, self._end = begin, JsonEnd(begin.end())
-            if self._begin is None:
-                return self._without_json(rest, final)
-            end = after = self._end.of_value(rest)
+            self._head.read(text, base, final=final)
+            if self._head.begin is None:
+                return self._without_json(text, base, final)
+            self._end = self._end or JsonEnd(self._head.begin)
+            end = after = self._end.of_value(text, base)
         if end is None and not final:
             return None
-        return Ended(self._calls(rest[:end], is_cut=end is None), "", rest[after or len(rest) :])
+        body = text[base:] if end is None else text[base : base + end]
+        rest = len(text) if after is None else base + after
+        return Ended(self._calls(body, is_cut=end is None), "", rest)
 
-    def _without_json(self, rest: str, final: bool) -> Ended | None:
+    def _without_json(self, text: str, base: int, final: bool) -> Ended | None:
         """No JSON has begun: if it never does, all up to the next opening is no call."""
-        text, opening, after = rest.partition(self._form.opening)
-        if not (opening or final):
+        opening = self._form.opening
+        end = text.find(opening, base + self._searched)
+        if end < 0 and not final:
+            self._searched = max(len(text) - base - len(opening) + 1, 0)
             return None
+        end = len(text) if end < 0 else end
+        found = self._marks.plain(text[base:end]).strip()
         expected = "a tool's name and " if self._form.arguments_mark else ""
-        error = f"expected {expected}JSON, found {text.strip()[:40]!r}"
-        return Ended([InvalidToolCall(text.strip(), error)], "", opening + after)
+        error = f"expected {expected}JSON, found {found[:40]!r}"
+        return Ended([InvalidToolCall(found, error)], "", end)
 
     def _calls(self, text: str, *, is_cut: bool) -> Calls:
         """The calls of a text that has ended."""
-        name, call_id = self._named()
-        body = text[self._begin.end() if self._begin else 0 :]
+        name, call_id = self._head.name, self._head.call_id
+        body = self._marks.plain(text[self._head.begin or 0 :])
+        text = self._marks.plain(text).strip()
         try:
             value: Any = strict_json(body)
         except (ValueError, RecursionError) as error:
             if name is None and (found := _NAME.match(body)):
                 name = found[1]
-            return [InvalidToolCall(text.strip(), _CUT if is_cut else str(error), name)]
+            return [InvalidToolCall(text, _CUT if is_cut else str(error), name)]
         keys = self._form.argument_keys
         if name is not None:
             value = {"name": name, keys[0]: value, "id": call_id or new_call_id()}
         if not isinstance(value, list) or len(value) < 2:
             only = value[0] if isinstance(value, list) and value else value
-            return [read_call(only, text.strip(), keys)]
+            return [read_call(only, text, keys)]
         return [read_call(item, json.dumps(item, ensure_ascii=False), keys) for item in value]
-
-    def _named(self) -> tuple[str | None, str | None]:
-        """Name and id, where they stand before the arguments."""
-        found = self._begin.groupdict() if self._begin else {}
-        name, call_id = found.get("name"), found.get("id")
-        return name and name.strip(), call_id and call_id.strip()
 
 
 class BareCall(OpenCall):
@@ -97,24 +106,14 @@ class BareCall(OpenCall):
         blank: white space before it.
     """
 
-    def __init__(self, form: ToolFormat, names: Collection[str], blank: str) -> None:
-        super().__init__(form)
+    def __init__(self, marks: PrivateMarks, names: Collection[str], blank: str) -> None:
+        super().__init__(marks)
         self._names = names
         self._blank = blank
 
-    def read(self, rest: str, final: bool) -> Ended | None:
-        if (ended := super().read(rest, final)) is None:
+    def read(self, text: str, base: int, final: bool) -> Ended | None:
+        if (ended := super().read(text, base, final)) is None:
             return None
         if any(isinstance(one, ToolCall) or one.name in self._names for one in ended.calls):
             return ended
-        return Ended([], self._blank + rest[: len(rest) - len(ended.rest)], ended.rest)
-
-
-def _head_of(form: ToolFormat) -> re.Pattern[str]:
-    """What stands between an opening and its JSON."""
-    if not form.arguments_mark:
-        return _JSON_BEGINS
-    id_mark, arguments_mark = re.escape(form.id_mark), re.escape(form.arguments_mark)
-    word = r"[^\s\[\]{}][^\[\]{}]*"
-    named = rf"\s*(?P<name>{word})(?:{id_mark}(?P<id>{word}))?{arguments_mark}\s*(?=\S)"
-    return re.compile(rf"{named}|{_JSON_BEGINS.pattern}")
+        return Ended([], self._blank + text[base : ended.end], ended.end)

@@ -8,18 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from blockattn_rag.prompts.chat_template import Message, Spans, chat_spans, has_chat_template
-from blockattn_rag.structured.grammar import parse_grammar
+from blockattn_rag.structured.grammar import Grammar, parse_grammar
 from blockattn_rag.tools.calls import InvalidToolCall, ToolCall
 from blockattn_rag.tools.formats import HERMES
 from blockattn_rag.tools.grammar import calls_grammar
 from blockattn_rag.tools.history import without_tools
+from blockattn_rag.tools.marks import Marks, mark_ids
 from blockattn_rag.tools.parser import Piece, ToolCallParser
 from blockattn_rag.tools.templates import ToolTemplate, shows_results, tool_template
 from blockattn_rag.tools.told import ToldTools
 
 AUTO, REQUIRED, NONE = "auto", "required", "none"
 
-TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")
+FREE, CONSTRAINED = "free", "constrained"
+
+TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_calls")
 """Options of a call, in the order in which ``ToolUse.of`` takes them."""
 
 _CHOICES: dict[object, str] = {
@@ -85,12 +88,17 @@ class ToolUse:
         choice: ``"auto"``: the model may call any or none; ``"required"``: it must call one; or the
             name of the one that it must call. Where it must, a grammar holds it to valid arguments.
         parallel: whether it may make several calls at once.
+        constrained: whether a grammar decides between text and calls, from the first token on.
+        tokens: marks of calls that the tokenizer has as one token each; no other characters are
+            such a mark.
     """
 
     template: ToolTemplate
     tools: tuple[Mapping[str, Any], ...]
     choice: str = AUTO
     parallel: bool = True
+    constrained: bool = False
+    tokens: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -100,23 +108,30 @@ class ToolUse:
         tools: Sequence[Mapping[str, Any]] | None,
         choice: Any = None,
         parallel: bool | None = None,
+        calls: str | None = None,
     ) -> ToolUse | None:
         """The tools of a call with these options; None if no tool may be called.
 
         Args:
             choice: None, ``"auto"``, ``"none"``, ``"any"`` or ``"required"``, a bool, a tool's
                 name, or ``{"type": "function", "function": {"name": ...}}``.
+            calls: None, ``"free"`` or ``"constrained"``; see ``constrained`` of the class.
 
         Raises:
-            ValueError: the model's template knows no tools, or ``choice`` is none of these.
+            ValueError: the model's template knows no tools, or ``choice`` or ``calls`` is none of
+                these.
             TypeError: a definition is none.
         """
         _check_definitions(tools or ())
         wanted = choice_of(choice, tools or ())
+        if calls not in (None, FREE, CONSTRAINED):
+            raise ValueError(f"tool_calls must be {FREE!r} or {CONSTRAINED!r}; found {calls!r}")
         if not tools or wanted == NONE:
             return None
         template = known_tools(tokenizer, model_name, wanted)
-        return cls(template, tuple(tools), wanted, parallel is not False)
+        tokens = frozenset(mark_ids(template.form, tokenizer))
+        is_constrained = calls == CONSTRAINED
+        return cls(template, tuple(tools), wanted, parallel is not False, is_constrained, tokens)
 
     @classmethod
     def of_call(
@@ -149,29 +164,48 @@ class ToolUse:
             given: options of the call.
 
         Raises:
-            ValueError: a call is required, and a grammar of the user's own forbids it.
+            ValueError: a grammar of the user's own leaves no room for one that decides about calls.
         """
-        form, may, answer = self.template.form, self.tools, None
+        form, may = self.template.form, self.tools
         options = {**given, "keep_tokens": form.marks}
-        held = parse_grammar(given.get("response_format"), given.get("structured_outputs"))
-        is_json = held is not None and held.kind in ("json", "json_object")
-        if self.choice != AUTO and held is not None and not is_json:
+        if not self._decides(given):
+            return options
+        held = _grammar_of(given)
+        if held is not None and not _is_json(held):
             raise ValueError(
-                f"found {held} beside tools of which one must be called, and an answer cannot be "
-                "both; leave out structured_outputs, or tool_choice"
+                f"found {held} beside tools of which one must be called, or whose calls are "
+                "constrained, and an answer cannot be both; leave out structured_outputs, or "
+                "tool_choice and tool_calls"
             )
-        if self.choice == AUTO:
-            if held is None or not is_json:
-                return options
-            answer = json.loads(held.text)
-        elif self.choice != REQUIRED:
+        answer = json.loads(held.text) if held is not None and self.choice == AUTO else None
+        if self.choice not in (AUTO, REQUIRED):
             may = tuple(tool for tool in may if tool["function"]["name"] == self.choice)
-        grammar = calls_grammar(form, may, tokenizer, several=self.parallel, answer=answer)
+        grammar = calls_grammar(
+            form,
+            may,
+            tokenizer,
+            several=self.parallel,
+            answer=answer,
+            or_text=self.choice == AUTO,
+        )
         return {**options, "response_format": None, "structured_outputs": {"grammar": grammar}}
 
-    def reader(self) -> AnswerReader:
-        """Reads one answer."""
-        return AnswerReader(ToolCallParser(self.template.form, self.names), self.parallel)
+    def reader(self, given: Mapping[str, Any]) -> AnswerReader:
+        """Reads one answer.
+
+        Args:
+            given: options of the call, as for ``engine_options``.
+        """
+        form, only_first = self.template.form, self._decides(given)
+        parser = ToolCallParser(form, self.names, self.tokens, only_first=only_first)
+        return AnswerReader(parser, self.parallel)
+
+    def _decides(self, given: Mapping[str, Any]) -> bool:
+        """Whether a grammar decides between calls and anything else, from the first token on."""
+        if self.choice != AUTO or self.constrained:
+            return True
+        held = _grammar_of(given)
+        return held is not None and _is_json(held)
 
 
 class AnswerReader:
@@ -186,9 +220,15 @@ class AnswerReader:
         self._parallel = parallel
         self._called = False
 
-    def read(self, text: str, *, last: bool) -> list[Piece]:
-        """Take the next piece of the answer, maybe the last; give what has become certain."""
-        pieces = self._parser.push(text)
+    def read(self, text: str, marks: Marks = (), *, last: bool) -> list[Piece]:
+        """Take the next piece of the answer, maybe the last; give what has become certain.
+
+        Args:
+            text: the piece.
+            marks: where control tokens are in it.
+            last: whether no more comes.
+        """
+        pieces = self._parser.push(text, marks)
         return [self._allowed(one) for one in [*pieces, *(self._parser.finish() if last else ())]]
 
     def _allowed(self, piece: Piece) -> Piece:
@@ -200,6 +240,24 @@ class AnswerReader:
             return InvalidToolCall(text, "one call was allowed, this is one more", piece.name)
         self._called = True
         return piece
+
+
+def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a call, with ``tool_calls`` as a model's defaults have it where it is missing."""
+    return {**{name: defaults[name] for name in ("tool_calls",) if name in defaults}, **call}
+
+
+def without_tool_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a call that are not about tools."""
+    return {name: value for name, value in given.items() if name not in TOOL_OPTIONS}
+
+
+def _grammar_of(given: Mapping[str, Any]) -> Grammar | None:
+    return parse_grammar(given.get("response_format"), given.get("structured_outputs"))
+
+
+def _is_json(grammar: Grammar) -> bool:
+    return grammar.kind in ("json", "json_object")
 
 
 def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from vllm import SamplingParams
 
 from blockattn_rag.errors import MissError, ServingError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.prompts.blocks import Keep, may_store
+from blockattn_rag.prompts.blocks import Keep, is_private, may_store
 from blockattn_rag.serving.config import ServingConfig
 from blockattn_rag.serving.profile import ModelProfile
 from blockattn_rag.serving.protocol import BlockId, BlockPlan, block_keys
@@ -24,6 +25,7 @@ from blockattn_rag.store.base import KVStore, get_or_error, touch
 from blockattn_rag.store.breaker import CircuitBreaker
 from blockattn_rag.store.tier import is_damage
 from blockattn_rag.vllm.kept import KeptBlocks
+from blockattn_rag.vllm.orders import UNSAVED, new_encode_name
 from blockattn_rag.vllm.room import Room
 from blockattn_rag.vllm.saver import QUEUE_BYTES
 
@@ -34,6 +36,8 @@ _AT_ONCE = 64
 
 _ANSWERED_WITHIN_S = 30.0
 _STORED_WITHIN_S = 60.0
+_FIRST_ASKED_S, _ASKED_EVERY_S = 0.1, 0.5
+"""When the engine is asked whether a block that is not in the store yet could not be stored."""
 _FAILURES, _PAUSE_S = 3, 30.0
 _THREADS = 16
 
@@ -67,6 +71,16 @@ class Encodable(NamedTuple):
     def tokens(self) -> int:
         """Its tokens."""
         return len(self.block.ids)
+
+    def for_memory(self) -> Encodable:
+        """The same block, encoded for the memory of the engine's workers."""
+        keep: Keep = "private" if is_private(self.block.keep) else "memory"
+        plan = replace(self.plan, keep=(keep,))
+        return Encodable(self.block._replace(keep=keep), self.token_ids, plan)
+
+
+class NotStoredError(ServingError):
+    """A block was not stored; the engine can keep it in memory."""
 
 
 def encodables(
@@ -129,6 +143,7 @@ class BlockEnsurer:
         self._room = Room(_AT_ONCE, QUEUE_BYTES)
         # Who waits for a store that takes nothing waits long, and the engine computes for nothing.
         self._storing = CircuitBreaker(_FAILURES, _PAUSE_S)
+        self._why_unstored = ""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="blockattn-rag-ensure")
 
     async def found(self, blocks: Sequence[Encodable], *, thorough: bool = False) -> list[bool]:
@@ -153,13 +168,23 @@ class BlockEnsurer:
             return True
         return await self._asked(self._is_sound if thorough else self._is_there, one.block)
 
-    async def ensure(self, blocks: Sequence[Encodable], *, thorough: bool = False) -> list[bool]:
+    async def ensure(
+        self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False
+    ) -> list[bool]:
         """Have all blocks encoded; says of each whether it had to be.
+
+        A block that the store does not take is kept in the memory of the engine's workers, as far
+        as there is room: a full store is no reason not to answer.
+
+        Args:
+            thorough: as ``found``.
+            must_store: fail where a block that may be stored is not.
 
         Raises:
             MissError: some that may be stored are missing, and this server stores nothing.
             ProtocolError: those that may not be stored are more than this server keeps in memory.
-            ServingError: one could not be encoded, or was not stored in time.
+            ServingError: one could not be encoded; or one was not stored, and ``must_store`` or
+                the lack of room in memory rules out to keep it there.
             StoreError: the store does not say what it has.
         """
         found = await self.found(blocks, thorough=thorough)
@@ -178,9 +203,22 @@ class BlockEnsurer:
             if not one.in_store and (one.name in missing or self._kept.use(one.key))
         }
         self._kept.check_room(sum(in_memory.values()))
-        await asyncio.gather(*(self._encoded(one) for one in missing.values()))
+        failures = await asyncio.gather(*(self._unstored(one) for one in missing.values()))
+        failed = [one for one, failure in zip(missing.values(), failures, strict=True) if failure]
+        in_memory |= {one.key: one.tokens for one in [*failed, *late]}
+        if failed and (must_store or sum(in_memory.values()) > self._kept.most_tokens):
+            raise next(filter(None, failures))
+        await asyncio.gather(*(self._encoded(one.for_memory()) for one in failed))
         self._store_later(late)
         return [one.name in missing for one in blocks]
+
+    async def _unstored(self, one: Encodable) -> NotStoredError | None:
+        """Have a block encoded; why it was not stored, None if it was."""
+        try:
+            await self._encoded(one)
+        except NotStoredError as error:
+            return error
+        return None
 
     def _store_later(self, blocks: Iterable[Encodable]) -> None:
         """Have blocks stored that may be by now and are in the workers' memory, which is enough for
@@ -209,8 +247,10 @@ class BlockEnsurer:
 
     def _land(self, name: _Name, flight: _Flight) -> None:
         self._forget(name, flight)
-        if not flight.task.cancelled() and (error := flight.task.exception()):
-            logger.warning("a block is not encoded: %s", error)  # all who asked may be gone
+        # Logged here, because all who asked may be gone; but not that the store is left alone,
+        # which each request would log.
+        if flight.is_asked and not flight.task.cancelled() and (error := flight.task.exception()):
+            logger.warning("a block is not encoded: %s", error)
 
     def _forget(self, name: _Name, flight: _Flight) -> None:
         if self._flights.get(name) is flight:
@@ -224,12 +264,12 @@ class BlockEnsurer:
             detokenize=False,
             extra_args={"kv_transfer_params": asked},
         )
-        request_id = f"blockattn-encode-{uuid.uuid4().hex}"
+        request_id = new_encode_name()
         async with self._room.taken(one.tokens * self._profile.bytes_per_token):
             if one.in_store and not self._storing.allows():
-                raise ServingError(
-                    "the store took none of the blocks that were encoded last (the server's log "
-                    f"says why); one is tried every {_PAUSE_S:g} s"
+                raise NotStoredError(
+                    "the store took none of the blocks that were encoded last "
+                    f"({self._why_unstored}); one is tried every {_PAUSE_S:g} s"
                 )
             flight.is_asked, reason = True, None
             outputs = self._engine_client.generate(
@@ -248,18 +288,55 @@ class BlockEnsurer:
                 self._kept.add(one.key, one.tokens)
 
     async def _stored(self, block: BlockId, request_id: str) -> None:
-        """Wait until a block that was encoded is stored: workers write it when it is finished."""
-        until, pause = time.monotonic() + _STORED_WITHIN_S, 0.005
-        while not await self._asked(self._is_in_own, block):
-            if time.monotonic() > until:
-                self._storing.failed()
-                raise ServingError(
-                    f"a block of {len(block.ids)} tokens was encoded and not stored within "
-                    f"{_STORED_WITHIN_S:g} s (request {request_id}); the server's log says why"
-                )
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 0.2)
+        """Wait until a block that was encoded is stored: workers write it when it is finished.
+
+        Raises:
+            NotStoredError: they could not, or not in time.
+        """
+        pause, began = 0.005, time.monotonic()
+        asking = asyncio.create_task(self._why_not_stored(request_id))
+        try:
+            while not await self._asked(self._is_in_own, block):
+                why = None
+                if asking.done():
+                    why = f"not stored: {asking.result()}"
+                elif time.monotonic() > began + _STORED_WITHIN_S:
+                    why = f"not stored within {_STORED_WITHIN_S:g} s; the server's log says why"
+                if why is not None:
+                    self._why_unstored = why
+                    self._storing.failed()
+                    raise NotStoredError(
+                        f"a block of {len(block.ids)} tokens was encoded and {why} "
+                        f"(request {request_id})"
+                    )
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 0.2)
+        finally:
+            asking.cancel()
         self._storing.succeeded()
+
+    async def _why_not_stored(self, request_id: str) -> str:
+        """Ask the engine until it answers why a block could not be stored.
+
+        Its workers report this with their steps, and make none while there is nothing to compute.
+        So each question is a request of two tokens: the first one fetches the reports.
+        """
+        sampling = SamplingParams(
+            max_tokens=2,
+            min_tokens=2,
+            temperature=0.0,
+            detokenize=False,
+            extra_args={"kv_transfer_params": {UNSAVED: request_id}},
+        )
+        pause = _FIRST_ASKED_S
+        while True:
+            await asyncio.sleep(pause)
+            name = f"blockattn-unsaved-{uuid.uuid4().hex}"
+            outputs = self._engine_client.generate({"prompt_token_ids": [0]}, sampling, name)
+            async for output in outputs:
+                if why := (output.kv_transfer_params or {}).get(UNSAVED):
+                    return str(why)
+            pause = _ASKED_EVERY_S
 
     async def _asked(self, look: Callable[[BlockId], bool], block: BlockId) -> bool:
         """What a look at the store says, which may take it long.

@@ -150,9 +150,14 @@ class Fetch(NamedTuple):
 
 @dataclass(slots=True)
 class Fetches(KVConnectorWorkerMetadata):
-    """The fetches that a rank finished in a step, by request."""
+    """The fetches that a rank finished in a step, by request.
+
+    ``unsaved``: why blocks that were encoded could not be stored, by the name of the encoding
+    request.
+    """
 
     of_requests: Mapping[str, Fetch] = field(default_factory=dict)
+    unsaved: Mapping[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Fetches:
         """Of several ranks the slowest one counts."""
@@ -161,4 +166,4 @@ class Fetches(KVConnectorWorkerMetadata):
         both = dict(self.of_requests)
         for request_id, fetch in other.of_requests.items():
             both[request_id] = max(both.get(request_id, fetch), fetch)
-        return Fetches(both)
+        return Fetches(both, {**self.unsaved, **other.unsaved})

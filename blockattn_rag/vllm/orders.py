@@ -5,11 +5,28 @@ Token ids, which are texts, are not shown: vLLM writes its last step into the lo
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from blockattn_rag.serving.protocol import BlockPlan
+
+UNSAVED = "blockattn_unsaved"
+"""Field of ``kv_transfer_params``: an encoding request's name, in a request of the API server that
+asks whether its block could not be stored; in the answer the reason, or None."""
+
+_ENCODE = "blockattn-encode-"
+
+
+def new_encode_name() -> str:
+    """A name for an encoding request that no client can guess."""
+    return f"{_ENCODE}{uuid.uuid4().hex}"
+
+
+def encode_name(request_id: str) -> str:
+    """The name in a request id, to which vLLM adds digits of its own."""
+    return request_id[: len(_ENCODE) + 32]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from vllm.exceptions import RetryableRequestError
 
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.serving.protocol import FIELD, BlockPlan, ServedBlocks
+from blockattn_rag.vllm import grammars
 from blockattn_rag.vllm.counts import CUT_ANSWERS, RETRIES
 
 
@@ -55,13 +56,14 @@ class RetryingClient:
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """As vLLM's; the last output of a request in block mode says what was encoded for it."""
+        """As vLLM's; the last output of a request in block mode says what was encoded for it.
+
+        Raises:
+            GrammarError: (from the generator) the grammar of the answer failed.
+        """
         ticket = CURRENT.get()
         if ticket is None:
-            outputs: AsyncGenerator[Any, None] = self._client.generate(
-                prompt, sampling_params, request_id, **options
-            )
-            return outputs
+            return _checked(self._client.generate(prompt, sampling_params, request_id, **options))
         return self._generate(ticket, prompt, sampling_params, request_id, options)
 
     async def _generate(
@@ -72,7 +74,8 @@ class RetryingClient:
         request_id: str,
         options: dict[str, Any],
     ) -> AsyncGenerator[Any, None]:
-        first = self._client.generate(prompt, sampling_params.clone(), request_id, **options)
+        copied = sampling_params.clone()
+        first = _checked(self._client.generate(prompt, copied, request_id, **options))
         begun = False
         async for output in first:
             if _failed(output) and not begun:
@@ -86,13 +89,27 @@ class RetryingClient:
         anew = await ticket.ensure_again()
         ticket.encoded = {**ticket.encoded, **anew}
         again = self._client.generate(prompt, sampling_params, f"{request_id}-again", **options)
-        async for output in again:
+        async for output in _checked(again):
             if _failed(output):
+                # The engine gives no reason if it cannot compile a grammar that the server accepts.
+                has_grammar = getattr(sampling_params, "structured_outputs", None) is not None
+                grammar = "the grammar could not be compiled, " * has_grammar
                 raise RetryableRequestError(
-                    "the blocks of the prompt could not be loaded, or the engine failed, twice; "
+                    f"{grammar}the blocks of the prompt could not be loaded, or the engine failed, "
+                    "twice; "
                     f"{_between(len(anew), ticket.plan)}; the server's log says why"
                 )
             yield _marked(output, ticket)
+
+
+async def _checked(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Outputs until the engine reports that the grammar of the answer failed."""
+    try:
+        async for output in outputs:
+            grammars.check_output(output)
+            yield output
+    finally:
+        await outputs.aclose()
 
 
 _WHOLE = ("stop", "length")

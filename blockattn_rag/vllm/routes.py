@@ -19,7 +19,7 @@ from vllm.entrypoints.serve.utils.api_utils import (
 )
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
-from blockattn_rag.errors import BlockAttnError, MissError, ProtocolError
+from blockattn_rag.errors import BlockAttnError, GrammarError, MissError, ProtocolError
 from blockattn_rag.serving.endpoint import CHAT_COMPLETIONS, COMPLETIONS, ENCODE, INFO, EncodeBody
 from blockattn_rag.vllm.counts import counted
 from blockattn_rag.vllm.service import Service
@@ -111,7 +111,7 @@ def _refusal(error: BlockAttnError) -> Response:
     400: it cannot be asked so. 409: this server may not do what would be needed. 503: it could not
     be done now.
     """
-    statuses = {ProtocolError: 400, MissError: 409}
+    statuses = {ProtocolError: 400, GrammarError: 400, MissError: 409}
     status = next((code for kind, code in statuses.items() if isinstance(error, kind)), 503)
     told = {"message": str(error), "type": type(error).__name__, "param": None, "code": status}
     return JSONResponse({"error": told}, status_code=status)

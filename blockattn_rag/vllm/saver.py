@@ -4,7 +4,8 @@ may not be stored, in the memory of each rank."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -23,7 +24,7 @@ from blockattn_rag.store.base import KVStore
 from blockattn_rag.store.checks import check_finite
 from blockattn_rag.store.write_queue import WriteQueue
 from blockattn_rag.vllm.metrics import Counters
-from blockattn_rag.vllm.orders import Save
+from blockattn_rag.vllm.orders import Save, encode_name
 from blockattn_rag.vllm.pages import LayerPages
 
 logger = logging.getLogger("blockattn_rag")
@@ -71,6 +72,8 @@ class BlockSaver:
         self._quantises = kv_dtype == "int8"
         self._writes = WriteQueue(QUEUE_BYTES)
         self._counters = counters
+        self._unsaved: dict[str, str] = {}
+        self._lock = threading.Lock()
         for place, one in enumerate(pages):
             one.share_layout(pages[:place])
 
@@ -90,7 +93,16 @@ class BlockSaver:
             return
         kv = self._block(block, states).copy_to(torch.device("cpu"))
         if not self._writes.add(kv.key, kv, partial(self._store, save.request_id)):
-            self._count_failure(save.request_id, "blocks are encoded faster than they are stored")
+            why = "blocks are encoded faster than they are stored"
+            self._count_failure(save.request_id, why)
+            self._note_unsaved(save.request_id, why)
+
+    def unsaved(self) -> Mapping[str, str]:
+        """Why blocks could not be stored since this was last asked, by the name of the encoding
+        request. Clients read the reasons: they name neither the store's place nor a key."""
+        with self._lock:
+            unsaved, self._unsaved = self._unsaved, {}
+        return unsaved
 
     def close(self) -> None:
         """Write what waits, and take no more."""
@@ -130,6 +142,9 @@ class BlockSaver:
             self._home.put(key, stored)
         except (StoreError, ValueError) as error:
             self._count_failure(request_id, str(error))
+            cause = error.__cause__
+            reason = cause.strerror if isinstance(cause, OSError) else None
+            self._note_unsaved(request_id, reason or "the server's log says why")
             return
         self._counters.count("saved_blocks")
         self._counters.count("saved_bytes", stored.nbytes)
@@ -137,6 +152,10 @@ class BlockSaver:
     def _count_failure(self, request_id: str, why: str) -> None:
         self._counters.count("save_failures")
         logger.warning("the block of request %s is not kept: %s", request_id, why)
+
+    def _note_unsaved(self, request_id: str, why: str) -> None:
+        with self._lock:
+            self._unsaved[encode_name(request_id)] = why
 
     def _gathered(self, states: States) -> States | None:
         """Each layer's keys and values with the heads of all ranks; None but on the first rank."""

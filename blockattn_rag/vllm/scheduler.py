@@ -6,6 +6,7 @@ Nothing here asks a network: the scheduler's thread serves every request.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,9 @@ from blockattn_rag.serving.protocol import (
     parse_plan,
     salt,
 )
+from blockattn_rag.vllm import grammars
 from blockattn_rag.vllm.metrics import Counters, Fetches
-from blockattn_rag.vllm.orders import Load, Orders, Save
+from blockattn_rag.vllm.orders import UNSAVED, Load, Orders, Save
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger("blockattn_rag")
+
+_MOST_UNSAVED = 1024
 
 _ANSWERED = (
     RequestStatus.FINISHED_STOPPED,
@@ -73,6 +77,7 @@ class SchedulerSide:
         self._asked: dict[str, _Asked] = {}
         self._orders = Orders()
         self._pool: BlockPool | None = None
+        self._unsaved: OrderedDict[str, str] = OrderedDict()
         self.stats = Counters()
 
     def bind(self, pool: BlockPool) -> None:
@@ -160,7 +165,7 @@ class SchedulerSide:
         return orders
 
     def heard(self, output: KVConnectorOutput) -> None:
-        """Take the workers' news of loads."""
+        """Take the workers' news of loads, and of blocks that they could not store."""
         # vLLM forgets these pages where their request runs. It may have been left, or have made
         # room for others since.
         self._forget(output.invalid_block_ids)
@@ -171,13 +176,20 @@ class SchedulerSide:
                     asked.served = replace(
                         asked.served, fetch_s=fetch.seconds, int8_blocks=fetch.int8_blocks
                     )
+            self._unsaved.update(news.unsaved)
+            while len(self._unsaved) > _MOST_UNSAVED:  # nobody waits for them any more
+                self._unsaved.popitem(last=False)
 
     def finished(self, request: Request, pages: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: whether its pages are still needed, and what its client is told."""
+        if isinstance(name := (request.kv_transfer_params or {}).get(UNSAVED), str):
+            return False, {UNSAVED: self._unsaved.pop(name, None)}
         asked = self._asked.pop(request.request_id, None)
         is_answered = request.status in _ANSWERED
         if asked is not None and asked.is_filling and not is_answered:
             self._forget(set(pages))  # it was left meanwhile, or what fills them failed
+        if (failed := grammars.failure(request)) is not None:
+            return False, failed
         if asked is None or asked.plan is None or not is_answered:
             return False, None
         plan = asked.plan

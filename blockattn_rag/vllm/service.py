@@ -15,6 +15,7 @@ from blockattn_rag.serving.fields import namespace_name
 from blockattn_rag.serving.profile import ModelProfile
 from blockattn_rag.serving.protocol import BlockPlan, full_mode_salt, parse_plan
 from blockattn_rag.store import open_store
+from blockattn_rag.vllm import grammars
 from blockattn_rag.vllm.ensure import BlockEnsurer, Encodable, encodables
 from blockattn_rag.vllm.retrying import CURRENT, RetryingClient, Ticket
 from blockattn_rag.vllm.streams import with_marker
@@ -124,7 +125,7 @@ class Service:
         if body.only_look:
             there = await self._ensurer.found(blocks)
             return EncodeAnswer(tuple("found" if one else "missing" for one in there))
-        encoded = await self._ensurer.ensure(blocks)
+        encoded = await self._ensurer.ensure(blocks, must_store=True)
         tokens = {b.key: len(b.block.ids) for b, new in zip(blocks, encoded, strict=True) if new}
         return EncodeAnswer(
             tuple("encoded" if one else "found" for one in encoded),
@@ -147,6 +148,7 @@ class Service:
             MissError, ServingError, StoreError: see ``BlockEnsurer.ensure``.
         """
         token_ids, params = _prompt_of(request)
+        grammars.prepare_request(request, self._grammars)
         if params is None:
             if self._secret is not None:
                 namespace = self._namespace(raw_request.headers)

@@ -142,11 +142,12 @@ class WorkerSide:
         return spoilt
 
     def news(self) -> Fetches | None:
-        """How the loads went that are done since this was last asked."""
-        if not self._fetches:
+        """How the loads went that are done since this was last asked, and saves that failed."""
+        unsaved = self._saver.unsaved() if self._pages and self._saver is not None else {}
+        if not self._fetches and not unsaved:
             return None
         fetches, self._fetches = self._fetches, {}
-        return Fetches(fetches)
+        return Fetches(fetches, unsaved)
 
     def counted(self) -> ServingStats | None:
         """What was counted since this was last asked."""

@@ -82,3 +82,33 @@ def test_control_tokens_that_are_kept_are_text_and_others_are_not() -> None:
     answer = Detokenizer(TOKENIZER, (), ["<|user|>"])
     parts = [*(answer.push(token) for token in ids), answer.finish()]
     assert "".join(parts) == answer.text == "a<|user|>ü"
+
+
+def test_kept_control_tokens_are_marks_and_their_characters_in_other_tokens_are_not() -> None:
+    text = "<|user|>"
+    answer = Detokenizer(TOKENIZER, (), [text])
+    for token in [*ids_of("ü"), 260, *TOKENIZER(text, split_special_tokens=True)["input_ids"][1:]]:
+        answer.push(token)
+    assert answer.text == f"ü{text}{text}"
+    assert answer.marks() == ((1, 9),)
+    assert answer.marks(since=1) == ((0, 8),)
+    assert answer.marks(since=2) == ()
+
+
+def test_a_broken_character_before_a_mark_does_not_move_it() -> None:
+    answer = Detokenizer(TOKENIZER, (), ["<|user|>"])
+    assert [answer.push(token) for token in [*ids_of("é")[:1], 260]] == ["", "\ufffd<|user|>"]
+    assert answer.marks() == ((1, 9),)
+
+
+@given(st.lists(st.sampled_from([*ids_of("us>er|a"), 260, 261]), max_size=30), st.integers(0, 2))
+def test_marks_are_given_out_whole_and_end_before_a_stop_string(ids: list[int], case: int) -> None:
+    stop = [("r|>a",), ("|><|user|>a", ">us"), ("er",)][case]
+    answer = Detokenizer(TOKENIZER, stop, ["<|user|>", "<|assistant|>"])
+    marks: list[tuple[int, int]] = []
+    for token in [*ids, None]:
+        piece = answer.finish() if token is None else answer.push(token)
+        since = len(answer.text) - len(piece)
+        marks += [(start + since, end + since) for start, end in answer.marks(since)]
+    assert tuple(marks) == answer.marks()
+    assert all(answer.text[start:end] in ("<|user|>", "<|assistant|>") for start, end in marks)

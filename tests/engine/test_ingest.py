@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
 from blockattn_rag.engine.fetcher import BlockFetcher, Wanted
 from blockattn_rag.engine.ingest import precompute
 from blockattn_rag.errors import ContextOverflowError, StoreError
-from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.block_kv import MOST_HANDLES, BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockTemplate
+from blockattn_rag.store import DirectoryStore, KVStore, ObjectStore, TieredStore, gc
+from blockattn_rag.store.tiered import Write
 from tests.engine.ingestion import FaultyStore, ingest
 from tests.models import shared_tiny_llama, tiny_tokenizer
+from tests.store.conftest import objects_in_memory
 
 A, B, C = Block("first passage"), Block("second"), Block("third", BlockTemplate("- ", "\n"))
 
@@ -101,3 +107,76 @@ def test_a_block_too_long_for_the_model_is_an_error_that_says_what_to_do(
 ) -> None:
     with pytest.raises(ContextOverflowError, match="split the passage into smaller chunks"):
         ingest(fetcher, [Block("x" * 5000)])
+
+
+# Three texts whose tokens are equal: the passage, the template around it, and both as one text.
+SHARED = [
+    Block("- third"),
+    Block("third", BlockTemplate("- ")),
+    Block(" third", BlockTemplate("-")),
+]
+
+
+def collected(store: DirectoryStore | ObjectStore, live: Sequence[Block]) -> list[str]:
+    """The entries that remain when all are old and these blocks alone are referred to."""
+    if isinstance(store, DirectoryStore):
+        for file in store.files():
+            os.utime(file.path, (0, time.time() - 86400))
+    else:
+        time.sleep(1.1)  # times are known to a second
+    gc(store, {block.handle for block in live}, grace_s=0)
+    return list(store.keys())
+
+
+def opened(kind: str, path: Path) -> tuple[KVStore, DirectoryStore | ObjectStore]:
+    """A store, and the one that ``gc`` is given."""
+    if kind == "objects":
+        home = objects_in_memory()
+        return home, home
+    directory = DirectoryStore(path)
+    if kind == "directory":
+        return directory, directory
+    write: Write = "behind" if kind == "tiers behind" else "through"
+    return TieredStore("memory:1MB", directory, write=write), directory
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("kind", ["directory", "tiers", "tiers behind", "objects"])
+def test_an_entry_lives_as_long_as_one_of_the_texts_that_share_it(
+    model: BlockModel, tmp_path: Path, kind: str, together: bool
+) -> None:
+    store, home = opened(kind, tmp_path / "kv")
+    fetcher = BlockFetcher(model, store)
+    for blocks in [SHARED] if together else [[block] for block in SHARED]:
+        ingest(fetcher, blocks)
+    if isinstance(store, TieredStore):
+        store.close()
+    (key,) = home.keys()
+    for block in SHARED:
+        assert collected(home, [block]) == [key]
+    assert collected(home, [A]) == []
+
+
+def test_an_entry_of_more_texts_than_its_header_names_goes_by_its_age(
+    model: BlockModel, tmp_path: Path
+) -> None:
+    store = DirectoryStore(tmp_path / "kv")
+    text = "a text of many letters"
+    blocks = [Block(text[cut:], BlockTemplate(text[:cut])) for cut in range(MOST_HANDLES + 1)]
+    ingest(BlockFetcher(model, store), blocks)
+    assert len(collected(store, [A])) == 1
+    gc(store, set(), grace_s=0, ttl_s=60)
+    assert list(store.keys()) == []
+
+
+def test_a_shared_entry_that_is_damaged_is_computed_again(
+    model: BlockModel, tmp_path: Path
+) -> None:
+    store = DirectoryStore(tmp_path / "kv")
+    fetcher = BlockFetcher(model, store)
+    ingest(fetcher, SHARED[:1])
+    (file,) = store.files()
+    content = file.path.read_bytes()
+    file.path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert ingest(fetcher, SHARED[1:2]).computed == 1
+    assert ingest(fetcher, SHARED).reused == 1

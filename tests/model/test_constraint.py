@@ -16,6 +16,7 @@ from tests.models import tiny_tokenizer
 TOKENIZER: Any = tiny_tokenizer()
 END = TOKENIZER.eos_token_id
 A, B, C = TOKENIZER.convert_tokens_to_ids(["a", "b", "c"])
+PAD = TOKENIZER.convert_tokens_to_ids("z")
 WIDTH = len(TOKENIZER) + 7  # models predict more tokens than there are
 
 
@@ -40,12 +41,42 @@ def test_each_row_is_held_to_its_own_grammar(matcher: Matcher) -> None:
     assert torch.equal(found[1, [B, C]], scores[1, [B, C]])
 
 
-def test_rows_that_have_ended_or_do_not_fit_stay_as_they_are(matcher: Matcher) -> None:
-    scores = torch.randn(2, WIDTH)
-    found = restricted(scores, [[A, B, END], [C]], [matcher, matcher.fresh()], {END})
-    assert torch.equal(found, scores)
+def test_rows_that_have_ended_stay_unchanged(matcher: Matcher) -> None:
+    scores = torch.randn(3, WIDTH)
+    rows = [[A, B, END, C], [A, C, PAD], [A, PAD, PAD]]  # the last two end at stop strings
+    matchers = [matcher, matcher.fresh(), matcher.fresh()]
+    assert torch.equal(restricted(scores, rows, matchers, {END}, pad=PAD), scores)
     ended = restricted(scores[:1], [[A, B]], [matcher.fresh()], {B})  # by a letter of the grammar
     assert torch.equal(ended, scores[:1])
+
+
+@pytest.mark.parametrize("row", [[C], [A, A], [PAD, A], [A, PAD, B], [C, PAD]])
+def test_a_forbidden_token_is_an_error(matcher: Matcher, row: list[int]) -> None:
+    scores = torch.randn(1, WIDTH)
+    with pytest.raises(GrammarError, match="one that its grammar forbids"):
+        restricted(scores, [row], [matcher], {END}, pad=PAD)
+    given_up = restricted(scores, [row], [matcher], {END}, pad=PAD, has_strays=True)
+    assert torch.equal(given_up, scores)
+
+
+def test_an_error_of_the_grammar_is_raised_even_where_rows_are_given_up() -> None:
+    cases = " | ".join(f"c{i}" for i in range(10_001))
+    rules = "\n".join(f'c{i}: "x" "{i}"' for i in range(10_001))
+    asked = parse_grammar(None, {"grammar": f'start: /a+/ "b" case\ncase: {cases}\n{rules}'})
+    assert asked is not None
+    large = GrammarCompiler(TOKENIZER, [END], "tiny").matcher(asked)
+    with pytest.raises(GrammarError, match="max is 10000"):
+        restricted(torch.zeros(1, WIDTH), [[A, A, B]], [large], {END}, has_strays=True)
+
+
+def test_a_finished_answer_is_checked_once_more(matcher: Matcher) -> None:
+    constraint = GrammarConstraint([matcher, None], 0, {END}, pad=PAD, has_strays=True)
+    for answer in ([A], [A, B, END], [A, C, END, C], [A, C, PAD]):
+        constraint.check_answer(answer)
+    constraint.check_answer([C], 1)
+    for answer in ([C], [A, A, END]):
+        with pytest.raises(GrammarError, match="one that its grammar forbids"):
+            constraint.check_answer(answer)
 
 
 def test_a_complete_answer_ends_whatever_other_settings_forbid(matcher: Matcher) -> None:
@@ -67,7 +98,7 @@ def test_the_prompt_is_no_part_of_the_answer(matcher: Matcher) -> None:
 
 
 def test_beams_have_matchers_of_their_own_and_may_trade_places(matcher: Matcher) -> None:
-    constraint = GrammarConstraint([matcher, None], 1, {END})
+    constraint = GrammarConstraint([matcher, None], 1, {END}, has_strays=True)
     every = set(range(WIDTH))
     first = torch.tensor([[C, A, B], [C, A, C], [C, C, C], [C, B, B]])
     found = left(constraint(first, torch.zeros(4, WIDTH)))

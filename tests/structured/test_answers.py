@@ -36,6 +36,13 @@ def test_an_answer_that_ended_too_soon_says_where() -> None:
         complete_json('{"a"', "stop")
 
 
+def test_an_answer_that_is_nested_too_deeply_says_so() -> None:
+    for text in ("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000):
+        with pytest.raises(IncompleteAnswerError, match="nested too deeply to be read") as caught:
+            complete_json(text, "stop")
+        assert caught.value.text == text
+
+
 def test_long_answers_are_shown_by_their_ends() -> None:
     text = "[" + "1," * 500 + "9"
     with pytest.raises(IncompleteAnswerError, match=r"Found '\[1,1,.*' \.\.\. '.*1,9'") as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from blockattn_rag.errors import GrammarError, UnsupportedModelError
 from blockattn_rag.structured.compiler import GrammarCompiler, Matcher
 from blockattn_rag.structured.grammar import Grammar, parse_grammar
+from tests.holding import LONGEST_S
 from tests.models import tiny_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -108,6 +110,84 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         one.matcher(grammar(json=SCHEMA))
         one.matcher(grammar(regex="a"))
     assert compiled == [json.dumps(SCHEMA), "a"]
+
+
+def test_a_slow_grammar_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    compile_one = GrammarCompiler._compile
+
+    def slow(self: GrammarCompiler, given: Grammar) -> Matcher:
+        if given.text == "slow":
+            begun.set()
+            assert may_end.wait(LONGEST_S)
+        return compile_one(self, given)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", slow)
+    one = compiler()
+    found: list[Matcher] = []
+    waiting = threading.Thread(target=lambda: found.append(one.matcher(grammar(regex="slow"))))
+    other = threading.Thread(target=lambda: found.append(one.matcher(grammar(regex="fast"))))
+    waiting.start()
+    assert begun.wait(LONGEST_S)
+    other.start()
+    other.join(5)
+    overtook = list(found)
+    may_end.set()
+    waiting.join()
+    other.join()
+    assert [next_of(each) for each in overtook] == [{"f"}]
+    assert next_of(found[1]) == {"s"}
+
+
+def test_thousands_of_choices_constrain_an_answer() -> None:
+    one = matcher(choice=[f"Street {i} of Halden" for i in range(20_000)])
+    assert next_of(one) == {"S"}
+    assert one.follow(ids("Street 1999"))
+    assert next_of(one) == {" ", *"0123456789"}
+    assert one.follow(ids("Street 19999"))
+    assert next_of(one) == {" "}
+    assert one.follow(ids("Street 19999 of Halden"))
+    assert one.is_complete()
+    assert not fits(one, "Street 20000")
+
+
+def test_a_choice_that_begins_another_ends_or_goes_on() -> None:
+    one = matcher(choice=["ab", "abc", 'say "ö"\n', "🏰"])
+    assert one.follow(ids("ab"))
+    assert one.allowed(VOCABULARY, [END])[[END, ids("c")[0]]].all()
+    for text in ("abc", 'say "ö"\n', "🏰"):
+        assert one.follow(ids(text))
+        assert one.is_complete()
+
+
+def _alternatives(number: int, begin: str) -> str:
+    """A grammar whose parser has so many items after ``begin``, a rule."""
+    cases = " | ".join(f"c{i}" for i in range(number))
+    rules = "\n".join(f'c{i}: "x" "{i}"' for i in range(number))
+    return f"start: {begin} case\ncase: {cases}\n{rules}"
+
+
+def test_a_grammar_that_cannot_begin_is_refused_when_it_is_compiled() -> None:
+    with pytest.raises(GrammarError, match=r"the grammar cannot be followed.* max is 10000"):
+        matcher(grammar=_alternatives(10_001, '"a"'))
+
+
+def test_an_error_of_the_parser_is_no_answer_that_does_not_fit() -> None:
+    one = matcher(grammar=_alternatives(10_001, '/a+/ "b"'))
+    assert not one.follow(ids("b"))
+    with pytest.raises(GrammarError, match=r"cannot be followed: .* max is 10000") as raised:
+        one.follow(ids("aabx"))
+    assert "\n" not in str(raised.value)
+    with pytest.raises(GrammarError, match="max is 10000"):  # nor is it forgotten
+        one.follow(ids("aabx1"))
+
+
+def test_too_many_optional_properties_are_refused_at_once() -> None:
+    properties = {f"p{i}": {"type": "integer"} for i in range(10_000)}
+    with pytest.raises(
+        GrammarError, match="has 10,000 optional properties, expected at most 2,000"
+    ):
+        matcher(json={"items": {"type": "object", "properties": properties}})
 
 
 @pytest.mark.parametrize(

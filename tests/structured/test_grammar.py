@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from blockattn_rag.errors import GrammarError
 from blockattn_rag.structured.grammar import Grammar, parse_grammar
 
 SCHEMA = {"title": "Tower", "type": "object", "properties": {"höhe": {"type": "integer"}}}
@@ -88,8 +89,16 @@ def test_grammars_are_known_by_what_they_say_and_go_to_other_processes() -> None
 
 
 DEEP: dict[str, Any] = {}
-for _ in range(5000):
+for _ in range(100_000):
     DEEP = {"items": DEEP}
+
+
+def test_a_grammar_that_is_too_large_is_refused_with_the_limit() -> None:
+    choices = [f"Street {i} of Halden" for i in range(200_000)]
+    with pytest.raises(GrammarError, match=r"characters, expected at most 2,000,000. Offer less"):
+        parse_grammar(None, {"choice": choices})
+    with pytest.raises(GrammarError, match=r"2,000,006 characters, expected at most 2,000,000"):
+        parse_grammar(None, {"regex": "a" * 2_000_006})
 
 
 @pytest.mark.parametrize(
@@ -109,7 +118,13 @@ for _ in range(5000):
         (None, {"json": [1]}, "must be an object; found"),
         (None, {"json": "{"}, "is no JSON"),
         (None, {"json": {"enum": [{1, 2}]}}, "must be plain JSON"),
-        (None, {"json": DEEP}, "must be plain JSON; found one of too many levels"),
+        (None, {"json": DEEP}, "nested too deeply, expected fewer than 100 levels"),
+        (None, {"json": '{"items":' * 100_000}, "nested too deeply"),
+        ({"type": "json_schema", "json_schema": {"schema": DEEP}}, None, "nested too deeply"),
+        ({"type": "json_schema", "json_schema": DEEP}, None, "must have the schema in"),
+        (DEEP, None, "a mapping with a type"),
+        (None, DEEP, "must hold one of"),
+        (None, {"choice": [DEEP]}, "choice must be a list of texts"),
         (None, {"choice": "abc"}, "choice must be a list of texts; found 'abc'"),
         (None, {"choice": []}, "choice must be a list of texts"),
         (None, {"choice": ["a", ""]}, "choice must be a list of texts"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from blockattn_rag.errors import GrammarError
 from blockattn_rag.structured.schema import prepared
 
 OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -68,3 +69,28 @@ def test_formats_that_are_not_known_are_left_out() -> None:
 def test_a_property_may_have_the_name_of_a_keyword() -> None:
     given = {"properties": {"properties": {"type": "string"}, "format": {"type": "string"}}}
     assert prepared(given) == {**given, "additionalProperties": False}
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    with pytest.raises(GrammarError, match="nested too deeply, expected fewer than 100 levels"):
+        prepared(schema)
+
+
+def test_a_schema_of_too_many_schemas_is_refused() -> None:
+    cases = [{"properties": {"k": {"const": number}}} for number in range(8_000)]
+    with pytest.raises(GrammarError, match="has 16,001 schemas within it, expected at most 16,000"):
+        prepared({"anyOf": cases})
+    assert prepared({"anyOf": cases[1:]})
+
+
+def test_an_object_of_many_optional_properties_is_refused_and_of_many_required_ones_is_not() -> (
+    None
+):
+    properties = {f"p{i}": {"type": "integer"} for i in range(2_001)}
+    held = {"type": "object", "properties": properties, "required": ["p0"]}
+    assert prepared(held)["properties"] == properties
+    with pytest.raises(GrammarError, match="2,001 optional properties, expected at most 2,000"):
+        prepared({"items": {**held, "required": []}})

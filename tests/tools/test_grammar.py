@@ -130,3 +130,25 @@ def test_a_tool_whose_name_needs_escapes_is_called_by_it() -> None:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert matcher.follow(ids)
     assert matcher.is_complete()
+
+
+@pytest.mark.parametrize("special", [True, False, None])
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_answer_of_text_or_calls_is_decided_where_it_begins(
+    name: str, special: bool | None
+) -> None:
+    form = FORMATS[name]
+    tokenizer = tiny_tokenizer() if special is None else tokenizer_of(form, special=special)
+    grammar = calls_grammar(form, TOOLS, tokenizer, several=True, or_text=True)
+
+    def fits_now(text: str) -> bool:
+        matcher = matcher_of(tokenizer, grammar)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return matcher.follow(ids) and matcher.is_complete()
+
+    quoted = f"It says {WRITTEN[name][0]}." if special is None else "It says {}, <tool> [TOOL]."
+    for text in ("", "Well.", " \n", "Ünï 🙂\n\nWell", quoted, *WRITTEN[name]):
+        assert fits_now(text)
+    opened = [form.opening, f" \n\x1c{form.opening}", f"{form.opening}x", "<think>x", " <think>"]
+    for text in [*opened, *(["{", ' {"a": 1}'] if form.is_bare else [])]:
+        assert not fits_now(text)

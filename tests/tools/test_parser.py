@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -253,6 +255,157 @@ ANY_FORM = ['"', '"}}', "{", "}", "[", "\\", "\n", " ", "a", "[TOOL", "<"]
 @given(data=st.data())
 def test_an_answer_is_read_the_same_wherever_it_is_cut(form: str, data: st.DataObject) -> None:
     read(form, "".join(data.draw(st.lists(st.sampled_from(PIECES[form] + ANY_FORM), max_size=12))))
+
+
+Pieces = list[tuple[str, bool]]
+"""Texts of tokens, and whether each is a token of its own."""
+
+
+def spans_of(pieces: Pieces) -> list[tuple[int, int]]:
+    ends = [*accumulate(len(text) for text, _ in pieces)]
+    return [
+        (end - len(text), end)
+        for end, (text, is_token) in zip(ends, pieces, strict=True)
+        if is_token
+    ]
+
+
+def as_tokens(form: str, answer: str) -> Pieces:
+    """An answer cut at its marks, which are tokens."""
+    marks = "|".join(map(re.escape, FORMATS[form].marks))
+    return [(text, text in FORMATS[form].marks) for text in re.split(f"({marks})", answer) if text]
+
+
+def read_tokens(form: str, pieces: Pieces) -> Read:
+    """``read`` where the tokenizer has the marks; whole, and token by token."""
+    marks, names = FORMATS[form].marks, ["look_up"]
+    text = "".join(text for text, _ in pieces)
+    whole = plain(parse_answer(text, FORMATS[form], names, tokens=marks, marks=spans_of(pieces)))
+    parser, found = ToolCallParser(FORMATS[form], names, marks), []
+    for one in pieces:
+        for part in [one] if one[1] else [(character, False) for character in one[0]]:
+            found += parser.push(part[0], spans_of([part]))
+    assert plain(ReadAnswer.of([*found, *parser.finish()])) == whole
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("form", "answer"), [(form, one) for form, all_ in WELL_FORMED.items() for one in all_]
+)
+def test_marks_that_are_tokens_count_and_the_same_characters_do_not(form: str, answer: str) -> None:
+    assert read_tokens(form, as_tokens(form, answer)) == ("", [CALL], [])
+    if FORMATS[form].opening in answer:
+        assert read_tokens(form, [(answer, False)]) == (answer, [], [])
+    quoted = [(f"It says {answer}.", False), *as_tokens(form, answer)]
+    if FORMATS[form].opening in answer:
+        assert read_tokens(form, quoted) == (quoted[0][0], [CALL], [])
+
+
+@pytest.mark.parametrize(("form", "answer", "name", "error"), MALFORMED)
+def test_malformed_calls_of_tokens_are_reported_as_written(
+    form: str, answer: str, name: str | None, error: str
+) -> None:
+    found = read_tokens(form, as_tokens(form, answer[:500]))
+    assert found == read(form, answer[:500])
+    assert (name is None, bool(error)) == (found[2][0][0] is None, True)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@given(data=st.data())
+def test_tokens_of_any_order_give_what_they_spell(form: str, data: st.DataObject) -> None:
+    texts = data.draw(st.lists(st.sampled_from(PIECES[form] + ANY_FORM), max_size=12))
+    marks = FORMATS[form].marks
+    drawn = data.draw(st.lists(st.booleans(), min_size=len(texts), max_size=len(texts)))
+    pieces = [(t, t in marks and one) for t, one in zip(texts, drawn, strict=True)]
+    text, calls, invalid = read_tokens(form, pieces)
+    if not any(is_token for _, is_token in pieces) and not FORMATS[form].is_bare:
+        assert (text, calls, invalid) == ("".join(texts), [], [])
+    shown = "".join([text, *(one for _, one in invalid), *(name for name, _ in calls)])
+    assert not re.search("[\ud800-\udfff]", shown)
+
+
+def test_text_cannot_spell_a_mark_by_characters_that_stand_for_it() -> None:
+    parser = ToolCallParser(FORMATS["hermes"], (), FORMATS["hermes"].marks)
+    body = '{"name": "look_up", "arguments": {}}'
+    assert parser.push(f"\udc00{body}\udc01") == [f"\ufffd{body}\ufffd"]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_answer_that_begins_with_text_is_all_text_if_a_grammar_chose(form: str) -> None:
+    for answer in (f"Well. {WELL_FORMED[form][0]}", "  \n", "Well.", FORMATS[form].opening[:-1]):
+        parser, found = ToolCallParser(FORMATS[form], only_first=True), []
+        for character in answer:
+            found += parser.push(character)
+        assert plain(ReadAnswer.of([*found, *parser.finish()])) == (answer, [], [])
+        parser = ToolCallParser(FORMATS[form], only_first=True)
+        whole = [*parser.push(answer), *parser.finish()]
+        assert plain(ReadAnswer.of(whole)) == (answer, [], [])
+    if FORMATS[form].is_bare:
+        parser, answer = ToolCallParser(FORMATS[form], only_first=True), f'{{"a": 1}} {answer}>'
+        whole = [*parser.push(f"{answer}{WELL_FORMED[form][-1]}"), *parser.finish()]
+        assert plain(ReadAnswer.of(whole)) == (f"{answer}{WELL_FORMED[form][-1]}", [], [])
+    parser = ToolCallParser(FORMATS[form], only_first=True)
+    call = f" {WELL_FORMED[form][0]}"
+    assert plain(ReadAnswer.of([*parser.push(call), *parser.finish()])) == ("", [CALL], [])
+
+
+class Counted(str):
+    """A text of which so many characters may be copied or searched."""
+
+    __slots__ = ()
+    left = 0
+
+    @classmethod
+    def note(cls, characters: int) -> None:
+        cls.left -= characters
+        assert cls.left >= 0
+
+    def __add__(self, other: str) -> Counted:
+        return Counted(str(self) + str(other))
+
+    def __radd__(self, other: str) -> Counted:
+        return Counted(str(other) + str(self))
+
+    def __getitem__(self, key: Any) -> Counted:
+        part = super().__getitem__(key)
+        self.note(len(part))
+        return Counted(part)
+
+    def find(self, sought: str, start: Any = 0, end: Any = None) -> int:
+        at = super().find(sought, start, end)
+        self.note((len(self) if at < 0 else at) - start)
+        return at
+
+    def partition(self, sought: str) -> tuple[str, str, str]:
+        self.note(len(self))
+        before, mark, after = super().partition(sought)
+        return Counted(before), mark, Counted(after)
+
+
+LONG = "a" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        ("mistral_args", f"[TOOL_CALLS]{LONG}"),
+        ("mistral_args", f'[TOOL_CALLS]look_up[ARGS]{{"q": "{LONG}"}}'),
+        ("mistral_args", f"[TOOL_CALLS]x{{{LONG}"),
+        ("mistral_args", "[TOOL_CALLS]x" * 15_000),
+        ("mistral", f"[TOOL_CALLS] none {LONG}"),
+        ("hermes", f"<tool_call>{LONG}</tool_call>"),
+        ("granite", f"<|tool_call|>{' ' * 200_000}[]"),
+    ],
+)
+@pytest.mark.parametrize("size", [7, 1 << 20])
+def test_each_character_of_a_long_answer_is_read_a_few_times_at_most(
+    form: str, answer: str, size: int
+) -> None:
+    Counted.left = 10 * len(answer)
+    parser = ToolCallParser(FORMATS[form], ["look_up"])
+    for at in range(0, len(answer), size):
+        parser.push(Counted(answer[at : at + size]))
+    parser.finish()
 
 
 def test_blanks_are_no_name_of_a_tool() -> None:

@@ -85,11 +85,20 @@ def test_a_required_call_beside_a_grammar_that_forbids_it_is_refused(choice: str
         held.engine_options(tiny_tokenizer(), {"structured_outputs": {"regex": "a"}})
 
 
+def test_constrained_calls_beside_another_grammar_are_refused() -> None:
+    held = use("add", calls="constrained")
+    assert held is not None
+    with pytest.raises(ValueError, match="the regular expression 'a' beside tools"):
+        held.engine_options(tiny_tokenizer(), {"structured_outputs": {"regex": "a"}})
+    with pytest.raises(ValueError, match="tool_calls must be 'free' or 'constrained'; found 'all'"):
+        use("add", calls="all")
+
+
 def test_one_call_too_many_is_shown_as_the_model_could_have_written_it() -> None:
     held = use("add", parallel=False)
     assert held is not None
     call = '<tool_call>{"name": "add", "arguments": {"a": "\'ü"}}</tool_call>'
-    _, calls, (invalid,) = ReadAnswer.of(held.reader().read(call * 2, last=True))
+    _, calls, (invalid,) = ReadAnswer.of(held.reader({}).read(call * 2, last=True))
     assert len(calls) == 1
     assert invalid.text == '{"name": "add", "arguments": {"a": "\'ü"}}'
 

@@ -1,0 +1,134 @@
+"""Large grammars constrain each answer or are refused, and delay nobody else."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import pytest
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.errors import GrammarError
+from blockattn_rag.model import BlockModel
+from blockattn_rag.store import MemoryStore
+from blockattn_rag.structured.compiler import GrammarCompiler, Matcher
+from blockattn_rag.structured.grammar import Grammar
+from blockattn_rag.tools.formats import FORMATS
+from blockattn_rag.tools.grammar import calls_grammar
+from tests.holding import LONGEST_S
+from tests.models import tiny_model, tiny_tokenizer
+
+A = ["Halden is tall.", "It was built in 1931.", "How tall?"]
+B = ["The lake is deep.", "Who swims there?"]
+
+
+@pytest.fixture(scope="module")
+def engine() -> BlockAttentionEngine:
+    model = BlockModel(tiny_model(), tiny_tokenizer())
+    model.config.block_attention = {"test": True}  # known to be tuned: no warning
+    return BlockAttentionEngine(model, MemoryStore(1 << 28))
+
+
+def _case(number: int) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"k": {"const": f"c{number}"}, "v": {"enum": [1, 2]}},
+        "required": ["k", "v"],
+    }
+
+
+def _tools(number: int) -> str:
+    tools = [{"type": "function", "function": {"name": f"t{i}"}} for i in range(number)]
+    return calls_grammar(FORMATS["llama3"], tools, tiny_tokenizer(), several=False)
+
+
+LARGE: dict[str, tuple[dict[str, Any], str]] = {
+    "choices": ({"choice": [f"S {i} of H" for i in range(2_500)]}, r"S \d{1,4} of H"),
+    "cases": (
+        {"json": {"anyOf": [_case(i) for i in range(2_100)]}},
+        r'\{ ?"k" ?: ?"c\d{1,4}" ?, ?"v" ?: ?[12] ?\}',
+    ),
+    "tools": (
+        {"grammar": _tools(2_010)},
+        r'\{"name": "t\d{1,4}", "parameters": \{\}\}',
+    ),
+    "optional properties": (
+        {"json": {"type": "object", "properties": {f"p{i}": {"const": 1} for i in range(990)}}},
+        r'\{ ?("p\d{1,3}" ?: ?1 ?(, ?|(?=\})))*\}',
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_large_grammar_constrains_every_answer(engine: BlockAttentionEngine, kind: str) -> None:
+    asked, pattern = LARGE[kind]
+    options: dict[str, Any] = {"structured_outputs": asked, "max_new_tokens": 48}
+    answers = [
+        engine.generate(A, **options),
+        engine.generate(A, mode="full", **options),
+        *engine.generate_batch([A, B], **options),
+        *engine.generate_batch([A, B], mode="full", **options),
+    ]
+    for mode in ("block", "full"):
+        *texts, last = engine.stream(A, mode=mode, **options)
+        assert last.generation is not None
+        assert "".join(one.text for one in texts) == last.generation.text
+        answers.append(last.generation)
+    for answer in answers:
+        if answer.finish_reason == "length" and kind == "optional properties":
+            cut = answer.text.rpartition(",")[0] + "}"
+            assert re.fullmatch(pattern, cut), answer.text
+        else:
+            assert re.fullmatch(pattern, answer.text), answer.text
+
+
+def test_a_grammar_that_fails_within_an_answer_raises_in_every_mode(
+    engine: BlockAttentionEngine,
+) -> None:
+    rules = "\n".join(f'c{i}: "x" "{i}"' for i in range(10_001))
+    cases = " | ".join(f"c{i}" for i in range(10_001))
+    # Nothing is too large before the second letter, which a model may choose or not.
+    asked = {"grammar": f'start: /[a-z]/ /[a-z]/ "x" case\ncase: {cases}\n{rules}'}
+    for mode in ("block", "full"):
+        with pytest.raises(GrammarError, match="max is 10000"):
+            engine.generate(A, structured_outputs=asked, mode=mode)
+        with pytest.raises(GrammarError, match="max is 10000"):
+            list(engine.stream(A, structured_outputs=asked, mode=mode))
+        with pytest.raises(GrammarError, match="max is 10000"):
+            engine.generate_batch([A, B], structured_outputs=asked, mode=mode)
+
+
+def test_what_is_too_large_is_refused_before_anything_is_computed(
+    engine: BlockAttentionEngine,
+) -> None:
+    entries = engine.store.stats().entries
+    for asked in (
+        {"choice": [f"Street {i} of Halden" for i in range(200_000)]},
+        {"regex": "a" * 2_000_001},
+    ):
+        with pytest.raises(GrammarError, match="expected at most 2,000,000"):
+            engine.submit(["A passage that is new.", "Why?"], structured_outputs=asked)
+    assert engine.store.stats().entries == entries
+
+
+def test_other_answers_overtake_one_whose_grammar_is_being_compiled(
+    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+    compile_one = GrammarCompiler._compile
+
+    def slow(self: GrammarCompiler, given: Grammar) -> Matcher:
+        if given.text == "slow":
+            assert may_end.wait(LONGEST_S)
+        return compile_one(self, given)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", slow)
+    first = engine.submit(A, structured_outputs={"regex": "slow"})
+    try:
+        assert engine.submit(A, structured_outputs={"regex": "fast"}).result(10).text == "fast"
+        assert engine.submit(B, max_new_tokens=1).result(10).token_ids
+        assert not first.answer.done()
+    finally:
+        may_end.set()
+    assert first.result(LONGEST_S).text == "slow"

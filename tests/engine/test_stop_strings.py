@@ -1,0 +1,157 @@
+"""Stop strings end answers: in the answer alone, whatever the prompt ends in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import LogitsProcessor
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.engine.results import Generation
+from blockattn_rag.model import BlockModel
+from tests.models import tiny_model, tiny_tokenizer
+from tests.saying import says
+
+A, B = "Halden Tower is 214 metres tall.", "It was built in 1931."
+NEW = 12
+PROMPTS = [[A, B, "How tall?"], [B, "And when was that?"], ["No context?"]]
+
+Outcome = tuple[str, list[int], str]
+
+
+@pytest.fixture(scope="module")
+def engine() -> BlockAttentionEngine:
+    """A random model that writes letters."""
+    tokenizer: Any = tiny_tokenizer()
+    model: Any = tiny_model("llama")
+    tokens = tokenizer.convert_ids_to_tokens(list(range(model.config.vocab_size)))
+    mute = [i for i, token in enumerate(tokens) if not (token and token in "abcdefghijklmnop")]
+    with torch.no_grad():
+        model.get_output_embeddings().weight[mute] = 0
+    model.config.block_attention = {"test": True}  # known to be tuned: no warning
+    return BlockAttentionEngine(BlockModel(model, tokenizer))
+
+
+def outcome(answer: Generation) -> Outcome:
+    return answer.text, answer.token_ids, answer.finish_reason
+
+
+def answers(engine: BlockAttentionEngine, how: str, **options: Any) -> list[Outcome]:
+    options = {"max_new_tokens": NEW, **options}
+    if how == "batch":
+        return [outcome(one) for one in engine.generate_batch(PROMPTS, **options)]
+    if how == "alone":
+        return [outcome(engine.generate(prompt, **options)) for prompt in PROMPTS]
+    streams = [[*engine.stream(prompt, **options)] for prompt in PROMPTS]
+    for chunks in streams:
+        assert chunks[-1].generation is not None
+        assert "".join(chunk.text for chunk in chunks) == chunks[-1].generation.text
+    return [outcome(chunks[-1].generation) for chunks in streams if chunks[-1].generation]
+
+
+HOW = pytest.mark.parametrize("how", ["alone", "batch", "stream"])
+MODE = pytest.mark.parametrize("mode", ["block", "full"])
+
+
+@HOW
+@MODE
+def test_a_stop_string_that_begins_in_the_prompt_does_not_end_the_answer(
+    engine: BlockAttentionEngine, how: str, mode: str
+) -> None:
+    free = answers(engine, how, mode=mode)
+    stop = [f"?{text[:2]}" for text, _, _ in free]
+    assert answers(engine, how, mode=mode, stop=stop) == free
+
+
+def test_an_answer_that_goes_on_with_the_prompt_s_last_words_is_whole(
+    engine: BlockAttentionEngine,
+) -> None:
+    told = says(" height is 214.")
+    found = engine.generate([A, "How tall? Answer: The"], stop=["The he"], **told)
+    assert (found.text, found.finish_reason) == (" height is 214.", "stop")
+
+
+@HOW
+@MODE
+def test_answers_end_with_the_token_that_completes_a_stop_string(
+    engine: BlockAttentionEngine, how: str, mode: str
+) -> None:
+    free = answers(engine, "alone", mode=mode)
+    stop = free[0][0][3:6]
+    for (text, ids, _), found in zip(free, answers(engine, how, mode=mode, stop=stop), strict=True):
+        at = text.find(stop)
+        whole, end = (text, "length") if at < 0 else (text[:at], "stop")
+        assert found == (whole, ids[: NEW if at < 0 else at + len(stop)], end)
+
+
+def test_an_answer_computes_no_token_after_its_stop_string(engine: BlockAttentionEngine) -> None:
+    class Steps(LogitsProcessor):
+        count = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return scores
+
+    (text, _, _), *_ = answers(engine, "alone")
+    steps: Any = Steps()
+    options: dict[str, Any] = {"max_new_tokens": NEW, "logits_processor": [steps]}
+    engine.generate(PROMPTS[0], stop=text[3:6], **options)
+    assert steps.count == text.index(text[3:6]) + 3
+
+
+def test_stop_strings_of_transformers_are_stop(engine: BlockAttentionEngine) -> None:
+    (text, _, _), *_ = free = answers(engine, "alone")
+    stop = text[3:6]
+    expected = answers(engine, "alone", stop=stop)
+    for given in (stop, [stop]):
+        options: dict[str, Any] = {"stop_strings": given, "tokenizer": tiny_tokenizer()}
+        assert answers(engine, "batch", **options) == expected
+    config = engine.model.hf_model.generation_config
+    assert config is not None
+    config.stop_strings = [stop]
+    try:
+        assert answers(engine, "batch") == answers(engine, "alone") == expected != free
+    finally:
+        config.stop_strings = None
+
+
+@pytest.mark.parametrize("how", ["alone", "batch"])
+def test_no_tables_are_built_for_stop_strings(
+    engine: BlockAttentionEngine, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[object] = []
+    kind: Any = transformers.StopStringCriteria
+    make = kind.__init__
+
+    def note(*given: Any) -> None:
+        built.append(given)
+        make(*given)
+
+    monkeypatch.setattr(kind, "__init__", note)
+    answers(engine, how, stop=["zz"])
+    assert not built
+
+
+@MODE
+def test_beams_end_at_stop_strings_of_the_answer(engine: BlockAttentionEngine, mode: str) -> None:
+    free = answers(engine, "alone", mode=mode, num_beams=2)
+    stop = [f"?{text[:2]}" for text, _, _ in free]
+    assert answers(engine, "alone", mode=mode, num_beams=2, stop=stop) == free
+    text, _, _ = free[2]
+    options: dict[str, Any] = {"num_beams": 2, "max_new_tokens": NEW}
+    found = engine.generate(PROMPTS[2], mode=mode, stop=text[2:5], **options)  # type: ignore[arg-type]
+    ids = torch.tensor([engine.model.tokenizer.final_ids(PROMPTS[2][0], first=True)])
+    run: Any = engine.model.hf_model.generate
+    expected = run(ids, stop_strings=[text[2:5]], tokenizer=tiny_tokenizer(), **options)
+    assert found.token_ids == expected[0, ids.shape[1] :].tolist()
+
+
+def test_a_drafted_answer_ends_at_its_stop_string(engine: BlockAttentionEngine) -> None:
+    drafting: Any = {"mode": "full", "max_new_tokens": NEW, "prompt_lookup_num_tokens": 3}
+    (text, ids, _), *_ = answers(engine, "alone", mode="full")
+    found = engine.generate(PROMPTS[0], stop=text[3:6], **drafting)
+    end = text.index(text[3:6])
+    assert outcome(found) == (text[:end], ids[: end + 3], "stop")

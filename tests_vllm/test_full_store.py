@@ -1,0 +1,62 @@
+"""A store that takes no blocks: answers come all the same, and at once."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from blockattn_rag.serving.endpoint import COMPLETIONS, ENCODE
+from blockattn_rag.serving.protocol import ServedBlocks
+from blockattn_rag.store import DirectoryStore
+from tests_vllm.reference import TOKENS, Reference
+from tests_vllm.server import Server
+
+MOST_FILE_BYTES = 1024
+AT_ONCE_S = 20
+"""Far less than the time for which a server waits for a store that reports nothing."""
+
+
+@pytest.fixture
+def store(reference: Reference) -> DirectoryStore:
+    return DirectoryStore(reference.folder / "full")
+
+
+@pytest.fixture
+def server(reference: Reference, store: DirectoryStore) -> Iterator[Server]:
+    """A server whose processes cannot write a file as large as an entry."""
+    server = Server(reference.options(store=str(store.path)), reference.folder / "full.log")
+    try:
+        server.wait()
+        for process in psutil.Process(server.pid).children(recursive=True):
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (MOST_FILE_BYTES,) * 2)
+        yield server
+    finally:
+        server.close()
+
+
+def test_answers_do_not_depend_on_the_store_and_encoding_reports_why_it_failed(
+    reference: Reference, store: DirectoryStore, server: Server
+) -> None:
+    case = reference.case(10)
+    body = {
+        "prompt": case.ids,
+        "kv_transfer_params": case.params,
+        "max_tokens": TOKENS,
+        "min_tokens": TOKENS,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    for encoded in (len(case.lengths), 0):
+        began = time.monotonic()
+        told = server.post(COMPLETIONS, body).json()
+        assert time.monotonic() - began < AT_ONCE_S
+        assert told["choices"][0]["token_ids"] == reference.answer(case)
+        assert ServedBlocks.from_dict(told["kv_transfer_params"]).encoded == encoded
+    refused = server.post(ENCODE, {"blocks": reference.case(20).blocks[1:]})
+    assert refused.status_code == 503
+    assert "File too large" in refused.json()["error"]["message"]
+    assert list(store.keys()) == []
