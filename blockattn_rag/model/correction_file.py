@@ -81,6 +81,10 @@ def _layers(path: Path, tensors: dict[str, Tensor]) -> tuple[LayerCorrection, ..
                 f"(heads, size, size) and (heads, {NUM_PLACES}, size)"
             )
         for name, tensor in layer._asdict().items():
+            if not tensor.is_floating_point():
+                raise ValueError(
+                    f"{path}: found {tensor.dtype} in {name}.{index}, expected floating point"
+                )
             if not tensor.isfinite().all():
                 raise ValueError(
                     f"{path}: found NaN or infinity in {name}.{index}, expected finite numbers"

@@ -209,6 +209,7 @@ def test_files_of_other_kinds_are_refused(model: BlockModel, tmp_path: Path) -> 
         ({**tensors, "bias.0": tensors["bias.0"][:, 1:].contiguous()}, metadata, "found shapes"),
         ({**tensors, "bias.0": tensors["bias.0"] / 0}, metadata, "NaN or infinity in bias.0"),
         ({**tensors, "bias.0": torch.tensor(1.0)}, metadata, "found shapes"),
+        ({**tensors, "bias.0": tensors["bias.0"].int()}, metadata, "found torch.int32 in bias.0"),
         (tensors, without(metadata, "sink"), "metadata lack sink"),
     ]
     for number, (held, told, message) in enumerate(broken):
