@@ -36,7 +36,7 @@ from blockattn_rag.tools.use import (
     ToolUse,
     prompt_spans,
     with_default_calls,
-    without_tool_options,
+    without_default_calls,
 )
 
 # What shapes the prompt, and is nothing to the engine.
@@ -255,7 +255,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         self, stop: list[str] | None, call: Mapping[str, Any]
     ) -> dict[str, Any]:
         rest = {name: value for name, value in call.items() if name not in _PROMPT_OPTIONS}
-        return without_tool_options(super().engine_options(stop, rest))
+        return without_default_calls(super().engine_options(stop, rest))
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text without its markers and without BOS."""

@@ -40,7 +40,12 @@ from blockattn_rag.llama_index.structured_output import StructuredPrediction
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import KVStore
-from blockattn_rag.tools.use import ToolUse, with_default_calls, without_tool_options
+from blockattn_rag.tools.use import (
+    ToolUse,
+    with_default_calls,
+    without_default_calls,
+    without_tool_options,
+)
 
 _OPTION_FIELDS = (
     *("mode", "on_miss", "positions"),
@@ -228,7 +233,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
     def engine_options(self, call: dict[str, Any]) -> dict[str, Any]:
         """Options of one call for the engine: what the call says, else the fields."""
         own = {name: getattr(self, name) for name in (*_OPTION_FIELDS, "max_new_tokens")}
-        return without_tool_options({**own, **self.generate_kwargs, **call})
+        return {**own, **without_default_calls(self.generate_kwargs), **call}
 
     def _exchange(
         self,

@@ -22,7 +22,9 @@ AUTO, REQUIRED, NONE = "auto", "required", "none"
 
 FREE, CONSTRAINED = "free", "constrained"
 
-TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_calls")
+_CALLS = "tool_calls"
+
+TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", _CALLS)
 """Options of a call, in the order in which ``ToolUse.of`` takes them."""
 
 _CHOICES: dict[object, str] = {
@@ -244,7 +246,12 @@ class AnswerReader:
 
 def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a call, with ``tool_calls`` as a model's defaults have it where it is missing."""
-    return {**{name: defaults[name] for name in ("tool_calls",) if name in defaults}, **call}
+    return {**{name: value for name, value in defaults.items() if name == _CALLS}, **call}
+
+
+def without_default_calls(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's defaults for the engine: without ``tool_calls``, the only one about tools."""
+    return {name: value for name, value in defaults.items() if name != _CALLS}
 
 
 def without_tool_options(given: Mapping[str, Any]) -> dict[str, Any]:
