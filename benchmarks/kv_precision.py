@@ -1,6 +1,6 @@
 """What quantised keys and values cost in fidelity, and what they save in bytes and time.
 
-    python benchmarks/kv_precision.py --data nq_rag.jsonl.gz --output kv.jsonl --mode sink=head:4
+    python benchmarks/kv_precision.py --data nq_rag.jsonl.gz --output kv.jsonl --recipe head:4
 
 Full mode answers each question greedily. Block mode then predicts that answer over the same
 passages, whose keys and values are the model's own, in int8, or rounded to 4 bits: an experiment,
@@ -33,7 +33,7 @@ from blockattn_rag.evaluation import EvaluationSample, read_samples
 from blockattn_rag.evaluation.efficiency import machine
 from blockattn_rag.evaluation.fidelity import FidelityRecord, full_answer
 from blockattn_rag.evaluation.metrics import bootstrap_mean
-from blockattn_rag.evaluation.modes import mode_options
+from blockattn_rag.evaluation.rows import Row
 from blockattn_rag.evaluation.run import make_prompt
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import KVDtype
@@ -74,25 +74,29 @@ class RoundingStore(MemoryStore):
         return states * (0.5 + 4 / self.group)
 
 
-def engines_of(model: BlockModel) -> dict[str, BlockAttentionEngine]:
+def engines_of(model: BlockModel, recipe: str) -> dict[str, BlockAttentionEngine]:
     """The rows of the table."""
     rows: dict[str, BlockAttentionEngine] = {}
     for kind in KINDS:
-        rows[kind] = BlockAttentionEngine(model, MemoryStore(STORE_BYTES), kv_dtype=kind)
+        store = MemoryStore(STORE_BYTES)
+        rows[kind] = BlockAttentionEngine(
+            model, store, recipe=recipe, kv_dtype=kind, on_miss="error"
+        )
     for group in (32, 16):
-        rows[f"4 bits in groups of {group}"] = BlockAttentionEngine(model, RoundingStore(group))
+        rounding = RoundingStore(group)
+        rows[f"4 bits in groups of {group}"] = BlockAttentionEngine(
+            model, rounding, recipe=recipe, on_miss="error"
+        )
     return rows
 
 
-def prepare(engines: Mapping[str, BlockAttentionEngine], prompt: BlockPrompt, mode: str) -> None:
+def prepare(engines: Mapping[str, BlockAttentionEngine], prompt: BlockPrompt) -> None:
     """Encode a prompt's blocks once, and give every engine its own form of them no more."""
-    how = mode_options(mode)
     plain = engines["model"]
     for engine in engines.values():
         for key in list(engine.store.keys()):
             engine.store.delete(key)
-    encoded = {option: how[option] for option in ("sink", "correction")}
-    plain.precompute(prompt.context, as_prompt=True, **encoded)
+    plain.precompute(prompt.context, as_prompt=True)
     for name, engine in engines.items():
         for key in list(plain.store.keys()):
             kv = plain.store.get(key)
@@ -103,21 +107,20 @@ def prepare(engines: Mapping[str, BlockAttentionEngine], prompt: BlockPrompt, mo
 def compare(
     engines: Mapping[str, BlockAttentionEngine],
     sample: EvaluationSample,
-    mode: str,
     max_new_tokens: int,
 ) -> dict[str, Any]:
     """One question over blocks of every kind."""
-    engine, how = engines["model"], mode_options(mode)
-    prompt = make_prompt(engine, CHAT, sample, mode)
+    engine = engines["model"]
+    prompt = make_prompt(engine, CHAT, sample)
     answer, expected = full_answer(engine, prompt, max_new_tokens)
     row: dict[str, Any] = {"id": sample.id}
     plain: Tensor | None = None
-    prepare(engines, prompt, mode)
+    prepare(engines, prompt)
     for name, one in engines.items():
-        logits = one.answer_logits(prompt, answer, **how, on_miss="error")
+        logits = one.answer_logits(prompt, answer)
         plain = logits.double().log_softmax(-1) if plain is None else plain
-        found = FidelityRecord.compared(sample, name, logits, expected)
-        beside = FidelityRecord.compared(sample, name, logits, plain)
+        found = FidelityRecord.compared(sample, Row(name), logits, expected)
+        beside = FidelityRecord.compared(sample, Row(name), logits, plain)
         row[name] = {"kl": found.kl, "agree": found.agreement, "from_model": beside.kl}
     return row
 
@@ -143,27 +146,26 @@ def forget(folder: Path) -> None:
 
 
 def times(
-    model: BlockModel, samples: Sequence[EvaluationSample], mode: str, repeats: int, folder: Path
+    model: BlockModel, samples: Sequence[EvaluationSample], recipe: str, repeats: int, folder: Path
 ) -> dict[str, float]:
     """Median seconds to the first token, by kind and by where blocks lie."""
-    how = mode_options(mode)
+    how: dict[str, Any] = {"recipe": recipe, "on_miss": "error", "resident_bytes": 0}
     cases: dict[str, tuple[BlockAttentionEngine, Callable[[], None]]] = {}
     for kind in KINDS:
         memory, disk = MemoryStore(STORE_BYTES), DirectoryStore(folder / kind)
-        held = BlockAttentionEngine(model, memory, kv_dtype=kind, resident_bytes=0)
-        read = BlockAttentionEngine(model, disk, kv_dtype=kind, resident_bytes=0)
+        held = BlockAttentionEngine(model, memory, kv_dtype=kind, **how)
+        read = BlockAttentionEngine(model, disk, kv_dtype=kind, **how)
         cases[f"{kind}, memory"] = held, lambda: None
         cases[f"{kind}, disk"] = read, partial(forget, folder / kind)
     found: dict[str, list[float]] = {name: [] for name in cases}
     for sample in samples:
-        prompt = make_prompt(held, CHAT, sample, mode)
-        encoded = {option: how[option] for option in ("sink", "correction")}
+        prompt = make_prompt(held, CHAT, sample)
         for engine, _ in cases.values():
-            engine.precompute(prompt.context, as_prompt=True, **encoded)
+            engine.precompute(prompt.context, as_prompt=True)
         for _ in range(1 + repeats):  # the first time is a warm-up
             for name, (engine, before) in cases.items():
                 before()
-                stats = engine.generate(prompt, max_new_tokens=1, **how, on_miss="error").stats
+                stats = engine.generate(prompt, max_new_tokens=1).stats
                 found[name].append(stats.ttft_s)
     per_sample = 1 + repeats
     return {
@@ -188,7 +190,7 @@ def shown(rows: Sequence[Mapping[str, Any]], sizes: Mapping[str, float]) -> None
 def main(
     data: Annotated[Path, typer.Option()],
     output: Annotated[Path, typer.Option()],
-    mode: str = "sink=head:4",
+    recipe: str = "head:4",
     model: str = "smollm2",
     dtype: str = "bfloat16",
     limit: int = 500,
@@ -199,21 +201,21 @@ def main(
 ) -> None:
     logging.getLogger("blockattn_rag").setLevel(logging.ERROR)
     loaded = BlockModel.from_pretrained(model, dtype=dtype)
-    engines = engines_of(loaded)
+    engines = engines_of(loaded, recipe)
     samples = [s.with_passages(num_passages) for s in read_samples(data, limit=limit)]
     lines = output.read_text().splitlines() if output.exists() else []
     done = {row["id"]: row for row in map(json.loads, lines)}
     for sample in samples:
         if sample.id not in done:
-            done[sample.id] = compare(engines, sample, mode, max_new_tokens)
+            done[sample.id] = compare(engines, sample, max_new_tokens)
             with output.open("a") as file:
                 file.write(json.dumps(done[sample.id]) + "\n")
     # Of a question at least, where all were compared before.
-    prepare(engines, make_prompt(engines["model"], CHAT, samples[0], mode), mode)
-    print(f"{model}, {dtype}, {mode}, {len(samples)} questions, {num_passages} passages")
+    prepare(engines, make_prompt(engines["model"], CHAT, samples[0]))
+    print(f"{model}, {dtype}, {recipe}, {len(samples)} questions, {num_passages} passages")
     shown([done[s.id] for s in samples], {n: bytes_per_token(e) for n, e in engines.items()})
     with tempfile.TemporaryDirectory() as folder:
-        taken = times(loaded, samples[:timed], mode, repeats, Path(folder))
+        taken = times(loaded, samples[:timed], recipe, repeats, Path(folder))
     print(f"\nTime to first token, median of {timed} questions, {repeats} times each")
     for name, seconds in taken.items():
         print(f"{name:26} {1000 * seconds:8.1f} ms")

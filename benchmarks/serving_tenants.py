@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import typer
-from risk_score import auc, interval
 from serving_load import ENVIRONMENT, host, markdown, write
 
 from blockattn_rag.serving.endpoint import COMPLETIONS, ENCODE
@@ -43,6 +42,37 @@ PASSAGE_TOKENS = 400
 """So many that computing them takes longer than all else."""
 
 PASSAGES = 2
+
+
+def auc(scores: np.ndarray, happened: np.ndarray) -> float:
+    """Chance that one that happened has the higher score; ties count half.
+
+    Raises:
+        ValueError: it happened never, or always.
+    """
+    if happened.all() or not happened.any():
+        raise ValueError(
+            f"found an event that happened {happened.sum()} times of {len(happened)}, expected "
+            "both at least once: ask more questions"
+        )
+    yes, no = scores[happened], scores[~happened]
+    above = (yes[:, None] > no).mean()
+    return float(above + (yes[:, None] == no).mean() / 2)
+
+
+def interval(
+    scores: np.ndarray, happened: np.ndarray, seed: int = 0, level: float = 0.95
+) -> tuple[float, float]:
+    """Bootstrap interval of the AUC, which raises as ``auc`` does."""
+    auc(scores, happened)  # without both there is no draw with both
+    draw = np.random.default_rng(seed)
+    found: list[float] = []
+    while len(found) < 2000:
+        rows = draw.integers(len(scores), size=len(scores))
+        if 0 < happened[rows].sum() < len(rows):
+            found.append(auc(scores[rows], happened[rows]))
+    low, high = np.quantile(found, ((1 - level) / 2, (1 + level) / 2))
+    return float(low), float(high)
 
 
 class Tenants:

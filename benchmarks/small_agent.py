@@ -1,6 +1,6 @@
 """What a small model manages as an agent: calls of its own, required calls, and looking up first.
 
-    python benchmarks/small_agent.py MODEL [--questions 10] [--sink head:4]
+    python benchmarks/small_agent.py MODEL [--questions 10] [--recipe head:4]
 
 The model, whose control tokens must be those of ChatML (SmolLM2, say), is asked questions on 20
 passages. Its chat template is replaced by one that shows tools in Hermes' form. Counted are: calls
@@ -56,7 +56,7 @@ TEMPLATE = """
 def main(
     model: str,
     questions: Annotated[int, typer.Option(min=1, max=10)] = 10,
-    sink: str = "none",
+    recipe: str = "auto",
 ) -> None:
     tokenizer = load_tokenizer(model)
     tokenizer.chat_template = TEMPLATE
@@ -67,7 +67,7 @@ def main(
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         chat = ChatBlockAttention(
-            model=model, tokenizer=tokenizer, kv_store=folder, sink=sink, max_tokens=64
+            model=model, tokenizer=tokenizer, kv_store=folder, recipe=recipe, max_tokens=64
         )
         documents = [Document(corpus[at].text) for at in chosen]
         documents = BlockKVTransformer(llm=chat).transform_documents(documents)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         EncodeStats,
         Generation,
         GenerationChunk,
+        Recipe,
         ReuseStats,
     )
     from blockattn_rag.errors import (
@@ -88,6 +89,7 @@ __all__ = [
     "ObjectStore",
     "Passage",
     "PromptFormat",
+    "Recipe",
     "RedisStore",
     "RemoteEngine",
     "ReuseStats",
@@ -107,7 +109,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "engine": "BlockAttentionEngine EncodeStats Generation GenerationChunk ReuseStats",
+    "engine": "BlockAttentionEngine EncodeStats Generation GenerationChunk Recipe ReuseStats",
     "errors": (
         "BlockAttnError ContextOverflowError CorruptEntryError DataError DivergedError "
         "FingerprintMismatchError MissError SegmentationError ServingError StoreError "

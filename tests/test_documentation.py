@@ -20,8 +20,6 @@ import typer
 import blockattn_rag
 from blockattn_rag.cli import app
 from blockattn_rag.demo.corpus import bundled_questions
-from blockattn_rag.engine.options import BlockOptions
-from blockattn_rag.evaluation.modes import MODES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -68,20 +66,6 @@ def test_the_commands_of_a_page_have_the_options_that_it_shows(page: Path) -> No
     for words in shown:
         if words and Path(words[0]).name == "blockattn-rag":  # perhaps in an environment's folder
             accept(words[1:])
-            if "--modes" in words:
-                for mode in words[words.index("--modes") + 1].split(","):
-                    _options_named(mode)
-
-
-def _options_named(mode: str) -> None:
-    """Refuses modes of `eval` that are none; the files that they name need not be there."""
-    if mode not in MODES:
-        for part in mode.split("+"):
-            assert part.partition("=")[0] in {
-                *BlockOptions.__annotations__,
-                "calibrated",
-                "kv_dtype",
-            }, mode
 
 
 def accept(words: list[str]) -> None:

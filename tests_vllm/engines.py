@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
-from vllm.lora.request import LoRARequest
 
 from tests_vllm.reference import MODEL, TOKENS, Case
 
@@ -60,17 +59,13 @@ class Engine:
         return said
 
     def ask_all(
-        self,
-        prompts: Sequence[tuple[list[int], dict[str, Any] | None]],
-        lora: LoRARequest | None = None,
-        **sampling: Any,
+        self, prompts: Sequence[tuple[list[int], dict[str, Any] | None]], **sampling: Any
     ) -> list[Said]:
         """The answers to many prompts, which the engine computes together."""
         outputs = self.llm.generate(
             [{"prompt_token_ids": ids} for ids, _ in prompts],
             [sampling_of(params, **sampling) for _, params in prompts],
             use_tqdm=False,
-            lora_request=lora,
         )
         return [
             Said(

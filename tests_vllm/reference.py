@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import blockattn_rag
 from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.block_kv import BlockKV, store_key, token_digest
 from blockattn_rag.model import BlockModel, EncodeRequest
@@ -119,7 +120,7 @@ class Reference:
         case = self.case(TELLING[place], records=3)
         right = self.answer(case)
         assert right != self.answer(case, "full")
-        assert right != self.answer(case, positions="composite")
+        assert right != self.answer(case, recipe=Recipe(positions="composite"))
         return self.stored(case)
 
     def answer(

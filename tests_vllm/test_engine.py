@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.serving.protocol import BlockPlan
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.engines import Engine, sampling_of
@@ -29,7 +30,7 @@ def gate(reference: Reference) -> Path:
 def engine(reference: Reference, gate: Path) -> Iterator[Engine]:
     os.environ[GATE] = str(gate)
     engine = Engine(
-        reference.options(readers=[]),
+        reference.options(),
         module="tests_vllm.slow",
         name="SlowConnector",
         max_num_batched_tokens=32,
@@ -62,7 +63,7 @@ def test_a_context_may_end_anywhere_in_a_page(
 ) -> None:
     pad = (beyond - sum(reference.case(6, records=3).lengths)) % PAGE
     case = reference.stored(reference.case(6, records=3, pad=pad))
-    assert reference.answer(case) != reference.answer(case, positions="composite")
+    assert reference.answer(case) != reference.answer(case, recipe=Recipe(positions="composite"))
     assert sum(case.lengths) % PAGE == beyond
     assert engine.block(case).tokens == reference.answer(case)
 

@@ -70,8 +70,8 @@ def test_a_block_is_stored_if_its_request_came_to_its_end(
     ("params", "options", "more"),
     [
         (ENCODE, {"read_only": True}, {}),
-        (ENCODE, {"readers": ["a"]}, {"lora_request": LoRARequest("a", 1, "/a")}),
-        (COMPLETE, {"readers": ["a"]}, {"lora_request": LoRARequest("b", 2, "/b")}),
+        (ENCODE, {}, {"lora_request": LoRARequest("a", 1, "/a")}),
+        (COMPLETE, {}, {"lora_request": LoRARequest("b", 2, "/b")}),
         (COMPLETE, {}, {"mm_features": [SimpleNamespace()]}),
         (COMPLETE, {}, {"resumable": True}),
         (BlockPlan("encode", (4,)).to_dict(), {}, {}),

@@ -41,7 +41,7 @@ def test_blocks_are_encoded_after_the_sink_and_read_without_it(
         kv, own = reference.written(block, sink), reference.encoded(block, sink)
         for found, expected in zip((*kv.keys, *kv.values), (*own.keys, *own.values), strict=True):
             assert float((found - expected).abs().max()) < 1e-4
-    assert engine.block(case).tokens == reference.answer(case, sink=SINK)
+    assert engine.block(case).tokens == reference.answer(case, recipe=SINK)
 
 
 def test_a_block_after_anything_else_is_refused(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import pickle
 import threading
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from blockattn_rag.adapters.hints import ReuseHints
-from blockattn_rag.adapters.passage_encoding import PassageEncoding
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.options import BlockOptions
+from blockattn_rag.engine.find_recipe import AUTO, RecipeLike, known_digests
 from blockattn_rag.engine.pending import Group
 from blockattn_rag.engine.protocol import Engine
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.model.loading import load_config, load_tokenizer
@@ -28,7 +27,6 @@ from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
 from blockattn_rag.prompts.marked_text import content_spans, holds_orphans
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.store import KVStore
-from blockattn_rag.store.directory import CALIBRATION_FILE
 from blockattn_rag.store.urls import lasts
 
 logger = logging.getLogger("blockattn_rag")
@@ -59,15 +57,18 @@ class EngineSource:
         kv_store: a store, or what ``store.open_store`` takes, such as a directory or
             ``"s3://bucket/kv"``; None keeps keys and values in memory.
         device_map: a torch device, or ``"auto"``.
-        model_kwargs: further arguments for loading the model; with ``api_base``, of
-            ``RemoteEngine``, such as ``timeout_s``.
+        model_kwargs: further arguments for loading the model, ``tokenizer`` among them; with
+            ``api_base``, of ``RemoteEngine``, such as ``timeout_s``.
         api_base: address of a server that has the model and the store, such as
             ``"http://gpu:8000/v1"``; ``model_name`` is its name there.
         api_key: of the server; default: see ``RemoteEngine``. It is no part of ``fields``, and not
             sent to other processes, which take it from their environment.
+        recipe: how the model runs in block mode; see ``BlockAttentionEngine``. A ready engine has
+            its own.
 
     Raises:
-        ValueError: no model, more than one source of it, or what a server has itself.
+        ValueError: no model, more than one source of it, what a server has itself, or no recipe
+            where ``recipe`` says.
     """
 
     def __init__(
@@ -80,7 +81,15 @@ class EngineSource:
         model_kwargs: dict[str, Any] | None = None,
         api_base: str | None = None,
         api_key: str | None = None,
+        recipe: RecipeLike = AUTO,
     ) -> None:
+        if engine is not None and recipe != AUTO:
+            raise ValueError(
+                f"Found recipe={str(recipe)!r} beside engine=, which has its own: make the engine "
+                "with it, BlockAttentionEngine(model, store, recipe=...)."
+            )
+        if recipe != AUTO:
+            known_digests(recipe, None, "")  # refused now
         has_name = model_name is not None or api_base is not None
         if (engine is None) != has_name:
             raise ValueError(
@@ -89,19 +98,25 @@ class EngineSource:
                 f"{'both' if has_name else 'none'}"
             )
         is_name = isinstance(model_name, (str, Path, type(None)))
-        if api_base is not None and not (is_name and kv_store is None and device_map == "auto"):
+        has_device = device_map != "auto" or "device" in (model_kwargs or {})
+        if api_base is not None and not (is_name and kv_store is None and not has_device):
             raise ValueError(
                 "a server has its model, device and store itself: with its address, give the "
                 "model's name there, and no kv_store, device or loaded model"
             )
-        if tokenizer_name is None and not is_name:
-            raise ValueError("a ready model was given without its tokenizer; pass tokenizer=...")
         self._engine = engine
         self._api_base = api_base
         self._api_key = api_key
         self._model = str(model_name) if isinstance(model_name, Path) else model_name
-        self._tokenizer = tokenizer_name
+        own = (model_kwargs or {}).get("tokenizer")
+        self._tokenizer = tokenizer_name if own is None else own
+        if self._tokenizer is None and not is_name:
+            raise ValueError(
+                "a ready model was given without its tokenizer; pass "
+                "model_kwargs={'tokenizer': ...}"
+            )
         self._kv_store = engine.store if isinstance(engine, BlockAttentionEngine) else kv_store
+        self._recipe = str(recipe) if isinstance(recipe, Path) else recipe
         self._device_map = device_map
         self._model_kwargs = dict(model_kwargs or {})
         if "torch_dtype" in self._model_kwargs:  # its name in transformers 4
@@ -120,6 +135,7 @@ class EngineSource:
             "model": self._model is not None and not isinstance(self._model, str),
             "tokenizer": not isinstance(self._tokenizer, (str, Path, type(None))),
             "kv_store": self._kv_store is not None and _location(self._kv_store) is None,
+            "recipe": isinstance(self._recipe, Recipe),
         }
         return [name for name, is_live in live.items() if is_live]
 
@@ -136,6 +152,7 @@ class EngineSource:
             "device_map": self._device_map,
             "model_kwargs": self._model_kwargs,
             "api_base": self._api_base,
+            "recipe": str(self._recipe),
         }
 
     def asking_for(self, fields: dict[str, Any]) -> EngineSource:
@@ -178,20 +195,18 @@ class EngineSource:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What answers depend on besides a component's fields: a ready engine's model and options;
-        of an engine to be loaded, the calibrations that it will find."""
+        """What answers depend on besides a component's fields: a ready engine's model and recipe;
+        of an engine to be loaded, the recipes that it may find."""
         if "engine" in self.live_parts:
             engine = self.engine
-            options = {n: getattr(engine.defaults, n) for n in BlockOptions.__annotations__}
-            known = {"fingerprint": engine.model.fingerprint}
+            known = {"fingerprint": engine.model.fingerprint, "recipe": engine.recipe.digest}
             if isinstance(engine, BlockAttentionEngine):
                 known["kv_dtype"] = engine.kv_dtype
-            return {**known, **options}
-        folder, given = _location(self._kv_store), self._model_kwargs.get("calibration")
-        beside = None if folder is None else Path(folder) / CALIBRATION_FILE
-        places = [Path(path).expanduser() for path in (given, beside) if path is not None]
-        found = [hashlib.sha256(path.read_bytes()).hexdigest() for path in places if path.is_file()]
-        return {"calibrations": found}
+            return known
+        if self._api_base is not None:
+            return {}
+        model = self._model if isinstance(self._model, str) else ""
+        return {"recipes": known_digests(self._recipe, _location(self._kv_store), model)}
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> EngineSource:
         # Weights and locks are shared, never copied.
@@ -220,17 +235,23 @@ class EngineSource:
                     self._model,
                     self._block_tokenizer or self._tokenizer,
                     api_key=self._api_key,
-                    **self._model_kwargs,
+                    recipe=self._recipe,
+                    **self._loading,
                 )
             if self._engine is None:
                 self._engine = BlockAttentionEngine.from_pretrained(
                     self._model,
                     tokenizer=self._block_tokenizer or self._tokenizer,
                     store=self._kv_store,
-                    device=self._device_map,
-                    **self._model_kwargs,
+                    recipe=self._recipe,
+                    **{"device": self._device_map, **self._loading},
                 )
             return self._engine
+
+    @property
+    def _loading(self) -> dict[str, Any]:
+        """``model_kwargs`` for loading."""
+        return {k: value for k, value in self._model_kwargs.items() if k != "tokenizer"}
 
     def noted(self, prompt: BlockPrompt) -> BlockPrompt:
         """The prompt, which is about to be answered; may log a hint."""
@@ -285,10 +306,10 @@ class EngineSource:
             async for chunk in chunks:
                 yield chunk
 
-    def prefetch(self, blocks: Sequence[Block], encoding: PassageEncoding) -> None:
+    def prefetch(self, blocks: Sequence[Block]) -> None:
         """``engine.prefetch``, if the model is loaded: loading it takes longer than any read."""
         if self._engine is not None:
-            self._engine.prefetch(blocks, **encoding)
+            self._engine.prefetch(blocks)
 
     async def _loaded_engine(self) -> Engine:
         if self._engine is not None:

@@ -29,14 +29,17 @@ class BlockMass:
         self.num_tokens = context.num_tokens
         # No block is joined with others.
         self._table = SegmentTable([context], layouts, device, 0)
-        self._shares = torch.zeros(len(self._handles), device=device)
+        # Where the block of each pair stands: a block that comes twice has several pairs.
+        places = {(b.kv.digest, b.kv.scales is None): list[int]() for b in context.blocks}
+        for place, one in enumerate(context.blocks):
+            places[one.kv.digest, one.kv.scales is None].append(place)
+        self._places = [
+            place
+            for segment in self._table.segments
+            for place in places[segment.blocks[0].kv.digest, segment.blocks[0].kv.scales is None]
+        ]
+        self._shares = torch.zeros(len(self._places), device=device)
         self._layers_seen = 0
-
-    @property
-    def _handles(self) -> list[str]:
-        """The block of each pair; a block that comes twice has several."""
-        segments = self._table.segments
-        return [s.blocks[0].kv.handle for s in segments for _ in s.readers]
 
     def attend(
         self,
@@ -63,10 +66,10 @@ class BlockMass:
         output = merge([*(Partial(*(s[None] for s in part)) for part in parts), tail]).output
         return output.reshape(batch, heads, tokens, -1).to(query.dtype)
 
-    def by_handle(self) -> dict[str, float]:
-        """Each block's share of the attention to all blocks, the mean over layers, heads and query
-        tokens; the shares add up to 1."""
-        found: dict[str, float] = {}
-        for handle, share in zip(self._handles, self._shares.tolist(), strict=True):
-            found[handle] = found.get(handle, 0.0) + share / self._layers_seen
+    def by_place(self) -> list[float]:
+        """The share of each block of the context in the attention to all blocks, in order: the mean
+        over layers, heads and query tokens. The shares add up to 1."""
+        found = [0.0] * len(self._places)
+        for place, share in zip(self._places, self._shares.tolist(), strict=True):
+            found[place] = share / self._layers_seen
         return found

@@ -18,15 +18,9 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from blockattn_rag.attention.context_merge import ContextMerge
 from blockattn_rag.attention.kernels import fold_heads
 from blockattn_rag.attention.segments import SegmentTable
-from blockattn_rag.attention.strategies import (
-    LayerInputs,
-    Strategy,
-    strategy_for,
-    weighted_context,
-)
+from blockattn_rag.attention.strategies import LayerInputs, Strategy, strategy_for
 from blockattn_rag.attention.tuning import Tuning, tuning_of
 from blockattn_rag.kv.context import Context
 from blockattn_rag.kv.rope import RotaryLayout
@@ -43,7 +37,6 @@ class RelayPlan:
         layouts: rotary layout per layer.
         device: where queries are.
         tuning: machine constants; default: those of the device.
-        merge: how the blocks after the first are weighted; None: as the model's attention does.
     """
 
     def __init__(
@@ -53,24 +46,17 @@ class RelayPlan:
         device: torch.device,
         *,
         tuning: Tuning | None = None,
-        merge: ContextMerge | None = None,
     ) -> None:
         self.num_layers = len(layouts)
         self.num_tokens = max(context.num_tokens for context in contexts)
         self.tuning = tuning or tuning_of(device)
-        self.merge = merge
-        if merge is not None:
-            # A block may be the first of one request and not of another, so tables of their own.
-            firsts, contexts = zip(*map(_split, contexts), strict=True)
-            join_tokens = self.tuning.join_prefill_tokens
-            self._first_table = SegmentTable(firsts, layouts, device, join_tokens)
         self._table = partial(SegmentTable, contexts, layouts, device)
         self.strategy: Strategy  # of the last forward
         self._serves: object = None  # the queries for which it was chosen
 
     @cached_property
     def prefill_table(self) -> SegmentTable:
-        """What the queries of a prompt read; the first blocks aside if there is a merge."""
+        """What the queries of a prompt read."""
         return self._table(self.tuning.join_prefill_tokens)
 
     @cached_property
@@ -110,18 +96,7 @@ class RelayPlan:
         serves = query.shape, query.dtype, mask is None
         if layer == 0 or serves != self._serves:
             table = self.decode_table if tokens == 1 else self.prefill_table
-            if self.merge is None:
-                self.strategy = strategy_for(table, inputs, tokens, self.tuning)
-            else:
-                self.strategy = weighted_context(self._first_table, table, self.merge, inputs)
+            self.strategy = strategy_for(table, inputs, tokens, self.tuning)
             self._serves = serves
-        if self.merge is not None:
-            self.merge.check_layer(layer, heads, kv_heads)
         output = self.strategy.attend(inputs)
         return output.reshape(batch, heads, tokens, -1).to(query.dtype)
-
-
-def _split(context: Context) -> tuple[Context, Context]:
-    """The first block of a prompt, and the others."""
-    firsts = tuple(block for block in context.blocks if block.start == 0)
-    return Context(firsts), Context(context.blocks[len(firsts) :])

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockattn_rag.attention.context_merge import ContextMerge
 from blockattn_rag.attention.cuda import kernel_on_cuda
 from blockattn_rag.attention.kernels import (
     Kernel,
@@ -69,22 +68,6 @@ def strategy_for(
     return Strategy("merged parts", partial(_by_merged_parts, table, kernel, []))
 
 
-def weighted_context(
-    first: SegmentTable, context: SegmentTable, weight: ContextMerge, inputs: LayerInputs
-) -> Strategy:
-    """The strategy where the context is weighted otherwise than the rest.
-
-    Args:
-        first: the first block of each request.
-        context: the blocks after it.
-        weight: of the context.
-        inputs: of the first layer.
-    """
-    kernel = kernel_for(inputs.query, inputs.tail_key, inputs.tail_value, inputs.tail_mask)
-    attend = partial(_by_weighted_context, first, context, weight, kernel, ([], []))
-    return Strategy("weighted context", attend)
-
-
 def _by_single_softmax(table: SegmentTable, inputs: LayerInputs) -> Tensor:
     """One softmax over all scores of one request's token: no partial results."""
     layer, query, tail_key, tail_value, scale, _ = inputs
@@ -110,23 +93,6 @@ def _by_merged_parts(
     tail = tail_kernel(query, tail_key, tail_value, scale, mask)
     parts = _segment_parts(table, kernels, layer, query, scale)
     return merge([*parts, tail]).output if parts else tail.output
-
-
-def _by_weighted_context(
-    first: SegmentTable,
-    context: SegmentTable,
-    weight: ContextMerge,
-    tail_kernel: Kernel,
-    kernels: tuple[list[Kernel], list[Kernel]],
-    inputs: LayerInputs,
-) -> Tensor:
-    """Partial results as in ``_by_merged_parts``; those of the context are merged first, at its
-    temperature, and then with its weight."""
-    layer, query, tail_key, tail_value, scale, mask = inputs
-    tail = tail_kernel(query, tail_key, tail_value, scale, mask)
-    rest = merge([*_segment_parts(first, kernels[0], layer, query, scale), tail])
-    parts = _segment_parts(context, kernels[1], layer, *weight.heat(layer, query, scale))
-    return weight.combine(layer, merge(parts), rest) if parts else rest.output
 
 
 def _segment_parts(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from blockattn_rag.check.oracle import oracle_generate, oracle_logits
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model.block_model import BlockModel
@@ -16,6 +17,7 @@ from blockattn_rag.model.probe import vocabulary_size
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.model.tolerances import LOGITS
 from blockattn_rag.prompts.blocks import Block
+from blockattn_rag.prompts.sinks import sink_ids
 
 _BLOCK_TOKENS = (24, 1, 17, 12)  # context blocks, one of them of a single token, and a final one
 _SINK_TOKENS = 4
@@ -47,8 +49,12 @@ class CheckReport:
         return all(row.passed for row in self.rows)
 
 
-def check_model(model: BlockModel) -> CheckReport:
+def check_model(model: BlockModel, recipe: Recipe | None = None) -> CheckReport:
     """Run every check on a loaded model. Loading it has already measured its rotary layout.
+
+    Args:
+        model: The model.
+        recipe: Checked too. It must belong to the model.
 
     In float32 logits must agree to 1e-4. In 16-bit types the budget is what rounding alone does to
     this model: the difference of two full-attention runs that are equal in exact arithmetic.
@@ -68,6 +74,10 @@ def check_model(model: BlockModel) -> CheckReport:
     error = _logits_error(model, blocks, full=False, sink=blocks[0][:_SINK_TOKENS])
     name, detail = "blocks after a sink = oracle", "relative error of the logits"
     rows.append(CheckRow(name, error <= budget, error, budget, detail))
+    if recipe is not None:
+        error = _recipe_error(model, blocks, recipe)
+        name = f"recipe {recipe} = oracle"
+        rows.append(CheckRow(name, error <= budget, error, budget, detail))
     rows.append(_greedy_row(model, blocks))
     rows.append(_boundary_row(model))
     return CheckReport(model.name, tuple(rows))
@@ -110,6 +120,26 @@ def _logits_error(
     else:
         expected = oracle_logits(model.hf_model, blocks, sink)[-1]
     return relative_error(found, expected)
+
+
+def _recipe_error(model: BlockModel, blocks: list[list[int]], recipe: Recipe) -> float:
+    """Error of the logits after the final block with a recipe's sink, adapter and positions.
+    Promoted passages are part of the final block, which the other rows check."""
+    sink, layouts = sink_ids(recipe.sink, model.tokenizer), model.profile.layouts
+    context = [block.kv for block in placed_context(model, blocks[:-1], sink).blocks]
+    if recipe.adapter is not None:
+        context[1:] = [recipe.adapter.corrected(kv, layouts) for kv in context[1:]]
+    cache = model.cache_for(place(context, recipe.positions))
+    found = model.next_logits(torch.tensor([blocks[-1]]), cache).float()
+    expected = oracle_logits(
+        model.hf_model,
+        blocks,
+        sink,
+        adapter=recipe.adapter,
+        layouts=layouts,
+        positions=recipe.positions,
+    )
+    return relative_error(found, expected[-1])
 
 
 def _budget(model: BlockModel, blocks: list[list[int]]) -> float:

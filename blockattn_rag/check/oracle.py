@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from blockattn_rag.attention.context_merge import ContextMerge
+from blockattn_rag.check.adapted import adapting
 from blockattn_rag.check.layout import layout_of
-from blockattn_rag.check.weighing import weighing
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.context import Positions
+from blockattn_rag.kv.rope import RotaryLayout
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.correction import Correction
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.sinks import sink_ids as ids_of_sink
 
 
 def block_mask(
@@ -51,16 +56,20 @@ def oracle_logits(
     block_ids: Sequence[Sequence[int]],
     sink_ids: Sequence[int] = (),
     *,
-    merge: ContextMerge | None = None,
+    adapter: Correction | None = None,
+    layouts: Sequence[RotaryLayout] = (),
     positions: Positions = "reordered",
+    masses: list[Tensor] | None = None,
 ) -> Tensor:
     """Logits ``[final tokens, vocab]`` of the final block (the last of ``block_ids``), float32.
 
     Args:
         sink_ids: tokens that each block but the first and the final one sees right before itself,
             and nothing else sees.
-        merge: how the final block weighs the blocks between the first and itself.
+        adapter: changes what the final block sees of the blocks between the first and itself.
+        layouts: rotary layout per layer, for the adapter.
         positions: where keys of context blocks stand.
+        masses: takes each layer's attention weights of the final block.
     """
     lengths = [len(block) for block in block_ids]
     layout = layout_of(lengths, len(sink_ids))
@@ -72,7 +81,8 @@ def oracle_logits(
         is_final = layout.block == len(lengths) - 1
         position = torch.where(is_final, position, position - starts[layout.block])
     is_plain = positions == "reordered" and not layout.is_sink.any()
-    with torch.inference_mode(), weighing(hf_model, merge, layout):
+    placed = layout._replace(position=position)
+    with torch.inference_mode(), adapting(hf_model, placed, adapter, layouts, masses):
         out = hf_model(
             input_ids=torch.tensor([ids], device=hf_model.device),
             attention_mask=_masks(hf_model, lengths, len(sink_ids)),
@@ -88,17 +98,87 @@ def oracle_generate(
     max_new_tokens: int,
     end_ids: Sequence[int] = (),
     sink_ids: Sequence[int] = (),
-    *,
-    merge: ContextMerge | None = None,
+    **recipe: Any,
 ) -> list[int]:
-    """Greedy tokens, one dense forward each; the new tokens belong to the final block."""
+    """Greedy tokens, one dense forward each; the new tokens belong to the final block.
+
+    ``recipe``: further arguments of ``oracle_logits``.
+    """
     blocks = [list(block) for block in block_ids]
     new: list[int] = []
     while len(new) < max_new_tokens and not (new and new[-1] in end_ids):
-        token = int(oracle_logits(hf_model, blocks, sink_ids, merge=merge)[-1].argmax())
+        token = int(oracle_logits(hf_model, blocks, sink_ids, **recipe)[-1].argmax())
         new.append(token)
         blocks[-1].append(token)
     return new
+
+
+class RecipeOracle:
+    """What a prompt's answer is with a recipe.
+
+    Args:
+        model: The model.
+        prompt: The prompt.
+        recipe: How the model runs in block mode.
+    """
+
+    def __init__(self, model: BlockModel, prompt: BlockPrompt, recipe: Recipe) -> None:
+        self._model = model
+        ids = model.tokenizer.prompt_ids(prompt)
+        self._sink_ids = ids_of_sink(recipe.sink, model.tokenizer)
+        self._arguments: dict[str, Any] = {
+            "adapter": recipe.adapter,
+            "layouts": model.profile.layouts,
+            "positions": recipe.positions,
+        }
+        self.blocks = [*ids.context, ids.final]
+        passages = [place for place, block in enumerate(prompt.context) if block.is_passage]
+        best = self._most_attended(passages)[: recipe.promote] if recipe.promote else []
+        if best:
+            stay = [block for place, block in enumerate(prompt.context) if place not in best]
+            moved = [prompt.context[place] for place in reversed(best)]
+            rest = model.tokenizer.prompt_ids(BlockPrompt((*stay, *moved), prompt.final))
+            context = [*rest.context, rest.final]
+            promoted = [token for block in context[len(stay) :] for token in block]
+            self.blocks = [*context[: len(stay)], promoted]
+
+    def logits(self, answer_ids: Sequence[int] = ()) -> Tensor:
+        """Logits ``[answer tokens + 1, vocab]``: what follows the prompt, and each token."""
+        blocks = [*self.blocks[:-1], [*self.blocks[-1], *answer_ids]]
+        found = oracle_logits(self._model.hf_model, blocks, self._sink_ids, **self._arguments)
+        return found[-1 - len(answer_ids) :]
+
+    def generate(self, max_new_tokens: int) -> list[int]:
+        """Greedy tokens of the answer."""
+        ends = sorted(self._model.end_token_ids)
+        return oracle_generate(
+            self._model.hf_model,
+            self.blocks,
+            max_new_tokens,
+            ends,
+            self._sink_ids,
+            **self._arguments,
+        )
+
+    def _most_attended(self, passages: Sequence[int]) -> list[int]:
+        """Places of passages, the one that the question attends to most first: by the share of
+        each in the attention to the context, the mean over layers, heads and query tokens."""
+        if not passages:
+            return []
+        masses: list[Tensor] = []
+        oracle_logits(
+            self._model.hf_model, self.blocks, self._sink_ids, masses=masses, **self._arguments
+        )
+        layout = layout_of([len(block) for block in self.blocks], len(self._sink_ids))
+        weights = torch.stack(masses)  # [layers, heads, question, tokens]
+        shares = torch.stack(
+            [
+                weights[..., (layout.block == place) & ~layout.is_sink].sum(-1)
+                for place in range(len(self.blocks) - 1)
+            ]
+        )
+        means = (shares / shares.sum(0)).flatten(1).mean(1).tolist()
+        return sorted(passages, key=lambda place: -means[place])
 
 
 def _masks(hf_model: PreTrainedModel, lengths: Sequence[int], sink_length: int) -> Any:

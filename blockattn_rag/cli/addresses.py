@@ -36,6 +36,11 @@ def whole_store(spec: str | None) -> str | None:
         raise typer.BadParameter(str(error)) from error
 
 
+def whole_recipe(name: str | None) -> str | None:
+    """A recipe's folder as an absolute path; other names unchanged."""
+    return str(Path(name).resolve()) if name and Path(name).is_dir() else name
+
+
 def open_maintained(store: str) -> kv_store.MaintainedStore:
     """The store that an address, a folder that exists, or a database's folder means.
 

@@ -66,13 +66,7 @@ def sources(answer: Answer, *, whole: bool = False) -> list[str]:
     return lines
 
 
-def figures(answer: Answer) -> list[str]:
-    """What an answer reused, and what is known of answers like it."""
-    known = answer.stats.certificate
-    return [_reuse_line(answer), *([f"calibrated with {known}"] if known else [])]
-
-
-def _reuse_line(answer: Answer) -> str:
+def figures(answer: Answer) -> str:
     """What an answer reused, in one line."""
     stats = answer.stats
     tokens = count(stats.prompt_tokens, "prompt token")
@@ -81,8 +75,7 @@ def _reuse_line(answer: Answer) -> str:
         return f"full mode: nothing reused, {tokens} computed; {first}"
     promoted = f", {stats.promoted_tokens:,} promoted" if stats.promoted_tokens else ""
     int8 = f" ({stats.int8_blocks} in int8)" if stats.int8_blocks else ""
-    retried = "" if stats.retried == "none" else f"; answered again: {stats.retried}"
     return (
         f"block mode: {count(stats.hits, 'block')} reused, {stats.misses} computed{int8}; "
-        f"{stats.reused_tokens:,} of {tokens} reused{promoted}; {first}{retried}"
+        f"{stats.reused_tokens:,} of {tokens} reused{promoted}; {first}"
     )

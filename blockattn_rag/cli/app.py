@@ -12,10 +12,8 @@ from typer.core import TyperGroup
 
 from blockattn_rag import __version__
 from blockattn_rag.cli import (
-    adapt,
     ask,
     bench,
-    calibrate,
     check,
     demo,
     evaluate,
@@ -23,6 +21,7 @@ from blockattn_rag.cli import (
     ingest,
     plan,
     remove,
+    repair,
     store,
     train,
 )
@@ -88,8 +87,7 @@ for command in (
     check.check,
     fingerprint.fingerprint,
     train.train,
-    adapt.adapt,
-    calibrate.calibrate,
+    repair.repair,
 ):
     app.command()(command)
 app.command("eval")(evaluate.evaluate)

@@ -14,28 +14,23 @@ import typer
 from blockattn_rag.cli import conversation
 from blockattn_rag.cli.answers import figures, show_answer, sources
 from blockattn_rag.cli.figures import duration
-from blockattn_rag.cli.output import JsonOption, ServerOption, emit, note, spinner, working
+from blockattn_rag.cli.output import (
+    JsonOption,
+    RecipeOption,
+    ServerOption,
+    emit,
+    note,
+    spinner,
+    working,
+)
 from blockattn_rag.engine.results import Mode
-from blockattn_rag.rag.ask import Assistant
+from blockattn_rag.rag.ask import TOP_K, Assistant
 from blockattn_rag.rag.database import Database
 from blockattn_rag.rag.model_names import existing_model
 
 ModeOption = Annotated[
     Mode, typer.Option(help="block reuses stored passages; full computes everything.")
 ]
-
-
-def _known_option(parameter: typer.CallbackParam, value: str | None) -> str | None:
-    """Refuse an option of block mode before a model is loaded."""
-    if value is None:
-        return None
-    from blockattn_rag.engine.options import checked_option
-
-    try:
-        found: str | None = checked_option(str(parameter.name), value)
-    except (ValueError, FileNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from error
-    return found
 
 
 def _object(text: str | bytes, name: str, option: str, example: str) -> dict[str, Any]:
@@ -83,42 +78,8 @@ def ask(
     ] = None,
     server: ServerOption = None,
     mode: ModeOption = "block",
-    promote: Annotated[
-        str | None,
-        typer.Option(
-            help="Passages to compute anew, seeing all others, for models that are not block-fine-"
-            "tuned: a number from the best on, last:N or attention:N.",
-            callback=_known_option,
-        ),
-    ] = None,
-    correction: Annotated[
-        str | None,
-        typer.Option(
-            help="File of a correction of passages' keys and values, fitted to the database's "
-            "sink; passages are encoded again when they are first used.",
-            callback=_known_option,
-        ),
-    ] = None,
-    merge: Annotated[
-        str | None,
-        typer.Option(
-            help="How attention to passages is weighted: scale:0.95, bias:-0.5 or the file of a "
-            "learned merge.",
-            callback=_known_option,
-        ),
-    ] = None,
-    reader: Annotated[
-        str | None, typer.Option(help="Folder of a reader adapter.", callback=_known_option)
-    ] = None,
-    retry: Annotated[
-        str | None,
-        typer.Option(
-            help="How to answer again when the answer says that it is not in the passages: full or "
-            "promote:2.",
-            callback=_known_option,
-        ),
-    ] = None,
-    top_k: Annotated[int, typer.Option(min=1, max=200, help="Passages to retrieve.")] = 5,
+    recipe: RecipeOption = None,
+    top_k: Annotated[int, typer.Option(min=1, max=200, help="Passages to retrieve.")] = TOP_K,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     chat_template_kwargs: Annotated[
         str | None,
@@ -155,7 +116,9 @@ def ask(
         variables, held_to = _variables(chat_template_kwargs), _schema(schema)
         started = time.perf_counter()
         with spinner("loading the model"):
-            database = Database.open(db, model=model, server=server, device=device, dtype=dtype)
+            database = Database.open(
+                db, model=model, server=server, recipe=recipe, device=device, dtype=dtype
+            )
             if not database.collection.count():
                 raise ValueError(
                     f"{db} holds no passage; run `blockattn-rag ingest PATH --db {db}`"
@@ -164,11 +127,6 @@ def ask(
                 database,
                 top_k=top_k,
                 max_new_tokens=max_new_tokens,
-                correction=correction,
-                merge=merge,
-                promote=promote,
-                reader=reader,
-                retry=retry,
                 chat_template_kwargs=variables,
                 schema=held_to,
             )
@@ -190,4 +148,4 @@ def _answer(
     for question in questions:
         with working(as_json):
             answer = show_answer(assistant, question, mode=mode, quiet=as_json)
-        emit(as_json, answer.to_dict(), "", *sources(answer, whole=whole), *figures(answer))
+        emit(as_json, answer.to_dict(), "", *sources(answer, whole=whole), figures(answer))

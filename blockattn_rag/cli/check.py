@@ -42,6 +42,13 @@ def check(
     api_key_env: Annotated[
         str, typer.Option(help="The environment variable with the server's API key.")
     ] = "BLOCKATTN_RAG_API_KEY",
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="Check block mode with this recipe, too: auto, a sink such as head:4, or the "
+            "folder of a recipe."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     as_json: JsonOption = False,
@@ -53,6 +60,8 @@ def check(
     in its store is said at the end.
     """
     report: CheckReport
+    if server is not None and recipe is not None:
+        raise typer.BadParameter("--recipe is for a MODEL; a server has its own")
     if server is not None:
         with working(as_json):
             from blockattn_rag.check.server import check_server
@@ -71,10 +80,16 @@ def check(
     elif model is not None:
         with working(as_json):
             from blockattn_rag.check.checks import check_model
+            from blockattn_rag.engine.find_recipe import resolve_recipe
+            from blockattn_rag.store import MemoryStore
 
             loaded = _loaded(model, device, dtype)
-            report = check_model(loaded)
-        _show(as_json, report, *_told_of_model(model, report, loaded))
+            checked = None
+            if recipe is not None:
+                checked = resolve_recipe(recipe, loaded, MemoryStore(1))
+            report = check_model(loaded, checked)
+        told, lines = _told_of_model(model, report, loaded)
+        _show(as_json, report, {**told, "recipe": checked and str(checked)}, lines)
     else:
         raise typer.BadParameter("expected a MODEL, or the address of a --server; found neither")
     if not report.passed:

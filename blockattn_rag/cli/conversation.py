@@ -52,7 +52,7 @@ def talk(assistant: Assistant, *, mode: Mode, whole: bool) -> None:
                 note(f"there is no {word}; /help tells what can be typed")
             case _:
                 if (answer := _answered(assistant, line, mode, turns)) is not None:
-                    emit(False, {}, "", *sources(answer, whole=whole), *figures(answer))
+                    emit(False, {}, "", *sources(answer, whole=whole), figures(answer))
                     last = answer
 
 

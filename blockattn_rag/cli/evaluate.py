@@ -1,4 +1,4 @@
-"""``blockattn-rag eval``: what each attention mode costs in accuracy."""
+"""``blockattn-rag eval``: what block mode costs in accuracy, by recipe."""
 
 from __future__ import annotations
 
@@ -10,34 +10,51 @@ from rich.console import RenderableType
 
 from blockattn_rag.cli.fidelity import show_fidelity
 from blockattn_rag.cli.figures import count, duration, percent
-from blockattn_rag.cli.files import drawable
-from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, note, progress, table, working
+from blockattn_rag.cli.output import (
+    JsonOption,
+    KVDtypeHelp,
+    KVDtypeName,
+    ModelArgument,
+    emit,
+    note,
+    progress,
+    table,
+    working,
+)
 from blockattn_rag.rag.model_names import existing_model, loading
 
 if TYPE_CHECKING:
+    from blockattn_rag.engine.engine import BlockAttentionEngine
     from blockattn_rag.evaluation import EvaluationReport, ModeResult
-
-_MODES = "full,block"
 
 
 def evaluate(
     model: Annotated[str, typer.Option(help=ModelArgument, callback=existing_model)],
     data: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             help="Questions, .jsonl or .jsonl.gz; a line: "
             '{"id": "1", "question": "...", "answers": ["..."], '
             '"passages": [{"title": "...", "text": "...", "gold": true}]}'
         ),
-    ],
-    modes: Annotated[
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts to replay in both modes, without right answers, .jsonl or .jsonl.gz; a "
+            'line: {"prompt": ["block", "...", "final block"]}'
+        ),
+    ] = None,
+    recipes: Annotated[
         str,
         typer.Option(
-            help="Of full, block, block-composite, closed-book, options of block mode such as "
-            "sink=head:4 or sink=head:4+promote=attention:1, and calibrated=FILE with the settings "
-            "that `calibrate` wrote there; commas between."
+            help="Recipes to compare with full mode: auto, none, a sink such as head:4, or the "
+            "folder of a recipe; commas between."
         ),
-    ] = _MODES,
+    ] = "auto",
+    closed_book: Annotated[
+        bool, typer.Option("--closed-book", help="Also answer without passages.")
+    ] = False,
     prompt_format: Annotated[
         str,
         typer.Option(
@@ -48,108 +65,87 @@ def evaluate(
     num_passages: Annotated[
         int | None, typer.Option(min=1, help="Passages a question, the gold ones among them.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first questions or prompts.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 48,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Questions answered at once; 1 shows times to first token.")
     ] = 8,
     output: Annotated[
         Path | None,
-        typer.Option(help="Keep every answer in this JSONL file; a stopped run goes on from it."),
+        typer.Option(help="Keep every record in this JSONL file; a stopped run resumes from it."),
     ] = None,
     fidelity: Annotated[
         bool,
         typer.Option(
             "--fidelity",
-            help="Compare each mode's predictions with full mode's along full mode's answer; the "
-            "right answers are not used.",
+            help="Compare predictions with full mode's along full mode's answer. Right answers are "
+            "not used.",
         ),
     ] = False,
-    diagnosis: Annotated[
-        bool,
-        typer.Option(
-            "--diagnosis",
-            help="Swap parts of full mode's keys and values into block mode's, and compare as "
-            "--fidelity does: what each repair can reach, and which layers part.",
-        ),
-    ] = False,
-    sink: Annotated[
-        str | None,
-        typer.Option(help="With --diagnosis: what passages are encoded after, such as head:4."),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --diagnosis: draw it to this file (svg, png, pdf).", callback=drawable
-        ),
-    ] = None,
+    kv_dtype: Annotated[KVDtypeName, typer.Option(help=KVDtypeHelp)] = "model",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Answer questions over their passages in each mode and score the answers."""
-    _check_together(modes, fidelity, diagnosis, sink, plot)
+    """Compare block mode with full mode, by recipe: right answers, or predictions.
+
+    With --data, questions are answered and scored. With --data --fidelity or with --log, every
+    recipe's predictions are compared with full mode's along full mode's answers.
+    """
+    if (data is None) == (log is None):
+        raise typer.BadParameter("expected --data FILE or --log FILE, and not both")
+    if log is not None and (given := _only_with_data(closed_book, num_passages, prompt_format)):
+        raise typer.BadParameter(f"{given} is for --data; leave it out with --log")
     with working(as_json):
         from blockattn_rag import evaluation
         from blockattn_rag.engine.engine import BlockAttentionEngine
 
-        samples = evaluation.read_samples(data, limit=limit)
+        names = [name.strip() for name in recipes.split(",") if name.strip()]
+        if log is not None:
+            prompts = evaluation.read_log(log, limit=limit)
+        elif data is not None:
+            samples = evaluation.read_samples(data, limit=limit)
         with loading(model):
-            # Each mode computes all of its own answer: no tails of another's (engine.tails).
-            engine = BlockAttentionEngine.from_pretrained(
-                model, device=device, dtype=dtype, resident_bytes=0
-            )
-        names = [name.strip() for name in modes.split(",")]
-        settings: dict[str, Any] = {
-            "prompt": prompt_format,
-            "num_passages": num_passages,
-            "max_new_tokens": max_new_tokens,
-            "records_path": output,
-            "settings": {"model": model, "data": data.name},
-        }
-        with progress("comparing" if fidelity or diagnosis else "answering") as tick:
-            compared = report = None
-            if diagnosis:
-                settings["sink"] = sink or "none"
-                compared = evaluation.diagnose(engine, samples, **settings, on_progress=tick)
-            elif fidelity:
-                compared = evaluation.measure_fidelity(
-                    engine, samples, names, **settings, on_progress=tick
-                )
-            else:
-                report = evaluation.evaluate(
-                    engine,
-                    samples,
-                    names,
-                    **settings,
-                    batch_size=batch_size,
-                    on_progress=lambda mode, done, total: tick(
-                        names.index(mode) * total + done, len(names) * total
-                    ),
-                )
-        if plot and compared:
-            evaluation.plot_diagnosis(compared, plot)
-    title = f"{model} on {data.name}"
+            # Each row computes its own answers: no tails of another row's (engine.tails).
+            engine: BlockAttentionEngine = BlockAttentionEngine.from_pretrained(
+                model, device=device, dtype=dtype, kv_dtype=kv_dtype, recipe="none",
+                resident_bytes=0,
+            )  # fmt: skip
+        common: dict[str, Any] = {"max_new_tokens": max_new_tokens, "records_path": output}
+        compared = report = None
+        with progress("answering" if data and not fidelity else "comparing") as tick:
+            common["on_progress"] = tick
+            if log is not None:
+                compared = evaluation.replay(engine, prompts, names, **common)
+            elif data is not None:
+                common |= {
+                    "closed_book": closed_book,
+                    "prompt": prompt_format,
+                    "num_passages": num_passages,
+                    "settings": {"model": model, "data": data.name},
+                }
+                if fidelity:
+                    compared = evaluation.measure_fidelity(engine, samples, names, **common)
+                else:
+                    report = evaluation.evaluate(
+                        engine, samples, names, **common, batch_size=batch_size
+                    )
+    title = f"{model} on {(data or log or Path()).name}"
     if compared:
-        show_fidelity(as_json, title, compared, diagnosis=diagnosis)
+        show_fidelity(as_json, title, compared)
     if report:
         _show(as_json, title, report, max_new_tokens)
 
 
-def _check_together(
-    modes: str, fidelity: bool, diagnosis: bool, sink: str | None, plot: Path | None
-) -> None:
-    """Refuse options that do not go together."""
-    if diagnosis and fidelity:
-        raise typer.BadParameter("--diagnosis and --fidelity exclude each other")
-    if diagnosis and modes != _MODES:
-        raise typer.BadParameter("--diagnosis has no modes; compare modes with --fidelity --modes")
-    if plot and not diagnosis:
-        raise typer.BadParameter("--plot draws a diagnosis; add --diagnosis")
-    if sink is not None and not diagnosis:
-        raise typer.BadParameter(
-            f"--sink is for --diagnosis; sinks are modes otherwise: --modes full,sink={sink}"
-        )
+def _only_with_data(closed_book: bool, num_passages: int | None, prompt_format: str) -> str:
+    """The first option given that makes prompts of data; empty if there is none."""
+    if closed_book:
+        return "--closed-book"
+    if num_passages is not None:
+        return "--num-passages"
+    return "--prompt-format" if prompt_format != "auto" else ""
 
 
 def _show(as_json: bool, title: str, report: EvaluationReport, max_new_tokens: int) -> None:
@@ -161,9 +157,9 @@ def _show(as_json: bool, title: str, report: EvaluationReport, max_new_tokens: i
 
 
 def _note_cut_off(report: EvaluationReport, max_new_tokens: int) -> None:
-    modes = ", ".join(f"{r.cut_off} in {r.mode}" for r in report.results if r.cut_off)
+    rows = ", ".join(f"{r.cut_off} in {r.mode}" for r in report.results if r.cut_off)
     note(
-        f"cut off: {report.cut_off} of {count(len(report.records), 'answer')} ({modes}), after "
+        f"cut off: {report.cut_off} of {count(len(report.records), 'answer')} ({rows}), after "
         f"{count(max_new_tokens, 'token')} (--max-new-tokens) or where the context window "
         "ended, maybe before what was asked"
     )
@@ -178,7 +174,7 @@ def _legend(results: list[ModeResult]) -> list[str]:
         "and values were found.",
         "TTFT: time to the first token, median."
         if _are_timed(results)
-        else "Times are told with --batch-size 1: in a batch, all wait for the whole batch.",
+        else "Times are reported with --batch-size 1: in a batch, all wait for the whole batch.",
     ]
 
 
@@ -188,7 +184,7 @@ def _are_timed(results: list[ModeResult]) -> bool:
 
 def _table(title: str, results: list[ModeResult]) -> RenderableType:
     times = ("TTFT",) if _are_timed(results) else ()
-    columns = ("mode", "accuracy (95 %)", "exact", "F1", "diff", "same", *times, "reused")
+    columns = ("recipe", "accuracy (95 %)", "exact", "F1", "diff", "same", *times, "reused")
     rows = [_row(result) for result in results]
     return table(f"{title}, {count(results[0].samples, 'question')}", columns, rows)
 
@@ -201,7 +197,7 @@ def _row(result: ModeResult) -> tuple[str, ...]:
         f"{percent(mean)} ({percent(low)}-{percent(high)})",
         percent(result.exact_match.mean),
         percent(result.f1.mean),
-        "-" if result.difference is None else f"{result.difference.mean * 100:+.1f}",
+        "-" if result.mode == "full" else f"{result.difference.mean * 100:+.1f}",
         percent(result.agreement),
         *(() if result.ttft_s is None else (duration(result.ttft_s),)),
         percent(stats.reused_tokens / stats.prompt_tokens if stats.prompt_tokens else None),

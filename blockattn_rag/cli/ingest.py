@@ -8,19 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from blockattn_rag.cli.addresses import whole_store
+from blockattn_rag.cli.addresses import whole_recipe, whole_store
 from blockattn_rag.cli.figures import count, duration, size
 from blockattn_rag.cli.output import (
     JsonOption,
     KVDtypeHelp,
     KVDtypeName,
     ModelArgument,
+    RecipeOption,
     ServerOption,
     emit,
     note,
     working,
 )
-from blockattn_rag.prompts.sinks import FIRST_BLOCK, check_sink
 from blockattn_rag.rag.database import HASHING, Database, Manifest
 from blockattn_rag.rag.documents import load_documents
 from blockattn_rag.rag.ingest import ingest_documents
@@ -34,21 +34,12 @@ _TOLD = (
     "fingerprint",
     "embedding",
     "collection",
-    "sink",
+    "recipe",
     "namespace",
     "kv_dtype",
     "store",
     "server",
 )
-
-
-def _known_sink(sink: str | None) -> str | None:
-    if sink == FIRST_BLOCK:
-        raise typer.BadParameter("passages that are ingested have no first block; use head:N")
-    try:
-        return sink and check_sink(sink)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def _known_namespace(name: str | None) -> str | None:
@@ -88,15 +79,7 @@ def ingest(
             f"Default: the database's, or {HASHING}."
         ),
     ] = None,
-    sink: Annotated[
-        str | None,
-        typer.Option(
-            help="What passages are encoded after: none, bos, or head:N, such as head:4, which "
-            "suits models that are not block-fine-tuned. Default: the database's, or the one that "
-            "the model was fine-tuned with, or none.",
-            callback=_known_sink,
-        ),
-    ] = None,
+    recipe: RecipeOption = None,
     namespace: Annotated[
         str | None,
         typer.Option(
@@ -133,7 +116,7 @@ def ingest(
             chunk_size=chunk_size,
             collection=collection,
             embedding=embedding,
-            sink=sink,
+            recipe=whole_recipe(recipe),
             namespace=namespace,
             kv_dtype=kv_dtype,
             store=store,
@@ -186,7 +169,7 @@ def _manifest(db: Path, **wanted: Any) -> Manifest:
     if old is None and not wanted["model"]:
         raise typer.BadParameter("a new database needs a model", param_hint="--model")
     given = {name: value for name, value in wanted.items() if value}
-    own = ("sink", "namespace", "kv_dtype", "store")
+    own = ("recipe", "namespace", "kv_dtype", "store")
     if given.get("server") and (found := [name for name in own if name in given]):
         raise typer.BadParameter(
             f"a server has its own {' and '.join(found)}; leave that out",

@@ -34,6 +34,13 @@ ServerOption = Annotated[
         "the database's, or none."
     ),
 ]
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Recipe of block mode: auto, none, a sink such as head:4, or the folder of a recipe. "
+        "Default: the database's, or auto."
+    ),
+]
 ModelArgument = "Model name or folder; [bold]bundled[/bold] is the model inside this package."
 
 
@@ -139,16 +146,44 @@ def counter(description: str) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar for each stage, on stderr; yields a function of (stage, done, total)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    """Progress of several stages, on stderr; yields a function of (stage, done, total).
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=stderr, transient=False) as bar:
+    A terminal shows a bar for each stage, with the remaining time. Elsewhere, each stage is one
+    line when it starts.
+    """
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    if not stderr.is_terminal:
+        seen: set[str] = set()
+
+        def name(stage: str, _: int, total: int) -> None:
+            if stage not in seen:
+                seen.add(stage)
+                note(f"{stage} ({total})")
+
+        yield name
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=stderr, transient=False) as bar:
         tasks: dict[str, Any] = {}
 
-        def tell(stage: str, done: int, total: int) -> None:
+        def show(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
                 tasks[stage] = bar.add_task(stage, total=total)
             bar.update(tasks[stage], completed=done, total=total)
 
-        yield tell
+        yield show

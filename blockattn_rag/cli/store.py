@@ -34,7 +34,6 @@ from blockattn_rag.cli.output import (
     working,
 )
 from blockattn_rag.errors import StoreError
-from blockattn_rag.prompts.sinks import NO_SINK
 
 _GROUPS = ("models", "namespaces", "kv_dtypes")
 _COLUMNS = ("model", "namespace", "kept in", "entries", "tokens", "size")
@@ -253,10 +252,7 @@ def migrate(
             param_hint="--sink",
         )
     with working(as_json), progress("migrating folders") as tick:
-        folder, manifest = find_folder(store)
-        made = manifest.sink if manifest is not None else NO_SINK
-        if made != NO_SINK and not drop:
-            raise ValueError(f"{store} was ingested with the sink {made}; pass --drop")
+        folder, _ = find_folder(store)
         report = kv_store.migrate(folder, all_plain=not drop, dry_run=dry_run, progress=tick)
     for path, reason in report.damaged:
         note(f"damaged, {'would be ' * dry_run}deleted: {path}: {reason}")

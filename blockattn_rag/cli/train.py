@@ -15,7 +15,6 @@ import typer
 
 from blockattn_rag.cli.figures import count, duration
 from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, note, working
-from blockattn_rag.prompts.sinks import NO_SINK
 from blockattn_rag.rag.model_names import existing_model, loading
 from blockattn_rag.training.config import FinetuneConfig, LoraConfig, OnError, Range
 
@@ -129,12 +128,11 @@ def _show(report: FinetuneReport, as_json: bool, config: FinetuneConfig) -> None
         "history": report.history,
     }
     what = "adapter" if config.lora else "model"
-    modes = "" if config.sink == NO_SINK else f" --modes full,sink={config.sink}"
     emit(
         as_json,
         data,
         f"The {what} is in {report.output}. Measure it: blockattn-rag eval --model {report.output} "
-        f"--data FILE{modes}",
+        "--data FILE",
         f"{count(report.steps, 'step')} in {duration(report.seconds)}; training loss over the last "
         f"logged steps: {report.loss:.4f}.",
         _evaluation(report),

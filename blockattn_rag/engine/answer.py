@@ -10,10 +10,8 @@ from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.engine.results import Clock, FinishReason, Generation, ReuseStats
-from blockattn_rag.engine.retry import abstains, is_too_long
 from blockattn_rag.kv.context import Context
 from blockattn_rag.model import BlockModel
-from blockattn_rag.prompts.blocks import BlockPrompt
 
 
 class Prepared(NamedTuple):
@@ -39,41 +37,24 @@ class Prepared(NamedTuple):
 
 
 class Answer:
-    """One answer in the making. An abstention is not given if it can be answered again.
+    """One answer in the making.
 
     Args:
         request: whose answer it is.
-        prompt: the request's, made.
-        prepared: the prompt for these options.
-        options: how it is answered.
+        prepared: the request's prompt.
         model: what answers.
-        abstentions: phrases by which abstentions are known.
-        first: the abstention after which the request is answered again.
     """
 
-    def __init__(
-        self,
-        request: PendingRequest,
-        prompt: BlockPrompt,
-        prepared: Prepared,
-        options: GenerateOptions,
-        model: BlockModel,
-        abstentions: Sequence[str],
-        first: Answer | None = None,
-    ) -> None:
+    def __init__(self, request: PendingRequest, prepared: Prepared, model: BlockModel) -> None:
         self.request = request
-        self.prompt = prompt
         self.prepared = prepared
-        self.options = options
+        self.options: GenerateOptions = request.options
         self._model = model
-        self._abstentions = abstentions
-        self._first = first
         self.start_anew()
 
     def start_anew(self) -> None:
         """Begin, or forget what has come."""
         self.clock = Clock(self.request.started)
-        self.generation: Generation | None = None
         sampling = self.options.sampling
         self._detokenizer = Detokenizer(
             self._model.tokenizer.tokenizer,
@@ -82,10 +63,7 @@ class Answer:
         )
         self._end_ids = self._model.end_ids(sampling)
         self._ids: list[int] = []
-        self._given = 0  # characters; others may be the beginning of an abstention
-        # How to answer again, as long as this may be an abstention.
-        has_passages = any(block.is_passage for block in self.prompt.context)
-        self.again = self.options.of_retry() if has_passages else None
+        self._given = 0  # characters
 
     @property
     def stopped(self) -> bool:
@@ -95,12 +73,7 @@ class Answer:
     @property
     def has_ended(self) -> bool:
         """Whether it needs no more tokens."""
-        return self.generation is not None or self.request.answer.done()
-
-    @property
-    def abstained(self) -> bool:
-        """Whether it has ended, and the request is to be answered again."""
-        return self.generation is not None and self.again is not None
+        return self.request.answer.done()
 
     @property
     def can_start_anew(self) -> bool:
@@ -133,19 +106,12 @@ class Answer:
             self.push(token)
         self._detokenizer.finish()
         self._give()
-        self.generation = self._generation(list(ids))
-        if self.again is not None and abstains(self._detokenizer.text, self._abstentions):
-            return
-        self.again = None
-        self._give()
-        self.request.answer.set_result(self.generation)
+        self.request.answer.set_result(self._generation(list(ids)))
 
     def _give(self) -> None:
-        """Hand text to whoever reads it as it comes, once it cannot be an abstention's."""
+        """Hand text to whoever reads it as it comes."""
         text = self._detokenizer.text
-        if self.again is not None and is_too_long(text):
-            self.again = None
-        if self.again is None and len(text) > self._given:
+        if len(text) > self._given:
             self.request.emit(text[self._given :], self._detokenizer.marks(self._given))
             self._given = len(text)
 
@@ -154,8 +120,6 @@ class Answer:
         ended = bool(ids) and ids[-1] in self._end_ids
         stopped = self.stopped or ended or len(ids) < self.prepared.limit
         stats = self.clock.complete(self.prepared.stats, len(ids))
-        if self._first is not None and self._first.generation is not None:
-            stats = stats.with_first(self._first.generation.stats, self._first.options.retry)
         reason: FinishReason = "stop" if stopped else "length"
         marks = self._detokenizer.marks()
         return Generation(self._detokenizer.text, ids, reason, stats, marks)

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
-from blockattn_rag.engine.audit import Auditor, AuditStats
-from blockattn_rag.engine.calibration import Calibration, find_calibration
-from blockattn_rag.engine.fetcher import BlockFetcher, how_encoded
+from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.engine.find_recipe import AUTO, RecipeLike, resolve_recipe
 from blockattn_rag.engine.ingest import EncodeStats, precompute
-from blockattn_rag.engine.made_with import foreign, warn_of_foreign
-from blockattn_rag.engine.options import (
-    NO_READER,
-    BlockOptions,
-    GenerateOptions,
-    OnMiss,
-    check_names,
-)
+from blockattn_rag.engine.options import GenerateOptions, OnMiss
 from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingRequest
 from blockattn_rag.engine.prefetch import Prefetched, Prefetcher, PrefetchStats
 from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, made
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
-from blockattn_rag.engine.retry import check_abstentions
 from blockattn_rag.engine.runner import Runner
 from blockattn_rag.engine.scheduler import scheduler_of
 from blockattn_rag.engine.tails import SHARE
-from blockattn_rag.engine.untuned import warn_if_untuned
 from blockattn_rag.kv.context import Assembly, Positions
 from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.model import BlockModel
@@ -40,8 +30,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-logger = logging.getLogger("blockattn_rag")
-
 
 class BlockAttentionEngine:
     """Answers prompts made of blocks, reusing every block's keys and values.
@@ -52,6 +40,9 @@ class BlockAttentionEngine:
     Args:
         model: the model.
         store: where KV lives: a store, the path of a ``DirectoryStore``, or None for memory.
+        recipe: How the model runs in block mode: ``"auto"``, ``"none"``, the folder of a recipe,
+            a ``Recipe``, or a sink alone such as ``"head:4"``. ``"auto"`` takes the best one that
+            is known; see ``find_recipe.resolve_recipe``.
         resident_bytes: blocks that were read from the store stay ready on the model's device, up
             to this many bytes; 0 reads and checks them anew for every answer. Beside them, what
             the last answers computed behind their contexts stays for the next turns of their
@@ -66,13 +57,16 @@ class BlockAttentionEngine:
             ``("public",)``: collections that tenants share.
         read_only: store nothing; what is missing is computed, and kept in memory within
             ``resident_bytes``. Where it may, a store still learns that an entry was used.
-        calibration: file of calibrations in which the model's is looked for before the store's
-            folder, such as the ``calibration.json`` of a database.
-        audit_rate: share of block mode's greedy answers that are compared with full mode while
-            nothing else waits, such as 0.01; see ``engine.audit`` and ``audits``.
-        options: how block mode works unless a call says otherwise; see ``BlockOptions``. What is
-            not given is taken from the calibration for this model and namespace, if there is one,
-            or from what the model was block-fine-tuned with (``BlockModel.tuned_with``).
+        folder: Folder of the database that the store belongs to; ``recipe="auto"`` looks there
+            first.
+        positions: Overrides the recipe's positions; for experts.
+        on_miss: ``"compute"`` encodes and stores a block that is not in the store; ``"error"``
+            raises ``MissError``, for benchmarks.
+        assembly: ``"relay"`` attends to blocks where they lie, ``"copy"`` joins them in new
+            tensors; ``"auto"`` takes relay where the model allows it.
+
+    Raises:
+        ValueError: the recipe does not belong to the model, or an argument is out of range.
     """
 
     def __init__(
@@ -80,34 +74,28 @@ class BlockAttentionEngine:
         model: BlockModel,
         store: KVStore | str | Path | None = None,
         *,
+        recipe: RecipeLike = AUTO,
         resident_bytes: int = DEFAULT_RESIDENT_BYTES,
         kv_dtype: KVDtype = "model",
         namespace: str = "",
         read_namespaces: Sequence[str] = (),
         read_only: bool = False,
-        calibration: str | Path | None = None,
-        audit_rate: float = 0.0,
-        **options: Unpack[BlockOptions],
+        folder: str | Path | None = None,
+        positions: Positions | None = None,
+        on_miss: OnMiss = "compute",
+        assembly: Assembly = "auto",
     ) -> None:
-        check_names(options)
         access = Access(namespace, read_namespaces, read_only)
         self._model = model
         self.store = open_store(store)
-        self._calibration, self._uncalibrated = find_calibration(
-            self.store, model, namespace, calibration
-        )
-        given = {name: value for name, value in options.items() if value is not None}
-        self.defaults = GenerateOptions()
-        chosen = self._calibration.options_beside(given) if self._calibration else given
-        self.defaults = self._options({**model.tuned_with, **chosen})
-        if self._calibration:
-            logger.info("%s: calibrated: %s", model.name, self._calibration)
+        self._folder = None if folder is None else Path(folder).expanduser()
+        self._positions = positions
+        resolved = self._resolved(recipe)
+        self.defaults = GenerateOptions(on_miss=on_miss, assembly=assembly, recipe=resolved)
         self._fetcher = BlockFetcher(model, self.store, resident_bytes, access, kv_dtype)
         self._prefetcher = Prefetcher()
         self._scheduler = scheduler_of(model.lock)
-        self._auditor = Auditor(model, audit_rate, self._scheduler.submit_in_background)
-        tail_bytes = resident_bytes // SHARE
-        self._runner = Runner(model, self._fetcher, self._auditor, self._calibration, tail_bytes)
+        self._runner = Runner(model, self._fetcher, resident_bytes // SHARE)
 
     @classmethod
     def from_pretrained(
@@ -118,50 +106,35 @@ class BlockAttentionEngine:
         store: KVStore | str | Path | None = None,
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
-        on_miss: OnMiss | None = None,
-        positions: Positions | None = None,
-        assembly: Assembly | None = None,
-        sink: str | None = None,
-        correction: str | Path | None = None,
-        merge: str | None = None,
-        promote: str | int | None = None,
-        reader: str | Path | None = None,
-        retry: str | None = None,
+        recipe: RecipeLike = AUTO,
         resident_bytes: int = DEFAULT_RESIDENT_BYTES,
         kv_dtype: KVDtype = "model",
         namespace: str = "",
         read_namespaces: Sequence[str] = (),
         read_only: bool = False,
-        calibration: str | Path | None = None,
-        audit_rate: float = 0.0,
+        folder: str | Path | None = None,
+        positions: Positions | None = None,
+        on_miss: OnMiss = "compute",
+        assembly: Assembly = "auto",
         **model_kwargs: Any,
     ) -> BlockAttentionEngine:
-        """Load a model (path, hub id, ``"bundled"``, or ready with its tokenizer), open a store.
-
-        For ``on_miss`` to ``retry`` see ``BlockOptions``.
-        """
+        """Load a model (path, hub id, ``"bundled"``, or ready with its tokenizer), open a store."""
         loaded = BlockModel.from_pretrained(
             model, tokenizer=tokenizer, device=device, dtype=dtype, **model_kwargs
         )
         return cls(
             loaded,
             store,
-            on_miss=on_miss,
-            positions=positions,
-            assembly=assembly,
-            sink=sink,
-            correction=correction,
-            merge=merge,
-            promote=promote,
-            reader=reader,
-            retry=retry,
+            recipe=recipe,
             resident_bytes=resident_bytes,
             kv_dtype=kv_dtype,
             namespace=namespace,
             read_namespaces=read_namespaces,
             read_only=read_only,
-            calibration=calibration,
-            audit_rate=audit_rate,
+            folder=folder,
+            positions=positions,
+            on_miss=on_miss,
+            assembly=assembly,
         )
 
     @property
@@ -180,25 +153,9 @@ class BlockAttentionEngine:
         return self._fetcher.access
 
     @property
-    def calibration(self) -> Calibration | None:
-        """The calibration for this model and namespace, whose settings are in use where no others
-        were given; None if there is none."""
-        return self._calibration
-
-    @property
-    def audits(self) -> AuditStats:
-        """What comparing answers with full mode has found so far."""
-        return self._auditor.stats
-
-    @property
-    def abstentions(self) -> tuple[str, ...]:
-        """Phrases of answers that give none, for ``retry``; case does not matter. Set your own for
-        other languages than English, such as ``("steht nicht im Text", "weiß ich nicht")``."""
-        return self._runner.abstentions
-
-    @abstentions.setter
-    def abstentions(self, phrases: Sequence[str]) -> None:
-        self._runner.abstentions = check_abstentions(phrases)
+    def recipe(self) -> Recipe:
+        """How the model runs in block mode."""
+        return self.defaults.recipe
 
     # -- ingestion ---------------------------------------------------------------------------
 
@@ -207,23 +164,16 @@ class BlockAttentionEngine:
         texts: Sequence[str | Block] | BlockPrompt,
         *,
         show_progress: bool = False,
-        sink: str | None = None,
-        correction: str | Path | None = None,
+        recipe: RecipeLike | None = None,
     ) -> list[str]:
         """Compute and store the KV of texts that are not stored yet; their handles, in order.
 
         Of a ``BlockPrompt``, the context is encoded, its first block as the beginning of a prompt:
-        a block of its own, since it holds the BOS token. ``sink`` and ``correction`` override the
-        engine's own.
+        a block of its own, since it holds the BOS token. ``recipe`` overrides the engine's
+        own.
         """
         blocks, as_prompt = blocks_to_encode(texts)
-        self.precompute(
-            blocks,
-            as_prompt=as_prompt,
-            show_progress=show_progress,
-            sink=sink,
-            correction=correction,
-        )
+        self.precompute(blocks, as_prompt=as_prompt, show_progress=show_progress, recipe=recipe)
         return [block.handle for block in blocks]
 
     def precompute(
@@ -234,11 +184,9 @@ class BlockAttentionEngine:
         show_progress: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
         batch_tokens: int | None = None,
-        sink: str | None = None,
-        correction: str | Path | None = None,
+        recipe: RecipeLike | None = None,
     ) -> EncodeStats:
         """``encode`` with figures of what was done; see ``ingest.precompute``."""
-        options = self._options({"sink": sink, "correction": correction})
         return precompute(
             self._fetcher,
             blocks,
@@ -247,26 +195,24 @@ class BlockAttentionEngine:
             show_progress=show_progress,
             on_progress=on_progress,
             batch_tokens=batch_tokens,
-            how=how_encoded(self.model, options.sink, options.correction),
+            recipe=self._recipe(recipe),
         )
 
     def prefetch(
         self,
         passages: Sequence[str | Block],
         *,
-        sink: str | None = None,
-        correction: str | Path | None = None,
+        recipe: RecipeLike | None = None,
     ) -> None:
         """Begin to read passages from the store, before the prompt that will hold them is there.
 
         Returns at once and raises nothing; ``prefetches`` counts. What is read stays in memory,
         until ``resident_bytes`` are full: give the likeliest passages first. An answer waits for
-        reads that are going on. Nothing is computed: see ``encode``. ``sink`` and ``correction``
-        as for ``encode``.
+        reads that are going on. Nothing is computed: see ``encode``. ``recipe`` as for
+        ``encode``.
         """
         given = [passages] if isinstance(passages, str) else list(passages)
-        encoded = {"sink": sink, "correction": correction}
-        self._prefetcher.submit(len(given), partial(self._prefetch, given, encoded))
+        self._prefetcher.submit(len(given), partial(self._prefetch, given, recipe))
 
     @property
     def prefetches(self) -> PrefetchStats:
@@ -275,8 +221,7 @@ class BlockAttentionEngine:
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether a block's KV is stored. ``first``: as the first block of a prompt."""
-        how = how_encoded(self.model, self.defaults.sink, self.defaults.correction)
-        return self._fetcher.contains(block, first=first, how=how)
+        return self._fetcher.contains(block, first=first, recipe=self.recipe)
 
     # -- answering ---------------------------------------------------------------------------
 
@@ -285,15 +230,7 @@ class BlockAttentionEngine:
         prompt: Prompt,
         *,
         mode: Mode = "block",
-        positions: Positions | None = None,
-        on_miss: OnMiss | None = None,
-        assembly: Assembly | None = None,
-        sink: str | None = None,
-        correction: str | Path | None = None,
-        merge: str | None = None,
-        promote: str | int | None = None,
-        reader: str | Path | None = None,
-        retry: str | None = None,
+        recipe: RecipeLike | None = None,
         max_new_tokens: int = 256,
         temperature: float | None = None,
         top_p: float | None = None,
@@ -307,13 +244,15 @@ class BlockAttentionEngine:
         Args:
             prompt: a ``BlockPrompt``, or a list whose last item is the final block.
             mode: ``"block"`` reuses blocks; ``"full"`` is ordinary attention over the same tokens.
-            positions, on_miss, assembly, sink, correction, merge, promote, reader, retry: override
-                the engine's own; see ``BlockOptions``.
+            recipe: Overrides the engine's own, for comparisons. Pass a ``Recipe``, because a folder
+                is read in every call.
             max_new_tokens: at most this many, less if the context window ends before.
             temperature: 0 or None is greedy; ``top_p`` and ``top_k`` apply above 0.
             stop: strings that end the answer; they are not part of it.
             seed: makes sampling repeatable.
-            generate_kwargs: anything transformers' ``generate`` takes.
+            generate_kwargs: ``response_format``, ``structured_outputs``, ``on_miss`` and
+                ``assembly`` in place of the engine's own, and anything transformers' ``generate``
+                takes.
 
         Raises:
             ContextOverflowError: the prompt does not fit in the model's context window.
@@ -321,15 +260,7 @@ class BlockAttentionEngine:
         """
         options = {
             "mode": mode,
-            "positions": positions,
-            "on_miss": on_miss,
-            "assembly": assembly,
-            "sink": sink,
-            "correction": correction,
-            "merge": merge,
-            "promote": promote,
-            "reader": reader,
-            "retry": retry,
+            "recipe": recipe,
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
             "top_p": top_p,
@@ -400,7 +331,7 @@ class BlockAttentionEngine:
         answer_ids: Sequence[int],
         *,
         mode: Mode = "block",
-        **options: Unpack[BlockOptions],
+        **options: Any,
     ) -> torch.Tensor:
         """What the model predicts at each token of a given answer (teacher forcing).
 
@@ -417,7 +348,6 @@ class BlockAttentionEngine:
         """
         if not answer_ids:
             raise ValueError("the answer has no token to predict")
-        check_names(options)
         parsed = self._options({**options, "mode": mode, "max_new_tokens": len(answer_ids)})
         answer_logits = self._runner.answer_logits
         return self._scheduler.run(partial(answer_logits, made(prompt), answer_ids, parsed))
@@ -429,19 +359,17 @@ class BlockAttentionEngine:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _prefetch(self, passages: Sequence[str | Block], encoded: Mapping[str, Any]) -> Prefetched:
+    def _prefetch(self, passages: Sequence[str | Block], recipe: RecipeLike | None) -> Prefetched:
         blocks = [one if isinstance(one, Block) else Block(one) for one in passages if one != ""]
-        options = self._options(encoded)
-        how = how_encoded(self.model, options.sink, options.correction)
-        return self._fetcher.prefetch(blocks, how=how)
+        return self._fetcher.prefetch(blocks, recipe=self._recipe(recipe))
 
     def _pending(
         self, prompt: LatePrompt, options: Mapping[str, Any], **scheduling: Any
     ) -> PendingRequest:
         parsed = self._options(options)
         if not callable(prompt):  # a bad one is refused now, not when its turn comes
-            prompt = self._checked(prompt, parsed)
-        make_prompt = partial(self._checked, prompt, parsed)
+            prompt = made(prompt)
+        make_prompt = partial(made, prompt)
         can_share = partial(self.model.batches_exactly, parsed.sampling)
         needs = self.model.compiling(parsed.sampling.grammar)
         return PendingRequest(
@@ -449,19 +377,15 @@ class BlockAttentionEngine:
         )
 
     def _options(self, given: Mapping[str, Any]) -> GenerateOptions:
-        """The options of a call, or of the engine itself; what they name is loaded now."""
-        parsed = GenerateOptions.parse(given, self.defaults)
-        if parsed.reader != NO_READER:
-            self.model.load_reader(parsed.reader)
-        how_encoded(self.model, parsed.sink, parsed.correction)
-        return parsed
+        recipe = self._recipe(given.get("recipe"))
+        return GenerateOptions.parse({**given, "recipe": recipe}, self.defaults)
 
-    def _checked(self, prompt: LatePrompt, options: GenerateOptions) -> BlockPrompt:
-        found = made(prompt)
-        if options.mode == "block" and found.context:
-            known, why_none = self._calibration, self._uncalibrated
-            warn_if_untuned(self.model, found, options, known, why_none, self.kv_dtype)
-            why = foreign(self.model, options)
-            if why and not (known and known.measured_together(options)):
-                warn_of_foreign(why)
-        return found
+    def _recipe(self, given: RecipeLike | None) -> Recipe:
+        """The recipe of a call."""
+        if given is None or given is self.recipe or given == AUTO:
+            return self.recipe
+        return self._resolved(given)
+
+    def _resolved(self, given: RecipeLike) -> Recipe:
+        found = resolve_recipe(given, self._model, self.store, self._folder)
+        return found.with_positions(self._positions)

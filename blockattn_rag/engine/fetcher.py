@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakSet
 
-from blockattn_rag.engine.options import NO_CORRECTION, OnMiss
+from blockattn_rag.engine.options import OnMiss
 from blockattn_rag.engine.prefetch import Prefetched
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.tokenised import remembering
 from blockattn_rag.engine.transfer import to_device
 from blockattn_rag.errors import MissError, StoreError, StoreUnavailableError
@@ -25,7 +26,7 @@ from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.prompts.blocks import Block, Keep, is_private, keep_of
-from blockattn_rag.prompts.sinks import FIRST_BLOCK, NO_SINK, sink_ids
+from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.store.base import Found, KVStore, ResidentStore, get_many, keep, touch
 from blockattn_rag.store.claims import claim
 from blockattn_rag.store.device_cache import DeviceCache, with_device_cache
@@ -42,10 +43,12 @@ Name = tuple[str, str]
 class Fetched(NamedTuple):
     """The KV of a prompt's context blocks, in order.
 
+    ``places``: where each stands in the context, of which blocks of no tokens are left out;
     ``missed``: the tokens of each block that had to be computed, by name.
     """
 
     blocks: list[BlockKV]
+    places: list[int]
     missed: Mapping[Name, int]
 
     @property
@@ -75,39 +78,17 @@ class Fetched(NamedTuple):
         return {name: tokens for name, tokens in self.missed.items() if name in names}
 
 
-class HowEncoded(NamedTuple):
-    """How context blocks are encoded, the first one of a prompt aside.
-
-    ``sink``: after what; see ``prompts.sinks``. ``correction``: corrects their keys and values.
-    """
-
-    sink: str = NO_SINK
-    correction: Correction | None = None
-
-
-ALONE = HowEncoded()
-
-
-def how_encoded(model: BlockModel, sink: str, correction: str) -> HowEncoded:
-    """What a sink and a correction's file, or ``"none"``, mean for a model.
-
-    Raises:
-        ValueError: the correction is for another model or another sink.
-    """
-    if correction == NO_CORRECTION:
-        return HowEncoded(sink)
-    return HowEncoded(sink, model.load_correction(correction, sink))
+PLAIN = Recipe()
 
 
 class Wanted(NamedTuple):
     """A block to look up.
 
     ``ids``: its token ids, none if it has no keys and values; ``digest``: of these and of how it is
-    encoded; ``encoded_digest``: the same before a correction changes it; ``namespaces``: where to
+    encoded; ``encoded_digest``: the same before an adapter changes it; ``namespaces``: where to
     look, the first one is its own; ``keys``: in each of these; ``sink_ids``: it is encoded after
-    these; ``correction``: what corrects it; ``keep``: what may become of it, which the origin of
-    the first block decides where that is the sink; ``handles``: of the texts that were asked for
-    and have these tokens.
+    these; ``adapter``: changes it; ``keep``: what may become of it; ``handles``: of the texts that
+    were asked for and have these tokens.
     """
 
     keys: tuple[str, ...]
@@ -117,7 +98,7 @@ class Wanted(NamedTuple):
     encoded_digest: str
     block: Block
     sink_ids: Sequence[int]
-    correction: Correction | None
+    adapter: Correction | None
     keep: Keep
     handles: tuple[str, ...]
 
@@ -195,9 +176,9 @@ class BlockFetcher:
         # origin: system messages that were used once, and what was stored and is damaged.
         self._to_store: set[str] = set()
 
-    def contains(self, block: Block, *, first: bool = False, how: HowEncoded = ALONE) -> bool:
+    def contains(self, block: Block, *, first: bool = False, recipe: Recipe = PLAIN) -> bool:
         """Whether there is an entry for the block; whether it is sound is seen when it is read."""
-        (one,) = self.wanted([block], as_prompt=first, how=how)
+        (one,) = self.wanted([block], as_prompt=first, recipe=recipe)
         return any(key in self.store for key in one.keys)
 
     def claim(self, one: Wanted) -> bool:
@@ -215,7 +196,7 @@ class BlockFetcher:
         on_miss: OnMiss,
         check_room: Callable[[int], object] | None = None,
         *,
-        how: HowEncoded = ALONE,
+        recipe: Recipe = PLAIN,
     ) -> Fetched:
         """KV of a prompt's context blocks; absent ones are computed together.
 
@@ -226,10 +207,12 @@ class BlockFetcher:
             on_miss: whether passages may be computed.
             check_room: called with the tokens of all blocks before anything is computed; raises if
                 there are too many. Default: a context may have any length.
-            how: how blocks are encoded.
+            recipe: How passages are encoded.
         """
         # A text of no tokens has no KV: nothing is missing, and it leaves no trace in the prompt.
-        wanted = [one for one in self.wanted(context, as_prompt=True, how=how) if one.ids]
+        found_ids = self.wanted(context, as_prompt=True, recipe=recipe)
+        places = [place for place, one in enumerate(found_ids) if one.ids]
+        wanted = [found_ids[place] for place in places]
         asked = distinct(wanted)
         found = self._look_up(asked.values())
         missing = [one for one in asked.values() if one.name not in found]
@@ -247,15 +230,15 @@ class BlockFetcher:
                 self._keep(computed, one.keep)
                 found[one.name] = computed
         missed = {one.name: len(one.ids) for one in missing}
-        return Fetched([found[one.name] for one in wanted], missed)
+        return Fetched([found[one.name] for one in wanted], places, missed)
 
-    def prefetch(self, blocks: Sequence[Block], *, how: HowEncoded = ALONE) -> Prefetched:
+    def prefetch(self, blocks: Sequence[Block], *, recipe: Recipe = PLAIN) -> Prefetched:
         """Read passages from the store before the prompt that will hold them is there.
 
         What is read stays in memory as far as ``resident_bytes`` allow; when they are full, the
         rest is not read, because it would take the place of what came first.
         """
-        wanted = [one for one in self.wanted(blocks, as_prompt=False, how=how) if one.ids]
+        wanted = [one for one in self.wanted(blocks, as_prompt=False, recipe=recipe) if one.ids]
         unread = list({one.name: one for one in wanted}.values())
         ready: set[Name] = set()
         nbytes = 0
@@ -270,36 +253,38 @@ class BlockFetcher:
         )
 
     def wanted(
-        self, blocks: Sequence[Block], *, as_prompt: bool, how: HowEncoded = ALONE
+        self, blocks: Sequence[Block], *, as_prompt: bool, recipe: Recipe = PLAIN
     ) -> list[Wanted]:
         """What to look up for blocks; ``as_prompt``: the first of them opens a prompt."""
         # Read once, because the model checks at each reading whether its weights have changed.
         fingerprint = self._model.fingerprint
+        if recipe.adapter and fingerprint not in recipe.fingerprints:
+            raise ValueError(
+                f"The recipe {recipe.source or recipe} no longer belongs to {self._model.name}, "
+                "which was changed since it was resolved (an adapter switched, say): make a new "
+                "engine with another recipe."
+            )
         has_sink = len(blocks) > as_prompt  # the first block of a prompt has none
-        sink_ids = self._sink_ids(how.sink, blocks if as_prompt else ()) if has_sink else ()
-        is_whole = how.sink == FIRST_BLOCK and as_prompt  # the first block is the sink
-        head = blocks[0] if is_whole and blocks and not blocks[0].is_passage else None
+        sink_ids = self._sink_ids(recipe.sink) if has_sink else ()
         wanted = []
         for index, block in enumerate(blocks):
             first = as_prompt and index == 0
-            before, correction = ((), None) if first else (sink_ids, how.correction)
-            allowed = keep_of(block.origin if head is None else head.origin)
+            before, adapter = ((), None) if first else (sink_ids, recipe.adapter)
+            allowed = keep_of(block.origin)
             ids, digest = self._tokenised(block, first)
             encoded = token_digest(ids, before) if before else digest
-            digest = corrected_digest(encoded, correction.digest) if correction else encoded
+            digest = corrected_digest(encoded, adapter.digest) if adapter else encoded
             names = self.access.namespaces(private=is_private(allowed))
             keys = tuple(store_key(fingerprint, digest, name) for name in names)
             wanted.append(
                 Wanted(
-                    keys, names, ids, digest, encoded, block, before, correction, allowed,
+                    keys, names, ids, digest, encoded, block, before, adapter, allowed,
                     (block.handle,),
                 )
             )  # fmt: skip
         return wanted
 
-    def _sink_ids(self, sink: str, prompt: Sequence[Block]) -> Sequence[int]:
-        if sink == FIRST_BLOCK and prompt:
-            return self._tokenised(prompt[0], True).ids
+    def _sink_ids(self, sink: str) -> Sequence[int]:
         if sink not in self._sinks:
             self._sinks[sink] = sink_ids(sink, self._model.tokenizer)
         return self._sinks[sink]
@@ -309,7 +294,7 @@ class BlockFetcher:
     ) -> Iterator[list[tuple[Wanted, BlockKV]]]:
         """Compute blocks, batch by batch as ``BlockModel.encode``; those of no tokens are left out.
 
-        A corrected block is made of the uncorrected one where that is stored.
+        A block that an adapter changes is made of the unchanged one where that is stored.
         """
         requests: dict[str, EncodeRequest] = {}
         waiting: dict[str, list[Wanted]] = {}  # blocks of the same tokens may be kept apart
@@ -325,8 +310,8 @@ class BlockFetcher:
             yield [(one, self._finished(kv, one)) for kv in batch for one in waiting[kv.digest]]
 
     def _encoded(self, one: Wanted) -> BlockKV | None:
-        """What a correction is to change, where that is stored as the model computed it."""
-        if one.correction is None:
+        """What an adapter is to change, where that is stored as the model computed it."""
+        if one.adapter is None:
             return None
         key = store_key(self._model.fingerprint, one.encoded_digest, one.namespaces[0])
         try:
@@ -340,8 +325,8 @@ class BlockFetcher:
 
     def _finished(self, encoded: BlockKV, one: Wanted) -> BlockKV:
         """A block as it is kept."""
-        if one.correction is not None:
-            encoded = one.correction.corrected(encoded, self._model.profile.layouts)
+        if one.adapter is not None:
+            encoded = one.adapter.corrected(encoded, self._model.profile.layouts)
         if self.kv_dtype == "int8":
             encoded = encoded.quantised()
         handle, namespace = joined_handles(one.handles), one.namespaces[0]

@@ -10,7 +10,8 @@ from functools import partial
 
 from tqdm.auto import tqdm
 
-from blockattn_rag.engine.fetcher import ALONE, BlockFetcher, HowEncoded, Wanted, distinct
+from blockattn_rag.engine.fetcher import PLAIN, BlockFetcher, Wanted, distinct
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.prompts.blocks import Block
 
@@ -51,7 +52,7 @@ def precompute(
     show_progress: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
     batch_tokens: int | None = None,
-    how: HowEncoded = ALONE,
+    recipe: Recipe = PLAIN,
 ) -> EncodeStats:
     """Compute and store what is absent. Each batch is stored when it is computed, so an
     interruption loses one batch at most.
@@ -62,7 +63,7 @@ def precompute(
         as_prompt: the first of the blocks begins a prompt, and so holds the BOS token.
         on_progress: called with (blocks done, distinct blocks in all).
         batch_tokens: tokens of one encoding batch, padding included.
-        how: how blocks are encoded.
+        recipe: How passages are encoded.
 
     Raises:
         ContextOverflowError: a block alone is longer than the model's context window.
@@ -70,7 +71,7 @@ def precompute(
         StoreError: a block cannot be stored.
     """
     started = time.perf_counter()
-    found = fetcher.wanted(blocks, as_prompt=as_prompt, how=how)
+    found = fetcher.wanted(blocks, as_prompt=as_prompt, recipe=recipe)
     wanted = [*distinct(one for one in found if one.ids).values()]
     absent = [one for one in wanted if not fetcher.claim(one)]
     if absent and fetcher.access.read_only:

@@ -170,18 +170,6 @@ class Job(Pending[T]):
         self.answer.set_result(self._work())
 
 
-class Step(Job[None]):
-    """One step of background work, for which no caller waits.
-
-    It has one PyTorch thread: two threads with OpenMP workers slow each other's forwards, and the
-    model's thread may have none yet (see ``Scheduler.submit_and_wait``).
-    """
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__(work)
-        self._num_threads = 1
-
-
 class PendingAnswer(Pending[Generation]):
     """A prompt that waits for its answer.
 

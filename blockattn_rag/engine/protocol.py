@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
+from blockattn_rag.engine.find_recipe import RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingAnswer
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.prompts.tokenization import BlockTokenizer
@@ -71,6 +72,9 @@ class Engine(Protocol):
     @property
     def defaults(self) -> GenerateOptions: ...
 
+    @property
+    def recipe(self) -> Recipe: ...
+
     def generate(self, prompt: Prompt, **options: Any) -> Generation: ...
 
     def submit(
@@ -96,8 +100,7 @@ class Engine(Protocol):
         texts: Sequence[str | Block] | BlockPrompt,
         *,
         show_progress: bool = False,
-        sink: str | None = None,
-        correction: str | Path | None = None,
+        recipe: RecipeLike | None = None,
     ) -> list[str]: ...
 
     def precompute(
@@ -108,16 +111,14 @@ class Engine(Protocol):
         show_progress: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
         batch_tokens: int | None = None,
-        sink: str | None = None,
-        correction: str | Path | None = None,
+        recipe: RecipeLike | None = None,
     ) -> EncodeStats: ...
 
     def prefetch(
         self,
         passages: Sequence[str | Block],
         *,
-        sink: str | None = None,
-        correction: str | Path | None = None,
+        recipe: RecipeLike | None = None,
     ) -> None: ...
 
     def contains(self, block: Block, *, first: bool = False) -> bool: ...

@@ -17,53 +17,6 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
-class Certificate:
-    """How far block mode was from full mode on questions like this one, when it was calibrated.
-
-    With the bounds of 95 % intervals. It speaks of prompts on average, and not of this answer.
-
-    Args:
-        passages: of the prompts that were measured.
-        questions: how many were.
-        kl: divergence from full mode's predictions along its answer, mean per token, in nats.
-        agreement: share of the answer's tokens at which block mode would choose the same.
-        identical: share of questions at which it would choose all of them.
-        recovery: share of plain block mode's divergence that the settings take away; None where
-            there is none to take.
-        qualified: whether the targets of the calibration were reached, on questions that are new
-            to the settings.
-        seen: questions among these that the reader, the correction or the merge of the settings was
-            made with; the figures are flattered if there are any.
-    """
-
-    passages: int
-    questions: int
-    kl: float
-    kl_low: float
-    kl_high: float
-    agreement: float
-    agreement_low: float
-    agreement_high: float
-    identical: float
-    identical_low: float
-    identical_high: float
-    recovery: float | None
-    recovery_low: float | None
-    recovery_high: float | None
-    qualified: bool
-    seen: int = 0
-
-    def __str__(self) -> str:
-        seen = f", {self.seen} of them known from fitting" if self.seen else ""
-        return (
-            f"{self.passages} passages: agreement with full mode {100 * self.agreement:.1f} % "
-            f"({100 * self.agreement_low:.1f} to {100 * self.agreement_high:.1f}), KL "
-            f"{self.kl:.4f} ({self.kl_low:.4f} to {self.kl_high:.4f}), "
-            f"{self.questions} questions{seen}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class ReuseStats:
     """What one request reused, what it computed, and where the time to its first token went.
 
@@ -74,20 +27,16 @@ class ReuseStats:
         computed_tokens: prompt tokens that were computed: missed blocks, and what is new of the
             final block.
         promoted_tokens: of these, what promotion cost: promoted passages, and the question once
-            more if they were chosen by attention.
+            more to choose them.
         generated_tokens: tokens of the answer.
         fetch_s: looking up blocks and encoding the missed ones.
         assemble_s: giving the blocks their positions.
         prefill_s: from there to the first token: the final block's forward and the choice.
         ttft_s: from the call to the first token, waiting for the model included.
         total_s: from the call to the last token.
-        retried: how the question was answered again since block mode abstained, such as ``"full"``
-            (see ``engine.retry``): the answer is the second one, tokens and seconds are of both,
-            and ``ttft_s`` runs to the second one's first token. ``"none"``: it was not.
         int8_blocks: context blocks, found or computed, whose keys and values are in int8 (see
             ``kv_dtype`` of the engine).
-        certificate: what is known of answers like this one; None in full mode and where nothing
-            was measured for its model, options and kind of prompt.
+        recipe: what block mode ran with, as short text; empty in full mode.
     """
 
     mode: Mode
@@ -103,40 +52,22 @@ class ReuseStats:
     ttft_s: float = 0.0
     total_s: float = 0.0
     int8_blocks: int = 0
-    retried: str = "none"
-    certificate: Certificate | None = None
+    recipe: str = ""
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> ReuseStats:
         """The figures whose ``asdict`` this is; other keys are passed over."""
-        given = {one.name: figures[one.name] for one in fields(cls)}
-        if given["certificate"] is not None:
-            given["certificate"] = Certificate(**given["certificate"])
-        return cls(**given)
+        return cls(**{one.name: figures[one.name] for one in fields(cls)})
 
     @property
     def prompt_tokens(self) -> int:
         return self.reused_tokens + self.computed_tokens
 
     def __add__(self, other: ReuseStats) -> ReuseStats:
-        """The figures of both requests together: counts and seconds added, mode and retry
-        kept. The certificate is the one of both, if there is one of both."""
-        apart = ("mode", "retried", "certificate")
-        names = [field.name for field in fields(self) if field.name not in apart]
+        """The figures of both requests together: counts and seconds added, the rest kept."""
+        names = [one.name for one in fields(self) if one.name not in ("mode", "recipe")]
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
-        found = {stats.certificate for stats in (self, other) if stats.prompt_tokens}
-        certificate = found.pop() if len(found) == 1 else None
-        return replace(self, **sums, certificate=certificate)
-
-    def with_first(self, first: ReuseStats, retried: str) -> ReuseStats:
-        """The figures of an answer together with those of the abstention before it."""
-        return replace(
-            first + self,
-            ttft_s=self.ttft_s,  # since the request came, as is the next
-            total_s=self.total_s,
-            retried=retried,
-            certificate=self.certificate,
-        )
+        return replace(self, **sums)
 
     def reuse(self) -> dict[str, int]:
         """Blocks and prompt tokens, found and computed, as fields of a JSON object; the promoted

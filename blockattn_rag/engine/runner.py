@@ -7,40 +7,35 @@ import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from blockattn_rag.attention.merge_file import load_merge
 from blockattn_rag.engine.answer import Answer, Prepared
-from blockattn_rag.engine.audit import Auditor
-from blockattn_rag.engine.calibration import Calibration, settings_digests
-from blockattn_rag.engine.fetcher import BlockFetcher, Fetched, Name, how_encoded
-from blockattn_rag.engine.options import NO_READER, GenerateOptions
+from blockattn_rag.engine.fetcher import BlockFetcher, Fetched, Name
+from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
-from blockattn_rag.engine.results import Certificate, ReuseStats
-from blockattn_rag.engine.retry import ABSTENTIONS
+from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.engine.tails import NOTHING, Start, Tails
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.caches import add_states, empty_cache
-from blockattn_rag.model.reader import is_needed
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
-from blockattn_rag.prompts.promotion import by_attention, promoted
+from blockattn_rag.prompts.promotion import promoted
 
 
-def _shared(answer: Answer) -> tuple[int, bool]:
-    """What the rows of a batch must have in common: how many tokens may be generated, because each
-    row gets as many, and whether the reader acts."""
-    context = answer.prepared.context or Context(())
-    has_reader = answer.options.reader != NO_READER
-    return answer.prepared.limit, has_reader and is_needed([context])
+class _Chosen(NamedTuple):
+    """What promotion does to a context.
 
+    ``stay``, ``moved``: the blocks that stay, and those that move to the final block; ``missed``,
+    ``computed_tokens``: what had to be computed to choose.
+    """
 
-def _selects(context: Sequence[Block], options: GenerateOptions) -> bool:
-    """Whether the question's attention is measured, to choose the passages to promote."""
-    return by_attention(options.promote) and any(block.is_passage for block in context)
+    stay: list[Block]
+    moved: list[Block]
+    missed: Mapping[Name, int]
+    computed_tokens: int
 
 
 class Runner:
@@ -49,25 +44,13 @@ class Runner:
     Args:
         model: the model.
         fetcher: gets the blocks of prompts.
-        auditor: is offered each answer that was given.
-        calibration: of the model, whose certificates come with the answers that they are of.
         tail_bytes: of what answers compute behind their contexts, how much is kept; see ``tails``.
     """
 
-    def __init__(
-        self,
-        model: BlockModel,
-        fetcher: BlockFetcher,
-        auditor: Auditor,
-        calibration: Calibration | None = None,
-        tail_bytes: int = 0,
-    ) -> None:
+    def __init__(self, model: BlockModel, fetcher: BlockFetcher, tail_bytes: int = 0) -> None:
         self._model = model
         self._fetcher = fetcher
-        self._auditor = auditor
-        self._calibration = calibration
         self._tails = Tails(model, tail_bytes)
-        self.abstentions: tuple[str, ...] = ABSTENTIONS
 
     def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
         """Give every request its answer or its own error.
@@ -76,16 +59,8 @@ class Runner:
         that each gets alone.
         """
         answers = [answer for one in requests if (answer := self._begin(one)) is not None]
-        self._answer_all(answers)
-        abstained = [one for one in answers if one.abstained]
-        again = [answer for one in abstained if (answer := self._begin(one.request, one))]
-        self._answer_all(again)
-        for answer in (*answers, *again):
-            self._auditor.offer(answer)
-
-    def _answer_all(self, answers: list[Answer]) -> None:
-        answers.sort(key=_shared)
-        for _, alike in groupby(answers, key=_shared):
+        answers.sort(key=_limit)  # each row of a batch gets as many tokens
+        for _, alike in groupby(answers, key=_limit):
             for run in self._runs(list(alike)):
                 if len(run) == 1:
                     self._answer_alone(run[0])
@@ -94,13 +69,13 @@ class Runner:
 
     # -- preparing ---------------------------------------------------------------------------
 
-    def _begin(self, request: PendingRequest, first: Answer | None = None) -> Answer | None:
-        """An answer that is ready to be computed; ``first``: after this abstention."""
+    def _begin(self, request: PendingRequest) -> Answer | None:
+        """An answer that is ready to be computed."""
         try:
             if request.left:  # while others were prepared
                 raise CancelledError
-            prompt = request.prompt() if first is None else first.prompt
-            options = (first and first.again) or request.options
+            options = request.options
+            prompt = request.prompt()
             self._model.matcher(options.sampling.grammar)  # refused before anything is computed
             prepared = self.prepare(prompt, options)
         except KeyboardInterrupt:  # which is no request's own error: it ends the whole batch
@@ -108,7 +83,7 @@ class Runner:
         except BaseException as error:  # noqa: BLE001 -- raised again by the caller
             request.fail(error)
             return None
-        return Answer(request, prompt, prepared, options, self._model, self.abstentions, first)
+        return Answer(request, prepared, self._model)
 
     def prepare(self, prompt: BlockPrompt, options: GenerateOptions) -> Prepared:
         """Tokenise a prompt (full mode), or fetch and place its blocks (block mode)."""
@@ -125,53 +100,46 @@ class Runner:
         started = time.perf_counter()
         tokenizer = self._model.tokenizer
         context, question = tokenizer.with_final_ids(prompt)
-        stay, moved, missed = self._promoted(context, question, options)
+        chosen = self._promoted(context, question, options)
         moved_ids = [
-            tokenizer.block_ids(block, first=not stay and not place)
-            for place, block in enumerate(moved)
+            tokenizer.block_ids(block, first=not chosen.stay and not place)
+            for place, block in enumerate(chosen.moved)
         ]
-        num_promoted = sum(map(len, moved_ids))
         final = [*chain.from_iterable(moved_ids), *question]
-        fetched = self._fetch(stay, len(final), options)
-        fetched = fetched._replace(missed={**missed, **fetched.missed})
-        placed = place(fetched.blocks, options.positions)
+        fetched = self._fetch(chosen.stay, len(final), options)
+        fetched = fetched._replace(missed={**chosen.missed, **fetched.missed})
+        placed = place(fetched.blocks, options.recipe.positions)
         limit = self._model.room_for(placed.num_tokens + len(final), options.sampling)
-        selecting = len(question) if _selects(context, options) else 0
-        int8_blocks = sum(kv.scales is not None for kv in fetched.blocks)
         stats = ReuseStats(
             "block",
             hits=fetched.hits,
             misses=fetched.misses,
             reused_tokens=fetched.reused_tokens,
-            computed_tokens=fetched.missed_tokens + len(final) + selecting,
-            promoted_tokens=num_promoted + selecting,
+            computed_tokens=fetched.missed_tokens + len(final) + chosen.computed_tokens,
+            promoted_tokens=sum(map(len, moved_ids)) + chosen.computed_tokens,
             fetch_s=time.perf_counter() - started,
-            int8_blocks=int8_blocks,
-            certificate=self._certificate(prompt, options, int8_blocks > 0),
+            int8_blocks=sum(kv.scales is not None for kv in fetched.blocks),
+            recipe=str(options.recipe),
         )
         return Prepared(placed.token_ids, final, placed, limit, stats)
 
-    def _certificate(
-        self, prompt: BlockPrompt, options: GenerateOptions, reads_int8: bool
-    ) -> Certificate | None:
-        known = self._calibration
-        if known is None or known.fingerprint != self._model.fingerprint:  # set otherwise since
-            return None
-        found = known.certificate(options, prompt, reads_int8=reads_int8)
-        # The files that the settings name may have been replaced, too.
-        return found if found and settings_digests(self._model, options) == known.digests else None
-
     def _promoted(
         self, context: Sequence[Block], question: Sequence[int], options: GenerateOptions
-    ) -> tuple[list[Block], list[Block], Mapping[Name, int]]:
-        """The blocks that stay, the passages that move to the final block, and what had to be
-        computed to choose these."""
-        if not _selects(context, options):
-            return *promoted(context, options.promote), {}
+    ) -> _Chosen:
+        """Choose the passages that move to the final block: by the question's attention."""
+        count = options.recipe.promote
+        if not count or not any(block.is_passage for block in context):
+            return _Chosen(list(context), [], {}, 0)
         fetched = self._fetch(context, len(question), options)
-        placed = place(fetched.blocks, options.positions)
-        found = self._model.attention_to_blocks(placed, question) if placed.blocks else {}
-        return *promoted(context, options.promote, found), fetched.missed
+        placed = place(fetched.blocks, options.recipe.positions)
+        # By place, and not by handle: texts of equal tokens share one stored block.
+        attention = [0.0] * len(context)
+        if placed.blocks:
+            masses = self._model.attention_to_blocks(placed, question)
+            for at, mass in zip(fetched.places, masses, strict=True):
+                attention[at] = mass
+        stay, moved = promoted(context, attention, count)
+        return _Chosen(stay, moved, fetched.missed, len(question))
 
     def _fetch(
         self, context: Sequence[Block], final_tokens: int, options: GenerateOptions
@@ -179,8 +147,7 @@ class Runner:
         def check_room(tokens: int) -> int:
             return self._model.room_for(tokens + final_tokens, options.sampling)
 
-        how = how_encoded(self._model, options.sink, options.correction)
-        return self._fetcher.fetch(context, options.on_miss, check_room, how=how)
+        return self._fetcher.fetch(context, options.on_miss, check_room, recipe=options.recipe)
 
     def answer_logits(
         self, prompt: BlockPrompt, answer_ids: Sequence[int], options: GenerateOptions
@@ -246,7 +213,7 @@ class Runner:
             if answer.can_start_anew:
                 answer.start_anew()
                 self._answer_alone(answer)
-            elif not answer.abstained:
+            else:
                 answer.request.fail(failure)
 
     def _run_batch(self, answers: Sequence[Answer]) -> None:
@@ -309,9 +276,9 @@ class Runner:
     def _cache_for(
         self, contexts: Sequence[Context], final_tokens: int, options: GenerateOptions
     ) -> Any:
-        return self._model.cache_for(
-            *contexts,
-            assembly=self._model.choose_assembly(options.assembly, final_tokens),
-            merge=load_merge(options.merge),
-            reader=None if options.reader == NO_READER else self._model.load_reader(options.reader),
-        )
+        assembly = self._model.choose_assembly(options.assembly, final_tokens)
+        return self._model.cache_for(*contexts, assembly=assembly)
+
+
+def _limit(answer: Answer) -> int:
+    return answer.prepared.limit

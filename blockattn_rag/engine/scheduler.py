@@ -3,8 +3,7 @@
 Single answers, streams, batches, calls of event loops and the encoding of passages all come here,
 from every engine over the model. Requests with equal options that wait at the same time are
 answered in one batch; none of them waits for others to come, unless they were asked as a group.
-The main thread need not queue for an idle model (``Scheduler.submit_and_wait``). Background work is
-done in steps while nobody waits.
+The main thread need not queue for an idle model (``Scheduler.submit_and_wait``).
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from blockattn_rag.engine.pending import Job, Pending, PendingRequest, Step
+from blockattn_rag.engine.pending import Job, Pending, PendingRequest
 from blockattn_rag.engine.results import GenerationChunk
 from blockattn_rag.engine.threads import start_thread
 from blockattn_rag.model.exclusion import ModelLock, counts_as_holder, holds_a_model
@@ -37,8 +35,6 @@ class Scheduler:
         self._changed = threading.Condition()
         self._waiting: list[Pending[Any]] = []
         self._running: Sequence[Pending[Any]] = ()
-        self._elsewhere = 0  # how often other threads than the model's own run it for callers
-        self._background: deque[Iterator[None]] = deque()
         self._thread: threading.Thread | None = None
         self._has_ended = False
         self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Pending[Any]]]
@@ -53,9 +49,8 @@ class Scheduler:
         processor, say, and the model's thread would wait for that very caller.
         """
         if holds_a_model():
-            with self._running_here():
-                for one in work:
-                    self._run([one])
+            for one in work:
+                self._run([one])
             return
         with self._changed:
             for one in work:
@@ -110,38 +105,12 @@ class Scheduler:
 
     def _do_here(self, work: Sequence[Pending[T]]) -> list[T]:
         results = []
-        with counts_as_holder(), self._running_here():
+        with counts_as_holder():
             for one in work:
                 if not one.answer.done():
                     self._run(_first_batch([each for each in work if not each.answer.done()]))
                 results.append(one.result())
         return results
-
-    @contextmanager
-    def _running_here(self) -> Iterator[None]:
-        """Surrounds what a thread runs itself: background work waits meanwhile."""
-        with self._changed:
-            self._elsewhere += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._elsewhere -= 1
-                self._changed.notify()
-
-    def submit_in_background(self, steps: Iterator[None]) -> None:
-        """Do some work step by step, each step when nothing else waits for the model or runs it.
-
-        Work that comes meanwhile waits for one step at most. The iterator must handle its errors:
-        one that it raises ends it, and nobody is told. One after the other is worked through.
-
-        Raises:
-            RuntimeError: the interpreter is ending, or the system has no thread to give.
-        """
-        with self._changed:
-            self._start()
-            self._background.append(steps)
-            self._changed.notify()
 
     def run(self, work: Callable[[], T]) -> T:
         """Run a function as a piece of work, and wait for what it returns."""
@@ -179,22 +148,10 @@ class Scheduler:
                     self._waiting = [one for one in self._waiting if one not in batch]
                     self._running = batch
                     return batch
-                if self._background and not (self._waiting or self._elsewhere):
-                    return [Step(partial(self._step, self._background.popleft()))]
-                if not self._changed.wait(_IDLE_S) and not (self._waiting or self._background):
+                if not self._changed.wait(_IDLE_S) and not self._waiting:
                     break
             self._thread = None
             return []
-
-    def _step(self, steps: Iterator[None]) -> None:
-        """One step of background work; the next one is the first to come after it."""
-        try:
-            next(steps)
-        except StopIteration:
-            return
-        with self._changed:
-            if not self._has_ended:
-                self._background.appendleft(steps)
 
     def _next_batch(self) -> list[Pending[Any]]:
         """The first work that is ready, and all that can share a batch with it."""
@@ -232,7 +189,6 @@ class Scheduler:
             self._has_ended = True
             for one in (*self._running, *self._waiting):
                 one.leave()
-            self._background.clear()
             self._changed.notify()
 
 

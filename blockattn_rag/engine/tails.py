@@ -14,15 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from blockattn_rag.attention.merge_file import load_merge
 from blockattn_rag.engine.answer import Prepared
-from blockattn_rag.engine.options import NO_READER, GenerateOptions
+from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.kv.context import Context
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.caches import States, tail_states
 from blockattn_rag.model.decoding import fills_in_order
 from blockattn_rag.model.probe import check_ready
-from blockattn_rag.prompts.promotion import NO_PROMOTION
 
 SHARE = 4
 """Tails take up to this part of an engine's ``resident_bytes``, beside its blocks: a quarter."""
@@ -107,19 +105,16 @@ class Tails:
     def _base(self, prepared: Prepared, options: GenerateOptions) -> Hashable:
         """What a final block's states depend on; None where none are taken or kept: in full mode,
         which reuses nothing, with promoted passages, and with options of ``generate``'s own."""
-        is_plain = prepared.context is not None and options.promote == NO_PROMOTION
+        is_plain = prepared.context is not None and not options.recipe.promote
         in_order = fills_in_order(self._model.hf_model, options.sampling)
         if not (self._max_bytes and is_plain and in_order):
             return None
         if (fingerprint := self._fingerprint()) is None:
             return None
-        reader = None
-        if options.reader != NO_READER:
-            reader = self._model.load_reader(options.reader).digest
         context = prepared.context or Context(())
         blocks = [(b.kv.key, b.kv.scales is None, b.shift) for b in context.blocks]
         # How blocks are attended to changes rounding alone; but what was asked for is done.
-        return fingerprint, tuple(blocks), options.assembly, load_merge(options.merge), reader
+        return fingerprint, tuple(blocks), options.assembly
 
     def _fingerprint(self) -> str | None:
         """The model as it is set now; None where it would compute other states than that tells."""

@@ -20,12 +20,12 @@ class OtherSettingsError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
-    """One question answered in one mode. Scores lie in 0..1; times are seconds.
+    """One question answered in one row of an evaluation. Scores lie in 0..1; times are seconds.
 
-    ``digest`` is the sample's (question, answers, passages as they were shown), ``files`` that of
-    the files that the mode names (empty if it names none). ``finish_reason`` is ``"length"`` where
-    the answer was cut off by its limit or by the context window. Of ``stats``, the counts are kept,
-    and ``ttft_s``, which is that of the question's batch; the others are 0.
+    ``digest`` is the sample's (question, answers, passages as they were shown), ``mode`` the name
+    of the row, ``recipe`` the digest of its recipe (empty in full mode). ``finish_reason`` is
+    ``"length"`` where the answer was cut off by its limit or by the context window. Of ``stats``,
+    the counts are kept, and ``ttft_s``, which is that of the question's batch; the others are 0.
     """
 
     id: str
@@ -40,7 +40,7 @@ class EvaluationRecord:
     f1: float
     stats: ReuseStats
     finish_reason: str
-    files: str = ""
+    recipe: str = ""
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> EvaluationRecord:
@@ -51,12 +51,12 @@ class EvaluationRecord:
         """
         rest = {**line, "answers": tuple(line["answers"])}
         figures = {name: rest.pop(name) for name in (*_COUNTS, "ttft_s")}
-        mode: Mode = "full" if line["mode"] in ("full", "closed-book") else "block"
+        mode: Mode = "block" if line.get("recipe") else "full"
         return cls(**rest, stats=ReuseStats(mode, **figures))
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types, the figures beside the other fields; times in seconds."""
-        line = without_blank(asdict(self), "files")
+        line = without_blank(asdict(self), "recipe")
         stats, reason = line.pop("stats"), line.pop("finish_reason")
         counts = {name: stats[name] for name in _COUNTS}
         return {**line, **counts, "finish_reason": reason, "ttft_s": stats["ttft_s"]}
@@ -72,13 +72,13 @@ class Sample(Protocol):
 
 
 class Record(Sample, Protocol):
-    """One sample in one mode, as a record file holds it."""
+    """One sample in one row, as a record file holds it."""
 
     @property
     def mode(self) -> str: ...
     @property
-    def files(self) -> str:
-        """Digest of the files that the mode names; empty if it names none."""
+    def recipe(self) -> str:
+        """Digest of the row's recipe; empty in full mode."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types."""
@@ -146,20 +146,20 @@ class RecordFile(Generic[R]):
                 f"{listed(list(changed))}. Name another file or delete this one."
             )
 
-    def check_files(self, files: Mapping[str, str]) -> None:
-        """Refuse records of a mode that names files, if these say something else by now.
+    def check_recipes(self, recipes: Mapping[str, str]) -> None:
+        """Refuse records of a row whose recipe has changed.
 
         Args:
-            files: digests by mode.
+            recipes: Digests of the recipes, by row.
 
         Raises:
-            DataError: naming the mode.
+            DataError: A recipe has changed; the message names the row.
         """
         for record in self.records.values():
-            if record.files and record.files != files.get(record.mode, record.files):
+            if record.recipe != recipes.get(record.mode, record.recipe):
                 raise DataError(
-                    f"{self.path}: a file that the mode {record.mode!r} names has changed since. "
-                    "Name another file of records or delete this one."
+                    f"{self.path} holds records of {record.mode!r} made with another recipe than "
+                    "the one found now. Name another file of records or delete this one."
                 )
 
     def append(self, records: Iterable[R]) -> None:

@@ -1,8 +1,4 @@
-"""Accuracy by attention mode: the same questions in full mode, in block mode, and without passages.
-
-The table that comes out has the rows of table 1 of Block-Attention (Ma et al. 2025): full
-attention, block attention, block attention without position re-encoding, no passage at all.
-"""
+"""Accuracy of full mode, of block mode with recipes, and of questions without passages."""
 
 from __future__ import annotations
 
@@ -24,33 +20,39 @@ from blockattn_rag.evaluation.metrics import (
     normalize_answer,
     plain_figures,
 )
-from blockattn_rag.evaluation.modes import (
-    check_prompt,
-    check_unchanged,
-    engine_for,
-    files_of_modes,
-    mode_options,
-    noted_of,
-)
 from blockattn_rag.evaluation.records import EvaluationRecord, RecordFile, listed
+from blockattn_rag.evaluation.rows import (
+    CLOSED_BOOK,
+    FULL,
+    Recipes,
+    Row,
+    digests,
+    recipe_rows,
+)
 from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt
 from blockattn_rag.prompts.checkpoints import AUTO, format_for
 from blockattn_rag.prompts.formats import Passage, PromptFormat
 
-# Liu et al. 2023, closed-book prompt.
-CLOSED_BOOK = PromptFormat("closed-book", "", "", "{text}", PLAIN, "Question: {question}\nAnswer: ")
+# The closed-book prompt of Liu et al. 2023.
+_CLOSED_BOOK = PromptFormat(
+    "closed-book", "", "", "{text}", PLAIN, "Question: {question}\nAnswer: "
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """Figures of one mode. Scores lie in 0..1 with 95 % bootstrap intervals; times are seconds.
+    """Figures of one row. Scores lie in 0..1 with 95 % bootstrap intervals; times are seconds.
 
-    ``difference`` (accuracy minus that of full mode, paired by question) and ``agreement`` (share
-    of questions with the same normalised output as in full mode) are None where full mode was not
-    run. ``cut_off`` counts answers that ended at ``max_new_tokens`` or at the end of the context
-    window. ``ttft_s`` is the median time to the first token, and None where questions were
-    answered in batches, because each question then waits for its whole batch. ``stats`` are the
-    sums over all questions.
+    Args:
+        mode: Name of the row.
+        samples: Questions.
+        accuracy, exact_match, f1: Scores; see ``metrics``.
+        difference: Accuracy minus that of full mode, paired by question.
+        agreement: Share of questions with the same normalised output as in full mode.
+        cut_off: Answers that ended at ``max_new_tokens`` or at the end of the context window.
+        ttft_s: Median time to the first token. None where questions were answered in batches,
+            because each question then waits for its whole batch.
+        stats: Sums over all questions.
     """
 
     mode: str
@@ -58,8 +60,8 @@ class ModeResult:
     accuracy: Interval
     exact_match: Interval
     f1: Interval
-    difference: Interval | None
-    agreement: float | None
+    difference: Interval
+    agreement: float
     cut_off: int
     ttft_s: float | None
     stats: ReuseStats
@@ -72,14 +74,14 @@ class ModeResult:
 
 @dataclass(frozen=True)  # with no slots, which would leave no room for what was computed
 class EvaluationReport:
-    """What an evaluation found: its settings, the figures by mode, and every record."""
+    """What an evaluation found: its settings, the figures by row, and every record."""
 
     settings: Mapping[str, Any]
     records: Sequence[EvaluationRecord]
 
     @cached_property
     def results(self) -> list[ModeResult]:
-        """One row for each mode, in the order of the run."""
+        """The rows, in the order of the run."""
         return self._results(self.records)
 
     @cached_property
@@ -93,7 +95,7 @@ class EvaluationReport:
         by_mode: dict[str, list[EvaluationRecord]] = {}
         for record in records:
             by_mode.setdefault(record.mode, []).append(record)
-        full = {record.id: record for record in by_mode.get("full", ())}
+        full = {record.id: record for record in by_mode[FULL]}
         timed = self.settings["batch_size"] == 1
         return [_result(mode, rows, full, timed) for mode, rows in by_mode.items()]
 
@@ -118,8 +120,9 @@ class EvaluationReport:
 def evaluate(
     engine: BlockAttentionEngine,
     samples: Sequence[EvaluationSample],
-    modes: Sequence[str] = ("full", "block"),
+    recipes: Recipes = ("auto",),
     *,
+    closed_book: bool = False,
     prompt: str | PromptFormat = AUTO,
     num_passages: int | None = None,
     max_new_tokens: int = 48,
@@ -127,39 +130,44 @@ def evaluate(
     stop: Sequence[str] = (),
     records_path: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
-    on_progress: Callable[[str, int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> EvaluationReport:
-    """Answer every sample greedily in every mode and score the answers.
+    """Answer every sample greedily in full mode and with every recipe, and score the answers.
 
     Passages are encoded before block mode answers, so that its times are those of reuse.
 
     Args:
-        engine: the model and its KV store.
-        samples: see :func:`blockattn_rag.evaluation.datasets.read_samples`.
-        modes: see :data:`blockattn_rag.evaluation.modes.MODES`.
-        prompt: a prompt format or its name; ``"auto"`` goes by the model.
-        num_passages: keep this many passages of each sample (gold ones first); all if None.
-        batch_size: questions answered at once; with 1, times to the first token are told.
-        stop: texts that end an answer.
-        records_path: keep one JSON line for each answer there, and skip what it holds already.
-        settings: what else to note in the report and in the records file, such as the data's name.
-        on_progress: called with mode, answered and total questions, at first and after each batch.
+        engine: The model and its KV store.
+        samples: See :func:`blockattn_rag.evaluation.datasets.read_samples`.
+        recipes: Recipes of block mode; see ``evaluation.rows``.
+        closed_book: Also answer without passages.
+        prompt: A prompt format or its name; ``"auto"`` goes by the model.
+        num_passages: Passages of each sample to keep, gold ones first. Default: all.
+        batch_size: Questions answered at once. With 1, times to the first token are reported.
+        stop: Texts that end an answer.
+        records_path: File of records, one JSON line for each answer. What it holds is not answered
+            again.
+        settings: What else to note in the report and in the records file, such as the data's name.
+        on_progress: Called with answers done and all answers, at first and after each batch.
 
     Raises:
-        ValueError: an unknown mode or prompt format, a calibration of another model or of other
-            prompts, or nothing to do.
-        StoreError: a calibration cannot be used.
+        ValueError: An unknown prompt format, a recipe that cannot be used, or no sample.
         DataError: ``records_path`` holds records of another evaluation or of other samples, or is
             no record file.
-        ContextOverflowError: prompts do not fit in the context window; names their samples, before
+        ContextOverflowError: Prompts do not fit in the context window; names their samples, before
             anything is answered.
     """
-    _check_arguments(engine, samples, modes, batch_size)
+    if not samples:
+        raise ValueError("expected at least one sample to evaluate, found none")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, found {batch_size}")
+    rows = [Row(FULL), *recipe_rows(engine, recipes)]
+    rows += [Row(CLOSED_BOOK, closed_book=True)] if closed_book else []
     form = format_for(prompt, engine.model.name)
     noted = {
         **(settings or {}),
         "fingerprint": engine.model.fingerprint,
-        **noted_of(engine),
+        "kv_dtype": engine.kv_dtype,
         "prompt_format": form.name,
         "num_passages": num_passages,
         "max_new_tokens": max_new_tokens,
@@ -167,31 +175,31 @@ def evaluate(
         "batch_size": batch_size,
     }
     shown = [s.with_passages(num_passages) if num_passages else s for s in samples]
-    _check_room(engine, form, shown, modes)
-    check_prompts(engine, form, shown, modes)
+    _check_room(engine, form, shown)
     parse = EvaluationRecord.from_dict
     file = RecordFile(records_path, noted, parse) if records_path is not None else None
-    files = files_of_modes(modes, engine)
     if file:
         file.check_samples(shown)
-        file.check_files(files)
+        file.check_recipes(digests(rows))
     done = dict(file.records) if file else {}
-    tell = on_progress or (lambda *_: None)
-    for mode in modes:
-        pending = [sample for sample in shown if (sample.id, mode) not in done]
-        before = len(shown) - len(pending)
-        tell(mode, before, len(shown))
+    answered, total = 0, len(rows) * len(shown)
+    for row in rows:
+        pending = [sample for sample in shown if (sample.id, row.name) not in done]
+        answered += len(shown) - len(pending)
+        if on_progress:
+            on_progress(answered, total)
         for start in range(0, len(pending), batch_size):
             batch = pending[start : start + batch_size]
-            answers = _answer(engine, form, batch, mode, max_new_tokens=max_new_tokens, stop=stop)
-            new = [_record(s, mode, a, files[mode]) for s, a in zip(batch, answers, strict=True)]
-            done.update({(record.id, mode): record for record in new})
+            answers = _answer(engine, form, batch, row, max_new_tokens=max_new_tokens, stop=stop)
+            new = [_record(s, row, a) for s, a in zip(batch, answers, strict=True)]
+            done.update({(record.id, row.name): record for record in new})
             if file:
                 file.append(new)
-            tell(mode, before + start + len(batch), len(shown))
-    check_unchanged(files, engine)
+            answered += len(batch)
+            if on_progress:
+                on_progress(answered, total)
     # The kind decides no answer, and may have been another when the sample was answered.
-    records = [replace(done[s.id, mode], kind=s.kind) for mode in modes for s in shown]
+    records = [replace(done[s.id, row.name], kind=s.kind) for row in rows for s in shown]
     return EvaluationReport(noted, records)
 
 
@@ -199,76 +207,40 @@ def _answer(
     engine: BlockAttentionEngine,
     form: PromptFormat,
     batch: Sequence[EvaluationSample],
-    mode: str,
+    row: Row,
     **options: Any,
 ) -> list[Generation]:
     """The answers to a batch of samples, in block mode after their passages were encoded."""
-    prompts = [make_prompt(engine, form, sample, mode) for sample in batch]
-    how, engine = mode_options(mode, engine), engine_for(engine, mode)
-    if how["mode"] == "block":
+    prompts = [make_prompt(engine, form, s, closed_book=row.closed_book) for s in batch]
+    if row.recipe is not None:
         for prompt in prompts:
-            encoded = {name: how[name] for name in ("sink", "correction")}
-            engine.precompute(prompt.context, as_prompt=True, **encoded)
-    return engine.generate_batch(prompts, **how, batch_size=len(batch), **options)
+            engine.precompute(prompt.context, as_prompt=True, recipe=row.recipe)
+    return engine.generate_batch(prompts, **row.options, batch_size=len(batch), **options)
 
 
 def make_prompt(
-    engine: BlockAttentionEngine, form: PromptFormat, sample: EvaluationSample, mode: str
+    engine: BlockAttentionEngine,
+    form: PromptFormat,
+    sample: EvaluationSample,
+    *,
+    closed_book: bool = False,
 ) -> BlockPrompt:
-    """The prompt of a sample in a mode; closed-book prompts hold no passage."""
+    """The prompt of a sample; closed-book prompts hold no passage."""
     tokenizer = engine.model.tokenizer.tokenizer
-    if mode == "closed-book":
-        return CLOSED_BOOK.prompt(sample.question, (), tokenizer)
+    if closed_book:
+        return _CLOSED_BOOK.prompt(sample.question, (), tokenizer)
     passages = [Passage(p.title, p.text) for p in sample.passages]
     return form.prompt(sample.question, passages, tokenizer)
 
 
-def check_prompts(
-    engine: BlockAttentionEngine,
-    form: PromptFormat,
-    samples: Sequence[EvaluationSample],
-    modes: Sequence[str],
-) -> None:
-    """Refuse modes that name a calibration of other prompts; those of one format have one head.
-
-    Raises:
-        ValueError: a calibration measured other prompts.
-    """
-    sample = next((sample for sample in samples if sample.passages), None)
-    if sample is not None:
-        for mode in modes:
-            check_prompt(mode, engine, make_prompt(engine, form, sample, mode))
-
-
-def _check_arguments(
-    engine: BlockAttentionEngine,
-    samples: Sequence[EvaluationSample],
-    modes: Sequence[str],
-    batch_size: int,
-) -> None:
-    if not modes or len(set(modes)) < len(modes):
-        raise ValueError(f"modes must be distinct, and at least one; found {list(modes)}")
-    for mode in modes:
-        mode_options(mode, engine)
-    if not samples:
-        raise ValueError("expected at least one sample to evaluate, found none")
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, found {batch_size}")
-
-
 def _check_room(
-    engine: BlockAttentionEngine,
-    form: PromptFormat,
-    samples: Sequence[EvaluationSample],
-    modes: Sequence[str],
+    engine: BlockAttentionEngine, form: PromptFormat, samples: Sequence[EvaluationSample]
 ) -> None:
-    """Refuse prompts that leave no room for an answer. One mode with passages is checked for all,
-    because their prompts are the same."""
-    mode = next((mode for mode in modes if mode != "closed-book"), modes[0])
+    """Refuse prompts that leave no room for an answer."""
     most = engine.model.max_context_tokens - 1
     found = {}
     for sample in samples:
-        context, final = engine.model.tokenizer.prompt_ids(make_prompt(engine, form, sample, mode))
+        context, final = engine.model.tokenizer.prompt_ids(make_prompt(engine, form, sample))
         tokens = sum(map(len, context)) + len(final)
         if tokens > most:
             found[sample.id] = tokens
@@ -281,21 +253,19 @@ def _check_room(
         )
 
 
-def _record(
-    sample: EvaluationSample, mode: str, answer: Generation, files: str
-) -> EvaluationRecord:
+def _record(sample: EvaluationSample, row: Row, answer: Generation) -> EvaluationRecord:
     kept = replace(answer.stats, fetch_s=0.0, assemble_s=0.0, prefill_s=0.0, total_s=0.0)
     return EvaluationRecord(
         id=sample.id,
         digest=sample.digest,
-        mode=mode,
+        mode=row.name,
         kind=sample.kind,
         question=sample.question,
         answers=sample.answers,
         output=answer.text,
         stats=kept,
         finish_reason=answer.finish_reason,
-        files=files,
+        recipe=row.digest,
         **{name: metric(answer.text, sample.answers) for name, metric in METRICS.items()},
     )
 
@@ -303,7 +273,7 @@ def _record(
 def _result(
     mode: str, rows: Sequence[EvaluationRecord], full: Mapping[str, EvaluationRecord], timed: bool
 ) -> ModeResult:
-    pairs = [(row, full[row.id]) for row in rows if row.id in full]
+    pairs = [(row, full[row.id]) for row in rows]
     same = [normalize_answer(row.output) == normalize_answer(f.output) for row, f in pairs]
     return ModeResult(
         mode=mode,
@@ -311,8 +281,8 @@ def _result(
         accuracy=bootstrap_mean([row.accuracy for row in rows]),
         exact_match=bootstrap_mean([row.exact_match for row in rows]),
         f1=bootstrap_mean([row.f1 for row in rows]),
-        difference=bootstrap_mean([r.accuracy - f.accuracy for r, f in pairs]) if pairs else None,
-        agreement=statistics.fmean(same) if pairs else None,
+        difference=bootstrap_mean([r.accuracy - f.accuracy for r, f in pairs]),
+        agreement=statistics.fmean(same),
         cut_off=sum(row.finish_reason == "length" for row in rows),
         ttft_s=statistics.median(row.stats.ttft_s for row in rows) if timed else None,
         stats=sum((row.stats for row in rows[1:]), rows[0].stats),

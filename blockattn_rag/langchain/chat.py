@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
@@ -16,7 +16,6 @@ from langchain_core.runnables.config import get_config_list, get_executor_for_co
 from langchain_core.runnables.utils import gather_with_concurrency
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import Field
 
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.engine.pending import MAX_BATCH, Group
@@ -36,11 +35,7 @@ from blockattn_rag.tools.use import (
     ToolUse,
     prompt_spans,
     with_default_calls,
-    without_default_calls,
 )
-
-# What shapes the prompt, and is nothing to the engine.
-_PROMPT_OPTIONS = ("chat_template_kwargs", *TOOL_OPTIONS)
 
 Configs = RunnableConfig | list[RunnableConfig] | None
 
@@ -55,9 +50,12 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
 
     For the arguments see ``EngineFields`` (model, store) and ``GenerationFields`` (answers). A call
     takes ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
-    ``positions``, ``sink``, ``correction``, ``merge``, ``promote``, ``reader``, ``retry``,
-    ``on_miss``, ``chat_template_kwargs`` and whatever transformers' ``generate`` takes; anything
-    else raises. For tools see ``bind_tools``.
+    ``recipe`` (for comparisons), ``chat_template_kwargs`` and whatever transformers' ``generate``
+    takes; anything else raises. For tools see ``bind_tools``.
+
+    ``chat_template_kwargs``, of a call or of ``generate_kwargs``, are variables of the model's chat
+    template, such as ``enable_thinking``. Their values become text of the template: never take
+    them from users.
 
     What a model thinks before it answers, if its chat template marks thoughts by ``<think>``, is
     ``additional_kwargs["reasoning_content"]``, and a block of the type ``reasoning`` among
@@ -76,12 +74,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         chat.invoke([("system", format_blocks(documents)), ("human", "Where is Lake Bon?")])
     """
 
-    streaming: bool = False
-    """Whether ``invoke`` streams inside, so that callbacks see the tokens as they come."""
-
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Variables of the model's chat template, such as ``enable_thinking``; those of a call go
-    before. Their values become text of the template: never take them from users."""
+    prompt_options: ClassVar[tuple[str, ...]] = ("chat_template_kwargs", *TOOL_OPTIONS)
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -106,11 +99,11 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         options = dict(pipeline_kwargs or {})
         if options.pop("return_full_text", False):
             raise ValueError("return_full_text=True is not supported: answers come without prompt")
-        named = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "seed")
+        named = ("max_new_tokens", "temperature", "stop")
+        own = {} if device is None and device_map is None else {"device": device or device_map}
         arguments = {
             "model_name": model_id,
-            "device_map": device or device_map,
-            "model_kwargs": model_kwargs,
+            "model_kwargs": {**own, **(model_kwargs or {})},
             **{name: options.pop(name) for name in named if name in options},
             "generate_kwargs": options,
         }
@@ -119,11 +112,6 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     @property
     def _llm_type(self) -> str:
         return "blockattn-rag-chat"
-
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        # Under another name than that of the call's, which answer caches put beside it.
-        return super()._identifying_params | {"template_variables": self.chat_template_kwargs}
 
     def _resolve_model_profile(self) -> ModelProfile:
         return cast(ModelProfile, SourceProfile(self.source))
@@ -212,7 +200,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         Args:
             messages: of a conversation.
             tools: as for ``bind_tools``.
-            chat_template_kwargs: variables of the template, beside the model's own.
+            chat_template_kwargs: variables of the template, beside those of ``generate_kwargs``.
 
         Raises:
             ValueError: the tokenizer has no chat template, the template does not read one of
@@ -239,23 +227,18 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
                 f"the tokenizer of {self.model_name} has no chat template; set its chat_template, "
                 "or use BlockAttentionLLM for prompts that are strings"
             )
-        given = {**self.chat_template_kwargs, **(chat_template_kwargs or {})}
+        own = self.generate_kwargs.get("chat_template_kwargs") or {}
+        given = {**own, **(chat_template_kwargs or {})}
         variables = check_template_kwargs(tokenizer, given)
         turns = as_template_messages(messages)
         spans = prompt_spans(tokenizer, turns, tools, **variables)
         return BlockPrompt.from_spans(spans, self.block_template)
 
     def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
-        options, tools = self._options_beside_tools(stop, call), self._tools(call)
+        options, tools = super().engine_options(stop, call), self._tools(call)
         if tools is None:
             return options
         return tools.engine_options(self.source.tokenizer.tokenizer, options)
-
-    def _options_beside_tools(
-        self, stop: list[str] | None, call: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        rest = {name: value for name, value in call.items() if name not in _PROMPT_OPTIONS}
-        return without_default_calls(super().engine_options(stop, rest))
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text without its markers and without BOS."""
@@ -296,7 +279,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         tools, variables = self._tools(call), call.get("chat_template_kwargs")
         make_prompt = partial(self._prompt_with, tools, given, variables)
         at_once = has_no_thoughts(self.engine_options(None, call))
-        reader = tools.reader(self._options_beside_tools(None, call)) if tools else None
+        reader = tools.reader(super().engine_options(None, call)) if tools else None
         return ChatExchange(self, make_prompt, reader, answers_at_once=at_once)
 
     def batch(
@@ -357,7 +340,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         """The group of some calls; None if the model is to answer them one by one."""
         own = {name: value for name, value in call.items() if name != "stop"}
         options = self.engine_options(call.get("stop"), own)
-        if at_once < 2 or options["seed"] is not None:
+        if at_once < 2 or options.get("seed") is not None:
             return None
         return Group((self.source, options), calls, at_once)
 

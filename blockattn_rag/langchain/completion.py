@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
@@ -15,7 +15,7 @@ from langchain_core.outputs import LLMResult
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.langchain.fields import GenerationFields
 from blockattn_rag.langchain.messages import metadata_of
-from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.blocks import BlockPrompt, Span
 
 
 class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
@@ -25,13 +25,12 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
     ``EngineFields`` and ``GenerationFields``. Several prompts of one ``generate`` or ``batch``
     share each forward of the model. The figures of an answer are in its ``generation_info``.
 
-    Args:
-        parse_special_tokens: whether control tokens of the model are parsed in the prompt, passages
-            excepted: for own prompt templates that write them. Whatever else goes into such a
-            prompt, a question too, can then write them as well.
+    ``parse_special_tokens=True``, of a call or of ``generate_kwargs``, parses control tokens of the
+    model in the prompt, passages excepted: for prompt templates of your own that write them.
+    Whatever else goes into such a prompt, a question too, can then write them as well.
     """
 
-    parse_special_tokens: bool = False
+    prompt_options: ClassVar[tuple[str, ...]] = ("parse_special_tokens",)
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -40,21 +39,28 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
     def _llm_type(self) -> str:
         return "blockattn-rag"
 
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        return super()._identifying_params | {"parse_special_tokens": self.parse_special_tokens}
+    def to_prompt(self, prompt: str, *, parse_special_tokens: bool | None = None) -> BlockPrompt:
+        """The blocks that a prompt becomes.
 
-    def to_prompt(self, prompt: str) -> BlockPrompt:
-        """The blocks that a prompt becomes."""
-        spans = self.source.string_spans(prompt, parse_special_tokens=self.parse_special_tokens)
-        return BlockPrompt.from_spans(spans, self.block_template)
+        Args:
+            prompt: A string.
+            parse_special_tokens: Whether control tokens are parsed in it. Default: as
+                ``generate_kwargs`` says.
+        """
+        return BlockPrompt.from_spans(
+            self._spans(prompt, parse_special_tokens), self.block_template
+        )
+
+    def _spans(self, prompt: str, parse_special_tokens: bool | None) -> list[Span]:
+        if parse_special_tokens is None:
+            parse_special_tokens = bool(self.generate_kwargs.get("parse_special_tokens", False))
+        return self.source.string_spans(prompt, parse_special_tokens=parse_special_tokens)
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text without its markers and without BOS."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
-        spans = self.source.string_spans(text, parse_special_tokens=self.parse_special_tokens)
-        return self.source.tokenizer.final_ids(spans, first=False)
+        return self.source.tokenizer.final_ids(self._spans(text, None), first=False)
 
     def _generate(
         self,
@@ -85,7 +91,7 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
                 task.cancel()
 
     def _exchange(self, given: Any, call: dict[str, Any]) -> _TextExchange:
-        return _TextExchange(self, given)
+        return _TextExchange(self, given, call.get("parse_special_tokens"))
 
     def _result(self, answers: Sequence[Generation]) -> LLMResult:
         usage = {
@@ -104,12 +110,15 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
 class _TextExchange:
     """A call with a string."""
 
-    def __init__(self, llm: BlockAttentionLLM, given: str) -> None:
+    def __init__(self, llm: BlockAttentionLLM, given: str, parses: bool | None) -> None:
         self._llm = llm
         self._given = given
+        self._parses = parses
 
     def prompt(self) -> BlockPrompt:
-        return self._llm.source.noted(self._llm.to_prompt(self._given))
+        return self._llm.source.noted(
+            self._llm.to_prompt(self._given, parse_special_tokens=self._parses)
+        )
 
     def chunk(self, piece: GenerationChunk) -> LangChainChunk:
         answer = piece.generation

@@ -81,7 +81,7 @@ class BlockKVCompressor(BaseDocumentCompressor):
         if self.llm is not None:
             texts = [self.document_prompt.canonical_text(document) for document in stamped]
             blocks = [Block(text, self.llm.block_template) for text in texts if text]
-            self.llm.source.prefetch(blocks, self.llm.passage_encoding)
+            self.llm.source.prefetch(blocks)
         if self.warm and self.llm is not None:
             self._warming = _WARMER.submit(_warm, self.llm, blocks)
         return stamped
@@ -102,7 +102,7 @@ class BlockKVCompressor(BaseDocumentCompressor):
 
 def _warm(llm: EngineFields, blocks: list[Block]) -> EncodeStats:
     try:
-        return llm.engine.precompute(blocks, **llm.passage_encoding)
+        return llm.engine.precompute(blocks)
     except Exception as error:
         # It is logged because nobody may wait for it: the answer computes what is missing anyway.
         logger.warning("warming the KV store failed: %s", error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.base import LangSmithParams
@@ -20,19 +20,13 @@ from pydantic import (
     ConfigDict,
     Field,
     SecretStr,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
 
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.engine_source import EngineSource, source_of
-from blockattn_rag.adapters.passage_encoding import PassageEncoding, passage_encoding
-from blockattn_rag.engine.option_files import file_digests
-from blockattn_rag.engine.options import OnMiss, checked_option
 from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.engine.results import GenerationChunk, Mode
-from blockattn_rag.kv.context import Positions
 from blockattn_rag.langchain.cleaning import without_markers
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
@@ -40,18 +34,11 @@ from blockattn_rag.prompts.formats import BLANK_LINE
 PROVIDER = "blockattn_rag"
 
 _SOURCE_FIELDS = (
-    *("model_name", "tokenizer_name", "kv_store", "device_map", "model_kwargs"),
-    "api_base",
-)
-_OPTION_FIELDS = (
-    *("mode", "on_miss", "positions"),
-    *("sink", "correction", "merge", "promote", "reader", "retry"),
-    *("temperature", "top_p", "top_k", "seed"),
+    *("model_name", "kv_store", "model_kwargs"),
+    *("api_base", "recipe"),
 )
 _ALIASES = {
     "model": "model_name",
-    "tokenizer": "tokenizer_name",
-    "device": "device_map",
     "base_url": "api_base",
 }
 
@@ -63,13 +50,15 @@ class EngineFields(BaseModel):
         model_name (or model): path, hub id, ``"bundled"``, or a loaded transformers model.
         engine: a ready engine, shared with others; instead of all that says how to load one.
         llm: another component of this package, with options bound to it or not, to share model,
-            store, template, sink and correction with.
-        tokenizer: a transformers tokenizer or where to load it; default: the model's.
+            store, template and recipe with; for components that are no models themselves.
         kv_store: the KV store: a directory, an address such as ``"s3://bucket/kv"`` (see
             ``store.open_store``), or a store object; default: 1 GiB of memory.
-        device_map (or device): a torch device, or ``"auto"``.
-        model_kwargs: for loading the model, such as ``dtype``; with a server, for ``RemoteEngine``,
-            such as ``timeout_s``.
+        recipe: How a model that is not block-fine-tuned runs in block mode: ``"auto"``, ``"none"``,
+            or the folder of a recipe, which ``blockattn-rag repair`` writes. ``"auto"``, the
+            default, takes the best one that is known, such as the one beside the store.
+        model_kwargs: for loading the model, such as ``dtype``, ``device`` or ``tokenizer`` (one of
+            transformers, or where to load it); with a server, for ``RemoteEngine``, such as
+            ``timeout_s``.
         base_url: address of a server with the model and the store (docs/guides/serving_vllm.md),
             such as ``"http://gpu:8000/v1"``; ``model`` is then its name there, and options that
             change how the model computes cannot be given.
@@ -77,12 +66,6 @@ class EngineFields(BaseModel):
             environment. It is no field: it is neither shown nor pickled.
         block_template: what stands around each passage. Ingestion and answers must agree on it;
             the default is that of the LlamaIndex adapter, so that both share what is stored.
-        sink: what passages are encoded after, such as ``"head:4"`` for models that are not
-            block-fine-tuned (see ``prompts.sinks``). Ingestion and answers must agree on it;
-            default: the engine's own.
-        correction: file of a correction of the passages' keys and values (see
-            ``model.correction``), which belongs to one sink. Ingestion and answers must agree on
-            it, too; default: the engine's own.
 
     Raises:
         ValueError: no model, or more than one source of it.
@@ -93,46 +76,34 @@ class EngineFields(BaseModel):
         populate_by_name=True, arbitrary_types_allowed=True, protected_namespaces=()
     )
 
+    takes_llm: ClassVar[bool] = True
+
     model_name: str | None = Field(default=None, alias="model")
-    tokenizer_name: str | None = None
     kv_store: str | None = None
-    device_map: str = Field(default="auto", alias="device")
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     api_base: str | None = Field(default=None, alias="base_url")
     block_template: BlockTemplate = BLANK_LINE
-    sink: str | None = None
-    correction: str | None = None
+    recipe: str = "auto"
     source: EngineSource = Field(exclude=True, repr=False)
     """Where the engine comes from; copies share it, and so one set of weights."""
-
-    @field_validator("sink", "correction", mode="before")
-    @classmethod
-    def _check_encoding(cls, value: Any, info: ValidationInfo) -> Any:
-        return checked_option(str(info.field_name), value)
-
-    @property
-    def passage_encoding(self) -> PassageEncoding:
-        """How passages are encoded."""
-        return {"sink": self.sink, "correction": self.correction}
 
     @model_validator(mode="before")
     @classmethod
     def _find_source(cls, values: dict[str, Any]) -> dict[str, Any]:
         aliases = {field.alias for field in cls.model_fields.values() if field.alias}
-        apart = ("llm", "engine", "api_key")
+        apart = ("engine", "api_key", *(("llm",) if cls.takes_llm else ()))
         check_known(cls, values, [*cls.model_fields, *aliases, *_ALIASES, *apart])
         rest = {_ALIASES.get(name, name): value for name, value in values.items()}
-        llm, engine, api_key = (rest.pop(name, None) for name in apart)
+        llm, engine, api_key = (rest.pop(name, None) for name in ("llm", "engine", "api_key"))
         if isinstance(api_key, SecretStr):
             api_key = api_key.get_secret_value()
         given = {k: v for k in _SOURCE_FIELDS if (v := rest.pop(k, None)) is not None}
         source: EngineSource | None = rest.pop("source", None)
         if llm is not None:
             if given or any(one is not None for one in (engine, source, api_key)):
-                raise ValueError("give either llm=, or the model and store, not both")
+                raise ValueError("give either llm=, or the model, store and recipe, not both")
             source = source_of(llm, "ChatBlockAttention")
             rest.setdefault("block_template", llm.block_template)
-            rest = {**_passage_encoding(llm), **rest}
         if source is None:
             source = EngineSource(engine, **given, api_key=api_key)
         # configurable_fields gives a source and fields that may ask for another one.
@@ -162,42 +133,24 @@ class GenerationFields(EngineFields):
 
     Args:
         mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
-        on_miss: ``"compute"`` what is not stored, or ``"error"``.
-        positions: ``"reordered"``, or ``"composite"``, the papers' ablation.
-        merge, promote, reader, retry: further repairs for models that are not block-fine-tuned; see
-            ``BlockOptions``. ``promote=1`` takes the first passage, which is the best one in the
-            retriever's order. Where a transformer reorders documents (``LongContextReorder`` puts
-            the best at both ends), take ``"attention:1"``. Default: the engine's own.
         max_tokens (or max_new_tokens): longest answer.
         temperature: None or 0 is greedy; ``top_p`` and ``top_k`` apply above 0.
         stop (or stop_sequences): strings that end the answer and are not part of it.
-        seed: makes sampling repeatable.
-        generate_kwargs: anything else that transformers' ``generate`` takes.
+        streaming: whether ``invoke`` streams inside, so that callbacks see tokens as they come.
+        generate_kwargs: further options of every call, such as ``top_p``, ``top_k`` and ``seed``,
+            and whatever transformers' ``generate`` takes.
     """
 
+    takes_llm: ClassVar[bool] = False
+    prompt_options: ClassVar[tuple[str, ...]] = ()
+    """Options of calls that shape the prompt; the engine gets the others."""
+
     mode: Mode = "block"
-    on_miss: OnMiss = "compute"
-    positions: Positions = "reordered"
-    merge: str | None = None
-    promote: str | None = None
-    reader: str | None = None
-    retry: str | None = None
     max_tokens: int = Field(default=256, alias="max_new_tokens", gt=0)
     temperature: float | None = Field(default=None, ge=0)
-    top_p: float | None = None
-    top_k: int | None = None
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
-    seed: int | None = None
+    streaming: bool = False
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("merge", "promote", "reader", "retry", mode="before")
-    @classmethod
-    def _check_repair(cls, value: Any, info: ValidationInfo) -> Any:
-        return checked_option(str(info.field_name), value)
-
-    @property
-    def passage_encoding(self) -> PassageEncoding:
-        return passage_encoding(self.engine_options(None, {}))
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
@@ -205,14 +158,13 @@ class GenerationFields(EngineFields):
         names = [n for n in GenerationFields.model_fields if n not in ("source", "block_template")]
         template = {"before": self.block_template.before, "after": self.block_template.after}
         known = {**{name: getattr(self, name) for name in names}, "block_template": template}
-        own, given = self.source.identity, self.engine_options(None, {})
-        effective = {**given, **own, **{k: v for k, v in given.items() if v is not None}}
-        return {**known, "engine": own, **file_digests(effective)}
+        return {**known, "engine": self.source.identity}
 
     def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
         """The engine's keyword arguments for one call: what the call says, else the fields."""
         options = {
-            **{name: getattr(self, name) for name in _OPTION_FIELDS},
+            "mode": self.mode,
+            "temperature": self.temperature,
             "max_new_tokens": self.max_tokens,
             **self.generate_kwargs,
             **call,
@@ -221,7 +173,8 @@ class GenerationFields(EngineFields):
             options.pop(name, None)
         if "max_tokens" in options:
             options["max_new_tokens"] = options.pop("max_tokens")
-        return {**options, "stop": self.stop if stop is None else stop}
+        options["stop"] = self.stop if stop is None else stop
+        return {name: value for name, value in options.items() if name not in self.prompt_options}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params: LangSmithParams = super()._get_ls_params(  # type: ignore[misc]
@@ -275,15 +228,6 @@ class GenerationFields(EngineFields):
             for other in fallbacks
         ]
         return Runnable.with_fallbacks(cast(Runnable[Any, Any], self), cleaned, **kwargs)
-
-
-def _passage_encoding(llm: Any) -> PassageEncoding:
-    """How the calls of a component expect passages, with options bound to it or not."""
-    bound: dict[str, Any] = {}
-    while isinstance(llm, RunnableBindingBase):
-        bound = {**llm.kwargs, **bound}
-        llm = llm.bound
-    return passage_encoding({**llm.passage_encoding, **bound})
 
 
 def _is_own(runnable: Any) -> bool:

@@ -26,8 +26,8 @@ class BlockKVTransformer(EngineFields, BaseDocumentTransformer):
     ``metadata["kv_handle"]`` and ``metadata["kv_source"]``; documents without text get none.
 
     Args:
-        model, engine, llm, kv_store, block_template, sink, correction, ...: see
-            ``EngineFields``; ``llm=chat`` is the usual one.
+        model, engine, llm, kv_store, block_template, recipe, ...: see ``EngineFields``;
+            ``llm=chat`` is the usual one.
         document_prompt: formats one document; must be that of the chain. Default: its text.
         show_progress: show a progress bar.
 
@@ -55,7 +55,5 @@ class BlockKVTransformer(EngineFields, BaseDocumentTransformer):
         check_items(documents, Document, "make documents of texts: [Document(text)]")
         texts = [self.document_prompt.canonical_text(document) for document in documents]
         blocks = [Block(text, self.block_template) for text in texts if text]
-        self._stats = self.engine.precompute(
-            blocks, show_progress=self.show_progress, **self.passage_encoding
-        )
+        self._stats = self.engine.precompute(blocks, show_progress=self.show_progress)
         return [self.document_prompt.stamp(document) for document in documents]

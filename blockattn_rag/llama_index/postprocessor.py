@@ -19,9 +19,6 @@ class BlockKVPostprocessor(BaseNodePostprocessor):
 
     Put it last in ``node_postprocessors``: others read the LLM's view and would see the markers.
     Nodes that were never encoded are marked too; they are computed when they are first used.
-    ``promote=1`` of the LLM takes the first passage, so say ``promote="last:1"`` with
-    ``"ascending"``, and ``"attention:1"`` after postprocessors that put the best passage elsewhere,
-    such as ``LongContextReorder``.
     Retrieved nodes are not changed: the returned ones are copies.
 
     Example::

@@ -48,5 +48,5 @@ class BlockKVPrefetch(BaseNodePostprocessor):
     ) -> list[NodeWithScore]:
         texts = [canonical_text(node.node) for node in nodes]
         blocks = [Block(text, self._llm.block_template) for text in texts if text]
-        self._llm.source.prefetch(blocks, self._llm.passage_encoding)
+        self._llm.source.prefetch(blocks)
         return nodes

@@ -25,6 +25,9 @@ from blockattn_rag.tools.use import ToolUse, prompt_spans
 
 PromptLike = str | Sequence[ChatMessage]
 
+PROMPT_OPTIONS = ("chat_template_kwargs", "parse_special_tokens")
+"""Options of a call, or of ``generate_kwargs``, that shape the prompt; the engine gets the rest."""
+
 
 class PromptMaking(EngineComponent, LLM):
     """What an LLM makes of prompts that are strings or messages; for the fields see
@@ -33,8 +36,7 @@ class PromptMaking(EngineComponent, LLM):
     block_template: BlockTemplate = Field(description="What stands around each passage.")
     is_chat_model: bool | None = Field(description="None: whether there is a chat template.")
     is_function_calling_model: bool | None = Field(description="None: whether that takes tools.")
-    parse_special_tokens: bool = Field(description="Parse control tokens in string prompts.")
-    chat_template_kwargs: dict[str, Any] = Field(description="Variables of the chat template.")
+    generate_kwargs: dict[str, Any] = Field(description="Defaults of every call.")
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text without its markers and without BOS: for counting tokens."""
@@ -58,6 +60,7 @@ class PromptMaking(EngineComponent, LLM):
         *,
         tools: ToolUse | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        parse_special_tokens: bool | None = None,
     ) -> BlockPrompt:
         """The blocks that a prompt string, or chat messages, become.
 
@@ -65,14 +68,20 @@ class PromptMaking(EngineComponent, LLM):
             prompt: a string, or messages.
             formatted: the string is the model's own prompt, chat template included.
             tools: that the model may call after messages.
-            chat_template_kwargs: variables of the chat template, beside the model's own.
+            chat_template_kwargs: variables of the chat template, beside those of
+                ``generate_kwargs``.
+            parse_special_tokens: whether control tokens are parsed in a string. Default: as
+                ``generate_kwargs`` says.
 
         Raises:
             ValueError: the model's chat template does not read one of ``chat_template_kwargs``.
         """
-        given = {**self.chat_template_kwargs, **(chat_template_kwargs or {})}
+        own = self.generate_kwargs
+        given = {**(own.get("chat_template_kwargs") or {}), **(chat_template_kwargs or {})}
         variables = check_template_kwargs(self._source.tokenizer.tokenizer, given)
-        spans = self._spans(prompt, formatted, tools, variables)
+        if parse_special_tokens is None:
+            parse_special_tokens = own.get("parse_special_tokens", False)
+        spans = self._spans(prompt, formatted, tools, variables, parse_special_tokens)
         return BlockPrompt.from_spans(spans, self.block_template)
 
     def _spans(
@@ -81,6 +90,7 @@ class PromptMaking(EngineComponent, LLM):
         formatted: bool,
         tools: ToolUse | None,
         variables: dict[str, Any],
+        parse_special_tokens: bool,
     ) -> Iterable[Span]:
         """A prompt by who wrote what; ``variables`` are those of the chat template."""
         to_prompt: Any = self.completion_to_prompt
@@ -94,7 +104,7 @@ class PromptMaking(EngineComponent, LLM):
             return self._chat_spans(self._extend_messages([message]), None, variables)
         return self._source.string_spans(
             prompt if formatted else self._extend_prompt(prompt),
-            parse_special_tokens=self.parse_special_tokens,
+            parse_special_tokens=parse_special_tokens,
         )
 
     @property

@@ -26,6 +26,7 @@ class EngineComponent(BaseComponent):
     device_map: str = Field(description="Device of the model, such as 'cuda:0', or 'auto'.")
     model_kwargs: dict[str, Any] = Field(description="Further arguments for loading the model.")
     api_base: str | None = Field(description="Address of a server with the model; None: here.")
+    recipe: str = Field(description="How the model runs in block mode.")
 
     _source: EngineSource = PrivateAttr()
 

@@ -19,9 +19,8 @@ from llama_index.core.schema import (
 
 from blockattn_rag.adapters.arguments import check_items
 from blockattn_rag.adapters.engine_source import EngineSource, source_of
-from blockattn_rag.adapters.passage_encoding import passage_encoding
+from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats
-from blockattn_rag.engine.option_files import correction_digest
 from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.llama_index.nodes import canonical_text, stamp
@@ -32,7 +31,7 @@ from blockattn_rag.store import KVStore
 
 logger = logging.getLogger("blockattn_rag")
 
-_NO_FIELDS = ("fingerprint", "store", "namespace", "correction_digest")
+_NO_FIELDS = ("fingerprint", "store", "namespace", "encoding")
 """What ``to_dict`` tells besides the fields."""
 
 
@@ -50,12 +49,10 @@ class BlockKVTransform(EngineComponent, TransformComponent):
     which makes cached results of another model, store or template invalid.
 
     Args:
-        model_name, model, tokenizer, tokenizer_name, engine, kv_store: as ``BlockAttentionLLM``.
+        model_name, tokenizer_name, engine, kv_store, recipe: as ``BlockAttentionLLM``.
         api_base, api_key, model_kwargs, device_map: as ``BlockAttentionLLM``.
-        llm: takes model, store, template, sink and correction from this LLM; instead of the above.
+        llm: takes model, store, template and recipe from this LLM; instead of the above.
         block_template: what stands around each passage; must be that of the LLM.
-        sink: what passages are encoded after; must be that of the LLM.
-        correction: file of a correction of their keys and values; must be that of the LLM.
         show_progress: show a progress bar.
         hide_file_paths: False leaves the reader's paths in the blocks.
         metadata_key: where the text stands that the LLM is shown in place of a node's own, such as
@@ -68,10 +65,6 @@ class BlockKVTransform(EngineComponent, TransformComponent):
     """
 
     block_template: BlockTemplate = Field(description="What stands around each passage.")
-    sink: str | None = Field(default=None, description="What passages are encoded after.")
-    correction: str | None = Field(
-        default=None, description="File of a correction of keys and values."
-    )
     show_progress: bool = Field(default=False, description="Show a progress bar.")
     hide_file_paths: bool = Field(
         default=True, description="Keep SimpleDirectoryReader's file_path out of the blocks."
@@ -87,40 +80,29 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         model_name: str | None = None,
         *,
         llm: BlockAttentionLLM | None = None,
-        model: Any = None,
-        tokenizer: Any = None,
         tokenizer_name: str | None = None,
         engine: Engine | None = None,
         kv_store: KVStore | str | Path | None = None,
+        recipe: RecipeLike | None = None,
         api_base: str | None = None,
         api_key: str | None = None,
         block_template: BlockTemplate | None = None,
-        sink: str | None = None,
-        correction: str | Path | None = None,
         model_kwargs: dict[str, Any] | None = None,
         device_map: str = "auto",
         show_progress: bool = False,
         hide_file_paths: bool = True,
         metadata_key: str | None = None,
     ) -> None:
-        encoding = passage_encoding({"sink": sink, "correction": correction})
-        model = model if model is not None else model_name
-        tokenizer = tokenizer if tokenizer is not None else tokenizer_name
         if llm is not None:
-            given = (model, tokenizer, engine, kv_store, model_kwargs, api_base, api_key)
-            if any(value is not None for value in given):
-                raise ValueError("give either llm=, or the model and store, not both")
+            given = (model_name, tokenizer_name, engine, kv_store, recipe, model_kwargs)
+            if any(value is not None for value in (*given, api_base, api_key)):
+                raise ValueError("give either llm=, or the model, store and recipe, not both")
             source = source_of(llm, "BlockAttentionLLM")
             block_template = block_template or llm.block_template
-            own = llm.passage_encoding
-            encoding = {
-                "sink": encoding["sink"] or own["sink"],
-                "correction": encoding["correction"] or own["correction"],
-            }
         else:
-            loading = (engine, model, tokenizer, kv_store, device_map, model_kwargs)
-            source = EngineSource(*loading, api_base, api_key)
-        fields = {**source.fields(), **encoding, "block_template": block_template or BLANK_LINE}
+            loading = (engine, model_name, tokenizer_name, kv_store, device_map, model_kwargs)
+            source = EngineSource(*loading, api_base, api_key, recipe or AUTO)
+        fields = {**source.fields(), "block_template": block_template or BLANK_LINE}
         fields |= {"show_progress": show_progress, "hide_file_paths": hide_file_paths}
         fields["metadata_key"] = metadata_key
         super().__init__(**fields)
@@ -141,12 +123,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         views = [_without_file_path(node) for node in nodes] if self.hide_file_paths else nodes
         texts = [canonical_text(_shown(view, self.metadata_key)) for view in views]
         blocks = [Block(text, self.block_template) for text in texts if text]
-        self._stats = self.engine.precompute(
-            blocks,
-            show_progress=self.show_progress,
-            sink=self.sink,
-            correction=self.correction,
-        )
+        self._stats = self.engine.precompute(blocks, show_progress=self.show_progress)
         return [
             stamp(view, text) if text else node
             for node, view, text in zip(nodes, views, texts, strict=True)
@@ -171,8 +148,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
             **super().to_dict(**kwargs),
             "fingerprint": self.engine.model.fingerprint,
             **self.source.storage,
-            # Another one may come to the same file.
-            "correction_digest": correction_digest(self.correction),
+            "encoding": list(self.engine.recipe.encoding),
         }
 
     @classmethod

@@ -14,23 +14,19 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from blockattn_rag.attention.block_mass import BlockMass
-from blockattn_rag.attention.context_merge import ContextMerge
 from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.attention.tuning import tuning_of
 from blockattn_rag.errors import ContextOverflowError, GrammarError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Assembly, Context
 from blockattn_rag.model import decoding, loading
-from blockattn_rag.model.caches import ContextCache, RelayCache, copied_cache
-from blockattn_rag.model.correction import Correction
-from blockattn_rag.model.correction_file import load_correction
+from blockattn_rag.model.caches import RelayCache, copied_cache
 from blockattn_rag.model.encoding import EncodeRequest, batches, encode_batch
 from blockattn_rag.model.exclusion import lock_of, turn_to_draw
 from blockattn_rag.model.fingerprint import Identity
 from blockattn_rag.model.graphs import record_graphs
 from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
-from blockattn_rag.model.reader import Reader, Readers, is_needed
 from blockattn_rag.model.relay_attention import (
     enable_relay,
     last_logits,
@@ -83,7 +79,6 @@ class BlockModel:
         self.name = name or str(loaded_from or type(hf_model).__name__)
         self.lock = lock_of(hf_model)
         self._identity: Identity | None = None
-        self._readers = Readers()
         with self.lock:
             self.profile: AttentionProfile = profile_attention(hf_model)
         if pack_weights:
@@ -290,92 +285,24 @@ class BlockModel:
         return assembly
 
     def cache_for(
-        self,
-        *contexts: Context,
-        assembly: Literal["relay", "copy"] = "copy",
-        merge: ContextMerge | None = None,
-        reader: Reader | None = None,
+        self, *contexts: Context, assembly: Literal["relay", "copy"] = "copy"
     ) -> DynamicCache | None:
         """A transformers cache that holds the contexts, one a row, ready for the final blocks.
 
         Shorter contexts are padded on the left (copy path only; relay has nothing to pad). None if
         no context holds a token.
-
-        ``merge``: how the blocks after the first are weighted; None: as the model's attention does.
-        ``reader``: acts in forwards over the cache. Over the prompt's first block alone, block mode
-        is exact without it, and it does not act.
-
-        Raises:
-            ValueError: only some of several contexts need the reader, or it or the merge does not
-                fit the model.
-            UnsupportedModelError: there is a merge, and relay attention is not exact for the model.
         """
         if not any(context.num_tokens for context in contexts):
             return None
         layouts = self.profile.layouts
-        merge = None if merge is None else self._ready(merge)
-        if assembly == "relay" or merge is not None:
-            # Enabled again, because other users of the model may have set another attention.
-            enable_relay(self.hf_model)
-        cache: ContextCache
-        if assembly == "relay":
-            cache = RelayCache(RelayPlan(contexts, layouts, self.device, merge=merge))
-        else:
-            cache = copied_cache(self.hf_model.config, contexts, layouts, merge=merge)
-        if reader is not None and is_needed(contexts):
-            reader.attach(self.hf_model)
-            cache.reader = reader
-        return cache
+        if assembly == "copy":
+            return copied_cache(self.hf_model.config, contexts, layouts)
+        # Enabled again, because other users of the model may have set another attention.
+        enable_relay(self.hf_model)
+        return RelayCache(RelayPlan(contexts, layouts, self.device))
 
-    def _ready(self, merge: ContextMerge) -> ContextMerge:
-        """The merge on this model's device, if this model's attention can be replaced."""
-        if not self.supports_relay:
-            raise UnsupportedModelError(
-                f"{self.name} cannot use a merge other than 'none': it replaces the attention, "
-                "which sliding windows, soft caps, attention sinks and attention outside "
-                "transformers' interface do not allow"
-            )
-        return merge.ready_for(lambda: self.fingerprint, self.device)
-
-    def load_reader(self, folder: str | Path) -> Reader:
-        """The reader adapter in a folder; it is read once while its files stay as they are.
-
-        Raises:
-            FileNotFoundError, ValueError: see ``Reader.load``. Among others, the reader was made
-                for another model than this one as it is set now.
-        """
-        return self._readers.load(folder, self.hf_model, self.fingerprint)
-
-    def load_correction(self, path: str | Path, sink: str) -> Correction:
-        """The correction in a file, for blocks that are encoded after ``sink``.
-
-        Raises:
-            ValueError: there is none, or it was fitted to another model, or to other blocks.
-        """
-        found = load_correction(path)
-        if found.fingerprint != self.fingerprint:
-            raise ValueError(
-                f"the correction in {path} was fitted to the model {found.fingerprint[:12]}..., "
-                f"found {self.fingerprint[:12]}...; fit one for this model, in this dtype: "
-                "blockattn-rag adapt --fit correction"
-            )
-        if found.sink != sink:
-            raise ValueError(
-                f"the correction in {path} was fitted to blocks that are encoded after "
-                f"sink={found.sink!r}, found sink={sink!r}; give it that sink, or "
-                "correction='none'"
-            )
-        try:
-            found.check_fits(self.profile)
-        except ValueError as error:
-            raise ValueError(
-                f"the correction in {path} does not fit: {error}; fit one for this model: "
-                "blockattn-rag adapt --fit correction"
-            ) from error
-        return found
-
-    def attention_to_blocks(self, context: Context, final_ids: Sequence[int]) -> dict[str, float]:
-        """How much the final block attends to each context block, by handle; see ``BlockMass``.
+    def attention_to_blocks(self, context: Context, final_ids: Sequence[int]) -> list[float]:
+        """How much the final block attends to each block of the context; see ``BlockMass``.
 
         Raises:
             UnsupportedModelError: relay attention is not exact for this model.
@@ -385,7 +312,7 @@ class BlockModel:
         with self.lock:
             enable_relay(self.hf_model)
             last_logits(self.hf_model, torch.tensor([final_ids]), RelayCache(mass), 1)
-        return mass.by_handle()
+        return mass.by_place()
 
     @contextmanager
     def running(self, sampling: Sampling) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,12 +11,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from blockattn_rag.attention.block_mass import BlockMass
-from blockattn_rag.attention.context_merge import ContextMerge
-from blockattn_rag.attention.copied import CopiedContexts
 from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
-from blockattn_rag.model.lora import Lora
 
 
 class Attention(Protocol):
@@ -33,35 +30,23 @@ class Attention(Protocol):
     ) -> Tensor: ...
 
 
-class LayerAdapters(Protocol):
-    """What is added to linear layers, by the path of each; see ``Reader``."""
-
-    @property
-    def layers(self) -> Mapping[str, Lora]: ...
-
-
 class ContextCache(DynamicCache):
     """A cache whose first tokens are the blocks of a context.
 
     ``attention``: what attends in forwards over this cache; None: the model's own attention.
-    ``reader``: the adapter that acts in them; None: none.
     """
 
     attention: Attention | None = None
-    reader: LayerAdapters | None = None
 
 
 def copied_cache(
     config: Any,
     contexts: Sequence[Context],
     layouts: Sequence[RotaryLayout],
-    *,
-    merge: ContextMerge | None = None,
 ) -> ContextCache:
     """The contexts' keys and values, re-encoded and joined, in a new cache (the copy path).
 
-    One row a context, padded with zeros on the left. ``merge``: as for ``RelayPlan``; the model
-    must be ready for relay attention then.
+    One row a context, padded with zeros on the left.
     """
     cache = ContextCache(config=config)
     width = max(context.num_tokens for context in contexts)
@@ -77,8 +62,6 @@ def copied_cache(
                 layer.keys, layer.values = keys, values
             else:
                 cache.update(keys, values, index)  # a sliding window keeps the end of its states
-    if merge is not None:
-        cache.attention = CopiedContexts(contexts, merge, keys.device)
     return cache
 
 

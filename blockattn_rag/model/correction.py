@@ -27,7 +27,7 @@ from torch import Tensor
 
 from blockattn_rag.kv.block_kv import BlockKV, corrected_digest
 from blockattn_rag.kv.rope import RotaryLayout, rotate
-from blockattn_rag.model.probe import AttentionProfile
+from blockattn_rag.model.probe import StateOutline
 
 PLACES = (1, 2, 4, 8, 16, 32, 64)
 """Ends of the groups of places in a block that share a constant; the last group has no end."""
@@ -43,9 +43,9 @@ class LayerCorrection(NamedTuple):
     bias: Tensor
 
 
-@dataclass(frozen=True)  # with no slots, which would leave no room for the digest
+@dataclass(frozen=True, eq=False, repr=False)  # without slots, for the digest's sake
 class Correction:
-    """The correction of one model's blocks.
+    """The correction of one model's blocks. Equal if the digests are.
 
     Args:
         layers: one per layer.
@@ -57,18 +57,6 @@ class Correction:
     sink: str
     fingerprint: str
 
-    def check_fits(self, profile: AttentionProfile) -> None:
-        """Raise ``ValueError`` unless there is a layer for each of the model's, of its shape."""
-        found = [(layer.weight.shape[0], layer.weight.shape[-1]) for layer in self.layers]
-        expected = [
-            (keys.heads, keys.size + values.size) for keys, values in profile.layer_outlines
-        ]
-        if found != expected:
-            raise ValueError(
-                f"found layers of (key-value heads, size of key and value) {found}, expected "
-                f"{expected} for this model"
-            )
-
     @cached_property
     def digest(self) -> str:
         """sha256 of the contents, 64 hex digits: part of the identity of corrected blocks."""
@@ -78,6 +66,38 @@ class Correction:
                 digest.update(f"{tuple(tensor.shape)}".encode())
                 digest.update(tensor.float().cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Correction) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Correction({self.digest[:6]}, sink={self.sink!r})"
+
+    def check_shapes(self, layers: Sequence[tuple[StateOutline, StateOutline]]) -> None:
+        """Refuse a correction for another number of layers, or for other shapes.
+
+        Args:
+            layers: of a model, its keys and values; ``AttentionProfile.layer_outlines``.
+
+        Raises:
+            ValueError: the model has other shapes.
+        """
+        if len(self.layers) != len(layers):
+            raise ValueError(
+                f"The correction has {len(self.layers)} layers, expected {len(layers)} for this "
+                "model: use the one that was fitted to it."
+            )
+        for index, (layer, (keys, values)) in enumerate(zip(self.layers, layers, strict=True)):
+            found = tuple(layer.bias.shape)
+            expected = (keys.heads, NUM_PLACES, keys.size + values.size)
+            if found != expected or keys.heads != values.heads:
+                raise ValueError(
+                    f"The correction has the shape {found} in layer {index}, expected {expected} "
+                    "for this model: use the one that was fitted to it."
+                )
 
     def digest_of(self, digest: str) -> str:
         """The digest of a block that is corrected; ``digest`` is that of the block without."""

@@ -1,62 +1,72 @@
 """The file of a correction: a safetensors file with two tensors for each layer.
 
 ``weight.L`` ``[key-value heads, D, D]`` and ``bias.L`` ``[key-value heads, places, D]``, float32,
-for layer L; the metadata have ``format``, ``version``, ``sha256``, ``sink`` and the model's
-``fingerprint``. Version 1 had no ``sha256``.
+for layer L, or bfloat16 where that loses nothing. The metadata have ``format``, ``version``,
+``sink`` and the model's ``fingerprint``.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
-from blockattn_rag.files.state import FileState
-from blockattn_rag.files.tensor_file import TensorFormat
+from blockattn_rag.files.atomic import replacing
 from blockattn_rag.model.correction import NUM_PLACES, Correction, LayerCorrection
 
-_FORMAT = TensorFormat(
-    "blockattn_rag.correction", "2", "a correction", "blockattn-rag adapt --fit correction"
-)
+_FORMAT = {"format": "blockattn_rag.correction", "version": "1"}
 
 
 def save_correction(correction: Correction, path: Path) -> None:
-    """Write a correction, whole or not at all.
+    """Write a correction, completely or not at all.
 
     Raises:
-        ValueError: another suffix than ``.safetensors``, or a number that is not finite.
+        ValueError: a number is not finite, or a shape is wrong.
         OSError: the file cannot be written.
     """
     tensors = {
-        f"{name}.{index}": tensor.detach().float().cpu()
+        f"{name}.{index}": _compact(tensor.detach().float().cpu())
         for index, layer in enumerate(correction.layers)
         for name, tensor in layer._asdict().items()
     }
     _layers(path, tensors)
-    _FORMAT.save(path, tensors, sink=correction.sink, fingerprint=correction.fingerprint)
+    metadata = {**_FORMAT, "sink": correction.sink, "fingerprint": correction.fingerprint}
+    with replacing(path) as file:
+        file.write(save(tensors, metadata))
 
 
-def load_correction(path: str | Path) -> Correction:
-    """Read a correction, once while the file stays as it is.
+def _compact(tensor: Tensor) -> Tensor:
+    """The same numbers in bfloat16, where that loses nothing."""
+    half = tensor.bfloat16()
+    return (half if torch.equal(half.float(), tensor) else tensor).contiguous()
+
+
+def read_correction(path: Path) -> Correction:
+    """Read a correction.
 
     Raises:
-        ValueError: no such file, or it is no file of a correction.
+        ValueError: there is none, or it is damaged.
     """
-    return _read(*_FORMAT.find(path))
-
-
-@lru_cache(maxsize=4)
-def _read(path: Path, _state: FileState) -> Correction:
-    """The file at ``path``; its state is part of the cache's key."""
-    tensors, metadata = _FORMAT.read(path)
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is no file of a correction: {error}") from error
+    if found := {
+        name: metadata.get(name) for name in _FORMAT if metadata.get(name) != _FORMAT[name]
+    }:
+        raise ValueError(f"{path} is no file of a correction: found {found}, expected {_FORMAT}.")
     if missing := {"sink", "fingerprint"} - metadata.keys():
-        raise ValueError(f"{path} is damaged: it does not tell {', '.join(sorted(missing))}")
+        raise ValueError(f"{path} is damaged: its metadata lack {', '.join(sorted(missing))}.")
     return Correction(_layers(path, tensors), metadata["sink"], metadata["fingerprint"])
 
 
 def _layers(path: Path, tensors: dict[str, Tensor]) -> tuple[LayerCorrection, ...]:
-    """The layers; raises ``ValueError`` unless names and shapes are a correction's."""
+    """The layers; raises ``ValueError`` unless names, shapes and numbers are a correction's."""
     layers = []
     for index in range(len(tensors) // 2):
         try:
@@ -70,6 +80,11 @@ def _layers(path: Path, tensors: dict[str, Tensor]) -> tuple[LayerCorrection, ..
                 f"{path}: found shapes {shapes[0]} and {shapes[1]} in layer {index}, expected "
                 f"(heads, size, size) and (heads, {NUM_PLACES}, size)"
             )
+        for name, tensor in layer._asdict().items():
+            if not tensor.isfinite().all():
+                raise ValueError(
+                    f"{path}: found NaN or infinity in {name}.{index}, expected finite numbers"
+                )
         layers.append(LayerCorrection(*(tensor.float() for tensor in layer)))
     if len(tensors) != 2 * len(layers) or not layers:
         raise ValueError(f"{path}: found {len(tensors)} tensors, expected two for each layer")

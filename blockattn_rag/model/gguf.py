@@ -19,7 +19,7 @@ from blockattn_rag.files.folders import state_folder
 from blockattn_rag.lazy import missing_extra
 
 SMOLLM2 = "smollm2"
-# What the reader raises on files that are damaged or that it does not know.
+# What the GGUF reader raises on files that are damaged or that it does not know.
 _UNREADABLE = (
     *(ValueError, LookupError, TypeError, AttributeError, OverflowError, NotImplementedError),
     struct.error,

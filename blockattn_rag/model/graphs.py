@@ -221,8 +221,7 @@ def _can_replay(kwargs: dict[str, Any]) -> bool:
     """Whether this forward computes the last logits of one request over placed blocks."""
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     cache = kwargs.get("past_key_values")
-    # Records are of the stock model, without the hooks of a reader.
-    if not isinstance(cache, RelayCache) or cache.reader is not None or ids is None:
+    if not isinstance(cache, RelayCache) or ids is None:
         return False
     # Records hold no gradients.
     if ids.shape[0] > 1 or ids.shape[1] > BUCKETS[-1] or not torch.is_inference_mode_enabled():

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from blockattn_rag.model.gguf import SMOLLM2, dequantised, is_gguf, smollm2
-from blockattn_rag.model.lora_files import SIDECAR as READER_FILE
 from blockattn_rag.prompts.checkpoints import known_checkpoint
 
 BUNDLED = "bundled"
@@ -32,7 +31,6 @@ def resolve_name(model: str | Path) -> str:
     Raises:
         FileNotFoundError: a folder without a model, no such GGUF file, or one of the two names,
             misspelt: the hub would be asked for it, for minutes where there is no network.
-        ValueError: the folder of a reader adapter, which must not act while blocks are encoded.
     """
     if str(model) == BUNDLED:
         return str(_BUNDLED_FOLDER)
@@ -50,12 +48,6 @@ def resolve_name(model: str | Path) -> str:
         raise FileNotFoundError(
             f"there is no model {str(model)!r}; did you mean {meant[0]!r}? Of your own models give "
             "the folder, of the hub's the whole id, such as 'organisation/name'"
-        )
-    if (folder / READER_FILE).is_file():
-        raise ValueError(
-            f"{folder} is a reader adapter (it holds {READER_FILE}), and no model: merged into its "
-            "base, it would change the passages' keys and values too. Load the base model, and "
-            f"pass reader={str(folder)!r}"
         )
     return str(model)
 

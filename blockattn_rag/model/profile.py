@@ -6,7 +6,7 @@ from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.rope import RotaryLayout
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.probe import vocabulary_size
-from blockattn_rag.prompts.sinks import FIRST_BLOCK, NO_SINK, sink_ids
+from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
 from blockattn_rag.serving.profile import DTYPES, LayerProfile, ModelProfile, Rotary
 
 
@@ -14,19 +14,14 @@ def profile_of(model: BlockModel, sink: str | None = None) -> ModelProfile:
     """What a server must know of a model, whose context blocks are encoded after ``sink``; None:
     the one that it was block-fine-tuned with, if any.
 
-    Reads all weights, as ``BlockModel.fingerprint``. Corrections have no place in a profile:
-    servers do not apply them.
+    Reads all weights, as ``BlockModel.fingerprint``. A profile has no adapter: servers do not apply
+    recipes.
 
     Raises:
-        ValueError: no such sink, or it is the first block, which differs from prompt to prompt.
+        ValueError: no such sink.
         UnsupportedModelError: keys and values are of several number types, or of a rare one.
     """
     sink = model.tuned_with.get("sink", NO_SINK) if sink is None else sink
-    if sink == FIRST_BLOCK:
-        raise ValueError(
-            "found sink='first-block', expected one that is the same for all prompts, because a "
-            "server encodes each block by itself; use 'head:4'"
-        )
     ids = sink_ids(sink, model.tokenizer)
     with model.lock:  # the fingerprint may measure the layouts anew
         fingerprint, attention = model.fingerprint, model.profile

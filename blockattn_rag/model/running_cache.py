@@ -1,4 +1,4 @@
-"""The cache of the forward that runs, for what acts inside a forward: attention, reader adapters.
+"""The cache of the forward that runs, for the attention inside it.
 
 Hooks before and after each forward of a model note the ``ContextCache`` that it was given, if any.
 So a forward within a forward, such as that of a logits processor with a cache of its own, computes

@@ -5,10 +5,9 @@ encoded alone makes such a sink of its own first tokens, and a prompt of many pa
 passage that is encoded after the head of a prompt finds the head's, as in full attention (the
 shared prefix of APE, 2502.05431). It does not depend on the question, and costs nothing per answer.
 
-    none         each block alone, as in the Block-Attention paper; for block-fine-tuned models
-    bos          after the BOS token
-    head:N       after the first N tokens of the chat template's head (4 do as well as more)
-    first-block  after the whole first block of the prompt, which holds the system message
+    none    each block alone, as in the Block-Attention paper; for block-fine-tuned models
+    bos     after the BOS token
+    head:N  after the first N tokens of the chat template's head (4 do as well as more)
 """
 
 from __future__ import annotations
@@ -20,43 +19,40 @@ from blockattn_rag.prompts.formats import CHAT
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 NO_SINK = "none"
-FIRST_BLOCK = "first-block"
 _HEAD = re.compile(r"head:([1-9][0-9]{0,3})")
 
 
 def check_sink(sink: str) -> str:
-    """The sink as it stands.
+    """The sink, unchanged.
 
     Raises:
-        ValueError: it is none of the forms above.
+        ValueError: it has none of the forms above.
     """
-    if sink in (NO_SINK, "bos", FIRST_BLOCK) or (isinstance(sink, str) and _HEAD.fullmatch(sink)):
+    if isinstance(sink, str) and is_sink(sink):
         return sink
     raise ValueError(
-        f"sink must be 'none', 'bos', 'first-block' or 'head:N' with N tokens, such as 'head:4'; "
-        f"found {sink!r}"
+        f"Unknown sink {sink!r}: expected 'none', 'bos' or 'head:N' with N tokens, such as "
+        "'head:4'."
     )
 
 
+def is_sink(name: str) -> bool:
+    """Whether a text has the form of a sink."""
+    return name in (NO_SINK, "bos") or _HEAD.fullmatch(name) is not None
+
+
 def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
-    """Token ids of a sink that is the same for all prompts.
+    """Token ids of a sink.
 
     Raises:
-        ValueError: the model has no BOS token, or its head has fewer tokens; or the sink is
-            ``"first-block"``, which only a prompt has.
+        ValueError: the model has no BOS token, or its head has fewer tokens.
     """
     if check_sink(sink) == NO_SINK:
         return []
-    if sink == FIRST_BLOCK:
-        raise ValueError(
-            "sink='first-block' encodes passages after the first block of their prompt; passages "
-            "alone have none: encode them as a prompt (engine.encode(BlockPrompt(...))), or use "
-            "sink='head:4'"
-        )
     if sink == "bos":
         bos = tokenizer.tokenizer.bos_token_id
         if bos is None:
-            raise ValueError("this model has no BOS token; use sink='head:1'")
+            raise ValueError("This model has no BOS token: use sink='head:1'.")
         return [bos]
     count = int(sink.partition(":")[2])
     head = _head_ids(tokenizer)

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import blockattn_rag.llama_index as adapter
@@ -21,6 +20,9 @@ from blockattn_rag.structured.answers import complete_json
 
 if TYPE_CHECKING:
     from llama_index.core.schema import NodeWithScore, QueryBundle
+
+TOP_K = 5
+"""Passages of a prompt by default."""
 
 logger = logging.getLogger("blockattn_rag.rag")
 
@@ -65,10 +67,8 @@ class Answer:
             "sources": [asdict(source) for source in self.sources],
             **self.stats.reuse(),
             "int8_blocks": self.stats.int8_blocks,
-            "retried": self.stats.retried,
             "generated_tokens": self.stats.generated_tokens,
             "finish_reason": self.finish_reason,
-            "certificate": self.stats.certificate and asdict(self.stats.certificate),
             "waited_s": self.waited_s,
             "ttft_s": self.stats.ttft_s,
             "total_s": self.stats.total_s,
@@ -82,8 +82,6 @@ class Assistant:
         database: an open database.
         top_k: passages to retrieve.
         max_new_tokens: longest answer.
-        correction, merge, promote, reader, retry: see ``BlockOptions``; default: the engine's own.
-            A correction is of the database's sink. Passages are corrected when they are first used.
         chat_template_kwargs: variables of the model's chat template, such as ``enable_thinking``.
         schema: a JSON schema that every answer is held to; it stands with the question.
     """
@@ -92,13 +90,8 @@ class Assistant:
         self,
         database: Database,
         *,
-        top_k: int = 5,
+        top_k: int = TOP_K,
         max_new_tokens: int = 256,
-        correction: str | Path | None = None,
-        merge: str | None = None,
-        promote: str | int | None = None,
-        reader: str | Path | None = None,
-        retry: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         schema: dict[str, Any] | None = None,
     ) -> None:
@@ -108,17 +101,10 @@ class Assistant:
         self._database = database
         self._top_k = top_k
         self._max_new_tokens = max_new_tokens
-        self._options: dict[str, Any] = {
-            "correction": correction,
-            "merge": merge,
-            "promote": promote,
-            "reader": reader,
-            "retry": retry,
-            "chat_template_kwargs": chat_template_kwargs,
-        }
+        self._options: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs or {}}
         self._schema = schema
         if schema is not None:
-            self._options["generate_kwargs"] = {"structured_outputs": {"json": schema}}
+            self._options["structured_outputs"] = {"json": schema}
         self._head_was_stored = False
         self._index = VectorStoreIndex.from_vector_store(
             ChromaVectorStore(chroma_collection=database.collection), embed_model=database.embedding
@@ -153,7 +139,7 @@ class Assistant:
             block_template=self._database.template,
             mode=mode,
             max_new_tokens=self._max_new_tokens,
-            **self._options,
+            generate_kwargs=self._options,
         )
         if mode == "block" and not self._head_was_stored:
             self._store_head(llm)
@@ -232,7 +218,7 @@ def _total(mode: Mode, calls: Sequence[Any]) -> ReuseStats:
     total = sum(used, ReuseStats(mode))
     *_, last = used or [total]
     ttft_s = total.total_s - last.total_s + last.ttft_s
-    return replace(total, ttft_s=ttft_s, retried=last.retried)
+    return replace(total, ttft_s=ttft_s)
 
 
 def _source(found: NodeWithScore) -> Source:

@@ -1,11 +1,11 @@
-"""A database folder: Chroma, the KV store, and a note of what both were made with.
+"""A database folder: Chroma, the KV store, the recipe, and a manifest of what made them.
 
 ::
 
-    DIR/blockattn.json    model, embedding, chunk size, collection, block template
-    DIR/calibration.json  what `calibrate` found for these passages, by model
-    DIR/chroma/           embedded Chroma: passages, their embeddings and KV handles
-    DIR/kv/               DirectoryStore: keys and values, unless the note names another store
+    DIR/blockattn.json  model, embedding, chunk size, collection, block template, recipe
+    DIR/recipe/         the recipe that `repair` made for these passages
+    DIR/chroma/         embedded Chroma: passages, their embeddings and KV handles
+    DIR/kv/             DirectoryStore: keys and values, unless the manifest names another store
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from blockattn_rag.errors import DatabaseError
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
-from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 from blockattn_rag.rag.model_names import loading
 from blockattn_rag.store.namespaces import check_namespace
 
@@ -35,7 +34,10 @@ if TYPE_CHECKING:
 
 MANIFEST = "blockattn.json"
 HASHING = "hashing"
-VERSION = 1
+AUTO = "auto"
+VERSION = 2
+_WITH_SINK = 1
+"""The version whose manifests had a sink in place of a recipe."""
 
 logger = logging.getLogger("blockattn_rag.rag")
 """What users should know of a database that serves them all the same."""
@@ -43,13 +45,22 @@ logger = logging.getLogger("blockattn_rag.rag")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a database was made with. ``fingerprint``: of the model that encoded last; ``sink``:
-    what it encoded passages after, or what a calibration of it chose since, and of one that is
-    wanted empty for what suits the model; ``namespace``: of their keys and values in the store;
-    ``kv_dtype``: what passages are kept in that are computed from now on; ``store``: where these
-    are, an address or whole path (``store.open_store``), None for the folder ``kv`` of the
-    database; ``server``: address of the server that has the model and the store, None for this
-    process, and ``model`` is then the name of the tokenizer here."""
+    """What a database was made with.
+
+    Args:
+        model: Model that encodes passages, or of a server the name of its tokenizer here.
+        fingerprint: Fingerprint of the model that encoded last.
+        embedding: Embedding of the passages.
+        collection: Chroma collection.
+        chunk_size: Longest passage in tokens.
+        template: Block template of the passages.
+        recipe: Recipe of block mode: ``"auto"``, ``"none"``, a sink or a folder. ``"auto"`` is the
+            folder ``recipe`` of the database, if there is one.
+        namespace: Namespace of the keys and values in the store.
+        kv_dtype: Type that keys and values are stored in from now on.
+        store: Address or absolute path of the store. None: the folder ``kv`` of the database.
+        server: Address of the server that has the model and the store. None: this process.
+    """
 
     model: str
     fingerprint: str
@@ -57,7 +68,7 @@ class Manifest:
     collection: str = "passages"
     chunk_size: int = 512
     template: dict[str, str] = field(default_factory=lambda: asdict(BLANK_LINE))
-    sink: str = ""
+    recipe: str = AUTO
     namespace: str = ""
     kv_dtype: str = "model"
     store: str | None = None
@@ -72,11 +83,14 @@ class Manifest:
             return None
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
+            if fields.get("version") == _WITH_SINK:
+                # Its passages are encoded again if the recipe found now has another sink.
+                fields.pop("sink", None)
+                fields["version"] = VERSION
             if (found := fields.get("version")) != VERSION:
                 raise DatabaseError(
                     f"{path} is of version {found}, expected {VERSION}; ingest into a new folder"
                 )
-            check_sink(fields.setdefault("sink", NO_SINK))
             check_namespace(fields.get("namespace", ""))
             if (kind := fields.get("kv_dtype", "model")) not in ("model", "int8"):
                 raise ValueError(f"kv_dtype {kind!r}")
@@ -99,8 +113,7 @@ class Database:
     ) -> Database:
         """Open a folder for ingestion; make it if it does not exist.
 
-        ``wanted.fingerprint`` is filled in from the loaded model, and the sink from its calibration
-        if the passages were another model's so far, or where none is wanted, from its fine-tuning.
+        ``wanted.fingerprint`` is filled in from the loaded model.
 
         Raises:
             DatabaseError: the folder was embedded by another embedding: its vectors do not compare.
@@ -114,12 +127,10 @@ class Database:
                 "use the same, or ingest into a new folder"
             )
         engine = _load_engine(path, wanted, device, dtype)
-        engine = _with_sink(path, engine, old, wanted.sink)
         if old and old.model != wanted.model:
             names = (path, old.model, wanted.model)
             logger.warning("%s was made with %s; from now on it is %s's", *names)
-        fingerprint, sink = engine.model.fingerprint, engine.defaults.sink
-        manifest = replace(wanted, fingerprint=fingerprint, sink=sink)
+        manifest = replace(wanted, fingerprint=engine.model.fingerprint)
         path.mkdir(parents=True, exist_ok=True)
         write_json(path / MANIFEST, asdict(manifest))
         return cls(path, manifest, engine)
@@ -131,22 +142,34 @@ class Database:
         *,
         model: str | None = None,
         server: str | None = None,
+        recipe: str | None = None,
         device: str = "auto",
         dtype: str = "auto",
     ) -> Database:
         """Open a folder for questions, with the model that encoded it or with another one, which
         may be a server's.
 
-        Handles hold no model identity: another model computes the passages anew, and stores them.
+        Handles hold no model identity: another model computes the passages again, and stores them.
+
+        Args:
+            path: The folder.
+            model: Another model than the database's.
+            server: Server that has the model and the store.
+            recipe: Another recipe than the database's.
+            device, dtype: Of the model in this process.
 
         Raises:
             DatabaseError: the folder is no database.
         """
         manifest = require_manifest(path)
         server = server or (None if model else manifest.server)
-        wanted = replace(manifest, model=model or manifest.model, server=server)
-        loaded = _load_engine(path, wanted, device, dtype)
-        engine = _with_sink(path, loaded, manifest, manifest.sink)
+        wanted = replace(
+            manifest,
+            model=model or manifest.model,
+            server=server,
+            recipe=recipe or manifest.recipe,
+        )
+        engine = _load_engine(path, wanted, device, dtype)
         if engine.model.fingerprint != manifest.fingerprint:
             logger.warning(
                 "%s was encoded by %s in another state (weights, dtype, tokenizer, model, or "
@@ -172,19 +195,10 @@ class Database:
             )
         return self.engine
 
-    @property
-    def calibration_path(self) -> Path:
-        """Where its calibrations are, or would be; a store may be shared, or be no folder."""
-        return _calibration_path(self.path)
-
-    def note_sink(self, sink: str) -> bool:
-        """Note that passages are encoded after this sink from now on, if the database is the
-        engine's model's; whether that is a change."""
-        is_own = self.engine.model.fingerprint == self.manifest.fingerprint
-        if not is_own or sink == self.manifest.sink:
-            return False
-        write_json(self.path / MANIFEST, asdict(replace(self.manifest, sink=sink)))
-        return True
+    def use_own_recipe(self) -> None:
+        """Note that ``ask`` uses the recipe in the database's folder from now on."""
+        if self.manifest.recipe != AUTO:
+            write_json(self.path / MANIFEST, asdict(replace(self.manifest, recipe=AUTO)))
 
     @property
     def template(self) -> BlockTemplate:
@@ -268,37 +282,6 @@ def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str) -> Engin
             dtype=dtype,
             namespace=wanted.namespace,
             kv_dtype=check_kv_dtype(wanted.kv_dtype),
-            calibration=_calibrations(path),
+            recipe=wanted.recipe,
+            folder=path,
         )
-
-
-def _calibration_path(folder: Path) -> Path:
-    from blockattn_rag.store.directory import CALIBRATION_FILE  # it loads torch
-
-    return folder / CALIBRATION_FILE
-
-
-def _calibrations(folder: Path) -> Path | None:
-    """The file of a database's own calibrations; None if it has none yet."""
-    path = _calibration_path(folder)
-    return path if path.exists() else None
-
-
-def _with_sink(path: Path, engine: Engine, made: Manifest | None, sink: str) -> Engine:
-    """The engine with a sink, unless none is named, or passages were another model's and this
-    one's calibration says what it needs. A server has its own."""
-    from blockattn_rag.engine.engine import BlockAttentionEngine
-
-    if not isinstance(engine, BlockAttentionEngine):
-        return engine
-    is_own = made is not None and made.fingerprint == engine.model.fingerprint
-    if not sink or (engine.calibration and not is_own):
-        return engine
-    return BlockAttentionEngine(
-        engine.model,
-        engine.store,
-        namespace=engine.access.namespace,
-        kv_dtype=engine.kv_dtype,
-        calibration=_calibrations(path),
-        sink=sink,
-    )

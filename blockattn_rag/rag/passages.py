@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import blockattn_rag.llama_index as adapter
 from blockattn_rag.adapters.handles import records_of
+from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.rag.database import Database
 
 if TYPE_CHECKING:
@@ -22,6 +23,11 @@ def all_passages(database: Database) -> list[str]:
         for metadata, document in records_of(database.collection, "metadatas", "documents")
     )
     return sorted({text for node in nodes if (text := adapter.canonical_text(node))})
+
+
+def passage_blocks(database: Database) -> list[Block]:
+    """The blocks of a database's passages, as its prompts hold them."""
+    return [Block(text, database.template) for text in all_passages(database)]
 
 
 def retriever(database: Database) -> Callable[[str, int], list[str]]:

@@ -31,6 +31,7 @@ class ComingAnswer:
         mode: in which it was asked for.
         tokenizer: a transformers tokenizer.
         sampling: how it is chosen: of it, the strings that end it, and the control tokens to keep.
+        recipe: what the server runs block mode with.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class ComingAnswer:
         mode: Mode,
         tokenizer: Any,
         sampling: Sampling,
+        recipe: str,
     ) -> None:
         self._request = request
         self._prompt = prompt
         self._mode = mode
         self._detokenizer = Detokenizer(tokenizer, sampling.stop, sampling.keep_tokens)
+        self._recipe = "" if mode == "full" else recipe
         self._clock = Clock(request.started)
         self._sent = time.perf_counter()
         self._ids: list[int] = []
@@ -109,7 +112,7 @@ class ComingAnswer:
         if self._mode == "full" or not prompt.context:
             self._clock.assembling = self._clock.prefilling = self._sent
             total = computed + sum(prompt.lengths)
-            return ReuseStats(self._mode, computed_tokens=total)
+            return ReuseStats(self._mode, computed_tokens=total, recipe=self._recipe)
         served = ServedBlocks.from_dict(self._said)
         tokens = sum(prompt.lengths)
         if not served.cut_short:
@@ -133,4 +136,5 @@ class ComingAnswer:
             computed_tokens=computed + served.encoded_tokens,
             fetch_s=served.fetch_s,
             int8_blocks=served.int8_blocks,
+            recipe=self._recipe,
         )

@@ -9,20 +9,21 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.engine.options import GenerateOptions, OnMiss
 from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingAnswer
 from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, made
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, is_private, keep_of
 from blockattn_rag.remote.background import background
 from blockattn_rag.remote.client import API_KEY_VARIABLE, Client
 from blockattn_rag.remote.ingest import ToEncode, batches, precompute
 from blockattn_rag.remote.model import RemoteModel
-from blockattn_rag.remote.request import check_possible
+from blockattn_rag.remote.request import check_possible, sink_asked
 from blockattn_rag.remote.server import Server, count_missing_now, room_for
 from blockattn_rag.serving.endpoint import ServerInfo
 
@@ -37,12 +38,12 @@ class RemoteEngine:
 
     Args:
         base_url: the server's address, such as ``"http://gpu:8000"``, with or without ``/v1``.
-        model: its name at the server, which may be that of a reader adapter; default: the server's
-            base model.
+        model: its name at the server; default: the server's first model.
         tokenizer: a transformers tokenizer, or its name or path; default: that of ``model``.
         api_key: of the server; default: what the environment has in ``BLOCKATTN_RAG_API_KEY``.
-        on_miss: see ``BlockOptions``. The server encodes and stores what it has not stored.
-        sink: of passages; must be the server's. Default: the server's.
+        on_miss: see ``GenerateOptions``. The server encodes and stores what it has not stored.
+        recipe: ``"auto"``: the server's own. Anything else must have the server's sink and nothing
+            more, because servers do not apply adapters and promotion yet.
         timeout_s: seconds without a byte of an answer after which it is given up.
         retries: further tries after failures that may pass: before the first token of an answer,
             never after.
@@ -59,7 +60,7 @@ class RemoteEngine:
         *,
         api_key: str | None = None,
         on_miss: OnMiss | None = None,
-        sink: str | None = None,
+        recipe: RecipeLike = AUTO,
         timeout_s: float = 600.0,
         retries: int = 1,
     ) -> None:
@@ -67,12 +68,10 @@ class RemoteEngine:
             raise ValueError(f"retries must be a whole number from 0 on, found {retries!r}")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be a number above 0, found {timeout_s!r}")
-        self._defaults = GenerateOptions.parse(
-            {"on_miss": on_miss, "sink": sink}, GenerateOptions()
-        )
+        self._defaults = GenerateOptions.parse({"on_miss": on_miss}, GenerateOptions())
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         client = Client(base_url, api_key, timeout_s, retries)
-        self._server = Server(client, model, tokenizer, sink)
+        self._server = Server(client, model, tokenizer, sink_asked(recipe))
 
     def __repr__(self) -> str:
         return f"RemoteEngine({self.base_url!r}, {self.model.given!r})"
@@ -84,8 +83,13 @@ class RemoteEngine:
 
     @property
     def defaults(self) -> GenerateOptions:
-        """Options of calls that say nothing else; the sink is the server's."""
-        return replace(self._defaults, sink=self.info.sink)
+        """Options of calls that set nothing else; the recipe is the server's sink."""
+        return replace(self._defaults, recipe=self.recipe)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The server's sink as a recipe."""
+        return Recipe(self.info.sink, source=self.base_url)
 
     @property
     def base_url(self) -> str:
@@ -108,18 +112,11 @@ class RemoteEngine:
         texts: Sequence[str | Block] | BlockPrompt,
         *,
         show_progress: bool = False,
-        sink: str | None = None,
-        correction: str | Path | None = None,
+        recipe: RecipeLike | None = None,
     ) -> list[str]:
         """As ``BlockAttentionEngine.encode``, in the server's store."""
         blocks, as_prompt = blocks_to_encode(texts)
-        self.precompute(
-            blocks,
-            as_prompt=as_prompt,
-            show_progress=show_progress,
-            sink=sink,
-            correction=correction,
-        )
+        self.precompute(blocks, as_prompt=as_prompt, show_progress=show_progress, recipe=recipe)
         return [block.handle for block in blocks]
 
     def precompute(
@@ -130,8 +127,7 @@ class RemoteEngine:
         show_progress: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
         batch_tokens: int | None = None,
-        sink: str | None = None,
-        correction: str | Path | None = None,
+        recipe: RecipeLike | None = None,
     ) -> EncodeStats:
         """As ``BlockAttentionEngine.precompute``: several requests run side by side, each of
         ``batch_tokens`` at most.
@@ -141,8 +137,7 @@ class RemoteEngine:
             ValueError: there is something to compute, and the server stores nothing.
             ServingError: a request failed; what was encoded before is stored.
         """
-        given = {"sink": sink, "correction": correction}
-        check_possible(GenerateOptions.parse(given, self._defaults))
+        sink = sink_asked(recipe)
         info = self.info
         self._server.check_sink(sink, info)
         wanted = [self._to_encode(one, as_prompt and not at) for at, one in enumerate(blocks)]
@@ -165,8 +160,7 @@ class RemoteEngine:
         self,
         passages: Sequence[str | Block],
         *,
-        sink: str | None = None,
-        correction: str | Path | None = None,
+        recipe: RecipeLike | None = None,
     ) -> None:
         """Does nothing: the server reads blocks when the prompt that holds them comes."""
 
@@ -181,8 +175,7 @@ class RemoteEngine:
     def generate(self, prompt: Prompt, **options: Any) -> Generation:
         """As ``BlockAttentionEngine.generate``, with the same options.
 
-        Those that change how the model computes (``positions``, ``assembly``, ``correction``,
-        ``merge``, ``promote``, ``reader``, ``retry``) must be left out. Of what transformers'
+        ``assembly`` must be left out, and ``recipe`` be the server's. Of what transformers'
         ``generate`` takes, what vLLM knows too may be given, and vLLM's ``response_format`` and
         ``structured_outputs``.
 
@@ -257,12 +250,13 @@ class RemoteEngine:
         self, prompt: LatePrompt, given: Mapping[str, Any], gate: asyncio.Semaphore | None = None
     ) -> tuple[PendingAnswer, Callable[[], None]]:
         """A request that was checked, and what asks the server for its answer."""
-        options = GenerateOptions.parse(given, self._defaults)
+        sink = sink_asked(given.get("recipe"))
+        options = GenerateOptions.parse({**given, "recipe": None}, self._defaults)
         check_possible(options)
         if not callable(prompt):  # a bad one is refused now
             prompt = made(prompt)
         pending = PendingAnswer(partial(made, prompt))
-        return pending, partial(self._start, pending, options, given.get("sink"), gate)
+        return pending, partial(self._start, pending, options, sink, gate)
 
     def _start(
         self,

@@ -5,30 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from blockattn_rag.engine.options import (
-    NO_CORRECTION,
-    NO_MERGE,
-    NO_READER,
-    GenerateOptions,
-)
-from blockattn_rag.engine.retry import NO_RETRY
+from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
+from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.tokenised import Tokenised
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Block
-from blockattn_rag.prompts.promotion import NO_PROMOTION
+from blockattn_rag.prompts.sinks import is_sink
 from blockattn_rag.serving.protocol import BlockPlan
-
-_ONLY = {
-    "positions": "reordered",
-    "assembly": "auto",
-    "correction": NO_CORRECTION,
-    "merge": NO_MERGE,
-    "promote": NO_PROMOTION,
-    "reader": NO_READER,
-    "retry": NO_RETRY,
-}
-"""Options of block mode that change what the model computes, which is the server's engine's own
-matter: the one value that each may have."""
 
 _OF_TRANSFORMERS = {"min_new_tokens": "min_tokens"}
 _OF_THE_SERVER = (
@@ -41,6 +25,25 @@ _OF_THE_SERVER = (
 _LEAST_TOP_P = 1e-6
 
 
+def sink_asked(recipe: RecipeLike | None) -> str | None:
+    """The sink that a recipe requires of a server; None: any.
+
+    Raises:
+        ValueError: the recipe has more than a sink, which servers do not apply.
+    """
+    if recipe is None or recipe == AUTO:
+        return None
+    if isinstance(recipe, str) and is_sink(recipe):
+        return recipe
+    found = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    if found != Recipe(found.sink, fingerprints=found.fingerprints, model=found.model):
+        raise ValueError(
+            f"Found recipe {found}, but a server applies the sink of a recipe alone: use "
+            "recipe='auto', or load the model in this process."
+        )
+    return found.sink
+
+
 def check_possible(options: GenerateOptions) -> None:
     """Refuse what a server cannot do.
 
@@ -48,13 +51,10 @@ def check_possible(options: GenerateOptions) -> None:
         ValueError: an option of block mode is not as it must be, or one of sampling is not known
             there.
     """
-    given = {name: getattr(options, name) for name in _ONLY}
-    changed = [f"{name}={value!r}" for name, value in given.items() if value != _ONLY[name]]
-    if changed and options.mode == "block":
+    if options.assembly != "auto" and options.mode == "block":
         raise ValueError(
-            f"found {', '.join(changed)}, which a server's engine cannot do; leave it out, or load "
-            "the model in this process. A reader adapter that the server has is asked for by its "
-            "name there, as the model"
+            f"found assembly={options.assembly!r}, which a server's engine cannot do; leave it "
+            "out, or load the model in this process"
         )
     known = (*_OF_THE_SERVER, *_OF_TRANSFORMERS)
     if unknown := sorted(options.sampling.extra.keys() - set(known)):

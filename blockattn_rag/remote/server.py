@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingAnswer
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation
 from blockattn_rag.errors import ContextOverflowError, MissError, ServingError
 from blockattn_rag.prompts.blocks import Block, Keep, keep_of
@@ -75,7 +76,7 @@ class Server:
         """Have blocks encoded, or looked for."""
 
         async def ask() -> EncodeAnswer:
-            # By the base model, whichever reader adapter is to answer.
+            # By the base model, whichever model is to answer.
             told = {**body.to_dict(), "model": (await self._checked_info()).models[0]}
             return EncodeAnswer.from_dict(await self.client.post(ENCODE, told))
 
@@ -141,9 +142,11 @@ class Server:
 
         async def ask() -> Generation:
             nonlocal has_begun
-            name = self.model.name_at(await self._checked_info())
+            info = await self._checked_info()
+            name, recipe = self.model.name_at(info), str(Recipe(info.sink))
             body = completion_body(name, prompt.ids, plan, limit, options.sampling)
-            answer = ComingAnswer(pending, prompt, options.mode, tokenizer, options.sampling)
+            how = options.mode, tokenizer, options.sampling, recipe
+            answer = ComingAnswer(pending, prompt, *how)
             async with aclosing(self.client.events(COMPLETIONS, body)) as events:
                 async for event in events:
                     answer.take(event)
@@ -201,8 +204,8 @@ class Server:
         self._has_warned = True
         logger.warning(
             "%s at %s is not known to be block-fine-tuned: in block mode its answers will be less "
-            "accurate than in full mode. Measure how much, serve a reader adapter, or use "
-            "mode='full'.",
+            "accurate than in full mode. Use mode='full' "
+            "where that matters.",
             self.model.name_at(info), self.client.base_url,
         )  # fmt: skip
 

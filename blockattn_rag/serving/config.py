@@ -41,8 +41,6 @@ class ServingConfig:
         load_deadline_s: seconds that a load of blocks may take.
         kv_dtype: what blocks are stored in that are encoded here.
         load_async: whether other requests go on while blocks are read.
-        readers: names of LoRA adapters that were trained to read the base model's blocks. Requests
-            with other adapters are refused in block mode.
 
     Raises:
         ValueError: an option is unknown, missing or out of range.
@@ -61,7 +59,6 @@ class ServingConfig:
     load_deadline_s: float = 10.0
     kv_dtype: KVDtype = "model"
     load_async: bool = True
-    readers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -162,7 +159,7 @@ class ServingConfig:
 
 _TEXTS = {"store", "profile", "memory", "private_memory", "namespace", "kv_dtype"}
 _OPTIONAL_TEXTS = {"disk", "cache", "tenant_secret_env"}
-_TEXT_LISTS = {"read_namespaces", "readers"}
+_TEXT_LISTS = {"read_namespaces"}
 
 
 def _check_type(name: str, value: object) -> None:

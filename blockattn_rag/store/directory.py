@@ -44,8 +44,8 @@ T = TypeVar("T")
 MARK = "format.json"
 MARKED = {"format": FORMAT, "version": VERSION}
 OBJECTS = "objects"
-CALIBRATION_FILE = "calibration.json"
-"""Written by the engine's calibrations; no entry, and nothing here reads it."""
+RECIPE_FOLDER = "recipe"
+"""Folder of an engine's recipe; no entry, and nothing here reads it."""
 _SUFFIX = ".safetensors"
 _SHARD = re.compile(r"[0-9a-f]{2}")
 
@@ -328,7 +328,7 @@ class DirectoryStore:
     def _foreign(self) -> Iterator[str]:
         """Names that no store has."""
         own = files.names_in(self.path)
-        known = (OBJECTS, CALIBRATION_FILE)
+        known = (OBJECTS, RECIPE_FOLDER)
         yield from (name for name in own if name not in known and not is_temporary(name))
         shards = files.names_in(self._objects)
         yield from (f"{OBJECTS}/{name}" for name in shards if not _SHARD.fullmatch(name))

@@ -25,7 +25,6 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.store import files, version_1
 from blockattn_rag.store.directory import (
-    CALIBRATION_FILE,
     MARK,
     MARKED,
     OBJECTS,
@@ -34,8 +33,6 @@ from blockattn_rag.store.directory import (
 )
 from blockattn_rag.store.format import decode, encode
 from blockattn_rag.store.header import FormatError
-
-_PLAIN, _NONE = ("sink", "correction"), (None, "none")
 
 # What two batches of 16 bits may make of the same tokens, and far less than a sink changes.
 _SAME = 0.05
@@ -85,8 +82,6 @@ def migrate(
     mark = read_mark(folder / MARK)
     if mark not in (MARKED, {**MARKED, "version": 1}):
         raise StoreError(f"{folder} is no store of version 1: its {MARK} says {mark}")
-    if all_plain:
-        _check_settings(folder / CALIBRATION_FILE)
     work = _Migration(folder / OBJECTS, all_plain, is_old=mark != MARKED, dry_run=dry_run)
     shards = files.names_in(folder / OBJECTS)
     for done, shard in enumerate(shards, start=1):
@@ -188,22 +183,4 @@ def _check_same(path: Path, kv: BlockKV, existing: BlockKV) -> None:
                 f"({kv.token_ids.tolist()[:8]} ...), so one of them was encoded after a sink or "
                 "corrected; nothing tells which, and others may have been too. Give them all up: "
                 "`blockattn-rag store migrate --drop`"
-            )
-
-
-def _check_settings(calibrations: Path) -> None:
-    """Refuse that there are no sinks where the store's own calibrations ask for one."""
-    with files.opened(calibrations) as file:
-        content = file.read() if file is not None else b"{}"
-    try:
-        found = json.loads(content).get("calibrations", {}).values()
-        settings = [dict(one["settings"]) for one in found]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise StoreError(f"{calibrations} is damaged ({error!r}); delete it, or mend it") from error
-    for chosen in settings:
-        others = {name: value for name in _PLAIN if (value := chosen.get(name)) not in _NONE}
-        if others:
-            raise StoreError(
-                f"{calibrations} says that blocks were encoded with {others}, which entries of "
-                "version 1 do not tell: give them all up by `blockattn-rag store migrate --drop`"
             )

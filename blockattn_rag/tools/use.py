@@ -245,13 +245,18 @@ class AnswerReader:
 
 
 def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a call, with ``tool_calls`` as a model's defaults have it where it is missing."""
-    return {**{name: value for name, value in defaults.items() if name == _CALLS}, **call}
+    """Options of a call, with ``tool_calls`` as a model's defaults have it where it is missing.
 
-
-def without_default_calls(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's defaults for the engine: without ``tool_calls``, the only one about tools."""
-    return {name: value for name, value in defaults.items() if name != _CALLS}
+    Raises:
+        ValueError: the defaults have other options of tools.
+    """
+    given = {name: value for name, value in defaults.items() if name in TOOL_OPTIONS}
+    if others := [name for name in given if name != _CALLS]:
+        raise ValueError(
+            f"found {others[0]} in generate_kwargs, expected {_CALLS} alone of the options of "
+            "tools; pass it with each call, or bind it"
+        )
+    return {**given, **call}
 
 
 def without_tool_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,14 +43,14 @@ class ModeDataset(Dataset[Item]):
         modes: the modes, ``("block", "full")`` for the papers' recipe. A sample in full mode is a
             sample of one block, the final one.
         context_weight: weight in the loss of tokens that are not in an answer.
-        sink: token ids that blocks are encoded after in block mode, or None for those of each
-            sample's first block; see :mod:`blockattn_rag.prompts.sinks`.
+        sink: token ids that blocks are encoded after in block mode; see
+            :mod:`blockattn_rag.prompts.sinks`.
     """
 
     samples: Any
     modes: Sequence[Mode]
     context_weight: float = 0.0
-    sink: Sequence[int] | None = ()
+    sink: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.samples) * len(self.modes)
@@ -60,7 +60,7 @@ class ModeDataset(Dataset[Item]):
         ids, labels, blocks = (sample[k] for k in ("input_ids", "labels", "block_lengths"))
         if self.modes[index % len(self.modes)] == "full":
             return Item(ids, labels, [len(ids)], self.context_weight)
-        sink = ids[: blocks[0]] if self.sink is None else list(self.sink)
+        sink = list(self.sink)
         lengths = BlockLengths(blocks, len(sink))
         return Item(
             _with_sinks(ids, sink, lengths),
@@ -74,7 +74,7 @@ class ModeDataset(Dataset[Item]):
         """Tokens of each item, sinks included, without the items themselves."""
         counts = []
         for blocks in self.samples["block_lengths"]:
-            sink = blocks[0] if self.sink is None else len(self.sink)
+            sink = len(self.sink)
             in_mode = {"block": BlockLengths(blocks, sink).num_tokens, "full": sum(blocks)}
             counts += [in_mode[mode] for mode in self.modes]
         return counts

@@ -145,7 +145,7 @@ class FinetuneConfig:
         ("block", "full"), "block,full (the papers'), block or full."
     )
     positions: Positions = _learned("reordered", "reordered, or composite (ablation).")
-    sink: str = _learned(NO_SINK, "What blocks are encoded after: none, bos, head:N, first-block.")
+    sink: str = _learned(NO_SINK, "Prefix tokens that blocks are encoded with: none, bos, head:N.")
     prompt_format: str = _learned(
         "auto", "auto (a known checkpoint's own, else chat), chat, block-attention, turborag, ..."
     )

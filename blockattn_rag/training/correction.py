@@ -120,7 +120,7 @@ def fit_correction(
         contexts: of each prompt, the token ids of its blocks; the first is the prompt's beginning
             and is not corrected.
         held_out: further prompts, which choose the penalty and are reported on.
-        sink: what blocks but the first are encoded after; not ``"first-block"``.
+        sink: prefix tokens that blocks but the first are encoded with.
         on_progress: called with prompts done and all prompts.
 
     Raises:
@@ -148,6 +148,16 @@ def fit_correction(
     of_keys, of_values = _explained(tested, solutions, key_sizes)
     tokens = sum(len(ids) for context in contexts for ids in context[1:])
     return correction, FitReport(ridge, tokens, of_keys, of_values)
+
+
+def no_correction(model: BlockModel, sink: str) -> Correction:
+    """The correction that changes nothing."""
+    layers = []
+    for keys, values in model.profile.layer_outlines:
+        size = keys.size + values.size
+        weight, bias = (torch.zeros(keys.heads, rows, size) for rows in (size, NUM_PLACES))
+        layers.append(LayerCorrection(weight, bias))
+    return Correction(tuple(layers), sink, model.fingerprint)
 
 
 def _empty_sums(model: BlockModel) -> list[_Sums]:

@@ -28,7 +28,7 @@ from blockattn_rag.errors import DataError
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.model.gguf import SMOLLM2, is_gguf
 from blockattn_rag.model.loading import BUNDLED, SIDECAR, load_tokenizer
-from blockattn_rag.prompts.sinks import FIRST_BLOCK, sink_ids
+from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.training import work
 from blockattn_rag.training.batches import Collator, ModeDataset
 from blockattn_rag.training.config import FinetuneConfig
@@ -81,7 +81,7 @@ def _run(config: FinetuneConfig, arguments: TrainingArguments) -> FinetuneReport
     if "block" in config.modes:
         _check_context(train_report)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    sink = None if config.sink == FIRST_BLOCK else sink_ids(config.sink, encoder.tokenizer)
+    sink = sink_ids(config.sink, encoder.tokenizer)
     train_items = ModeDataset(train, config.modes, config.context_loss_weight, sink)
     held_items = {m: ModeDataset(held, [m], sink=sink) for m in config.modes} if len(held) else None
     trainer = _trainer(config, arguments, model, pad or 0, train_items, held_items)

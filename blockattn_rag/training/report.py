@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from blockattn_rag.prompts.sinks import NO_SINK
 from blockattn_rag.training.config import FinetuneConfig
 from blockattn_rag.training.data import DataReport
 
@@ -28,7 +27,7 @@ tags:
 ```python
 from blockattn_rag import BlockAttentionEngine
 
-engine = BlockAttentionEngine.from_pretrained("{title}"{sink})
+engine = BlockAttentionEngine.from_pretrained("{title}")
 ```
 
 It is also an ordinary {kind} of transformers.
@@ -104,7 +103,6 @@ def write_card(config: FinetuneConfig, report: FinetuneReport, path: Path) -> No
         modes=" and ".join(config.modes),
         ablated=", without position re-encoding" if config.positions == "composite" else "",
         kind=kind,
-        sink="" if config.sink == NO_SINK else f', sink="{config.sink}"',
         train=_data_cells(config.train_data, report.train),
         evaluation=_data_cells(config.eval_data, report.evaluation),
         settings="\n".join(f"| {name} | {value} |" for name, value in settings.items()),

@@ -210,7 +210,6 @@ class SchedulerSide:
 
     def _check(self, request: Request, plan: BlockPlan) -> None:
         """Refuse what block mode cannot answer as it was asked. Raises ProtocolError."""
-        config = self._config
         token_ids = request.prompt_token_ids
         reason = None
         if token_ids is None or request.prompt_embeds is not None or request.mm_features:
@@ -219,10 +218,8 @@ class SchedulerSide:
             reason = "prompt_logprobs, or echo with logprobs, needs the whole prompt computed"
         elif request.resumable or request.sampling_params is None:
             reason = "it is no request for one answer to one prompt"
-        elif request.lora_request and plan.op == "encode":
-            reason = "a block is encoded without any LoRA adapter"
-        elif request.lora_request and request.lora_request.lora_name not in config.readers:
-            reason = f"the LoRA adapter {request.lora_request.lora_name!r} is not among readers"
+        elif request.lora_request:
+            reason = "blocks are encoded and read without any LoRA adapter"
         elif plan.op == "encode":
             reason = self._why_not_kept(plan)
         if reason is not None:

@@ -216,9 +216,8 @@ class Service:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """Names by which this server can be asked, the base model's first."""
-        loaded = (one for one in self._config.readers if one in self._models.lora_requests)
-        return (*self._base_names, *loaded)
+        """Names by which this server can be asked."""
+        return self._base_names
 
     def _namespace(self, headers: Headers) -> str:
         """For whom a request is: the tenant that the gateway names, where the server has tenants.
@@ -262,10 +261,10 @@ class Service:
                 """--structured-outputs-config '{"backend": "guidance"}'"""
             )
         model = request.model
-        if model in self._models.lora_requests and model not in self._config.readers:
+        if model in self._models.lora_requests:
             raise ProtocolError(
-                f"the LoRA adapter {model!r} is not among the server's readers: blocks of the base "
-                "model would be read by weights that were not trained for them"
+                f"found the LoRA adapter {model!r} as the model: block mode is not possible with "
+                "adapters, whose weights were not trained to read the base model's blocks"
             )
         if model and model not in self._names:
             raise ProtocolError(

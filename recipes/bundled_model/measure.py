@@ -1,4 +1,4 @@
-"""Accuracy of models of the demo by mode: ``python -m recipes.bundled_model.measure bundled``.
+"""Accuracy of models of the demo by recipe: ``python -m recipes.bundled_model.measure bundled``.
 
 Fresh questions on test entities, by kind and by number of passages, answered greedily in the chat
 format by the engine that users run: the table of the bundled model's card.
@@ -15,6 +15,7 @@ import torch
 import typer
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.evaluation import evaluate, read_samples
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.model.loading import load_config
@@ -25,27 +26,32 @@ from recipes.bundled_model.scenes import QUESTION_KINDS
 SIZES = (2, 5, 10)
 
 
-def measure(model: str, modes: Sequence[str], samples: int, seed: int) -> Iterator[dict[str, Any]]:
-    """A row for each kind of question, number of passages and mode: ``kind``, ``passages``,
-    ``mode``, ``samples``, ``accuracy`` with ``low`` and ``high`` (95 % bootstrap interval), and
-    ``difference`` from full mode (None where that is not measured).
+RECIPES = {"block": Recipe(), "block-composite": Recipe(positions="composite")}
+"""Block mode as published, and its ablation without position re-encoding."""
+
+
+def measure(model: str, samples: int, seed: int) -> Iterator[dict[str, Any]]:
+    """A row for each kind of question, number of passages, and full mode or recipe: ``kind``,
+    ``passages``, ``mode``, ``samples``, ``accuracy`` with ``low`` and ``high`` (95 % bootstrap
+    interval), and ``difference`` from full mode.
 
     Args:
         model: name or folder.
-        modes: of ``blockattn_rag.evaluation.MODES``.
         samples: questions in each cell.
         seed: of the questions.
     """
     for kind in QUESTION_KINDS:
         for passages in SIZES:
             # A store for each cell: passages of one are never seen in another.
-            engine = BlockAttentionEngine.from_pretrained(model, store=MemoryStore(1 << 30))
+            engine = BlockAttentionEngine.from_pretrained(
+                model, store=MemoryStore(1 << 30), recipe="none"
+            )
             drawn = generate_samples(seed, "test", kind, passages, samples)
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "questions.jsonl"
                 write_jsonl(file, (evaluation_record(s, str(i)) for i, s in enumerate(drawn)))
                 report = evaluate(
-                    engine, read_samples(file), modes, max_new_tokens=80, batch_size=32
+                    engine, read_samples(file), RECIPES, max_new_tokens=80, batch_size=32
                 )
             cell = {"model": model, "kind": kind, "passages": passages}
             yield from ({**cell, **_figures(result)} for result in report.results)
@@ -58,7 +64,7 @@ def _figures(result: Any) -> dict[str, Any]:
         "accuracy": result.accuracy.mean,
         "low": result.accuracy.low,
         "high": result.accuracy.high,
-        "difference": result.difference and result.difference.mean,
+        "difference": result.difference.mean,
     }
 
 
@@ -84,9 +90,6 @@ def _cell(row: dict[str, Any]) -> str:
 
 def main(
     models: Annotated[list[str], typer.Argument(help="Names or folders of models.")],
-    modes: Annotated[
-        str, typer.Option(help="Modes, with commas between.")
-    ] = "full,block,block-composite",
     samples: Annotated[int, typer.Option(min=1, help="Questions in each cell.")] = 500,
     seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 1,
     threads: Annotated[int, typer.Option(min=1, help="Processor cores.")] = 2,
@@ -102,9 +105,8 @@ def main(
         output.parent.mkdir(parents=True, exist_ok=True)
     for model in models:
         load_config(model)  # a mistyped name is told of at once
-    names = [mode.strip() for mode in modes.split(",")]
     rows: list[dict[str, Any]] = []
-    for row in (row for model in models for row in measure(model, names, samples, seed)):
+    for row in (row for model in models for row in measure(model, samples, seed)):
         rows.append(row)
         typer.echo(f"{row['model']} {row['kind']} at {row['passages']}, {row['mode']}", err=True)
         if output:  # whatever ends a run of hours, what it found is kept

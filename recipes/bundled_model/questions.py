@@ -1,7 +1,6 @@
 """Questions of one kind in the evaluation schema: ``python -m recipes.bundled_model.questions``.
 
-For what needs a file of questions: ``blockattn-rag eval`` and ``adapt``, and
-``benchmarks/stock_models.py``.
+For what needs a file of questions: ``blockattn-rag eval`` and ``repair``.
 """
 
 from __future__ import annotations

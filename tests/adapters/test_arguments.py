@@ -43,9 +43,7 @@ def test_langchain_and_llama_index_refuse_them(name: str) -> None:
 def test_every_name_of_an_argument_is_known() -> None:
     from blockattn_rag.langchain import ChatBlockAttention
 
-    chat = ChatBlockAttention(
-        model="bundled", device="cpu", max_new_tokens=3, stop_sequences=["x"], tags=["a"]
-    )
+    chat = ChatBlockAttention(model="bundled", max_new_tokens=3, stop_sequences=["x"], tags=["a"])
     assert (chat.max_tokens, chat.stop, chat.tags) == (3, ["x"], ["a"])
 
 

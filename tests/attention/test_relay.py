@@ -9,14 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockattn_rag.attention.context_merge import ContextMerge, FixedMerge, LearnedMerge
-from blockattn_rag.attention.kernels import attend_plain, merge
 from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.attention.tuning import ACCELERATOR, CPU, tuning_of
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import NO_ROTATION, RotaryLayout, rotate, shift_positions
-from tests.attention.test_context_merge import learned
 from tests.attention.test_kernels import KV_HEADS, SIZE, budget, exact, random
 
 HEADS = 6
@@ -48,12 +45,9 @@ def blocks_of(lengths: list[int], layers: int = 2) -> list[BlockKV]:
 
 
 def relay_plan(contexts: list[Context], layouts: list[RotaryLayout], **tuning: Any) -> RelayPlan:
-    """A plan for the device that is tested, with some machine constants replaced, and perhaps with
-    a ``merge``."""
+    """A plan for the device that is tested, with some machine constants replaced."""
     device = torch.get_default_device()
-    weight = tuning.pop("merge", None)
-    constants = replace(tuning_of(device), **tuning)
-    return RelayPlan(contexts, layouts, device, tuning=constants, merge=weight)
+    return RelayPlan(contexts, layouts, device, tuning=replace(tuning_of(device), **tuning))
 
 
 def by_moving_the_keys(
@@ -293,112 +287,3 @@ def test_each_forward_of_a_plan_chooses_anew() -> None:
         tail = states.to(query.dtype), states.to(query.dtype)
         found = empty.attend(layer, query, *tail, 1.0, None)
         assert found.dtype == query.dtype
-
-
-def weighted(
-    query: Tensor,
-    context: Context,
-    tail: tuple[Tensor, Tensor],
-    mask: Tensor | None,
-    layer: int,
-    weight: ContextMerge,
-) -> Tensor:
-    """One request's attention, its blocks after the first weighted; whole sets of keys."""
-    groups = HEADS // KV_HEADS
-    rows = query.reshape(1, KV_HEADS, -1, SIZE)
-    seen = None if mask is None else mask.repeat(1, groups, 1)
-    moved = [
-        (shift_positions(b.kv.keys[layer], b.shift, LAYOUT), b.kv.values[layer])
-        for b in context.blocks
-    ]
-    own = attend_plain(rows, tail[0][None], tail[1][None], 0.25, seen)
-    parts = [attend_plain(rows, key[None], value[None], 0.25) for key, value in moved[:1]]
-    rest = merge([*parts, own])
-    if len(moved) < 2:
-        return rest.output.reshape(query.shape)
-    key, value = (torch.cat(states, dim=1)[None] for states in zip(*moved[1:], strict=True))
-    heated, scale = weight.heat(layer, rows, 0.25)
-    found = weight.combine(layer, attend_plain(heated, key, value, scale), rest)
-    return found.reshape(query.shape)
-
-
-WEIGHTED_ORDERS = {**ORDERS, "the first of one among others of another": [[0, 1, 2], [2, 0, 0]]}
-
-
-@pytest.mark.parametrize("orders", WEIGHTED_ORDERS.values(), ids=WEIGHTED_ORDERS)
-@pytest.mark.parametrize("weight", [FixedMerge("bias", -0.7, 0.8), learned()], ids=["fixed", ""])
-@pytest.mark.parametrize(
-    ("tokens", "beams", "joined"), [(1, 1, 0), (6, 1, 0), (1, 3, 30), (6, 2, 100)]
-)
-def test_the_blocks_after_the_first_are_weighted(
-    tokens: int, beams: int, joined: int, weight: ContextMerge, orders: list[list[int]]
-) -> None:
-    blocks = blocks_of([40, 1, 17, 60])
-    contexts = [place([blocks[i] for i in order]) for order in orders]
-    rows = len(orders) * beams
-    query = random(rows, HEADS, tokens, SIZE, seed=7)
-    tail_key = random(rows, KV_HEADS, tokens, SIZE, seed=8)
-    tail_value = random(rows, KV_HEADS, tokens, SIZE, seed=9)
-    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
-    limits = {"join_prefill_tokens": joined, "join_decode_tokens": joined}
-    plan = relay_plan(contexts, [LAYOUT, LAYOUT], merge=weight, **limits)
-    given = query, tail_key, tail_value, 0.25, mask.expand(rows, -1, -1, -1)
-    found = plan.attend(1, *given)
-    assert plan.strategy.name == "weighted context"
-    plain = relay_plan(contexts, [LAYOUT, LAYOUT]).attend(1, *given)
-    for row in range(rows):
-        context, own = contexts[row // beams], (tail_key[row], tail_value[row])
-        expected = weighted(query[row], context, own, mask[0], 1, weight)
-        assert (found[row] - expected).abs().max() <= RELAY_BUDGET
-        differs = bool((found[row] - plain[row]).abs().max() > 1e-2)
-        assert differs == (len(context.blocks) > 1)
-
-
-def test_a_weight_of_one_is_plain_attention() -> None:
-    context = place(blocks_of([40, 1, 17, 60]))
-    query = random(1, HEADS, 6, SIZE, seed=7)
-    tail = random(1, KV_HEADS, 6, SIZE, seed=8), random(1, KV_HEADS, 6, SIZE, seed=9)
-    plain = relay_plan([context], [LAYOUT]).attend(0, query, *tail, 0.25, None)
-    for weight in (FixedMerge("scale", 1.0), LearnedMerge.identity(1, HEADS, KV_HEADS, SIZE)):
-        found = relay_plan([context], [LAYOUT], merge=weight).attend(0, query, *tail, 0.25, None)
-        assert (found - plain).abs().max() <= RELAY_BUDGET
-
-
-def test_a_first_block_is_joined_with_no_other() -> None:
-    contexts = [place(blocks_of([3, 4, 5])), place(blocks_of([3, 4, 5])[1:])]
-    limits = {"join_prefill_tokens": 100, "join_decode_tokens": 100}
-    plan = relay_plan(contexts, [LAYOUT], merge=FixedMerge("scale", 0.9), **limits)
-    for table in (plan.prefill_table, plan.decode_table):
-        lengths = [[b.kv.num_tokens for b in segment.blocks] for segment in table.segments]
-        assert lengths == [[4], [5]]
-    assert plan.num_tokens == 12
-
-
-def test_weights_of_another_model_are_refused() -> None:
-    plan = relay_plan([place(blocks_of([4, 3]))], [LAYOUT], merge=learned(heads=2 * HEADS))
-    query, states = random(1, HEADS, 1, SIZE), random(1, KV_HEADS, 1, SIZE)
-    with pytest.raises(ValueError, match="found a learned merge of 2 layers, 12 heads"):
-        plan.attend(0, query, states, states, 0.25, None)
-
-
-def test_gradients_pass_through_all_layers_of_a_weighted_context() -> None:
-    """The second layer's queries require gradients, which those of the first did not."""
-    context = place(blocks_of([12, 5, 9]))
-    query = random(1, HEADS, 3, SIZE, seed=7)
-    tail = random(1, KV_HEADS, 3, SIZE, seed=8), random(1, KV_HEADS, 3, SIZE, seed=9)
-
-    def total(weight: LearnedMerge) -> Tensor:
-        plan = relay_plan([context], [LAYOUT, LAYOUT], merge=weight)
-        first = plan.attend(0, query, *tail, 0.25, None)
-        return plan.attend(1, first, *tail, 0.25, None).square().sum()
-
-    weight, step = learned(), 1e-2
-    weight.bias.requires_grad_()
-    with torch.enable_grad():
-        total(weight).backward()  # type: ignore[no-untyped-call]
-    assert weight.bias.grad is not None
-    more, less = weight.bias.detach().clone(), weight.bias.detach().clone()
-    more[0, 0] += step
-    less[0, 0] -= step
-    slope = total(replace(weight, bias=more)) - total(replace(weight, bias=less))
-    assert float(weight.bias.grad[0, 0]) == pytest.approx(float(slope) / (2 * step), rel=1e-2)

@@ -5,58 +5,49 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blockattn_rag.attention.context_merge import ContextMerge, FixedMerge, LearnedMerge
-from blockattn_rag.check.oracle import oracle_generate, oracle_logits
+from blockattn_rag.check.oracle import RecipeOracle, oracle_generate, oracle_logits
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.rope import relative_error
+from blockattn_rag.model import BlockModel
 from blockattn_rag.model.tolerances import LOGITS
-from tests.model.test_relay_attention import random_ids
-from tests.models import tiny_model
+from blockattn_rag.prompts.blocks import BlockPrompt
+from tests.models import tiny_model, tiny_tokenizer
+from tests.recipes import correction_of, recipe_of
 
 FIRST, ONE, OTHER, FINAL = [256, 3, 4, 5], [7, 8, 9, 10, 11], [20, 21], [40, 41, 42]
 PROMPT = [FIRST, ONE, OTHER, FINAL]
-IDENTITIES = [
-    FixedMerge("scale", 1.0),
-    FixedMerge("bias", 0.0),
-    FixedMerge("ape", 1.0),
-    LearnedMerge.identity(3, 4, 2, 8),
-]
 
 
-@pytest.mark.parametrize("merge", IDENTITIES, ids=["scale", "bias", "ape", "learned"])
-def test_a_merge_of_one_is_none(merge: ContextMerge) -> None:
-    model = tiny_model("llama")
-    expected = oracle_logits(model, PROMPT)
-    found = oracle_logits(model, PROMPT, merge=merge)
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    return BlockModel(tiny_model("llama"), tiny_tokenizer())
+
+
+def test_an_adapter_of_zeros_is_none(model: BlockModel) -> None:
+    adapter, layouts = correction_of(model, size=0), model.profile.layouts
+    expected = oracle_logits(model.hf_model, PROMPT)
+    found = oracle_logits(model.hf_model, PROMPT, adapter=adapter, layouts=layouts)
     assert relative_error(found, expected) <= LOGITS[torch.float32]
     assert not torch.equal(found, expected)  # by another way
-    other = oracle_logits(model, PROMPT, merge=FixedMerge("scale", 0.5))
-    assert relative_error(other, expected) > 1e-2
 
 
-def test_a_context_of_no_weight_is_not_seen() -> None:
-    """The final block then attends to the first block alone, its position aside."""
-    model = tiny_model("llama")
-    found = oracle_logits(model, PROMPT, merge=FixedMerge("bias", -80.0))
-    position = torch.tensor([[0, 1, 2, 3, 11, 12, 13]])
-    with torch.inference_mode():
-        expected = model(input_ids=torch.tensor([[*FIRST, *FINAL]]), position_ids=position).logits
-    assert relative_error(found, expected[0, -3:]) <= LOGITS[torch.float32]
-
-
-def test_without_blocks_after_the_first_a_merge_changes_nothing() -> None:
-    model = tiny_model("llama")
-    merge = FixedMerge("bias", -2.0)
+def test_an_adapter_changes_what_the_final_block_sees_of_passages_alone(model: BlockModel) -> None:
+    adapter, layouts = correction_of(model), model.profile.layouts
+    found = oracle_logits(model.hf_model, PROMPT, adapter=adapter, layouts=layouts)
+    assert relative_error(found, oracle_logits(model.hf_model, PROMPT)) > 1e-2
     for prompt in ([FINAL], [FIRST, FINAL]):
-        assert torch.equal(oracle_logits(model, prompt, merge=merge), oracle_logits(model, prompt))
+        plain = oracle_logits(model.hf_model, prompt)
+        found = oracle_logits(model.hf_model, prompt, adapter=adapter, layouts=layouts)
+        assert relative_error(found, plain) <= LOGITS[torch.float32]
 
 
-def test_the_models_attention_is_what_it_was_afterwards() -> None:
-    model = tiny_model("llama")
+def test_the_models_attention_is_what_it_was_afterwards(model: BlockModel) -> None:
     before = model.config._attn_implementation
-    expected = oracle_logits(model, PROMPT)
-    oracle_logits(model, PROMPT, merge=FixedMerge("bias", -2.0))
+    expected = oracle_logits(model.hf_model, PROMPT)
+    adapter, layouts = correction_of(model), model.profile.layouts
+    oracle_logits(model.hf_model, PROMPT, adapter=adapter, layouts=layouts)
     assert model.config._attn_implementation == before
-    assert torch.equal(oracle_logits(model, PROMPT), expected)
+    assert torch.equal(oracle_logits(model.hf_model, PROMPT), expected)
 
 
 def test_composite_positions_start_each_block_at_0() -> None:
@@ -69,12 +60,18 @@ def test_composite_positions_start_each_block_at_0() -> None:
     assert relative_error(oracle_logits(model, one), oracle_logits(model, other)) > 1e-2
 
 
-def test_greedy_tokens_are_those_of_the_weighted_logits() -> None:
-    model = tiny_model("llama")
-    blocks = [random_ids(length, seed) for seed, length in enumerate((10, 20, 15, 9))]
-    merge = FixedMerge("bias", -80.0)
-    found = oracle_generate(model, blocks, 4, merge=merge)
-    assert found != oracle_generate(model, blocks, 4)
+def test_greedy_tokens_are_those_of_the_recipes_logits(model: BlockModel) -> None:
+    prompt = BlockPrompt.from_texts(["first", "Halden is tall.", "Ferries go.", "How tall?"])
+    oracle = RecipeOracle(model, prompt, recipe_of(model, size=0.3, promote=1))
+    found = oracle.generate(4)
+    assert found != RecipeOracle(model, prompt, Recipe()).generate(4)
     for number, token in enumerate(found):
-        prompt = [*blocks[:-1], [*blocks[-1], *found[:number]]]
-        assert token == int(oracle_logits(model, prompt, merge=merge)[-1].argmax())
+        assert token == int(oracle.logits(found[:number])[-1].argmax())
+    assert oracle.logits(found)[:-1].argmax(-1).tolist() == found
+
+
+def test_a_plain_recipe_is_block_mode_as_it_is(model: BlockModel) -> None:
+    prompt = BlockPrompt.from_texts(["first", "Halden is tall.", "How tall?"])
+    ids = model.tokenizer.prompt_ids(prompt)
+    expected = oracle_generate(model.hf_model, [*ids.context, ids.final], 4)
+    assert RecipeOracle(model, prompt, Recipe()).generate(4)[:4] == expected

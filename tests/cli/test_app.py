@@ -22,7 +22,7 @@ COMMANDS = (
     "check",
     "fingerprint",
     "train",
-    "adapt",
+    "repair",
     "eval",
     "store",
     "bench",

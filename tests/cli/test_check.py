@@ -10,6 +10,7 @@ import pytest
 from blockattn_rag.check.checks import CheckReport, CheckRow
 from blockattn_rag.model import BlockModel
 from tests.cli.conftest import Command
+from tests.recipes import recipe_of
 from tests.remote.fake_server import FakeServer
 
 
@@ -40,12 +41,28 @@ def test_check_passes_a_supported_model_with_status_0(cli: Command, model: Path)
     }
 
 
+def test_check_takes_a_recipe(
+    cli: Command, model: Path, loaded: BlockModel, tmp_path: Path
+) -> None:
+    recipe_of(loaded).save(tmp_path / "recipe")
+    plain = cli("check", model, "--json").json
+    report = cli("check", model, "--recipe", tmp_path / "recipe", "--json")
+    assert report.status == 0, report.stderr
+    assert len(report.json["rows"]) > len(plain["rows"])
+    assert report.json["recipe"].startswith("head:4 + adapter ")
+    assert plain["recipe"] is None
+    nowhere = cli("check", model, "--recipe", "nowhere")
+    assert (nowhere.status, "Found no recipe at nowhere" in nowhere.stderr) == (1, True)
+    server = cli("check", model, "--recipe", "bos", "--server", "http://127.0.0.1:9")
+    assert (server.status, "--recipe is for a MODEL" in server.stderr) == (2, True)
+
+
 def test_check_shows_a_failed_row_and_exits_with_status_1(
     cli: Command, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = CheckRow("assembled = oracle", False, 0.5, None, "made to fail")
     monkeypatch.setattr(
-        "blockattn_rag.check.checks.check_model", lambda m: CheckReport(m.name, (row,))
+        "blockattn_rag.check.checks.check_model", lambda m, _: CheckReport(m.name, (row,))
     )
     output = cli("check", model)
     assert output.status == 1
@@ -70,10 +87,10 @@ def test_a_server_is_checked_by_its_tokenizer_alone(
 ) -> None:
     monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "the-secret")
     command = ("check", "--server", server.url, "--tokenizer", model, "--json")
-    told = cli(*command, "--served-model-name", "a-reader").json
+    told = cli(*command, "--served-model-name", "the-model").json
     assert told["passed"]
     assert (told["server"], told["model"], told["left_blocks"]) == (server.url, "the-model", 1)
-    assert {body["model"] for _, body in server.requests if body} == {"the-model", "a-reader"}
+    assert {body["model"] for _, body in server.requests if body} == {"the-model"}
     server.marker = lambda _: None
     refused = cli(*command)
     assert refused.status == 1

@@ -9,13 +9,12 @@ import pytest
 from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.llama_index import BlockAttentionLLM
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.correction_file import save_correction
 from blockattn_rag.rag.ask import Answer
 from blockattn_rag.rag.database import MANIFEST, Database
 from tests.cli.conftest import Command
-from tests.model.test_correction import correction_of
 from tests.models import tiny_model, tiny_tokenizer
 from tests.rag.test_documents import two_pages
+from tests.recipes import recipe_of
 
 
 def test_ingesting_twice_computes_and_adds_nothing_the_second_time(
@@ -65,22 +64,32 @@ def test_a_changed_file_replaces_its_passages_and_leaves_the_others(
     assert len(answer.json["sources"]) == 2
 
 
-def test_the_sink_of_a_database_is_noted_and_used_by_its_questions(
+def test_the_recipe_of_a_database_is_noted_and_used_by_its_questions(
     cli: Command, model: Path, documents: Path, tmp_path: Path
 ) -> None:
     db = tmp_path / "db"
     command = ("ingest", documents, "--db", db, "--json")
-    first = cli(*command, "--model", model, "--sink", "head:3").json
-    assert (first["computed"], first["sink"]) == (2, "head:3")
+    first = cli(*command, "--model", model, "--recipe", "head:3").json
+    assert (first["computed"], first["recipe"]) == (2, "head:3")
     again = cli(*command).json
-    assert (again["reused"], again["sink"]) == (2, "head:3")
+    assert (again["reused"], again["recipe"]) == (2, "head:3")
     answer = cli("ask", "How high is Halden Tower?", "--db", db, "--max-new-tokens", 2, "--json")
     assert (answer.json["hits"], answer.json["misses"]) == (3, 0)
-    assert cli(*command, "--sink", "none").json["computed"] == 2
-    for sink, why in (("head", "such as 'head:4'"), ("first-block", "have no first block")):
-        output = cli(*command, "--sink", sink)
-        assert output.status == 2
-        assert why in " ".join(output.stderr.replace("│", " ").split())
+    assert cli(*command, "--recipe", "none").json["computed"] == 2
+    output = cli(*command, "--recipe", "nowhere")
+    assert output.status == 1
+    assert "Found no recipe at nowhere: expected" in output.stderr
+
+
+def test_a_recipe_in_the_database_is_found_by_itself(
+    cli: Command, database: Path, model: Path
+) -> None:
+    command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3, "--json")
+    plain = cli(*command).json
+    loaded = BlockModel.from_pretrained(model)
+    recipe_of(loaded, sink="head:4").save(database / "recipe")
+    found = [cli(*command).json for _ in range(2)]
+    assert (plain["misses"], found[0]["misses"], found[1]["misses"]) == (0, 1, 0)
 
 
 def test_the_namespace_of_a_database_is_noted_and_used_by_its_questions(
@@ -177,50 +186,24 @@ def test_full_mode_reuses_nothing(cli: Command, database: Path) -> None:
     assert "full mode: nothing reused, " in shown
 
 
-def test_repairs_are_options_of_a_question(cli: Command, database: Path) -> None:
-    command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3)
-    answer = cli(*command, "--promote", "1", "--merge", "scale:0.9", "--json").json
-    assert answer["promoted_tokens"] > 0
-    assert answer["promoted_tokens"] < answer["computed_tokens"]
-    assert f"{answer['promoted_tokens']} promoted" in cli(*command, "--promote", "1").stdout
-    for option, found in (
-        ("--promote", "best"),
-        ("--merge", "more:2"),
-        ("--correction", "nowhere"),
-        ("--reader", "nowhere"),
-        ("--retry", "block"),
-    ):
-        output = cli(*command, option, found)
-        assert output.status == 2
-        assert found in " ".join(output.stderr.replace("│", " ").split())
-
-
-def test_a_correction_is_an_option_of_a_question(
+def test_a_recipe_is_an_option_of_a_question(
     cli: Command, database: Path, model: Path, tmp_path: Path
 ) -> None:
-    path, other = tmp_path / "kv.safetensors", tmp_path / "other.safetensors"
-    loaded = BlockModel.from_pretrained(model)
-    save_correction(correction_of(loaded), path)
-    save_correction(correction_of(loaded, sink="bos"), other)
-    command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3, "--json")
-    plain = cli(*command).json
-    found = [cli(*command, "--correction", path).json for _ in range(2)]
-    assert (plain["misses"], found[0]["misses"], found[1]["misses"]) == (0, 1, 0)
-    refused = cli(*command, "--correction", other)
-    assert refused.status == 1
-    assert "encoded after sink='bos', found sink='none'" in refused.stderr
-
-
-def test_an_abstention_is_answered_again_and_the_reader_is_told(
-    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("blockattn_rag.engine.answer.abstains", lambda *_: True)
     command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3)
-    answer = cli(*command, "--retry", "full", "--json").json
-    assert (answer["mode"], answer["retried"]) == ("block", "full")
-    assert answer["answer"] == cli(*command, "--mode", "full", "--json").json["answer"]
-    assert "; answered again: full" in cli(*command, "--retry", "full").stdout
-    assert cli(*command, "--json").json["retried"] == "none"
+    recipe_of(BlockModel.from_pretrained(model), sink="bos", promote=1).save(tmp_path / "recipe")
+    chosen = (*command, "--recipe", tmp_path / "recipe")
+    answer = cli(*chosen, "--json").json
+    assert 0 < answer["promoted_tokens"] < answer["computed_tokens"]
+    assert f"{answer['promoted_tokens']} promoted" in cli(*chosen).stdout
+    assert cli(*command, "--json").json["promoted_tokens"] == 0
+    other = tmp_path / "other"
+    tiny_model(seed=1).save_pretrained(other)
+    tiny_tokenizer().save_pretrained(other)
+    refused = cli(*chosen, "--model", other)
+    assert refused.status == 1
+    assert "belongs to" in refused.stderr
+    nowhere = cli(*command, "--recipe", "nowhere")
+    assert (nowhere.status, "Found no recipe at nowhere" in nowhere.stderr) == (1, True)
 
 
 def test_another_model_computes_the_passages_and_says_so(
@@ -270,8 +253,8 @@ def test_questions_need_words_and_passages(
     ("text", "message"),
     [
         ("{", "is damaged"),
-        ('{"version": 9}', "version 9, expected 1"),
-        ('{"version": 1}', "damaged"),
+        ('{"version": 9}', "version 9, expected 2"),
+        ('{"version": 2}', "damaged"),
     ],
 )
 def test_a_manifest_that_cannot_be_used_is_reported(

@@ -11,29 +11,27 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from blockattn_rag.engine.calibration import write_calibration
-from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.evaluation.efficiency.shapes import SHAPES
 from tests.cli.conftest import Command
 from tests.evaluation.samples import record, write_jsonl
-from tests.evaluation.test_modes import calibrated
 
 
-def test_eval_prints_a_row_for_each_mode_and_goes_on_from_its_records(
+def test_eval_prints_a_row_for_each_recipe_and_resumes_from_its_records(
     cli: Command, model: Path, tmp_path: Path
 ) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", [record(i) for i in range(1, 4)])
     records = tmp_path / "records.jsonl"
-    command = ("eval", "--model", model, "--data", data, "--modes", "full,block,closed-book",
+    command = ("eval", "--model", model, "--data", data, "--recipes", "none", "--closed-book",
                "--limit", 2, "--num-passages", 2, "--max-new-tokens", 2,
                "--output", records)  # fmt: skip
     report = cli(*command, "--json")
     assert report.status == 0, report.stderr
-    assert [row["mode"] for row in report.json["rows"]] == ["full", "block", "closed-book"]
+    assert [row["mode"] for row in report.json["rows"]] == ["full", "none", "closed-book"]
     assert report.json["rows"][1]["samples"] == 2
     assert report.json["settings"]["num_passages"] == 2
     assert report.json["cut_off"] == 6
-    assert "cut off: 6 of 6 answers (2 in full, 2 in block, 2 in closed-book)" in report.stderr
+    assert "cut off: 6 of 6 answers (2 in full, 2 in none, 2 in closed-book)" in report.stderr
     lines = records.read_text(encoding="utf-8").splitlines()
     assert len(lines) == 7
     assert [row["cut_off"] for row in report.json["rows"]] == [2, 2, 2]
@@ -47,7 +45,7 @@ def test_eval_asks_a_known_checkpoint_in_its_own_format_and_says_so_once(
 ) -> None:
     copy = shutil.copytree(model, tmp_path / "hxia7" / "Llama-3.2-1B-Block-FT")
     data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
-    command = ("eval", "--data", data, "--modes", "full,block", "--max-new-tokens", 2, "--json")
+    command = ("eval", "--data", data, "--max-new-tokens", 2, "--json")
     known, stock = cli(*command, "--model", copy), cli(*command, "--model", model)
     assert known.status == stock.status == 0, known.stderr + stock.stderr
     assert known.json["settings"]["prompt_format"] == "llama3-block"
@@ -78,78 +76,77 @@ def test_eval_compares_predictions_without_labels(
 ) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", [record(1), record(2)])
     command = ("eval", "--model", model, "--data", data, "--max-new-tokens", 3, "--fidelity",
-               "--modes", "block,sink=head:4", "--output", tmp_path / "out.jsonl")  # fmt: skip
+               "--recipes", "none,head:4", "--output", tmp_path / "out.jsonl")  # fmt: skip
     found = cli(*command, "--json").json
-    assert [row["mode"] for row in found["rows"]] == ["floor", "block", "sink=head:4"]
+    assert [row["mode"] for row in found["rows"]] == ["floor", "none", "head:4"]
     assert set(found["rows"][2]["recovery"]) == {"mean", "low", "high"}
     assert len((tmp_path / "out.jsonl").read_text("utf-8").splitlines()) == 1 + 3 * 2
     shown = cli(*command).stdout
-    assert "sink=head:4" in shown
+    assert "head:4" in shown
     assert "recovered" in shown
 
 
-def test_eval_compares_the_settings_of_a_calibration(
-    cli: Command, model: Path, tmp_path: Path
-) -> None:
+def test_eval_compares_folders_of_recipes(cli: Command, model: Path, tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
-    path = tmp_path / "calibration.json"
-    engine = BlockAttentionEngine.from_pretrained(str(model))
-    write_calibration(path, calibrated(engine, sink="head:4"))
-    command = ("eval", "--model", model, "--data", data, "--max-new-tokens", 2, "--json", "--modes")
-    modes = (f"calibrated={path}", "sink=head:4")
-    rows = cli(*command, f"block,{','.join(modes)}", "--fidelity").json["rows"]
+    folder = tmp_path / "recipe"
+    Recipe("head:4").save(folder)
+    command = ("eval", "--model", model, "--data", data, "--max-new-tokens", 2, "--json")
+    rows = cli(*command, "--recipes", f"none,{folder},head:4", "--fidelity").json["rows"]
     found = {row.pop("mode"): row for row in rows}
-    assert found[modes[0]] == found[modes[1]] != found["block"]
-    output = cli(*command, modes[0], "--dtype", "bfloat16")
-    assert (output.status, "load it in the same dtype" in output.stderr) == (1, True)
+    assert found[str(folder)] == found["head:4"] != found["none"]
+    answers = cli(*command, "--recipes", f"{folder},head:4").json["rows"]
+    assert answers[1]["accuracy"] == answers[2]["accuracy"]
 
 
-def test_eval_diagnoses_what_makes_block_mode_differ_and_draws_it(
-    cli: Command, model: Path, tmp_path: Path
-) -> None:
-    data = write_jsonl(tmp_path / "data.jsonl", [record(1), record(2)])
-    plot, records = tmp_path / "plot.svg", tmp_path / "out.jsonl"
-    command = ("eval", "--model", model, "--data", data, "--max-new-tokens", 3, "--diagnosis",
-               "--sink", "head:4", "--output", records)  # fmt: skip
-    found = cli(*command, "--plot", plot, "--json").json
-    names = [row["mode"] for row in found["rows"]]
-    assert names[:4] == ["block", "keys", "values", "first-1"]
-    assert names[-4:] == ["keys 2-2", "values 2-2", "first-16 2-2", "floor"]
-    assert set(found["rows"][1]["recovery"]) == {"mean", "low", "high"}
-    assert found["settings"]["sink"] == "head:4"
-    assert "<svg" in plot.read_text("utf-8")
-    lines = records.read_text("utf-8").splitlines()
+def test_eval_replays_a_log_of_prompts(cli: Command, model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    prompts = [["You answer.", f"Tower {n} is high.", "How high?"] for n in range(3)]
+    log.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in prompts), "utf-8")
+    command = ("eval", "--model", model, "--log", log, "--max-new-tokens", 3, "--limit", 2,
+               "--recipes", "none,bos", "--output", tmp_path / "out.jsonl")  # fmt: skip
+    found = cli(*command, "--json").json
+    assert [row["mode"] for row in found["rows"]] == ["floor", "none", "bos"]
+    assert [row["samples"] for row in found["rows"]] == [2, 2, 2]
+    assert found["rows"][0]["identical"]["mean"] == 1
+    lines = (tmp_path / "out.jsonl").read_text("utf-8").splitlines()
     shown = cli(*command).stdout
-    assert records.read_text("utf-8").splitlines() == lines
-    assert "layers>=2" in shown
-    assert "What a repair of that part alone can hope for" in shown
+    assert "2 prompts" in shown
+    assert (tmp_path / "out.jsonl").read_text("utf-8").splitlines() == lines
+
+
+def test_eval_measures_blocks_in_int8(cli: Command, model: Path, tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "data.jsonl", [record(1), record(2)])
+    command = ("eval", "--model", model, "--data", data, "--max-new-tokens", 3, "--fidelity",
+               "--recipes", "none", "--json")  # fmt: skip
+    plain, int8 = (cli(*command, "--kv-dtype", kind).json for kind in ("model", "int8"))
+    assert (plain["settings"]["kv_dtype"], int8["settings"]["kv_dtype"]) == ("model", "int8")
+    assert plain["rows"][1]["kl"] != int8["rows"][1]["kl"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--diagnosis", "--fidelity"), "--diagnosis and --fidelity exclude each other"),
-        (("--diagnosis", "--modes", "block"), "--diagnosis has no modes"),
-        (("--fidelity", "--plot", "x.png"), "--plot draws a diagnosis; add --diagnosis"),
-        (("--sink", "head:4"), "--modes full,sink=head:4"),
-        (("--diagnosis", "--plot", "x.txt"), "ends in .svg"),
+        ((), "expected --data FILE or --log FILE"),
+        (("--data", "d", "--log", "l"), "expected --data FILE or --log FILE"),
+        (("--log", "l", "--closed-book"), "--closed-book is for --data"),
+        (("--log", "l", "--num-passages", "2"), "--num-passages is for --data"),
+        (("--log", "l", "--prompt-format", "chat"), "--prompt-format is for --data"),
     ],
 )
 def test_eval_refuses_options_that_do_not_go_together(
-    cli: Command, model: Path, tmp_path: Path, options: tuple[str, ...], message: str
+    cli: Command, model: Path, options: tuple[str, ...], message: str
 ) -> None:
-    output = cli("eval", "--model", model, "--data", tmp_path / "none.jsonl", *options)
+    output = cli("eval", "--model", model, *options)
     shown = " ".join(output.stderr.replace("│", " ").split())
     assert (output.status, message in shown) == (2, True), shown
 
 
-def test_eval_names_a_bad_line_and_an_unknown_mode(
+def test_eval_names_a_bad_line_and_an_unknown_recipe(
     cli: Command, model: Path, tmp_path: Path
 ) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
-    output = cli("eval", "--model", model, "--data", data, "--modes", "full,fast")
-    message = "such as sink=head:4 or sink=bos+promote=1, and kv_dtype=int8; found 'fast'"
-    assert (output.status, message in output.stderr) == (1, True)
+    output = cli("eval", "--model", model, "--data", data, "--recipes", "fast")
+    assert (output.status, "Found no recipe at fast: expected" in output.stderr) == (1, True)
     data.write_text('{"id": 1}\n', encoding="utf-8")
     output = cli("eval", "--model", model, "--data", data)
     assert (output.status, "data.jsonl, line 1: " in output.stderr) == (1, True)

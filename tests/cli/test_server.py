@@ -35,7 +35,7 @@ def test_a_database_is_ingested_and_asked_through_a_server(
     made = cli("ingest", documents, "--db", db, "--model", model, "--server", server.url, "--json")
     assert made.status == 0, made.stderr
     expected = cli("ingest", documents, "--db", here, "--model", model, "--json").json
-    same = ("passages", "computed", "computed_tokens", "stored_bytes", "fingerprint", "sink")
+    same = ("passages", "computed", "computed_tokens", "stored_bytes", "fingerprint", "recipe")
     assert {name: made.json[name] for name in same} == {name: expected[name] for name in same}
     assert made.json["server"] == server.url
     assert not (db / "kv").exists()
@@ -59,7 +59,7 @@ def test_a_database_is_ingested_and_asked_through_a_server(
     ("arguments", "message"),
     [
         (("--store", "kv"), "a server has its own store"),
-        (("--sink", "head:4", "--kv-dtype", "int8"), "a server has its own sink and kv_dtype"),
+        (("--recipe", "head:4", "--kv-dtype", "int8"), "a server has its own recipe and kv_dtype"),
         (("--dtype", "bfloat16"), "has the model and decides on them"),
     ],
 )
@@ -96,6 +96,6 @@ def test_what_needs_the_model_here_says_so(
 ) -> None:
     path = database / "blockattn.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "server": server.url}))
-    output = cli("calibrate", "--db", database)
+    output = cli("repair", "--db", database)
     assert output.status == 1
     assert "this needs the model in this process; name one by --model" in output.stderr

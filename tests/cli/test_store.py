@@ -246,21 +246,6 @@ def test_an_old_store_whose_sinks_nobody_knows_is_given_up(cli: Command, old_sto
     assert cli("store", "stats", old_store, "--json").json["entries"] == 0
 
 
-def test_a_database_that_was_ingested_with_a_sink_is_not_taken_for_plain(
-    cli: Command, database: Path, old_store: Path
-) -> None:
-    shutil.rmtree(database / "kv")
-    old_store.rename(database / "kv")
-    manifest = database / MANIFEST
-    text = manifest.read_text()
-    manifest.write_text(text.replace('"sink": "none"', '"sink": "head:2"'))
-    refused = cli("store", "migrate", database, "--sink", "none")
-    assert refused.status == 1
-    assert "ingested with the sink head:2" in " ".join(refused.stderr.split())
-    manifest.write_text(text)
-    assert cli("store", "migrate", database, "--sink", "none", "--json").json["migrated"] == 3
-
-
 def test_an_old_store_beside_its_database_is_migrated_and_one_in_a_bucket_refused(
     cli: Command, database: Path, old_store: Path
 ) -> None:

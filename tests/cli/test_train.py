@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.cli.train import train
 from blockattn_rag.training.config import FinetuneConfig, LoraConfig
 from tests.cli.conftest import Command
@@ -33,7 +34,7 @@ def test_train_writes_a_model_that_is_known_to_be_block_tuned(
     assert cli("check", tmp_path / "tuned", "--json").json["block_tuned"]
 
 
-def test_a_sink_is_in_the_command_that_measures_the_model(
+def test_a_model_that_was_trained_after_a_sink_runs_with_it(
     cli: Command, model: Path, tmp_path: Path
 ) -> None:
     data = tmp_path / "train.jsonl"
@@ -41,8 +42,10 @@ def test_a_sink_is_in_the_command_that_measures_the_model(
     data.write_text((json.dumps(sample) + "\n") * 2, encoding="utf-8")
     command = ("train", "--model", model, "--data", data, "--output", tmp_path / "tuned",
                "--max-steps", 1, "--batch-size", 2)  # fmt: skip
-    assert "--modes full,sink=bos" in cli(*command, "--sink", "bos").stdout
-    assert "--modes" not in cli(*command, "--overwrite").stdout
+    output = cli(*command, "--sink", "bos")
+    assert f"blockattn-rag eval --model {tmp_path / 'tuned'} --data FILE" in output.stdout
+    tuned = BlockAttentionEngine.from_pretrained(str(tmp_path / "tuned"))
+    assert tuned.recipe.sink == "bos"
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")

@@ -17,11 +17,12 @@ import pytest
 from blockattn_rag.check.oracle import oracle_generate
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.pending import Group, PendingRequest
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import GenerationChunk
 from blockattn_rag.errors import ContextOverflowError, MissError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
-from blockattn_rag.prompts.blocks import Block, BlockPrompt, Origin, Span
+from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.prompts.marked_text import segment
 from blockattn_rag.prompts.markers import wrap
 from blockattn_rag.prompts.sinks import sink_ids
@@ -128,11 +129,12 @@ def test_the_engines_own_settings_hold_unless_overridden(model: BlockModel) -> N
     with pytest.raises(MissError):
         engine.generate([A, B, Q], max_new_tokens=1)
     composite = engine.generate([A, B, Q], on_miss="compute", max_new_tokens=NEW).token_ids
-    reordered = engine.generate([A, B, Q], positions="reordered", max_new_tokens=NEW).token_ids
-    assert reordered == oracle(model, [A, B, Q]) != composite
+    plain = BlockAttentionEngine(model).generate([A, B, Q], max_new_tokens=NEW).token_ids
+    assert plain == oracle(model, [A, B, Q]) != composite
+    assert engine.recipe == Recipe(positions="composite")
 
 
-@pytest.mark.parametrize("name", ["mode", "positions", "on_miss", "assembly"])
+@pytest.mark.parametrize("name", ["mode", "on_miss", "assembly"])
 def test_unknown_settings_are_refused(engine: BlockAttentionEngine, name: str) -> None:
     options: dict[str, Any] = {name: "nonsense"}
     with pytest.raises(ValueError, match=f"{name} must be one of .*; found 'nonsense'"):
@@ -142,54 +144,32 @@ def test_unknown_settings_are_refused(engine: BlockAttentionEngine, name: str) -
 
 
 def test_blocks_after_another_sink_are_other_blocks(model: BlockModel) -> None:
-    engine = BlockAttentionEngine(model, MemoryStore(1 << 28), sink="head:4")
+    engine = BlockAttentionEngine(model, MemoryStore(1 << 28), recipe="head:4")
     plain = BlockAttentionEngine(model, engine.store)
     handles = plain.encode([A, B])
     assert not engine.contains(Block(A))
     assert engine.encode([A, B]) == handles
     assert engine.contains(Block(A))
     assert len(list(engine.store.keys())) == 4
-    assert plain.precompute([Block(A), Block("new")], sink="head:4").reused == 1
+    assert plain.precompute([Block(A), Block("new")], recipe="head:4").reused == 1
     prompt = ["the head", A, B, Q]
-    answers = [engine.generate(prompt, max_new_tokens=NEW, sink=s) for s in (None, "none", "bos")]
+    answers = [
+        engine.generate(prompt, max_new_tokens=NEW, recipe=one) for one in (None, "none", "bos")
+    ]
     assert [(a.stats.hits, a.stats.misses) for a in answers] == [(2, 1), (3, 0), (1, 2)]
     before = sink_ids("head:4", model.tokenizer)
     assert answers[0].token_ids == oracle(model, prompt, before=before)
     assert answers[1].token_ids == oracle(model, prompt)
-    with pytest.raises(ValueError, match=r"sink must be .*; found 'head'"):
-        engine.generate(prompt, sink="head")
-    with pytest.raises(ValueError, match=r"sink must be .*; found 'tail:1'"):
-        BlockAttentionEngine(model, sink="tail:1")
-
-
-def test_the_first_block_as_a_sink_makes_passages_part_of_its_prompts(model: BlockModel) -> None:
-    engine = BlockAttentionEngine(model, MemoryStore(1 << 28), sink="first-block")
-    with pytest.raises(ValueError, match="encode them as a prompt"):
-        engine.encode([A])
-    engine.encode(BlockPrompt((Block("a head"), Block(A)), ""))
-    hits = [engine.generate([head, A, Q], max_new_tokens=1).stats.hits for head in ("a head", "b")]
-    assert hits == [2, 0]
-    for prompt in ([Q], [A, Q], ["only", ""]):  # nothing stands after a first block
-        found = engine.generate(prompt, max_new_tokens=NEW).token_ids
-        assert found == engine.generate(prompt, max_new_tokens=NEW, sink="none").token_ids
-
-
-def test_passages_after_a_private_first_block_are_as_private(
-    model: BlockModel, tmp_path: Path
-) -> None:
-    engine = BlockAttentionEngine(model, tmp_path / "kv", sink="first-block")
-    cases: list[tuple[Origin, list[int]]] = [("conversation", [0, 0]), ("system", [0, 2])]
-    for origin, stored in cases:
-        for count in stored:
-            spans = [Span(f"{origin}: ", origin), Span(A, "passage"), Span(Q, "conversation")]
-            engine.generate(BlockPrompt.from_spans(spans), max_new_tokens=1)
-            assert len(list(engine.store.keys())) == count
+    with pytest.raises(ValueError, match="Found no recipe at head"):
+        engine.generate(prompt, recipe="head")
+    with pytest.raises(ValueError, match="Found no recipe at tail:1"):
+        BlockAttentionEngine(model, recipe="tail:1")
 
 
 def test_a_block_that_is_too_long_by_its_sink_says_so(small: BlockAttentionEngine) -> None:
     room = small.model.max_context_tokens
     with pytest.raises(ContextOverflowError, match=r"a block has \d+ tokens after a sink of 4 tok"):
-        small.encode(["x" * (room - 3)], sink="head:4")
+        small.encode(["x" * (room - 3)], recipe="head:4")
 
 
 def test_relay_is_refused_by_a_model_that_cannot(engine: BlockAttentionEngine) -> None:
@@ -244,7 +224,9 @@ def test_stored_tensors_are_never_written(engine: BlockAttentionEngine, assembly
     for prompt in prompts:
         engine.generate(prompt, max_new_tokens=1)
     before = contents(engine)
-    for options in ({}, {"num_beams": 2}, {"temperature": 1.0}, {"positions": "composite"}):
+    composite = {"recipe": Recipe(positions="composite")}
+    ways: list[dict[str, Any]] = [{}, {"num_beams": 2}, {"temperature": 1.0}, composite]
+    for options in ways:
         for prompt in prompts:
             engine.generate(prompt, max_new_tokens=NEW, assembly=assembly, **options)
     engine.generate_batch(prompts, max_new_tokens=NEW, assembly=assembly)
@@ -330,56 +312,6 @@ def test_a_prompt_that_does_not_fit_computes_and_stores_nothing(
     assert set(small.store.keys()) == before
 
 
-# -- models that were not fine-tuned ---------------------------------------------------------------
-
-
-def test_a_model_not_known_to_be_tuned_warns_once_and_in_block_mode_only(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    engine = BlockAttentionEngine(BlockModel(tiny_model(), tiny_tokenizer(), name="some/model"))
-    with caplog.at_level(logging.WARNING, "blockattn_rag"):
-        engine.generate([A, Q], mode="full", max_new_tokens=1)
-        engine.generate([Q], max_new_tokens=1)
-        assert not caplog.records
-        for _ in range(2):
-            engine.generate([A, Q], max_new_tokens=1)
-        BlockAttentionEngine(engine.model).generate([A, Q], max_new_tokens=1)
-    (record,) = caplog.records
-    assert "some/model is not known to be block-fine-tuned" in record.getMessage()
-
-
-def test_an_engine_takes_what_its_model_was_fine_tuned_with_and_warns_of_anything_else(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = BlockModel(tiny_model(), tiny_tokenizer(), name="some/model")
-    model.config.block_attention = {"version": 1, "positions": "composite", "sink": "head:4"}
-    engine = BlockAttentionEngine(model)
-    assert (engine.defaults.positions, engine.defaults.sink) == ("composite", "head:4")
-    with caplog.at_level(logging.WARNING, "blockattn_rag"):
-        engine.generate([A, B, Q], max_new_tokens=1)
-        assert not caplog.records
-        other = BlockAttentionEngine(model, sink="none")
-        assert (other.defaults.positions, other.defaults.sink) == ("composite", "none")
-        other.generate([A, B, Q], max_new_tokens=1)
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "some/model was trained with positions='composite' and sink='head:4', found "
-        "positions='composite' and sink='none': block mode will be less accurate"
-    )
-
-
-@pytest.mark.parametrize("marker", [True, {"version": 1}, {"sink": None, "positions": ""}])
-def test_a_mark_that_tells_no_options_changes_none(
-    marker: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = BlockModel(tiny_model(), tiny_tokenizer())
-    model.config.block_attention = marker
-    engine = BlockAttentionEngine(model, sink="head:2")
-    assert (engine.defaults.positions, engine.defaults.sink) == ("reordered", "head:2")
-    engine.generate([A, B, Q], max_new_tokens=1)
-    assert not caplog.records
-
-
 # -- batches ---------------------------------------------------------------------------------------
 
 
@@ -390,21 +322,6 @@ def test_every_row_of_a_batch_has_its_own_figures(engine: BlockAttentionEngine) 
     assert [a.stats.generated_tokens for a in answers] == [len(a.token_ids) for a in answers]
     assert [a.token_ids for a in answers] == [oracle(engine.model, p) for p in prompts]
     assert engine.generate_batch([]) == []
-
-
-@pytest.mark.parametrize("assembly", ["copy", "relay"])
-def test_a_batch_with_a_reader_mixes_prompts_that_it_acts_on_and_others(
-    engine: BlockAttentionEngine, reader: Path, monkeypatch: pytest.MonkeyPatch, assembly: Any
-) -> None:
-    prompts = [[A, B, Q], [A, Q], [B, A, A, Q], [Q], [B, Q]]
-    options: dict[str, Any] = {"max_new_tokens": NEW, "assembly": assembly}
-    stock = [engine.generate(one, **options).token_ids for one in prompts]
-    alone = [engine.generate(one, reader=reader, **options).token_ids for one in prompts]
-    acts = [one != other for one, other in zip(alone, stock, strict=True)]
-    assert acts == [True, False, True, False, False]
-    monkeypatch.setattr(engine._runner, "_answer_alone", None)  # where rows of a failed batch go
-    found = engine.generate_batch(prompts, reader=reader, **options)
-    assert [one.token_ids for one in found] == alone
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, 4.0, "2", None])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.fetcher import BlockFetcher, HowEncoded
+from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.rope import RotaryLayout
@@ -21,8 +21,8 @@ from blockattn_rag.model.correction import Correction
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
 from blockattn_rag.store.device_cache import DeviceCache
-from tests.model.test_correction import correction_of
 from tests.models import tiny_model, tiny_tokenizer
+from tests.recipes import recipe_of
 
 A, B, Q = "Halden Tower is 214 metres tall.", "It was built in 1931.", "How tall?"
 MakeStore = Callable[[], KVStore]
@@ -126,8 +126,8 @@ def test_figures_go_through_json(model: BlockModel) -> None:
 
 
 def test_nothing_is_rounded_twice(model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A corrected block is made of what the model computes, and then quantised."""
-    store, how = MemoryStore(1 << 26), HowEncoded(correction=correction_of(model))
+    """An adapter changes what the model computes, which is then quantised."""
+    store, recipe = MemoryStore(1 << 26), recipe_of(model, sink="none")
     BlockAttentionEngine(model, store, kv_dtype="int8").encode([A])
     changed: list[BlockKV] = []
     corrected = Correction.corrected
@@ -138,9 +138,11 @@ def test_nothing_is_rounded_twice(model: BlockModel, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Correction, "corrected", watched)
     blocks = [Block("x"), Block(A)]
-    found = BlockFetcher(model, store, kv_dtype="int8").fetch(blocks, "compute", how=how).blocks[1]
+    int8 = BlockFetcher(model, store, kv_dtype="int8")
+    found = int8.fetch(blocks, "compute", recipe=recipe).blocks[1]
     assert [kv.scales for kv in changed] == [None]
-    plain = BlockFetcher(model, MemoryStore(1 << 26)).fetch(blocks, "compute", how=how).blocks[1]
+    fetcher = BlockFetcher(model, MemoryStore(1 << 26))
+    plain = fetcher.fetch(blocks, "compute", recipe=recipe).blocks[1]
     expected = plain.quantised()
     for layer in range(found.num_layers):
         pairs = zip(found.tensors(layer), expected.tensors(layer), strict=True)

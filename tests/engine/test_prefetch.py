@@ -117,9 +117,11 @@ def test_passages_that_are_none_raise_nothing(
     assert engine.prefetches.failed == sum(one in (None, 3) for one in passages)
 
 
-def test_passages_under_another_sink_are_other_blocks(model: BlockModel, store: GatedStore) -> None:
+def test_passages_under_another_recipe_are_other_blocks(
+    model: BlockModel, store: GatedStore
+) -> None:
     engine = BlockAttentionEngine(model, store)
-    engine.prefetch([A], sink="head:2")
+    engine.prefetch([A], recipe="head:2")
     wait_for(lambda: engine.prefetches == PrefetchStats(absent=1))
     engine.prefetch([A])
     wait_for(lambda: engine.prefetches == PrefetchStats(ready=1, absent=1))
@@ -130,12 +132,12 @@ def test_what_fails_is_counted_logged_once_and_raised_to_nobody(
 ) -> None:
     engine = BlockAttentionEngine(model, store)
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
-        engine.prefetch([A, B], sink="no such sink")
+        engine.prefetch([A, B], recipe="no such recipe")
         wait_for(lambda: engine.prefetches.failed == 2)
-        engine.prefetch([A], sink="no such sink")
+        engine.prefetch([A], recipe="no such recipe")
         wait_for(lambda: engine.prefetches.failed == 3)
     [record] = [one for one in caplog.records if "prefetching failed" in one.message]
-    assert "no such sink" in record.message
+    assert "no such recipe" in record.message
     engine.prefetch([A])  # the thread goes on
     wait_for(lambda: engine.prefetches.ready == 1)
 

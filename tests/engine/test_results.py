@@ -27,11 +27,3 @@ def test_figures_of_several_requests_add_up() -> None:
     assert both == ReuseStats("block", 3, 1, 40, 15, 6, ttft_s=0.75, total_s=1.5)
     assert both.reuse() == {"hits": 3, "misses": 1, "reused_tokens": 40, "computed_tokens": 15,
                             "promoted_tokens": 6}  # fmt: skip
-
-
-def test_a_second_answer_has_the_cost_of_both_and_its_own_times() -> None:
-    first = ReuseStats("block", 2, 1, 30, 12, 4, 5, ttft_s=0.5, total_s=1.0)
-    second = ReuseStats("full", computed_tokens=42, generated_tokens=3, ttft_s=1.5, total_s=2.0)
-    both = second.with_first(first, "full")
-    assert both == ReuseStats("block", 2, 1, 30, 54, 4, 8, ttft_s=1.5, total_s=2.0, retried="full")
-    assert (ReuseStats("block") + both).retried == "none"

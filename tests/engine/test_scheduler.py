@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -20,7 +17,7 @@ from blockattn_rag.engine import scheduler as scheduling
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import MAX_BATCH, Group, Job, PendingRequest
 from blockattn_rag.engine.results import Generation, ReuseStats
-from blockattn_rag.engine.scheduler import Scheduler, scheduler_of
+from blockattn_rag.engine.scheduler import Scheduler
 from blockattn_rag.model.exclusion import ModelLock, holds_a_model
 from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.holding import LONGEST_S
@@ -528,166 +525,3 @@ def test_an_idle_thread_ends_and_the_next_work_starts_another(
         threads[-1].join(LONGEST_S)
         assert not threads[-1].is_alive()
     assert threads[0] is not threads[1]
-
-
-# -- background work -------------------------------------------------------------------------------
-
-
-class Steps:
-    """Background work of some steps, each of which waits to be let go."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.done: list[object] = []
-        self.running = threading.Semaphore(0)
-        self.allowed = threading.Semaphore(0)
-        self.ended = threading.Event()
-
-    def __iter__(self) -> Iterator[None]:
-        for step in range(self.count):
-            self.running.release()
-            assert self.allowed.acquire(timeout=LONGEST_S)
-            self.done.append(step)
-            yield
-        self.ended.set()
-
-
-def test_work_that_comes_waits_for_one_step_of_background_work_at_most(
-    scheduler: Scheduler,
-) -> None:
-    steps = Steps(3)
-    scheduler.submit_in_background(iter(steps))
-    assert steps.running.acquire(timeout=LONGEST_S)
-    jobs = [Job(lambda: steps.done.append("job")) for _ in range(2)]
-    scheduler.submit(*jobs)
-    steps.allowed.release(3)
-    assert steps.ended.wait(LONGEST_S)
-    assert steps.done == [0, "job", "job", 1, 2]
-
-
-def test_the_main_thread_does_its_work_beside_a_step_and_the_next_one_waits(
-    scheduler: Scheduler,
-) -> None:
-    steps = Steps(2)
-    scheduler.submit_in_background(iter(steps))
-    assert steps.running.acquire(timeout=LONGEST_S)
-
-    def work() -> threading.Thread:
-        steps.allowed.release(2)
-        while not steps.done:
-            time.sleep(0.001)
-        assert not steps.running.acquire(timeout=0.05)
-        return threading.current_thread()
-
-    assert scheduler.run(work) is threading.main_thread()
-    assert steps.ended.wait(LONGEST_S)
-
-
-def test_who_has_a_model_already_holds_off_background_work(scheduler: Scheduler) -> None:
-    steps = Steps(1)
-    steps.allowed.release()
-
-    def work() -> list[object]:
-        scheduler.submit_in_background(iter(steps))
-        assert not steps.running.acquire(timeout=0.05)
-        return list(steps.done)
-
-    with ModelLock():
-        job = Job(work)
-        scheduler.submit(job)
-        assert job.result(0) == []
-    assert steps.ended.wait(LONGEST_S)
-
-
-def test_background_work_is_done_one_after_the_other_with_one_thread_of_pytorch(
-    scheduler: Scheduler,
-) -> None:
-    done: list[object] = []
-    all_done = threading.Event()
-
-    def steps(name: str) -> Iterator[None]:
-        for step in range(2):
-            done.append((name, step, torch.get_num_threads()))
-            yield
-        if name == "c":
-            all_done.set()
-        elif name == "b":
-            raise ValueError("an error ends its own work alone")
-
-    gate, before = threading.Event(), torch.get_num_threads()
-    torch.set_num_threads(2)  # of the job, after which the model's thread has two as well
-    try:
-        scheduler.submit(Job(lambda: gate.wait(LONGEST_S)))
-    finally:
-        torch.set_num_threads(before)
-    for name in "abc":
-        scheduler.submit_in_background(steps(name))
-    gate.set()
-    assert all_done.wait(LONGEST_S)
-    assert done == [(name, step, 1) for name in "abc" for step in range(2)]
-
-
-def test_a_thread_that_worked_in_the_background_ends_and_holds_nothing(
-    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scheduling, "_IDLE_S", 0.01)
-    steps = Steps(2)
-    steps.allowed.release(2)
-    work = iter(steps)
-    held = weakref.ref(work)
-    scheduler.submit_in_background(work)
-    thread = scheduler._thread
-    assert thread is not None
-    del work
-    thread.join(LONGEST_S)
-    assert steps.ended.is_set()
-    assert held() is None
-    assert scheduler._thread is None
-
-
-def test_the_interpreter_ends_in_the_middle_of_background_work() -> None:
-    script = """
-import threading, time
-from blockattn_rag.engine import threads
-from blockattn_rag.engine.scheduler import Scheduler
-threads._LONGEST_END_S = 1000.0  # an end that takes so long fails the test
-works = threading.Event()
-def steps():
-    while True:
-        works.set()
-        time.sleep(0.01)
-        yield
-scheduler = Scheduler()
-scheduler.submit_in_background(steps())
-works.wait(60)
-"""
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True, text=True, timeout=LONGEST_S, check=True,
-    )  # fmt: skip
-    assert (ended.stdout, ended.stderr) == ("", "")
-
-
-def test_all_who_share_a_lock_share_a_scheduler() -> None:
-    first, second = ModelLock(), ModelLock()
-    assert scheduler_of(first) is scheduler_of(first) is not scheduler_of(second)
-
-
-def test_the_interpreter_ends_with_work_queued() -> None:
-    script = """
-import threading
-from blockattn_rag.engine import scheduler as scheduling, threads
-from blockattn_rag.engine.scheduler import Scheduler
-from blockattn_rag.engine.pending import Job
-scheduling._IDLE_S = threads._LONGEST_END_S = 1000.0  # an end that takes so long fails the test
-scheduler, works = Scheduler(), threading.Event()
-running = Job(lambda: (works.set(), threading.Event().wait(1), print("worked", flush=True)))
-queued = [Job(lambda: print("too late", flush=True)) for _ in range(3)]
-scheduler.submit(running, *queued)
-works.wait(60)
-"""
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True, text=True, timeout=LONGEST_S, check=True,
-    )  # fmt: skip
-    assert (ended.stdout, ended.stderr) == ("worked\n", "")

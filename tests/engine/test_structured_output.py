@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from typing import Any
 
 import pytest
 from jsonschema import validate
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import GrammarError, IncompleteAnswerError
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
@@ -62,7 +62,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "penalty": {"repetition_penalty": 1.5},
     "least length": {"min_new_tokens": NEW},
     "a draft": {"mode": "full", "prompt_lookup_num_tokens": 3},
-    "retry": {"retry": "full"},
+    "promotion": {"recipe": Recipe(promote=1)},
 }
 
 
@@ -206,15 +206,3 @@ def test_without_the_extra_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"structured output needs llguidance.*\[structured\]"):
         engine.generate(A, structured_outputs={"regex": "[a-c]{3}"})
-
-
-def test_audits_judge_by_the_grammar(model: BlockModel) -> None:
-    engine = BlockAttentionEngine(model, MemoryStore(1 << 28), audit_rate=1)
-    # One passage is exact in block mode, so full mode chooses every token of the answer.
-    engine.generate(B, response_format=by_schema(), max_new_tokens=NEW)
-    until = time.monotonic() + LONGEST_S
-    while (found := engine.audits).pending or not found.audited:
-        assert time.monotonic() < until, found
-        assert not found.failed
-        time.sleep(0.005)
-    assert (found.audited, found.identical, found.agreement) == (1, 1, 1.0)

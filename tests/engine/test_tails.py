@@ -14,6 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from blockattn_rag.check.oracle import oracle_logits
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation
 from blockattn_rag.engine.tails import SHARE
 from blockattn_rag.kv.rope import relative_error
@@ -25,6 +26,7 @@ from tests.holding import LONGEST_S, holding
 from tests.model.families import SUPPORTED
 from tests.model.test_graphs import LogRecorder
 from tests.models import VOCABULARY, tiny_model, tiny_tokenizer
+from tests.recipes import recipe_of
 
 HEAD, A, B = "Answer.", "Halden Tower is 214 metres tall.", "It was built in 1931."
 CONTEXT = [HEAD, A, B]
@@ -161,21 +163,20 @@ def test_what_was_said_otherwise_is_computed_from_there_on(
         {"context": [HEAD, B, A]},
         {"context": [HEAD, A]},
         {"context": [A, HEAD, B]},
-        {"sink": "head:4"},
-        {"positions": "composite"},
+        {"recipe": "head:4"},
+        {"recipe": Recipe(positions="composite")},
+        {"recipe": "adapter"},
         {"assembly": "copy"},
-        {"merge": "scale:0.9"},
-        {"reader": "a reader"},
     ],
     ids=str,
 )
 def test_another_context_or_another_way_to_attend_takes_no_tail(
-    engine: BlockAttentionEngine, plain: BlockAttentionEngine, reader: Path, change: dict[str, Any]
+    engine: BlockAttentionEngine, plain: BlockAttentionEngine, change: dict[str, Any]
 ) -> None:
     options: dict[str, Any] = dict(change)
     context = options.pop("context", CONTEXT)
-    if "reader" in options:
-        options["reader"] = reader
+    if options.get("recipe") == "adapter":
+        options["recipe"] = recipe_of(engine.model)
     engine.generate([*context, "~"], max_new_tokens=1, **options)  # its blocks are there
     engine.generate([*CONTEXT, "How tall is it?"], max_new_tokens=NEW)
     prompt = [*context, "How tall is it?"]
@@ -224,7 +225,12 @@ def test_autocast_leaves_no_tail(engine: BlockAttentionEngine) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"mode": "full"}, {"promote": 1}, {"num_beams": 2}, {"repetition_penalty": 1.2}],
+    [
+        {"mode": "full"},
+        {"recipe": Recipe(promote=1)},
+        {"num_beams": 2},
+        {"repetition_penalty": 1.2},
+    ],
     ids=str,
 )
 def test_answers_that_are_computed_otherwise_neither_leave_tails_nor_take_any(

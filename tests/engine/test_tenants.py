@@ -117,7 +117,7 @@ def test_a_tenant_computes_the_same_whatever_others_have_stored(
         return engine.answer_logits(PROMPT, [5, 6])
 
     alone = logits(BlockAttentionEngine(model, namespace="two"))
-    one = BlockAttentionEngine(model, store, namespace="one", kv_dtype="int8", sink="bos")
+    one = BlockAttentionEngine(model, store, namespace="one", kv_dtype="int8", recipe="bos")
     one.encode(PROMPT[:-1])
     BlockAttentionEngine(model, store, namespace="one", kv_dtype="int8").encode(PROMPT[:-1])
     two = BlockAttentionEngine(model, store, namespace="two")

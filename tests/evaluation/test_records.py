@@ -1,4 +1,4 @@
-"""Files of records: written as before, whatever shape a record has in memory."""
+"""Files of records: what is written, what is read, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.errors import DataError
 from blockattn_rag.evaluation import EvaluationRecord, RecordFile
 
-# Written before reuse figures were held as one object.
 LINES = """\
 {"settings": {"model": "m", "limit": null}}
-{"id": "q1", "digest": "00ff", "mode": "block-composite", "kind": "even", "question": "How high?", \
+{"id": "q1", "digest": "00ff", "mode": "head:4", "kind": "even", "question": "How high?", \
 "answers": ["á", "b"], "output": "It is.", "accuracy": 1.0, "exact_match": 0.0, "f1": 0.5, \
-"hits": 3, "misses": 1, "reused_tokens": 30, "computed_tokens": 12, "generated_tokens": 4, \
-"finish_reason": "length", "ttft_s": 0.125}
+"recipe": "0a", "hits": 3, "misses": 1, "reused_tokens": 30, "computed_tokens": 12, \
+"generated_tokens": 4, "finish_reason": "length", "ttft_s": 0.125}
 """
 RECORD = EvaluationRecord(
     id="q1",
     digest="00ff",
-    mode="block-composite",
+    mode="head:4",
     kind="even",
     question="How high?",
     answers=("á", "b"),
@@ -32,24 +31,26 @@ RECORD = EvaluationRecord(
     f1=0.5,
     stats=ReuseStats("block", 3, 1, 30, 12, generated_tokens=4, ttft_s=0.125),
     finish_reason="length",
+    recipe="0a",
 )
 
 
-def test_files_of_earlier_versions_are_read_and_written_byte_for_byte(tmp_path: Path) -> None:
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     settings = {"model": "m", "limit": None}
     RecordFile(tmp_path / "new.jsonl", settings, EvaluationRecord.from_dict).append([RECORD])
     assert (tmp_path / "new.jsonl").read_text("utf-8") == LINES
     assert RecordFile(tmp_path / "new.jsonl", settings, EvaluationRecord.from_dict).records == {
-        ("q1", "block-composite"): RECORD
+        ("q1", "head:4"): RECORD
     }
 
 
-def test_records_tell_what_files_their_mode_named(tmp_path: Path) -> None:
-    made = replace(RECORD, mode="reader=r", files="0a")
+def test_records_of_another_recipe_are_refused(tmp_path: Path) -> None:
+    full = replace(RECORD, mode="full", recipe="", stats=ReuseStats("full"))
     path = tmp_path / "new.jsonl"
-    RecordFile(path, {}, EvaluationRecord.from_dict).append([RECORD, made])
+    RecordFile(path, {}, EvaluationRecord.from_dict).append([RECORD, full])
     file = RecordFile(path, {}, EvaluationRecord.from_dict)
-    assert [record.files for record in file.records.values()] == ["", "0a"]
-    file.check_files({"reader=r": "0a", "block-composite": "0b"})  # noted by an earlier version
-    with pytest.raises(DataError, match="a file that the mode 'reader=r' names has changed since"):
-        file.check_files({"reader=r": "0b"})
+    assert [record.recipe for record in file.records.values()] == ["0a", ""]
+    assert [record.stats.mode for record in file.records.values()] == ["block", "full"]
+    file.check_recipes({"head:4": "0a", "full": "", "new": "0b"})
+    with pytest.raises(DataError, match="records of 'head:4' made with another recipe"):
+        file.check_recipes({"head:4": "0b"})

@@ -60,7 +60,9 @@ class RecordingChat(ChatBlockAttention):
 def recording_chat(family: Family, **fields: Any) -> RecordingChat:
     """A chat model of the family that never runs its model."""
     make: Any = RecordingChat
-    chat: RecordingChat = make(model=shared_tiny_llama(), tokenizer=family.tokenizer, **fields)
+    chat: RecordingChat = make(
+        model=shared_tiny_llama(), model_kwargs={"tokenizer": family.tokenizer}, **fields
+    )
     return chat
 
 

@@ -67,7 +67,9 @@ def recording_llm(family: Family, **fields: Any) -> RecordingLLM:
     """An LLM of the family that never runs its model."""
     fields = {"context_window": LARGE, "max_new_tokens": 16} | fields
     make: Any = RecordingLLM
-    llm: RecordingLLM = make(model=shared_tiny_llama(), tokenizer=family.tokenizer, **fields)
+    llm: RecordingLLM = make(
+        shared_tiny_llama(), model_kwargs={"tokenizer": family.tokenizer}, **fields
+    )
     return llm
 
 

@@ -193,11 +193,11 @@ def test_the_model_has_one_source(arguments: dict[str, Any], engine: BlockAttent
         ChatBlockAttention(**arguments)
 
 
-def test_llm_shares_model_and_template(chat: ChatBlockAttention) -> None:
-    other = ChatBlockAttention(llm=chat, max_tokens=2)
+def test_engine_shares_the_model(chat: ChatBlockAttention) -> None:
+    other = ChatBlockAttention(engine=chat.engine, max_tokens=2)
     assert other.engine is chat.engine
-    with pytest.raises(ValueError, match="not both"):
-        ChatBlockAttention(llm=chat, model="x")
+    with pytest.raises(TypeError, match="no argument 'llm'"):
+        ChatBlockAttention(llm=chat)
 
 
 @pytest.fixture(scope="module")
@@ -247,8 +247,8 @@ def test_from_model_id_takes_the_arguments_of_langchain_huggingface(saved_model:
         model_kwargs={"dtype": "float32"},
         pipeline_kwargs={"max_new_tokens": 4, "top_k": 3, "repetition_penalty": 1.1},
     )
-    assert (chat.device_map, chat.max_tokens, chat.top_k) == ("cpu", 4, 3)
-    assert chat.generate_kwargs == {"repetition_penalty": 1.1}
+    assert (chat.model_kwargs["device"], chat.max_tokens) == ("cpu", 4)
+    assert chat.generate_kwargs == {"top_k": 3, "repetition_penalty": 1.1}
     assert len(str(chat.invoke("Hello").content)) == 4
     with pytest.raises(ValueError, match="text2text"):
         ChatBlockAttention.from_model_id("x", task="text2text-generation")

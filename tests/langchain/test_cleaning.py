@@ -13,7 +13,9 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import create_retriever_tool
 
+from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks, without_markers
+from tests.engines import local
 from tests.langchain.conftest import passages
 
 
@@ -47,6 +49,12 @@ def test_every_kind_of_prompt_and_message_is_cleaned() -> None:
         without_markers(3)
 
 
+def failing(chat: ChatBlockAttention) -> ChatBlockAttention:
+    """A model that answers from stored passages alone, of which there are none."""
+    engine = BlockAttentionEngine(local(chat.engine).model, on_miss="error")
+    return ChatBlockAttention(engine=engine)
+
+
 def test_a_fallback_of_another_make_gets_no_markers(chat: ChatBlockAttention) -> None:
     seen: list[Any] = []
 
@@ -54,7 +62,7 @@ def test_a_fallback_of_another_make_gets_no_markers(chat: ChatBlockAttention) ->
         seen.append(value)
         return "from the fallback"
 
-    broken = ChatBlockAttention(llm=chat, on_miss="error")
+    broken = failing(chat)
     both = broken.with_fallbacks([RunnableLambda(note)])
     marked = format_blocks(passages(2))
     assert both.invoke([("system", marked), ("human", "Which?")]) == "from the fallback"
@@ -63,7 +71,7 @@ def test_a_fallback_of_another_make_gets_no_markers(chat: ChatBlockAttention) ->
 
 
 def test_a_fallback_of_our_own_keeps_them(chat: ChatBlockAttention) -> None:
-    broken = ChatBlockAttention(llm=chat, on_miss="error")
+    broken = failing(chat)
     marked = [("system", format_blocks(passages(2))), ("human", "Which?")]
     others = [chat.bind(max_tokens=2).with_retry(), FakeListChatModel(responses=["no"])]
     answer = broken.with_fallbacks(others).invoke(marked)

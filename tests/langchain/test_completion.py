@@ -50,6 +50,14 @@ def test_the_text_is_taken_as_it_stands(llm: BlockAttentionLLM) -> None:
     assert llm.invoke(prompt(), stop=[llm.invoke(prompt())[1]]) == llm.invoke(prompt())[0]
 
 
+def parsing_one(llm: BlockAttentionLLM) -> BlockAttentionLLM:
+    return BlockAttentionLLM(
+        engine=llm.engine,
+        max_tokens=llm.max_tokens,
+        generate_kwargs={"parse_special_tokens": True},
+    )
+
+
 def test_control_tokens_in_a_string_are_text_unless_they_are_asked_for(
     llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -58,11 +66,11 @@ def test_control_tokens_in_a_string_are_text_unless_they_are_asked_for(
         assert llm.get_num_tokens(text) == len(text)
         assert llm.get_num_tokens(text) == len(text)
     assert caplog.text.count("pass parse_special_tokens=True") == 1
-    parsing = BlockAttentionLLM(llm=llm, parse_special_tokens=True)
+    parsing = parsing_one(llm)
     assert parsing.get_num_tokens(text) == 4
     # An answer cache tells models apart by these.
-    assert parsing._identifying_params["parse_special_tokens"]
-    assert not llm._identifying_params["parse_special_tokens"]
+    assert parsing._identifying_params != llm._identifying_params
+    assert parsing.invoke(text) == llm.invoke(text, parse_special_tokens=True) != llm.invoke(text)
     (passage,) = parsing.to_prompt(wrap(text) + text).context
     assert llm.source.tokenizer.block_ids(passage, first=False)[:-2] == list(
         llm.source.tokenizer.text_ids(text)
@@ -75,12 +83,12 @@ def test_a_passage_that_holds_control_tokens_gives_no_advice_to_parse_them(
     llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
-        BlockAttentionLLM(llm=llm).to_prompt(f"Context: {wrap('a <|end|> b')} Q")
+        BlockAttentionLLM(engine=llm.engine).to_prompt(f"Context: {wrap('a <|end|> b')} Q")
     assert "parse_special_tokens" not in caplog.text
 
 
 def test_a_cut_passage_is_refused_where_control_tokens_are_parsed(llm: BlockAttentionLLM) -> None:
-    parsing = BlockAttentionLLM(llm=llm, parse_special_tokens=True)
+    parsing = parsing_one(llm)
     marked = wrap("a <|end|> b")
     assert parsing.to_prompt(f"<|user|>{marked}Q{marked}<|end|>").context
     for cut in (marked[:-20], marked[50:]):

@@ -37,24 +37,6 @@ def test_ingested_passages_are_all_found_by_the_first_question(chat: ChatBlockAt
     assert (reuse["hits"], reuse["misses"]) == (3, 1)  # all but the text before them
 
 
-def test_a_sink_is_shared_by_ingestion_warming_and_answers(chat: ChatBlockAttention) -> None:
-    sunk = ChatBlockAttention(llm=chat, max_tokens=6, sink="head:4")
-    documents = BlockKVTransformer(llm=sunk).transform_documents(passages())
-    messages = [("system", format_blocks(documents)), ("human", "Which?")]
-    reuse = sunk.invoke(messages).response_metadata["block_attention"]
-    assert (reuse["hits"], reuse["misses"]) == (3, 1)
-    other = chat.invoke(messages).response_metadata["block_attention"]
-    assert (other["hits"], other["misses"]) == (1, 3)  # the text before them has no sink
-    assert chat.bind(sink="head:4").invoke(messages).content == sunk.invoke(messages).content
-    compressor = BlockKVCompressor(llm=sunk, warm=True)
-    compressor.compress_documents([Document("new")], "Which?")
-    compressor.wait_until_warm()
-    transformer = BlockKVTransformer(llm=sunk)
-    transformer.transform_documents([Document("new")])
-    assert transformer.stats is not None
-    assert transformer.stats.reused == 1
-
-
 def test_documents_come_back_as_copies_with_their_handles(chat: ChatBlockAttention) -> None:
     documents = passages()
     stamped = BlockKVTransformer(llm=chat).transform_documents(documents)

@@ -43,10 +43,17 @@ def chat(model: BlockModel) -> ChatBlockAttention:
     return ChatBlockAttention(engine=engine, max_tokens=2)
 
 
+def with_variables(
+    chat: ChatBlockAttention, variables: dict[str, Any], **fields: Any
+) -> ChatBlockAttention:
+    own = {"chat_template_kwargs": variables}
+    return ChatBlockAttention(engine=chat.engine, max_tokens=2, generate_kwargs=own, **fields)
+
+
 def test_variables_of_the_template_are_those_of_the_call_else_of_the_class(
     chat: ChatBlockAttention,
 ) -> None:
-    without = ChatBlockAttention(llm=chat, max_tokens=2, chat_template_kwargs=OFF)
+    without = with_variables(chat, OFF)
     plain, off = (
         one.invoke(ASKED).usage_metadata["input_tokens"]  # type: ignore[index]
         for one in (chat, without)
@@ -67,7 +74,7 @@ def test_variables_of_the_template_are_those_of_the_call_else_of_the_class(
 def test_a_variable_that_the_template_does_not_read_is_refused(chat: ChatBlockAttention) -> None:
     with pytest.raises(ValueError, match="enable_thinkin, which the chat template"):
         chat.invoke(ASKED, chat_template_kwargs={"enable_thinkin": False})
-    mute = ChatBlockAttention(llm=chat, max_tokens=2, chat_template_kwargs={"other": 1})
+    mute = with_variables(chat, {"other": 1})
     with pytest.raises(ValueError, match="sets other"):
         mute.invoke(ASKED)
 
@@ -75,7 +82,7 @@ def test_a_variable_that_the_template_does_not_read_is_refused(chat: ChatBlockAt
 def test_answers_that_are_cached_know_their_variables(chat: ChatBlockAttention) -> None:
     cache = InMemoryCache()
     for kwargs in ({}, OFF):
-        one = ChatBlockAttention(llm=chat, cache=cache, max_tokens=2, chat_template_kwargs=kwargs)
+        one = with_variables(chat, kwargs, cache=cache)
         one.invoke(ASKED)
         one.bind(chat_template_kwargs={"enable_thinking": True}).invoke(ASKED)
     assert len(cache._cache) == 4
@@ -134,7 +141,7 @@ def test_the_profile_tells_what_the_model_holds(chat: ChatBlockAttention) -> Non
         engine=BlockAttentionEngine(tiny_block_model(), MemoryStore(1 << 28))
     ).profile
     assert (plain["max_input_tokens"], plain["reasoning_output"]) == (8192, False)
-    assert ChatBlockAttention(llm=chat, profile={"max_input_tokens": 5}).profile == {
+    assert ChatBlockAttention(engine=chat.engine, profile={"max_input_tokens": 5}).profile == {
         "max_input_tokens": 5
     }
 
@@ -143,7 +150,7 @@ def test_the_profile_tells_whether_the_template_knows_tools() -> None:
     tokenizer = thinking_tokenizer()
     tokenizer.chat_template = QWEN3
     hf_model = tiny_model("llama")
-    chat = ChatBlockAttention(model=hf_model, tokenizer=tokenizer)
+    chat = ChatBlockAttention(model=hf_model, model_kwargs={"tokenizer": tokenizer})
     profile: Any = chat.profile
     assert (profile["tool_calling"], profile["tool_call_streaming"]) == (True, True)
     assert (profile["tool_choice"], profile["structured_output"]) == (True, True)

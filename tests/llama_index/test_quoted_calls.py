@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 
 from blockattn_rag.llama_index import BlockAttentionLLM
@@ -69,6 +70,6 @@ def test_other_options_of_tools_are_no_defaults_of_a_model() -> None:
     options: dict[str, Any] = {"engine": engine, "max_new_tokens": 200}
     llm = BlockAttentionLLM(**options, generate_kwargs={"tool_choice": "any"})
     with pytest.raises(ValueError, match="tool_choice"):
-        llm.complete("?")
+        llm.chat([ChatMessage("?")])
     with pytest.raises(ValueError, match="tool_calls"):
         BlockAttentionLLM(**options).complete("?", tool_calls="constrained")

@@ -40,8 +40,9 @@ def test_variables_of_the_template_are_those_of_the_call_else_of_the_class(
     engine: RecordingEngine, llm: BlockAttentionLLM
 ) -> None:
     off = {"enable_thinking": False}
-    without = BlockAttentionLLM(engine=engine, max_new_tokens=2, chat_template_kwargs=off)
-    assert without.to_dict()["chat_template_kwargs"] == off
+    without = BlockAttentionLLM(
+        engine=engine, max_new_tokens=2, generate_kwargs={"chat_template_kwargs": off}
+    )
 
     def finals(one: BlockAttentionLLM, **call: Any) -> list[bool]:
         engine.calls.clear()
@@ -65,7 +66,7 @@ def test_variables_that_would_be_lost_are_refused(
     own = BlockAttentionLLM(
         engine=engine,
         messages_to_prompt=lambda messages: "".join(str(m.content) for m in messages),
-        chat_template_kwargs={"enable_thinking": False},
+        generate_kwargs={"chat_template_kwargs": {"enable_thinking": False}},
     )
     with pytest.raises(ValueError, match="messages_to_prompt takes its place"):
         own.chat(ASKED)

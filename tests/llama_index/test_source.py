@@ -12,6 +12,7 @@ from llama_index.core.base.llms.types import ChatMessage
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform
+from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
 from tests.engines import local
 from tests.llama_index.conftest import RecordingEngine, passages
@@ -86,7 +87,8 @@ def test_loads_once_with_what_was_given(saved: str, loads: list[Any], tmp_path: 
 def test_a_live_model_is_used_as_it_is(loads: list[Any]) -> None:
     model = tiny_model("llama")
     model.config.block_attention = {"test": True}
-    llm = BlockAttentionLLM(model=model, tokenizer=tiny_tokenizer(chat=False), max_new_tokens=1)
+    engine = BlockAttentionEngine(BlockModel(model, tiny_tokenizer(chat=False)))
+    llm = BlockAttentionLLM(engine=engine, max_new_tokens=1)
     assert llm.metadata.context_window == 4096
     assert not llm.metadata.is_chat_model
     assert loads == []
@@ -99,8 +101,9 @@ def test_the_source_must_be_one(engine: RecordingEngine) -> None:
         BlockAttentionLLM()
     with pytest.raises(ValueError, match="found both"):
         BlockAttentionLLM("bundled", engine=engine)
-    with pytest.raises(ValueError, match="without its tokenizer; pass tokenizer="):
-        BlockAttentionLLM(model=tiny_model())
+    ready: Any = tiny_model()
+    with pytest.raises(ValueError, match="without its tokenizer; pass model_kwargs="):
+        BlockAttentionLLM(ready)
     with pytest.raises(ValueError, match="either llm="):
         BlockKVTransform("bundled", llm=BlockAttentionLLM(engine=engine))
 
@@ -131,7 +134,7 @@ def test_live_objects_refuse_to_be_pickled_and_say_what_to_do(
 ) -> None:
     cases: list[tuple[Any, str]] = [
         (BlockAttentionLLM(engine=engine), "live engine and kv_store.*model_name="),
-        (BlockAttentionLLM(saved, tokenizer=tiny_tokenizer()), "live tokenizer"),
+        (BlockAttentionLLM(saved, model_kwargs={"tokenizer": tiny_tokenizer()}), "live tokenizer"),
         (BlockAttentionLLM(saved, kv_store=MemoryStore(1000)), "live kv_store"),
         (BlockKVTransform(saved), "stores in memory.*without num_workers"),
     ]

@@ -37,7 +37,6 @@ from blockattn_rag.llama_index import (
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockTemplate, handle_of
 from blockattn_rag.prompts.formats import BLANK_LINE
-from blockattn_rag.prompts.markers import wrap
 from tests.llama_index.conftest import RecordingEngine, passages
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -64,26 +63,6 @@ def test_stores_each_passage_under_its_handle_and_skips_it_next_time(
     again = transform(stamped)
     assert counts(transform) == (0, 3)
     assert [n.metadata for n in again] == [n.metadata for n in stamped]
-
-
-def test_a_sink_is_shared_by_ingestion_and_answers(
-    llm: BlockAttentionLLM, engine: RecordingEngine
-) -> None:
-    sunk = BlockAttentionLLM(engine=engine, sink="head:4", max_new_tokens=4)
-    transform = BlockKVTransform(llm=sunk)
-    transform(passages(3))
-    prompt = f"Head. {''.join(wrap(canonical_text(node)) for node in passages(3))}Q"
-    for call, hits in (({}, 3), ({"sink": "bos"}, 1)):  # the head is in memory then
-        usage = sunk.complete(prompt, formatted=True, **call).raw["usage"]
-        assert (usage["hits"], usage["misses"]) == (hits, 4 - hits)
-    for transform, reused in (
-        (BlockKVTransform(llm=llm), 0),
-        (BlockKVTransform(llm=llm, sink="head:4"), 3),
-    ):
-        transform(passages(3))
-        assert counts(transform) == (3 - reused, reused)
-    kinds = [BlockKVTransform(llm=llm, sink=sink).to_dict() for sink in (None, "bos", "head:4")]
-    assert len({str(kind) for kind in kinds}) == 3  # what a pipeline has cached is not valid
 
 
 def test_nodes_without_text_pass_through(llm: BlockAttentionLLM) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import permutations
+from typing import Any
 
 import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from blockattn_rag.check.oracle import oracle_generate, oracle_logits
+from blockattn_rag.check.oracle import RecipeOracle, oracle_generate, oracle_logits
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import ContextOverflowError, UnsupportedModelError
 from blockattn_rag.kv.context import Assembly, place
@@ -22,6 +23,7 @@ from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.store import MemoryStore
 from tests.model.families import LONGROPE_LIMIT, REFUSED, SUPPORTED
 from tests.models import tiny_model, tiny_tokenizer
+from tests.recipes import recipe_of
 
 # The design's law. What is measured is 1e-6 and below: rounding of float32 (6e-8) in sums of some
 # hundred terms over a few layers. A mask or position that is wrong gives 1e-2 and more.
@@ -84,21 +86,39 @@ def test_logits_and_greedy_tokens_are_the_oracles(family: str) -> None:
 
 
 @families
-@pytest.mark.parametrize(("sink", "length"), [("bos", 1), ("head:4", 4), ("first-block", 43)])
+@pytest.mark.parametrize(("sink", "length"), [("bos", 1), ("head:4", 4)])
 def test_blocks_after_a_sink_are_the_oracles(family: str, sink: str, length: int) -> None:
     engine = engine_for(family)
     tokenizer, ends = engine.model.tokenizer, sorted(engine.model.end_token_ids)
     for texts in ([A, B, ONE], [A, ONE, A, A, B]):
         prompt = BlockPrompt.from_texts([*texts, QUESTION])
         ids = tokenizer.prompt_ids(prompt)
-        before = ids.context[0] if sink == "first-block" else sink_ids(sink, tokenizer)
+        before = sink_ids(sink, tokenizer)
         assert len(before) == length
         blocks = [*ids.context, ids.final]
         expected = oracle_generate(engine.model.hf_model, blocks, 5, ends, before)
         for assembly in assemblies(engine):
             assert error_of(engine, texts, assembly, before) <= BUDGET
-            answer = engine.generate(prompt, max_new_tokens=5, assembly=assembly, sink=sink)
+            answer = engine.generate(prompt, max_new_tokens=5, assembly=assembly, recipe=sink)
             assert answer.token_ids == expected
+
+
+@families
+def test_recipes_with_an_adapter_are_the_oracles(family: str) -> None:
+    engine = engine_for(family)
+    recipe = recipe_of(engine.model, sink="bos", size=0.05)
+    prompt = BlockPrompt.from_texts([A, B, ONE, A, QUESTION])
+    oracle = RecipeOracle(engine.model, prompt, recipe)
+    if family.startswith("falcon"):
+        with pytest.raises(UnsupportedModelError, match="outside transformers' interface"):
+            oracle.logits()
+        return
+    expected, logits = oracle.generate(5), oracle.logits()
+    for assembly in assemblies(engine):
+        options: dict[str, Any] = {"recipe": recipe, "assembly": assembly}
+        found = engine.answer_logits(prompt, [0], **options)
+        assert relative_error(found.float(), logits) <= BUDGET
+        assert engine.generate(prompt, max_new_tokens=5, **options).token_ids == expected
 
 
 @pytest.mark.parametrize("family", REFUSED)

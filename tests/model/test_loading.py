@@ -13,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import load_config, load_model, load_tokenizer, resolve_name
-from blockattn_rag.model.reader import Reader
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
@@ -54,18 +53,6 @@ def test_the_mark_of_block_fine_tuning_survives_saving(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     assert BlockModel.from_pretrained(tmp_path, device="cpu").is_block_tuned
-
-
-def test_a_reader_adapter_is_refused_as_a_model(saved: Path, tmp_path: Path) -> None:
-    base = load_model(saved, device="cpu")
-    metadata = {"fingerprint": "any", "base_model": str(saved)}
-    Reader.new(base, rank=1).save(tmp_path / "reader", metadata)
-    message = r"reader is a reader adapter .*Load the base model, and pass reader='.*reader'"
-    for load in (load_model, load_config, BlockModel.from_pretrained):
-        with pytest.raises(ValueError, match=message):
-            load(tmp_path / "reader")
-    (tmp_path / "reader" / "reader.json").unlink()
-    assert load_config(tmp_path / "reader").hidden_size == base.config.hidden_size
 
 
 def test_an_adapter_is_merged_into_its_base(saved: Path, tmp_path: Path) -> None:

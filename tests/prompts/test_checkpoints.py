@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import load_tokenizer
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -206,10 +206,9 @@ def test_block_mode_says_in_one_sentence_that_link_tokens_are_missing(
     prompt = BlockPrompt.from_texts(["One.", "Two."])
     model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer(), name=KVLINK)
     engine = BlockAttentionEngine(model)
-    engine.generate(prompt, mode="full", max_new_tokens=1)
-    assert not caplog.messages
     for _ in range(2):
         engine.generate(prompt, mode="block", max_new_tokens=1)
+        BlockAttentionEngine(model)
     assert caplog.messages == [
         f"{KVLINK} was trained with 5 link tokens after each passage, which attend to everything "
         "before them; block mode does not compute them yet, so its answers will be worse than "
@@ -224,12 +223,12 @@ def test_block_mode_says_when_an_engine_has_other_switches_than_training(
     model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer(), name=LLAMA)
     BlockAttentionEngine(model).generate(prompt, max_new_tokens=1)
     assert not caplog.messages
-    BlockAttentionEngine(model, sink="head:4").generate(prompt, max_new_tokens=1)
+    BlockAttentionEngine(model, recipe="head:4").generate(prompt, max_new_tokens=1)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "sink='none', found positions='reordered' and sink='head:4'" in caplog.messages[0]
 
 
 def test_all_but_kvlink_run_with_the_engines_own_defaults() -> None:
-    ready = GenerateOptions()
-    unmet = {one.hub_id for one in CHECKPOINTS.values() if one.unmet(ready.positions, ready.sink)}
+    plain = Recipe()
+    unmet = {one.hub_id for one in CHECKPOINTS.values() if one.unmet(plain.positions, plain.sink)}
     assert unmet == {KVLINK, "Shiyu-Lab/Llama3B-KVLink5"}

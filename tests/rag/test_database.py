@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from blockattn_rag.demo.corpus import bundled_corpus, bundled_questions
-from blockattn_rag.engine.calibration import PLAIN_SETTINGS, Calibration, write_calibration
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DatabaseError
 from blockattn_rag.rag.database import MANIFEST, Database, Manifest
-from tests.engine.test_calibration import calibration
 
 
 def test_the_nearest_passages_are_found_whatever_graph_chroma_drew(
@@ -32,17 +31,17 @@ def test_the_nearest_passages_are_found_whatever_graph_chroma_drew(
 
 
 def test_a_database_keeps_its_namespace(model: Path, tmp_path: Path) -> None:
-    wanted = Manifest(str(model), fingerprint="", namespace="one", sink="head:2")
+    wanted = Manifest(str(model), fingerprint="", namespace="one", recipe="head:2")
     Database.create(tmp_path / "db", wanted)
     engine = Database.open(tmp_path / "db").local_engine
-    assert (engine.access.namespace, engine.defaults.sink) == ("one", "head:2")
+    assert (engine.access.namespace, engine.recipe.sink) == ("one", "head:2")
     manifest = tmp_path / "db" / MANIFEST
     manifest.write_text(manifest.read_text().replace('"one"', '"o/ne"'))
     with pytest.raises(DatabaseError, match="a namespace is named by"):
         Database.open(tmp_path / "db")
 
 
-def test_a_new_database_has_the_sink_that_its_model_was_fine_tuned_with(
+def test_a_database_of_a_fine_tuned_model_runs_as_the_model_was_trained(
     model: Path, tmp_path: Path
 ) -> None:
     tuned = tmp_path / "tuned"
@@ -50,15 +49,16 @@ def test_a_new_database_has_the_sink_that_its_model_was_fine_tuned_with(
     config = json.loads((tuned / "config.json").read_text())
     config["block_attention"] = {"version": 1, "sink": "head:3"}
     (tuned / "config.json").write_text(json.dumps(config))
-    for number, (wanted, sink) in enumerate([("", "head:3"), ("none", "none")]):
-        folder = tmp_path / f"{number}"
-        created = Database.create(folder, Manifest(str(tuned), fingerprint="", sink=wanted))
-        assert created.manifest.sink == created.local_engine.defaults.sink == sink
-        assert Database.open(folder).local_engine.defaults.sink == sink
+    for recipe, sink in (("auto", "head:3"), ("none", "none")):
+        folder = tmp_path / recipe
+        created = Database.create(folder, Manifest(str(tuned), fingerprint="", recipe=recipe))
+        assert created.manifest.recipe == recipe
+        assert created.local_engine.recipe.sink == sink
+        assert Database.open(folder).local_engine.recipe.sink == sink
 
 
 def test_a_database_keeps_what_its_blocks_are_kept_in(model: Path, tmp_path: Path) -> None:
-    wanted = Manifest(str(model), fingerprint="", kv_dtype="int8", sink="head:2")
+    wanted = Manifest(str(model), fingerprint="", kv_dtype="int8", recipe="head:2")
     assert Database.create(tmp_path / "db", wanted).local_engine.kv_dtype == "int8"
     assert Database.open(tmp_path / "db").local_engine.kv_dtype == "int8"
     manifest = tmp_path / "db" / MANIFEST
@@ -75,30 +75,39 @@ def test_a_database_keeps_the_address_of_its_store(model: Path, tmp_path: Path) 
     assert not (tmp_path / "db" / "kv").exists()
 
 
-def test_databases_that_share_a_store_have_calibrations_of_their_own(
+def test_databases_that_share_a_store_have_recipes_of_their_own(
     model: Path, tmp_path: Path
 ) -> None:
-    store = tmp_path / "store"
-    wanted = Manifest(str(model), fingerprint="", store=str(store))
+    wanted = Manifest(str(model), fingerprint="", store=str(tmp_path / "store"))
     first, second, third = (
         Database.create(tmp_path / name, wanted) for name in ("first", "second", "third")
     )
+    for database, sink in ((first, "head:2"), (second, "head:3")):
+        Recipe(sink).save(database.path / "recipe")
+    databases = (first, second, third)
+    found = [Database.open(one.path).local_engine.recipe.sink for one in databases]
+    assert found == ["head:2", "head:3", "head:4"]
+    # A later ingestion uses the database's own, too.
+    assert Database.create(second.path, wanted).local_engine.recipe.sink == "head:3"
+    assert Database.open(second.path, recipe="none").local_engine.recipe == Recipe()
 
-    def calibrated(path: Path, seed: int) -> Calibration:
-        settings = {**PLAIN_SETTINGS, "merge": "scale:0.9"}
-        made = calibration(first.manifest.fingerprint, settings=settings, seed=seed)
-        write_calibration(path, made)
-        return made
 
-    def found(database: Database) -> tuple[Calibration | None, str | None]:
-        engine = Database.open(database.path).local_engine
-        return engine.calibration, engine.defaults.merge
+def test_a_database_that_was_made_with_another_recipe_takes_up_its_own(
+    model: Path, tmp_path: Path
+) -> None:
+    wanted = Manifest(str(model), fingerprint="", recipe="none")
+    database = Database.create(tmp_path / "db", wanted)
+    Recipe("head:2").save(tmp_path / "db" / "recipe")
+    assert Database.open(tmp_path / "db").local_engine.recipe.sink == "none"
+    database.use_own_recipe()
+    assert Database.open(tmp_path / "db").local_engine.recipe.sink == "head:2"
 
-    made = [calibrated(one.calibration_path, seed) for seed, one in enumerate((first, second))]
-    assert [found(one) for one in (first, second)] == [(one, "scale:0.9") for one in made]
-    assert found(third)[0] is None
-    # As calibrations of a database were kept before: beside its store.
-    beside = calibrated(store / "calibration.json", 2)
-    assert [found(one)[0] for one in (first, second, third)] == [*made, beside]
-    # A later ingestion goes by the database's own, too.
-    assert Database.create(second.path, wanted).local_engine.calibration == made[1]
+
+def test_a_database_of_an_earlier_version_is_read(model: Path, tmp_path: Path) -> None:
+    Database.create(tmp_path / "db", Manifest(str(model), fingerprint=""))
+    path = tmp_path / "db" / MANIFEST
+    fields = json.loads(path.read_text())
+    del fields["recipe"]
+    path.write_text(json.dumps({**fields, "sink": "head:2", "version": 1}))
+    manifest = Database.open(tmp_path / "db").manifest
+    assert (manifest.recipe, manifest.version) == ("auto", 2)

@@ -139,7 +139,7 @@ class FakeServer:
             tokenizer=self.profile.tokenizer,
             sink=sink,
             block_tuned=block_tuned,
-            models=(name, "a-reader"),
+            models=(name, "another-model"),
             max_tokens=max_tokens or self.profile.max_positions,
             read_only=read_only,
         ).to_dict()

@@ -14,6 +14,7 @@ import pytest
 
 from blockattn_rag import BlockAttentionEngine, BlockModel, DirectoryStore
 from blockattn_rag.engine.protocol import Engine
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.errors import ContextOverflowError, MissError, ProtocolError, ServingError
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
@@ -46,7 +47,7 @@ def alike(found: Generation, expected: Generation) -> None:
     assert (found.text, found.token_ids, found.finish_reason) == (
         expected.text, expected.token_ids, expected.finish_reason,
     )  # fmt: skip
-    names = (*COUNTS, "generated_tokens", "int8_blocks", "retried", "certificate")
+    names = (*COUNTS, "generated_tokens", "int8_blocks")
     for name in names:
         assert getattr(found.stats, name) == getattr(expected.stats, name), name
 
@@ -331,13 +332,13 @@ def test_another_server_than_expected_is_refused(
     assert server.bodies(COMPLETIONS) == []
 
 
-def test_the_name_of_a_reader_is_asked_for_as_the_model(server: FakeServer) -> None:
-    RemoteEngine(server.url, "a-reader", tiny_tokenizer()).generate([A, Q], max_new_tokens=1)
-    assert server.bodies(COMPLETIONS)[0]["model"] == "a-reader"
+def test_another_model_of_the_server_is_asked_for_by_its_name(server: FakeServer) -> None:
+    RemoteEngine(server.url, "another-model", tiny_tokenizer()).generate([A, Q], max_new_tokens=1)
+    assert server.bodies(COMPLETIONS)[0]["model"] == "another-model"
 
 
-def test_passages_are_encoded_by_the_base_model_whoever_reads_them(server: FakeServer) -> None:
-    engine = RemoteEngine(server.url, "a-reader", tiny_tokenizer())
+def test_passages_are_encoded_by_the_base_model_whichever_answers(server: FakeServer) -> None:
+    engine = RemoteEngine(server.url, "another-model", tiny_tokenizer())
     engine.encode([A])
     assert engine.contains(Block(A))
     assert {body["model"] for body in server.bodies(ENCODE)} == {"the-model"}
@@ -430,12 +431,12 @@ def test_a_key_is_sent_and_shown_to_nobody(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"positions": "composite"}, "found positions='composite', which a server's engine"),
         ({"assembly": "copy"}, "found assembly='copy'"),
-        ({"merge": "scale:0.9"}, "found merge='scale:0.9'"),
-        ({"promote": 1, "retry": "full"}, "found promote='1', retry='full'"),
+        ({"recipe": Recipe(promote=1)}, "Found recipe promote 1, but a server applies the sink"),
+        ({"recipe": Recipe(positions="composite")}, "Found recipe composite positions"),
+        ({"recipe": "no/such"}, "Found no recipe at no/such"),
         ({"num_beams": 2}, "found num_beams, which a server does not take.*repetition_penalty"),
-        ({"sink": "head:4"}, "found sink='head:4', but .* encodes passages with sink='none'"),
+        ({"recipe": "head:4"}, "found sink='head:4', but .* encodes passages with sink='none'"),
     ],
 )
 def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
@@ -447,7 +448,7 @@ def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
 
 
 def test_options_of_block_mode_have_no_effect_in_full_mode(engine: RemoteEngine) -> None:
-    assert engine.generate([A, Q], mode="full", promote=1, max_new_tokens=1).token_ids
+    assert engine.generate([A, Q], mode="full", assembly="copy", max_new_tokens=1).token_ids
 
 
 @pytest.mark.parametrize(
@@ -563,14 +564,14 @@ def test_a_server_with_a_sink_answers_as_an_engine_with_it(
     serve: Serve, block_model: Any, sink: str
 ) -> None:
     engine = RemoteEngine(serve(sink=sink).url, tokenizer=tiny_tokenizer())
-    local = BlockAttentionEngine(block_model, sink=sink)
+    local = BlockAttentionEngine(block_model, recipe=sink)
     engines: list[Engine] = [local, engine]
     for one in engines:
         one.encode([A])
         one.encode(BlockPrompt((Block("A head."),), Q))
     for prompt in (["A head.", A, B, Q], ["Another head.", B, A, Q]):
         alike(
-            engine.generate(prompt, sink=sink, max_new_tokens=NEW),
+            engine.generate(prompt, recipe=sink, max_new_tokens=NEW),
             local.generate(prompt, max_new_tokens=NEW),
         )
 

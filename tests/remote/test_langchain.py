@@ -44,9 +44,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 def remote(url: str, tokenizer: str, **options: Any) -> ChatBlockAttention:
     return ChatBlockAttention(
         model="the-model",
-        tokenizer=tokenizer,
         base_url=f"{url}/v1",
-        **{"max_tokens": 6, **options},
+        **{"max_tokens": 6, "model_kwargs": {"tokenizer": tokenizer}, **options},
     )
 
 
@@ -120,7 +119,12 @@ def test_batches_are_answered_side_by_side(
 def test_completions_are_the_same(
     server: FakeServer, saved: str, local: BlockAttentionEngine
 ) -> None:
-    llm = BlockAttentionLLM(model="the-model", tokenizer=saved, base_url=server.url, max_tokens=6)
+    llm = BlockAttentionLLM(
+        model="the-model",
+        base_url=server.url,
+        max_tokens=6,
+        model_kwargs={"tokenizer": saved},
+    )
     here = BlockAttentionLLM(engine=local, max_tokens=6)
     prompts: list[Any] = [f"{format_blocks(DOCUMENTS)} Which?", "Hello"]
     assert llm.batch(prompts) == here.batch(prompts)
@@ -164,9 +168,9 @@ def test_another_model_of_the_server_is_asked_for_with_the_same_key(
     server = serve(api_key=KEY)
     chat = remote(server.url, saved, api_key=KEY)
     either = chat.configurable_fields(model_name=ConfigurableField(id="model"))
-    config: Any = {"configurable": {"model": "a-reader"}}
+    config: Any = {"configurable": {"model": "another-model"}}
     assert either.invoke(MESSAGES, config).content
-    assert server.bodies(COMPLETIONS)[-1]["model"] == "a-reader"
+    assert server.bodies(COMPLETIONS)[-1]["model"] == "another-model"
 
 
 def test_an_answer_cache_tells_servers_apart(
@@ -194,7 +198,7 @@ def test_a_ready_engine_tells_answer_caches_what_it_is(
 
 
 def test_what_a_server_has_itself_is_refused() -> None:
-    for arguments in ({"kv_store": "kv"}, {"device": "cuda"}):
+    for arguments in ({"kv_store": "kv"}, {"model_kwargs": {"device": "cuda"}}):
         with pytest.raises(ValueError, match="a server has its model, device and store itself"):
             ChatBlockAttention(base_url="http://gpu:8000", **arguments)
     chat = ChatBlockAttention(base_url="http://gpu:8000")

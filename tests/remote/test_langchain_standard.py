@@ -32,7 +32,7 @@ class Behind(standard.UnderTest):
         return {
             "model": "tiny",
             "base_url": self.url,
-            "tokenizer": tool_model().tokenizer.tokenizer,
+            "model_kwargs": {"tokenizer": tool_model().tokenizer.tokenizer},
         }
 
 

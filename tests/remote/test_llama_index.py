@@ -15,6 +15,7 @@ from llama_index.core.schema import TextNode
 from llama_index_instrumentation import get_dispatcher
 
 from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import ServingError
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
@@ -201,7 +202,7 @@ def test_a_ready_engine_may_be_given(server: FakeServer, llm: BlockAttentionLLM)
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"kv_store": "kv"}, {"device_map": "cuda"}, {"model": object(), "tokenizer": object()}],
+    [{"kv_store": "kv"}, {"device_map": "cuda"}],
 )
 def test_what_a_server_has_itself_is_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="a server has its model, device and store itself"):
@@ -223,5 +224,5 @@ def test_arguments_of_the_engine_go_into_model_kwargs(server: FakeServer, saved:
 
 
 def test_what_a_server_cannot_do_is_refused(llm: BlockAttentionLLM) -> None:
-    with pytest.raises(ValueError, match="found promote='1', which a server's engine cannot do"):
-        llm.chat(MESSAGES, promote=1)
+    with pytest.raises(ValueError, match="Found recipe promote 1, but a server applies the sink"):
+        llm.chat(MESSAGES, recipe=Recipe(promote=1))

@@ -69,10 +69,9 @@ def test_a_server_that_stores_nothing_may_yet_encode_for_its_memory() -> None:
     assert not ServingConfig.parse(GIVEN | {"read_only": True, "private_memory": "0"}).encodes
 
 
-def test_lists_name_namespaces_and_readers() -> None:
-    config = ServingConfig.parse(GIVEN | {"read_namespaces": ["shared"], "readers": ["r"]})
+def test_a_list_names_namespaces() -> None:
+    config = ServingConfig.parse(GIVEN | {"read_namespaces": ["shared"]})
     assert config.access.read_namespaces == ("shared",)
-    assert config.readers == ("r",)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.serving.endpoint import EncodeAnswer, EncodeBody, ServerInfo
 
-INFO = ServerInfo("a" * 64, "b" * 64, "head:4", True, ("llama", "reader"), 4096, "tenant", True)
+INFO = ServerInfo("a" * 64, "b" * 64, "head:4", True, ("llama", "other"), 4096, "tenant", True)
 BODY = EncodeBody(((1, 2), (3,)), "llama", opens_prompt=True, private=True, only_look=True)
 ANSWER = EncodeAnswer(("found", "encoded", "missing"), 12)
 

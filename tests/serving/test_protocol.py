@@ -258,7 +258,7 @@ def test_what_the_local_engine_stored_is_found_on_a_server(
     engine: BlockAttentionEngine, sink: str
 ) -> None:
     store = MemoryStore(1 << 24)
-    local = BlockAttentionEngine(engine.model, store=store, sink=sink)
+    local = BlockAttentionEngine(engine.model, store=store, recipe=sink)
     prompt = BlockPrompt.from_texts(["first passage", "second", "first passage", "question?"])
     local.encode(prompt)
     ids = engine.model.tokenizer.prompt_ids(prompt)
@@ -281,7 +281,7 @@ def test_what_a_server_encodes_is_found_by_the_local_engine(
 ) -> None:
     profile = profile_of(engine.model, sink)
     store = MemoryStore(1 << 24)
-    local = BlockAttentionEngine(engine.model, store=store, sink=sink)
+    local = BlockAttentionEngine(engine.model, store=store, recipe=sink)
     for block, first in ((Block("the first of a prompt"), True), (Block("another"), False)):
         ids = engine.model.tokenizer.block_ids(block, first=first)
         before = [] if first else list(profile.sink_ids)
@@ -342,7 +342,7 @@ def test_a_private_block_has_the_key_that_the_local_engine_has_in_memory(
     engine: BlockAttentionEngine,
 ) -> None:
     store = MemoryStore(1 << 24)  # where the local engine keeps private blocks too
-    local = BlockAttentionEngine(engine.model, store=store, namespace="a")
+    local = BlockAttentionEngine(engine.model, store=store, namespace="a", recipe="none")
     turn = Block.of([Span("An earlier turn.", "conversation")])
     prompt = BlockPrompt((turn, Block("a passage")), "question?")
     local.generate(prompt, max_new_tokens=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from dataclasses import replace
@@ -87,16 +86,17 @@ def test_an_engine_reuses_what_was_migrated(tmp_path: Path) -> None:
     model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
     memory = MemoryStore(1 << 26)
     texts = ["first passage", "second"]
-    BlockAttentionEngine(model, memory).encode(texts)
+    BlockAttentionEngine(model, memory, recipe="none").encode(texts)
     for key in list(memory.keys()):
         kv = memory.get(key)
         assert kv is not None
         old.put(tmp_path / "kv", replace(kv, digest=f"of the text {key}"))
     migrate(tmp_path / "kv", all_plain=True)
-    engine = BlockAttentionEngine(model, tmp_path / "kv", on_miss="error")
+    engine = BlockAttentionEngine(model, tmp_path / "kv", recipe="none", on_miss="error")
     stats = engine.generate([*texts, "question?"], max_new_tokens=1, on_miss="compute").stats
     assert (stats.hits, stats.misses) == (1, 1)  # the first one has no BOS in the store
-    expected = BlockAttentionEngine(model, memory).answer_logits([*texts, "question?"], [3])
+    fresh = BlockAttentionEngine(model, memory, recipe="none")
+    expected = fresh.answer_logits([*texts, "question?"], [3])
     assert torch.equal(engine.answer_logits([*texts, "question?"], [3]), expected)
 
 
@@ -141,20 +141,6 @@ def test_other_keys_and_values_of_the_same_tokens_show_that_there_are_sinks(fold
         DirectoryStore(folder)
     assert migrate(folder, all_plain=False).dropped >= 5  # with what was migrated before
     assert DirectoryStore(folder).stats().entries == 0
-
-
-@pytest.mark.parametrize("chosen", [{"sink": "head:4"}, {"correction": "/a/file"}])
-def test_a_calibration_with_a_sink_contradicts_that_there_is_none(
-    folder: Path, chosen: dict[str, str]
-) -> None:
-    settings = {"sink": "none", "correction": "none", **chosen}
-    calibrations = {"version": 1, "calibrations": {"f": {"settings": settings}}}
-    (folder / "calibration.json").write_text(json.dumps(calibrations))
-    with pytest.raises(StoreError, match=r"says that blocks were encoded with .*migrate --drop"):
-        migrate(folder, all_plain=True)
-    calibrations = {"version": 1, "calibrations": {"f": {"settings": {"sink": "none"}}}}
-    (folder / "calibration.json").write_text(json.dumps(calibrations))
-    assert migrate(folder, all_plain=True).migrated == 5
 
 
 def test_damaged_and_misplaced_entries_are_deleted_and_named(folder: Path) -> None:

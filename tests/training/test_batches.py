@@ -69,14 +69,8 @@ class TestModes:
         assert (block.block_lengths, block.sink_tokens) == ([2, 1, 1, 2], 2)
         assert (full.input_ids, full.block_lengths, full.sink_tokens) == ([*range(1, 7)], [6], 0)
 
-    def test_the_first_block_of_each_sample_may_be_its_sink(self) -> None:
-        found = ModeDataset([*THREE, *SAMPLES], ["block"], sink=None)
-        assert found[0].input_ids == [1, 2, 1, 2, 3, 1, 2, 4, 5, 6]
-        assert found[1].input_ids == [1, 2, 3, 4, 5]
-        assert found[2].input_ids == [6, 7, 8]
-
-    @pytest.mark.parametrize("sink", [[], [8, 9], None])
-    def test_tokens_are_counted_with_their_sinks(self, sink: list[int] | None) -> None:
+    @pytest.mark.parametrize("sink", [[], [8, 9]])
+    def test_tokens_are_counted_with_their_sinks(self, sink: list[int]) -> None:
         dataset = ModeDataset(Columns([*THREE, *SAMPLES]), ["full", "block"], sink=sink)
         items = [dataset[i] for i in range(len(dataset))]
         assert dataset.token_counts() == [len(item.input_ids) for item in items]

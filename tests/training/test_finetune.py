@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from blockattn_rag.check.oracle import oracle_logits
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError, DivergedError, UnsupportedModelError
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import load_config
@@ -80,18 +81,15 @@ class TestResult:
         assert loaded.config.use_cache
         assert BlockModel.from_pretrained(folder / "out").is_block_tuned
 
-    @pytest.mark.parametrize("sink", ["bos", "head:4", "first-block"])
+    @pytest.mark.parametrize("sink", ["bos", "head:4"])
     def test_a_model_that_was_trained_after_a_sink_says_so(self, folder: Path, sink: str) -> None:
         plain = finetune(config(settings(folder, "plain", max_steps=1)))
         report = finetune(config(settings(folder, max_steps=1, sink=sink)))
         assert report.loss != plain.loss  # the sink was seen
         assert load_config(folder / "out").block_attention["sink"] == sink
         tuned = BlockModel.from_pretrained(folder / "out")
-        assert BlockAttentionEngine(tuned).defaults.sink == sink
-        if sink != "first-block":
-            assert profile_of(tuned).sink == sink
-        card = (folder / "out" / "README.md").read_text(encoding="utf-8")
-        assert f'from_pretrained("out", sink="{sink}")' in card
+        assert BlockAttentionEngine(tuned).recipe.sink == sink
+        assert profile_of(tuned).sink == sink
 
     def test_full_mode_alone_leaves_no_mark(self, folder: Path) -> None:
         finetune(config(settings(folder, max_steps=1, modes=("full",))))
@@ -436,7 +434,7 @@ class TestRefusals:
             ({"modes": ("blocks",)}, "modes"),
             ({"modes": ("block", "block")}, "modes must be distinct"),
             ({"positions": "none"}, "positions"),
-            ({"sink": "tail"}, "sink must be 'none', 'bos', 'first-block' or 'head:N'"),
+            ({"sink": "tail"}, "Unknown sink 'tail': expected 'none', 'bos' or 'head:N'"),
             ({"sink": "bos", "modes": ("full",)}, "sink is 'bos', but modes has no 'block'"),
             ({"sink": "head:999"}, "the head of a prompt has"),
             ({"attention": "flash"}, "attention"),
@@ -504,12 +502,13 @@ def test_training_computes_what_the_engine_computes(mode: Any, positions: Any) -
             out = model(input_ids=ids, attention_mask=mask, position_ids=layout.position_ids)
         answered = next(i for i, label in enumerate(sample.labels) if label != -100)
         expected = int(out.logits[0, answered - 1].argmax())
-        found = engine.generate(texts, mode=mode, positions=positions, max_new_tokens=1)
+        recipe = Recipe(positions=positions)
+        found = engine.generate(texts, mode=mode, recipe=recipe, max_new_tokens=1)
         assert [*found.token_ids, *engine.model.end_token_ids][0] == expected
 
 
 @pytest.mark.parametrize("positions", ["reordered", "composite"])
-@pytest.mark.parametrize("sink", ["none", "bos", "head:3", "first-block"])
+@pytest.mark.parametrize("sink", ["none", "bos", "head:3"])
 def test_after_a_sink_training_computes_the_logits_of_the_engine_and_of_the_oracle(
     sink: str, positions: Any
 ) -> None:
@@ -519,7 +518,7 @@ def test_after_a_sink_training_computes_the_logits_of_the_engine_and_of_the_orac
     texts = ["You answer.", "fact 1 is here. ", "and 7 there. ", "what is 1?"]
     record = {"blocks": texts[:-1], "prompt": texts[-1], "response": "xyz"}
     sample = dataclasses.asdict(encoder.encode_record(record))
-    before = None if sink == "first-block" else sink_ids(sink, encoder.tokenizer)
+    before = sink_ids(sink, encoder.tokenizer)
     item = ModeDataset([sample], ["block"], sink=before)[0]
     batch = Collator(0, positions)([item])
     mask = ModelMasks(model.config, "eager")(layout_of(batch), torch.float32)
@@ -530,13 +529,13 @@ def test_after_a_sink_training_computes_the_logits_of_the_engine_and_of_the_orac
     answer = [label for label in item.labels if label != -100]
     found = logits[-len(answer) - 1 : -1]
     engine = BlockAttentionEngine.from_pretrained(tiny_model("llama"), tokenizer=tiny_tokenizer())
-    expected = engine.answer_logits(texts, answer, sink=sink, positions=positions)
+    expected = engine.answer_logits(texts, answer, recipe=Recipe(sink, positions=positions))
     # The law of the design: logits in float32 agree to 1e-4.
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     if positions == "reordered":
         ids = encoder.tokenizer.prompt_ids(encoder.parse(record).prompt)
         blocks = [*ids.context, [*ids.final, *answer[:-1]]]
-        expected = oracle_logits(model, blocks, ids.context[0] if before is None else before)
+        expected = oracle_logits(model, blocks, before)
         torch.testing.assert_close(found, expected[-len(answer) :], rtol=1e-4, atol=1e-4)
 
 

@@ -19,9 +19,10 @@ def test_every_kind_size_and_mode_has_a_row(
     monkeypatch.setattr(module, "SIZES", (2, 3))
     tiny_model(max_position_embeddings=4096).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    rows = list(measure(str(tmp_path), ["full", "block"], samples=2, seed=1))
-    assert len(rows) == 3 * 2 * 2
-    assert {(row["mode"], row["samples"]) for row in rows} == {("full", 2), ("block", 2)}
+    rows = list(measure(str(tmp_path), samples=2, seed=1))
+    assert len(rows) == 3 * 2 * 3
+    modes = ("full", "block", "block-composite")
+    assert {(row["mode"], row["samples"]) for row in rows} == {(mode, 2) for mode in modes}
     assert all(row["low"] <= row["accuracy"] <= row["high"] for row in rows)
 
 
@@ -30,10 +31,10 @@ def test_rows_are_kept_as_they_come_and_bad_options_refused_before_the_first(
 ) -> None:
     row = {"model": "bundled", "mode": "full", "kind": "order", "passages": 2,
            "accuracy": 1.0, "low": 1.0, "high": 1.0}  # fmt: skip
-    asked: list[list[str]] = []
+    asked: list[str] = []
 
-    def one_row_and_a_crash(_: str, modes: list[str], *__: int) -> Iterator[dict[str, Any]]:
-        asked.append(modes)
+    def one_row_and_a_crash(model: str, *_: int) -> Iterator[dict[str, Any]]:
+        asked.append(model)
         yield row
         raise MemoryError
 
@@ -43,8 +44,8 @@ def test_rows_are_kept_as_they_come_and_bad_options_refused_before_the_first(
         main(["bundled", str(tmp_path)], output=output)
     assert not asked
     with pytest.raises(MemoryError):
-        main(["bundled"], modes="full, block", output=output)
-    assert asked == [["full", "block"]]
+        main(["bundled"], output=output)
+    assert asked == ["bundled"]
     assert json.loads(output.read_text(encoding="utf-8")) == [row]
     with pytest.raises(typer.BadParameter, match="exists; name another"):
         main(["bundled"], output=output)

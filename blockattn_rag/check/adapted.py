@@ -1,0 +1,122 @@
+"""The oracle's attention where a recipe has an adapter or promotes: in plain weights.
+
+The rows of the final block see the keys and values that the adapter makes of each passage's own;
+all other rows see those that the model computed. The formula of ``model.correction`` is written out
+here block by block, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from blockattn_rag.check.layout import Layout
+from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.kv.rope import RotaryLayout, rotate
+from blockattn_rag.model.correction import PLACES, Correction
+
+_NAME = "blockattn_oracle"
+
+
+@contextmanager
+def adapting(
+    hf_model: PreTrainedModel,
+    layout: Layout,
+    adapter: Correction | None,
+    layouts: Sequence[RotaryLayout],
+    masses: list[Tensor] | None = None,
+) -> Iterator[None]:
+    """Replace the attention of a model's forwards.
+
+    Args:
+        hf_model: The model.
+        layout: Where the tokens of the prompt stand, with the positions of their keys.
+        adapter: Changes what the final block sees of passages. None: nothing.
+        layouts: Rotary layout per layer.
+        masses: Takes each layer's weights of the final block, ``[heads, final tokens, tokens]``.
+
+    Raises:
+        UnsupportedModelError: the model's attention cannot be replaced.
+    """
+    if adapter is None and masses is None:
+        yield
+        return
+    final = int(layout.block[-1])
+    rows = layout.block == final
+    before = hf_model.config._attn_implementation
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        groups, layer = query.shape[1] // key.shape[1], module.layer_idx
+        scale = kwargs.get("scaling") or 1 / math.sqrt(query.shape[-1])
+
+        def attend(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            keys, values = (s.repeat_interleave(groups, dim=1).double() for s in (key, value))
+            scores = query.double() @ keys.mT * scale
+            if (cap := kwargs.get("softcap")) is not None:
+                scores = cap * (scores / cap).tanh()
+            scores = scores + mask
+            if (sinks := kwargs.get("s_aux")) is not None:  # the model's own, one score per head
+                own = sinks.double().reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+                weights = torch.cat([scores, own], dim=-1).softmax(-1)[..., :-1]
+            else:
+                weights = scores.softmax(-1)
+            return weights, weights @ values
+
+        weights, outputs = attend(key, value)
+        if adapter is not None:
+            key, value = _adapted(adapter, layer, key, value, layout, layouts[layer])
+            weights, seen = attend(key, value)
+            outputs[:, :, rows] = seen[:, :, rows]
+        if masses is not None:
+            masses.append(weights[0, :, rows])
+        return outputs.to(query.dtype).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(_NAME, attention)
+    hf_model.set_attn_implementation(_NAME)
+    if hf_model.config._attn_implementation != _NAME:
+        raise UnsupportedModelError(
+            f"{type(hf_model).__name__} has its attention outside transformers' interface, so the "
+            "oracle cannot compute adapters and promotion for it. Check the model without a recipe."
+        )
+    try:
+        yield
+    finally:
+        hf_model.set_attn_implementation(before)
+
+
+def _adapted(
+    adapter: Correction,
+    layer: int,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    rotary: RotaryLayout,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[1, K, n, D]`` in which those of passages are changed."""
+    key, value = key.double(), value.double()
+    weight, bias = (tensor.double() for tensor in adapter.layers[layer])
+    for block in range(1, int(layout.block[-1])):
+        at = (layout.block == block) & ~layout.is_sink
+        offsets = layout.position[at]
+        bare = _turned(key[0][:, at], -offsets, rotary)
+        states = torch.cat([bare, value[0][:, at]], dim=-1)
+        place = [sum(index >= end for end in PLACES) for index in range(states.shape[1])]
+        changed = states + states @ weight + bias[:, place]
+        new_key, new_value = changed.split([key.shape[-1], value.shape[-1]], dim=-1)
+        key[0][:, at], value[0][:, at] = _turned(new_key, offsets, rotary), new_value
+    return key, value
+
+
+def _turned(keys: Tensor, positions: Tensor, rotary: RotaryLayout) -> Tensor:
+    if not rotary.rotates:
+        return keys
+    cos, sin = (table.double() for table in rotary.cos_sin(positions, keys.device))
+    return rotate(keys, cos, sin, rotary)

@@ -1,0 +1,199 @@
+"""Which recipe a model runs with: the one that was given, or the best one that is known."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from blockattn_rag.engine.recipe import RECIPE_FILE, Recipe, read_fields
+from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.checkpoints import other_switches
+from blockattn_rag.prompts.sinks import NO_SINK, is_sink, sink_ids
+from blockattn_rag.store.base import KVStore
+from blockattn_rag.store.directory import RECIPE_FOLDER, DirectoryStore
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger("blockattn_rag")
+
+RecipeLike = Recipe | str | Path
+AUTO = "auto"
+
+_SHIPPED = Path(__file__).parent / "recipes"
+_STOCK_SINKS = ("head:4", "bos", NO_SINK)  # four tokens of the head do as well as more
+
+# Models that a warning was logged for: one for all engines over a model.
+_warned_of: WeakSet[PreTrainedModel] = WeakSet()
+
+
+def resolve_recipe(
+    given: RecipeLike | None, model: BlockModel, store: KVStore, folder: Path | None = None
+) -> Recipe:
+    """The recipe of an engine.
+
+    Args:
+        given: A recipe, the folder of one, a sink alone such as ``"head:4"``, ``"none"``, or
+            ``"auto"``. None: ``"auto"``.
+        model: The engine's model.
+        store: The engine's store.
+        folder: Folder of the database that the store belongs to.
+
+    ``"auto"`` takes the first of these:
+
+    1. For a block-fine-tuned model: what it was trained with.
+    2. The folder ``recipe`` in ``folder``, in the store's folder, or beside the store's folder.
+    3. The folder ``recipe`` in the model's folder.
+    4. A recipe that comes with the package, known by the model's fingerprint.
+    5. A sink alone, with one warning that names ``blockattn-rag repair``.
+
+    Recipes of other models that 2 and 3 find are skipped with a warning.
+
+    Raises:
+        ValueError: there is no recipe where ``given`` says, it is damaged, or it does not belong to
+            the model.
+        UnsupportedModelError: the recipe promotes passages, which the model cannot do.
+    """
+    if given is None or given == AUTO:
+        return _automatic(model, store, folder)
+    if isinstance(given, Recipe):
+        recipe = given
+    elif isinstance(given, str) and is_sink(given):
+        recipe = Recipe(given, source=f"sink {given}")
+    else:
+        recipe = Recipe.load(given)
+    check_fits(recipe, model)
+    if why := _unlike_training(recipe, model):
+        _warn_once(model, why)
+    return recipe
+
+
+def check_fits(recipe: Recipe, model: BlockModel) -> None:
+    """Refuse a recipe that does not belong to a model.
+
+    Raises as ``resolve_recipe``.
+    """
+    if why := foreign(recipe, model):
+        raise ValueError(
+            f"{why} Use recipe='auto', or make one for this model, in this dtype: {_repair(model)}."
+        )
+    sink_ids(recipe.sink, model.tokenizer)
+    if recipe.adapter:
+        recipe.adapter.check_shapes(model.profile.layer_outlines)
+    if recipe.promote and not model.supports_relay:
+        raise UnsupportedModelError(
+            f"{model.name} cannot promote passages (found promote={recipe.promote}): that needs "
+            "relay attention, which is not exact for this model. Use a recipe with promote=0."
+        )
+
+
+def foreign(recipe: Recipe, model: BlockModel) -> str:
+    """Why a recipe belongs to another model: one sentence; empty if it fits."""
+    if not recipe.fingerprints or model.fingerprint in recipe.fingerprints:
+        return ""
+    known = ", ".join(f"{one[:12]}..." for one in recipe.fingerprints)
+    return (
+        f"The recipe {recipe.source or recipe} belongs to {recipe.model or 'a model'} with the "
+        f"fingerprint {known}, found {model.name} with {model.fingerprint[:12]}...: another model, "
+        "dtype or tokenizer."
+    )
+
+
+def _automatic(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe:
+    if model.is_block_tuned:
+        trained: dict[str, Any] = {**model.tuned_with}
+        recipe = Recipe(**trained, source="block-fine-tuned")
+        if model.checkpoint and (why := model.checkpoint.unmet(recipe.positions, recipe.sink)):
+            _warn_once(model, why)
+        return recipe
+    path = store.path if isinstance(store, DirectoryStore) else None
+    names = (model.name, str(getattr(model.config, "_name_or_path", "")))
+    for place in _places(path, names, folder):
+        recipe = Recipe.load(place)
+        if why := foreign(recipe, model):
+            logger.warning("Skipped %s. %s", place, why)
+            continue
+        check_fits(recipe, model)
+        return recipe
+    if shipped := _shipped().get(model.fingerprint):
+        return _load_shipped(shipped)
+    sink = next(sink for sink in _STOCK_SINKS if _has_sink(model, sink))
+    _warn_once(
+        model,
+        f"{model.name} is not block-fine-tuned and has no recipe: block mode uses the sink "
+        f"{sink!r} alone, and its answers are less accurate than in full mode. Make a recipe with "
+        f"{_repair(model)}, or use mode='full'.",
+    )
+    return Recipe(sink, source="stock model")
+
+
+def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> Iterator[Path]:
+    """Where recipes are, of those places where ``"auto"`` looks for one."""
+    folders = [folder, store, store and store.parent]
+    for name in dict.fromkeys(models):
+        path = Path(name).expanduser()
+        if name and path.exists():
+            folders.append(path if path.is_dir() else path.parent)
+    for one in folders:
+        if one is not None and (one / RECIPE_FOLDER / RECIPE_FILE).is_file():
+            yield one / RECIPE_FOLDER
+
+
+def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> list[str]:
+    """What identifies the recipe of an engine whose model is not loaded yet: one digest, or those
+    of all recipes that ``"auto"`` may take.
+
+    Raises:
+        ValueError: ``given`` is no recipe.
+    """
+    if isinstance(given, Recipe):
+        return [given.digest]
+    if isinstance(given, str) and is_sink(given):
+        return [Recipe(given).digest]
+    path = None if store is None else Path(store).expanduser()
+    places = _places(path, [model], None) if given == AUTO else [Path(given).expanduser()]
+    return [read_fields(place)["digest"] for place in places]
+
+
+@cache
+def _shipped() -> dict[str, Path]:
+    """The recipes of the package, by fingerprint."""
+    places = sorted(_SHIPPED.glob(f"*/{RECIPE_FILE}"))
+    return {one: path.parent for path in places for one in read_fields(path.parent)["fingerprints"]}
+
+
+@cache
+def _load_shipped(place: Path) -> Recipe:
+    return replace(Recipe.load(place), source=f"shipped {place.name}")
+
+
+def _has_sink(model: BlockModel, sink: str) -> bool:
+    try:
+        sink_ids(sink, model.tokenizer)
+    except ValueError:  # no such token, or too few
+        return False
+    return True
+
+
+def _unlike_training(recipe: Recipe, model: BlockModel) -> str:
+    """How a recipe differs from what a model was block-fine-tuned with; empty if it does not."""
+    found = {"positions": recipe.positions, "sink": recipe.sink}
+    if model.checkpoint:
+        return model.checkpoint.unmet(**found)
+    return other_switches(model.name, model.tuned_with, found)
+
+
+def _warn_once(model: BlockModel, message: str) -> None:
+    if model.hf_model not in _warned_of:
+        _warned_of.add(model.hf_model)
+        logger.warning(message)
+
+
+def _repair(model: BlockModel) -> str:
+    return f"`blockattn-rag repair --model {model.name} --passages FILE`"

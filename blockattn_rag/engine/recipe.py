@@ -1,0 +1,276 @@
+"""Recipe: how a model runs in block mode.
+
+A model that was not block-fine-tuned loses right answers in block mode. A recipe repairs it, mostly
+while passages are encoded, where it costs nothing per answer. ``blockattn-rag repair`` makes one.
+It is a folder::
+
+    recipe.json           the fields of ``Recipe``, its digest, and the sha256 of the adapter's file
+    adapter.safetensors   the adapter, if there is one
+    report.json           what ``repair`` measured
+    report.png            the same as a plot, if there is one
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_args
+
+from blockattn_rag.files.atomic import sync, temporary_name, write_json
+from blockattn_rag.kv.context import Positions
+from blockattn_rag.model.correction import Correction
+from blockattn_rag.model.correction_file import read_correction, save_correction
+from blockattn_rag.prompts.sinks import NO_SINK, check_sink
+
+VERSION = 1
+RECIPE_FILE = "recipe.json"
+_ADAPTER_FILE, _REPORT_FILE, _PLOT_FILE = "adapter.safetensors", "report.json", "report.png"
+_MADE_BY = "`blockattn-rag repair`"
+
+
+@dataclass(frozen=True)  # without slots, which would leave no room for the digest
+class Recipe:
+    """How a model runs in block mode. Equal recipes give equal answers.
+
+    Args:
+        sink: Prefix tokens that passages are encoded with: ``"none"``, ``"bos"`` or ``"head:N"``;
+            see ``prompts.sinks``.
+        adapter: Changes a passage's keys and values after they are encoded. It is fitted to
+            ``sink``.
+        promote: Passages that are recomputed with the question: those that it attends to most.
+            0: none.
+        positions: ``"reordered"`` re-encodes positions; ``"composite"`` is the papers' ablation.
+        fingerprints: Models that the recipe belongs to. Empty: any model, if there is no adapter.
+        model: Name of the model, for messages.
+        prompt_format: Prompt format that the adapter was fitted with.
+        report: What ``repair`` measured, as plain JSON.
+        source: Where the recipe comes from, for messages.
+
+    Raises:
+        ValueError, TypeError: a field has a wrong value.
+    """
+
+    sink: str = NO_SINK
+    adapter: Correction | None = None
+    promote: int = 0
+    positions: Positions = "reordered"
+    fingerprints: tuple[str, ...] = ()
+    model: str = ""
+    prompt_format: str = ""
+    report: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    source: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        check_sink(self.sink)
+        if not isinstance(self.promote, int) or isinstance(self.promote, bool) or self.promote < 0:
+            raise ValueError(
+                f"Invalid promote {self.promote!r}: expected a number of passages, from 0 on."
+            )
+        if self.positions not in get_args(Positions):
+            known = " or ".join(map(repr, get_args(Positions)))
+            raise ValueError(f"Invalid positions {self.positions!r}: expected {known}.")
+        given: object = self.fingerprints
+        if isinstance(given, str):
+            raise TypeError("Invalid fingerprints: found one text, expected a tuple of texts.")
+        object.__setattr__(self, "fingerprints", tuple(self.fingerprints))
+        for name in ("model", "prompt_format"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"Invalid {name} {getattr(self, name)!r}: expected a text.")
+        if not all(isinstance(one, str) for one in self.fingerprints):
+            raise TypeError(f"Invalid fingerprints {self.fingerprints!r}: expected texts.")
+        if self.adapter is None:
+            return
+        if not isinstance(self.adapter, Correction):
+            raise TypeError(
+                f"Invalid adapter: found {type(self.adapter).__name__}, expected a Correction."
+            )
+        if not self.fingerprints:
+            raise ValueError(
+                "A recipe with an adapter needs the fingerprints of its models, found none."
+            )
+        if self.adapter.sink != self.sink:
+            raise ValueError(
+                f"The adapter was fitted to sink={self.adapter.sink!r}, found sink={self.sink!r}: "
+                "use that sink, or fit an adapter to this one."
+            )
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of everything but report and source: 64 hex digits."""
+        return hashlib.sha256(json.dumps(self._fields(), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def encoding(self) -> tuple[str, str]:
+        """What decides a passage's keys and values: the sink, and the adapter's digest or ``""``.
+        Recipes of one encoding share stored blocks."""
+        return self.sink, self.adapter.digest if self.adapter else ""
+
+    def __str__(self) -> str:
+        parts = [self.sink] if self.sink != NO_SINK else []
+        parts += [f"adapter {self.adapter.digest[:6]}"] if self.adapter else []
+        parts += [f"promote {self.promote}"] if self.promote else []
+        parts += [f"{self.positions} positions"] if self.positions != "reordered" else []
+        return " + ".join(parts) or "none"
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "sink": self.sink,
+            "adapter": self.adapter.digest if self.adapter else None,
+            "promote": self.promote,
+            "positions": self.positions,
+            "fingerprints": list(self.fingerprints),
+            "model": self.model,
+            "prompt_format": self.prompt_format,
+        }
+
+    # -- files -------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, *, plot: bytes | None = None) -> None:
+        """Write the recipe as a folder, completely or not at all. Replaces a recipe that is there.
+
+        Args:
+            folder: Where to write it.
+            plot: PNG image of the report.
+
+        Raises:
+            ValueError: the report is no plain JSON, or ``folder`` holds something else.
+            OSError: the folder cannot be written.
+        """
+        folder = Path(folder).expanduser()
+        is_foreign = folder.is_dir() and any(folder.iterdir()) and not _holds_recipe(folder)
+        if is_foreign or folder.is_file():
+            raise ValueError(
+                f"{folder} is not a recipe: it has no {RECIPE_FILE}. Choose a new or empty folder."
+            )
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = temporary_name(folder)
+        staging.mkdir()
+        try:
+            self._write(staging, plot)
+            if folder.exists():
+                old = temporary_name(folder)
+                folder.rename(old)
+                staging.rename(folder)
+                shutil.rmtree(old)
+            else:
+                staging.rename(folder)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        sync(folder.parent)
+
+    def _write(self, folder: Path, plot: bytes | None) -> None:
+        told = {"version": VERSION, "digest": self.digest, **self._fields(), "adapter_sha256": None}
+        if self.adapter:
+            save_correction(self.adapter, folder / _ADAPTER_FILE)
+            told["adapter_sha256"] = _sha256(folder / _ADAPTER_FILE)
+        report = dict(self.report)
+        json.dumps(report, allow_nan=False)  # refused before it is written
+        write_json(folder / _REPORT_FILE, report)
+        if plot is not None:
+            (folder / _PLOT_FILE).write_bytes(plot)
+        write_json(folder / RECIPE_FILE, told)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Recipe:
+        """Read a recipe's folder and check everything in it.
+
+        Raises:
+            ValueError: there is no recipe, or it is damaged.
+        """
+        folder = Path(folder).expanduser()
+        told = read_fields(folder)
+        path = folder / _ADAPTER_FILE
+        adapter = None
+        if told["adapter"] is not None:
+            _require(path)
+            if (found := _sha256(path)) != told["adapter_sha256"]:
+                raise _damaged(path, f"found sha256 {found}, expected {told['adapter_sha256']}")
+            adapter = read_correction(path)
+        names = ("sink", "promote", "positions", "model", "prompt_format")
+        try:
+            recipe = cls(
+                **{name: told[name] for name in names},
+                adapter=adapter,
+                fingerprints=tuple(told["fingerprints"]),
+                report=_read_json(folder / _REPORT_FILE),
+                source=str(folder),
+            )
+        except (TypeError, ValueError) as error:
+            raise _damaged(folder / RECIPE_FILE, str(error)) from error
+        if recipe.digest != told["digest"]:
+            raise _damaged(
+                folder / RECIPE_FILE, f"found digest {recipe.digest}, expected {told['digest']}"
+            )
+        return recipe
+
+    def with_positions(self, positions: Positions | None) -> Recipe:
+        """The same recipe with other positions; None: unchanged."""
+        return self if positions in (None, self.positions) else replace(self, positions=positions)
+
+
+def read_fields(folder: Path) -> dict[str, Any]:
+    """The contents of a recipe's ``recipe.json``, whose names and version are checked.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    path = folder / RECIPE_FILE
+    if not _holds_recipe(folder):
+        raise ValueError(
+            f"Found no recipe at {folder}: expected a folder with {RECIPE_FILE}, which {_MADE_BY} "
+            "writes, or one of 'auto', 'none', 'bos' and 'head:N'."
+        )
+    told = _read_json(path)
+    if (version := told.get("version")) != VERSION:
+        raise ValueError(
+            f"{path} has version {version!r}, expected {VERSION}: make the recipe again with "
+            f"{_MADE_BY}, or update blockattn_rag."
+        )
+    expected = {"version", "digest", "adapter_sha256", *Recipe()._fields()}
+    if told.keys() != expected:
+        others = ", ".join(sorted(told.keys() ^ expected))
+        raise _damaged(path, f"missing or unknown fields: {others}")
+    if not isinstance(told["fingerprints"], list):
+        raise _damaged(path, f"found fingerprints {told['fingerprints']!r}, expected a list")
+    return told
+
+
+def _holds_recipe(folder: Path) -> bool:
+    with suppress(OSError, ValueError):  # a name that no file can have
+        return (folder / RECIPE_FILE).is_file()
+    return False
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    _require(path)
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"found no valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise _damaged(path, f"found {type(found).__name__}, expected a JSON object")
+    return found
+
+
+def _require(path: Path) -> None:
+    if not path.is_file():
+        raise _damaged(path, "the file is missing")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _damaged(path: Path, why: str) -> ValueError:
+    return ValueError(
+        f"{path} is damaged: {why}. Restore the recipe's folder from a copy, or make it again with "
+        f"{_MADE_BY}. (To change a field, use dataclasses.replace and Recipe.save.)"
+    )

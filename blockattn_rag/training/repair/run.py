@@ -1,0 +1,520 @@
+"""One repair: questions, full mode's answers, fits, choice, measurement, recipe.
+
+Every stage resumes where an interruption left it: what was written, answered, fitted and compared
+is in the work folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.errors import DataError
+from blockattn_rag.evaluation.fidelity import FidelityRecord, FidelityReport, compare_each
+from blockattn_rag.evaluation.metrics import contains_answer
+from blockattn_rag.evaluation.rows import FULL, PLAIN, Row
+from blockattn_rag.files.atomic import write_json
+from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model.correction import Correction
+from blockattn_rag.model.correction_file import read_correction, save_correction
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.formats import Passage
+from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
+from blockattn_rag.store.base import KVStore
+from blockattn_rag.training.correction import fit_correction, no_correction
+from blockattn_rag.training.repair import checks
+from blockattn_rag.training.repair.choice import loss_of, simplest
+from blockattn_rag.training.repair.divergence import divergence
+from blockattn_rag.training.repair.plan import LIMITS, Limits, Plan, Speeds
+from blockattn_rag.training.repair.questions import Nearest, write_questions
+from blockattn_rag.training.repair.report import Candidate, RepairReport, plot
+from blockattn_rag.training.repair.samples import Question, Sample, distinct, draw_samples
+from blockattn_rag.training.repair.student import BlockSource, Student
+from blockattn_rag.training.repair.teacher import Teacher
+from blockattn_rag.training.repair.trainer import (
+    BATCH,
+    CorrectionTrainer,
+    on_device,
+    seconds_of_a_prompt,
+)
+from blockattn_rag.training.repair.work import (
+    ReadThroughStore,
+    kept_json,
+    remove,
+    work_folder,
+    work_of,
+)
+from blockattn_rag.training.work import last_checkpoint
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a stage, what is done of it, and all of it."""
+
+_SEED = 0
+_RESERVE_SHARE = 0.08
+"""Share of the time that is not planned: loading, saving, and what takes longer than measured."""
+
+_LATEST = 1.3
+"""A training ends after so many times its planned seconds."""
+
+_SINKS = ("head:4", "bos")
+_GENERATED_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What a recipe is fitted to.
+
+    Args:
+        prompt: Makes the prompt of a question and its passages, as it will be asked.
+        prompt_format: Name of that format.
+        passages: Passages to write questions about.
+        nearest: Finds the passages of a question. None: questions have their own.
+        questions: Questions as they are asked. None: the model writes some.
+        lender: Store that may hold passages' keys and values. It is not written.
+        namespace: Namespace of the passages in ``lender``.
+    """
+
+    prompt: Callable[[str, Sequence[Passage]], BlockPrompt]
+    prompt_format: str
+    passages: Sequence[Passage] = ()
+    nearest: Nearest | None = None
+    questions: Sequence[Question] | None = None
+    lender: KVStore | None = None
+    namespace: str = ""
+
+    def inputs(self) -> dict[str, str]:
+        """The material in words, for people to compare: numbers and digests."""
+        found = {
+            "passages": _digest(self.passages, [[p.title, p.text] for p in self.passages]),
+            "prompt format": self.prompt_format,
+            "questions": "written by the model",
+        }
+        if self.questions is not None:
+            parts = [[q.text, q.answers, [p.text for p in q.passages]] for q in self.questions]
+            found["questions"] = _digest(self.questions, parts)
+        return found
+
+
+def _digest(counted: Sequence[Any], parts: Any) -> str:
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return f"{len(counted)} (sha256 {digest[:12]})"
+
+
+def repair(
+    model: BlockModel,
+    material: Material,
+    output: Path,
+    *,
+    minutes: float = 20.0,
+    version: str = "",
+    limits: Limits = LIMITS,
+    on_progress: Progress = lambda *_: None,
+) -> Recipe:
+    """Fit recipes for a model, choose the simplest good one, measure it, and write it.
+
+    An interrupted run with the same inputs is resumed. The model's own weights are frozen from here
+    on, and are not changed.
+
+    Args:
+        model: The stock model.
+        material: What to fit to.
+        output: Folder of the recipe; an earlier recipe there is replaced.
+        minutes: Minutes that the repair may take.
+        version: Version of this package, for the report.
+        limits: Bounds of numbers; see ``plan.Limits``.
+        on_progress: Called with each stage's progress.
+
+    Returns:
+        The recipe, with its report.
+
+    Raises:
+        DataError: Too few questions or passages, too little time, a block-fine-tuned model, or an
+            interrupted run with other inputs.
+        DivergedError: A loss is not finite.
+        ContextOverflowError: A prompt and its answer do not fit in the context window.
+        ImportError: A package is missing.
+        OSError: The output cannot be written, or there is too little room.
+    """
+    work = work_of(output)
+    checks.check_packages()
+    checks.check_stock(model)
+    checks.check_output(output)
+    most = limits.passages * (limits.samples + limits.held_out)
+    checks.check_disk(work, model, material.passages, most, limits.store_bytes)
+    inputs = {
+        "model": f"{model.name} (fingerprint {model.fingerprint[:12]})",
+        "minutes": f"{minutes:g}",
+        **material.inputs(),
+    }
+    with work_folder(work, inputs):
+        run = _Run(model, material, work, 60 * minutes, limits, on_progress)
+        recipe, image = run.run(version)
+        recipe.save(output, plot=image)
+        remove(work)
+    return recipe
+
+
+@dataclass
+class _Run:
+    """One run, stage after stage."""
+
+    model: BlockModel
+    material: Material
+    work: Path
+    budget_s: float
+    limits: Limits
+    on_progress: Progress
+    started: float = field(default_factory=time.monotonic)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        limits, model = self.limits, self.model
+        self.sink = _sink(model)
+        store = ReadThroughStore(self.work / "kv", limits.store_bytes, self.material.lender)
+        namespace = self.material.namespace
+        # Memory for one prompt at a time: a store of its own must not fill twice.
+        self.engine = BlockAttentionEngine(
+            model, store, recipe="none", namespace=namespace, resident_bytes=0
+        )
+        self.source = BlockSource(model, store, self.sink, namespace)
+        self.teacher = Teacher(model, self.work / "answers", limits.answer_tokens, limits.top_k)
+
+    def run(self, version: str) -> tuple[Recipe, bytes | None]:
+        """The recipe with its report, and the report's plot."""
+        questions = distinct(self._questions(), _SEED)
+        plan = self._plan(questions)
+        train, held = self._samples(questions, plan)
+        prompts = {sample: self._prompt(sample) for sample in (*train, *held)}
+        with self._stage("full mode's answers") as tick:
+            answered = [*train[: plan.samples], *held]
+            self.teacher.answer_all([prompts[sample] for sample in answered], tick)
+        half = len(held) // 2
+        choose, report_on = held[:half], held[half:]
+        closed = self._closed_form([prompts[one] for one in train[: plan.closed_form]])
+        trained, curve = self._trained(
+            closed,
+            [prompts[one] for one in train[: plan.samples]],
+            [prompts[one] for one in choose[: self.limits.validation]],
+            plan,
+        )
+        free = self._recipes(closed, trained)
+        losses = self._losses("choosing", choose, free)
+        recipes = free | self._promoting(free, losses)
+        losses |= self._losses("choosing", choose, recipes)
+        chosen = simplest({name: losses[name] for name in recipes})
+        measured = self._compared("measuring", report_on, recipes)
+        right, answered_count = self._right(report_on, recipes[chosen])
+        report = RepairReport(
+            model=self.model.name,
+            fingerprint=self.model.fingerprint,
+            chosen=chosen,
+            candidates=[
+                Candidate(name, float(losses[name].mean()), measured[name]) for name in recipes
+            ],
+            passages=self.limits.passages,
+            questions=len(questions),
+            written=self.material.questions is None,
+            chosen_on=len(choose),
+            measured_on=len(report_on),
+            right=right,
+            answered=answered_count,
+            plan=plan.to_dict(),
+            curve=curve,
+            seconds=self.seconds,
+            version=version,
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        found = recipes[chosen]
+        final = Recipe(
+            sink=found.sink,
+            adapter=found.adapter,
+            promote=found.promote,
+            fingerprints=(self.model.fingerprint,),
+            model=self.model.name,
+            prompt_format=self.material.prompt_format,
+            report=report.to_dict(),
+        )
+        return final, plot(report)
+
+    # -- questions and the plan --------------------------------------------------------------
+
+    def _questions(self) -> Sequence[Question]:
+        material, limits = self.material, self.limits
+        if material.questions is not None:
+            return material.questions
+        if material.nearest is None:
+            raise DataError("found no questions, and no passages to write questions about")
+        until = self.started + limits.writing_share * self.budget_s
+        # A resumed run has the questions of the interrupted one, not more: they decide the halves.
+        done = self.work / "questions.done"
+        with self._stage("writing questions") as tick:
+            found = write_questions(
+                self.engine,
+                material.passages,
+                material.nearest,
+                limits.questions,
+                limits.passages + 1,
+                self.work / "questions.jsonl",
+                _SEED,
+                tick,
+                lambda: done.exists() or time.monotonic() > until,
+            )
+        done.touch()
+        return found
+
+    def _plan(self, questions: Sequence[Question]) -> Plan:
+        """The plan, made once: a resumed run has the same."""
+
+        def make() -> dict[str, Any]:
+            with self._stage("measuring speed") as tick:
+                speeds = self._speeds(questions, tick)
+            used = time.monotonic() - self.started
+            left = (1 - _RESERVE_SHARE) * self.budget_s - used
+            recipes = 5 if self.model.supports_relay else 4
+            plan = Plan.made(
+                left, speeds, len(questions), recipes=recipes, batch=BATCH, limits=self.limits
+            )
+            return plan.to_dict()
+
+        return Plan(**kept_json(self.work / "plan.json", make))
+
+    def _speeds(self, questions: Sequence[Question], tick: Callable[[int, int], None]) -> Speeds:
+        """Seconds of two prompts, the second of which is counted: the first warms up."""
+        student = Student(self.model, no_correction(self.model, self.sink))
+        self.model.hf_model.requires_grad_(False)
+        most = self.limits.passages
+        found = Speeds(0.0, 0.0, 0.0, 0.0)
+        for number, sample in enumerate(draw_samples(questions[:2], 2, most, most, _SEED)):
+            tick(number, 2)
+            prompt = self._prompt(sample)
+            answer = _timed(lambda: self.teacher(prompt))  # noqa: B023 - called at once
+            ids = self.model.tokenizer.prompt_ids(prompt).flat
+            encode = _timed(
+                lambda: list(self.model.encode([EncodeRequest(list(ids), "", "")]))  # noqa: B023
+            )
+            fetch = _timed(lambda: self.source(prompt))  # noqa: B023
+            step = seconds_of_a_prompt(student, self.teacher, self.source, prompt)
+            found = Speeds(answer, encode, fetch, step)
+        tick(2, 2)
+        return found
+
+    def _samples(
+        self, questions: Sequence[Question], plan: Plan
+    ) -> tuple[list[Sample], list[Sample]]:
+        """Samples to fit to, of one passage and more, and held-out ones of as many as are asked."""
+        held, rest = questions[: plan.held_out], questions[plan.held_out :]
+        most = self.limits.passages
+        count = max(plan.samples, plan.closed_form)
+        return (
+            draw_samples(rest, count, 1, most, _SEED),
+            draw_samples(held, len(held), most, most, _SEED + 1),
+        )
+
+    def _prompt(self, sample: Sample) -> BlockPrompt:
+        prompt = self.material.prompt(sample.question, sample.passages)
+        if len(prompt.context) < 2:
+            raise DataError(
+                "found a prompt of one context block, whose block mode is the same as full mode; "
+                "give questions with more passages"
+            )
+        return prompt
+
+    # -- fits --------------------------------------------------------------------------------
+
+    def _closed_form(self, prompts: Sequence[BlockPrompt]) -> Correction:
+        path = self.work / "closed-form.safetensors"
+        if not path.is_file():
+            contexts = [self.model.tokenizer.prompt_ids(prompt).context for prompt in prompts]
+            # A fifth chooses the penalty of the fit.
+            held = max(1, len(contexts) // 5)
+            with self._stage("fitting in closed form") as tick:
+                correction, _ = fit_correction(
+                    self.model, contexts[held:], contexts[:held], sink=self.sink, on_progress=tick
+                )
+            save_correction(correction, path)
+        return read_correction(path)
+
+    def _trained(
+        self,
+        closed: Correction,
+        train: Sequence[BlockPrompt],
+        held: Sequence[BlockPrompt],
+        plan: Plan,
+    ) -> tuple[Correction | None, list[dict[str, float]]]:
+        """The correction trained by gradients, and its curve; None if there is no time for it."""
+        path, curve = self.work / "trained.safetensors", self.work / "curve.json"
+        if not plan.samples:
+            return None, []
+        if not path.is_file():
+            self.model.hf_model.requires_grad_(False)
+            folder = self.work / "checkpoints"
+            checkpoint = last_checkpoint(folder) if folder.is_dir() else None
+            end = self.started + (1 - _RESERVE_SHARE) * self.budget_s
+            latest = min(end - plan.measuring_s, time.monotonic() + _LATEST * plan.training_s)
+            with self._stage("training") as tick:
+                trainer = CorrectionTrainer(
+                    Student(self.model, closed),
+                    self.teacher,
+                    self.source,
+                    folder,
+                    train,
+                    held,
+                    max_steps=plan.steps,
+                    eval_steps=max(1, plan.steps // self.limits.measurements),
+                    is_resumed=checkpoint is not None,
+                    on_progress=tick,
+                    time_is_up=lambda: time.monotonic() > latest,
+                )
+                trainer.train_from(checkpoint)
+            write_json(curve, trainer.curve)
+            save_correction(trainer.student.finished(), path)
+        return read_correction(path), json.loads(curve.read_text(encoding="utf-8"))
+
+    # -- choice and measurement --------------------------------------------------------------
+
+    def _recipes(self, closed: Correction, trained: Correction | None) -> dict[str, Recipe]:
+        """The candidates that cost nothing per answer, the simplest first."""
+        prefix = "" if self.sink == NO_SINK else f"{self.sink} + "
+        found = {PLAIN: Recipe()}
+        if self.sink != NO_SINK:
+            found[self.sink] = Recipe(self.sink)
+        fitted = {"closed form": closed} | ({"trained": trained} if trained is not None else {})
+        prints = (self.model.fingerprint,)
+        for name, adapter in fitted.items():
+            found[prefix + name] = Recipe(self.sink, adapter, fingerprints=prints)
+        return found
+
+    def _promoting(
+        self, free: Mapping[str, Recipe], losses: Mapping[str, np.ndarray]
+    ) -> dict[str, Recipe]:
+        """The best of the candidates with one passage promoted; empty if the model cannot."""
+        if not self.model.supports_relay:
+            return {}
+        best = min(free, key=lambda name: losses[name].mean())
+        one = free[best]
+        promoting = Recipe(one.sink, one.adapter, 1, fingerprints=one.fingerprints)
+        return {f"{best} + promote 1": promoting}
+
+    def _losses(
+        self, stage: str, samples: Sequence[Sample], recipes: Mapping[str, Recipe]
+    ) -> dict[str, np.ndarray]:
+        """Losses on the samples, by recipe."""
+        records = self._compared(stage, samples, recipes).records
+        return {
+            name: np.array([loss_of(record) for record in records if record.mode == name])
+            for name in recipes
+        }
+
+    def _compared(
+        self, stage: str, samples: Sequence[Sample], recipes: Mapping[str, Recipe]
+    ) -> FidelityReport:
+        """Every recipe on the samples, compared with full mode's kept predictions."""
+        rows = [Row(name, recipe) for name, recipe in recipes.items()]
+        asked = [_Asked(sample, self._prompt(sample)) for sample in samples]
+        with self._stage(stage) as tick:
+            return compare_each(
+                asked, rows, self._compare, {"measured": "repair"}, self.work / "records.jsonl",
+                tick,
+            )  # fmt: skip
+
+    def _compare(self, asked: _Asked, rows: Sequence[Row]) -> list[FidelityRecord]:
+        answer = self.teacher(asked.prompt)
+        records = []
+        for row in rows:
+            logits = self.engine.answer_logits(asked.prompt, answer.ids.tolist(), **row.options)
+            expected = on_device(answer.predictions, logits)
+            per_token = divergence(expected, logits).clamp_min(0)
+            agrees = (logits.argmax(-1) == expected.tokens[:, 0]).double()
+            records.append(
+                FidelityRecord(
+                    id=asked.id,
+                    digest=asked.digest,
+                    mode=row.name,
+                    tokens=len(per_token),
+                    kl=float(per_token.mean()),
+                    first_kl=float(per_token[0]),
+                    agreement=float(agrees.mean()),
+                    recipe=row.digest,
+                )
+            )
+        return records
+
+    def _right(self, samples: Sequence[Sample], chosen: Recipe) -> tuple[dict[str, int], int]:
+        """Right answers in full mode, without a recipe and with the chosen one, and of how many."""
+        asked = [sample for sample in samples if sample.answers]
+        if not asked:
+            return {}, 0
+        decode = self.model.tokenizer.tokenizer.decode
+        prompts = [self._prompt(sample) for sample in asked]
+        texts = {
+            FULL: [decode(self.teacher(p).ids.tolist(), skip_special_tokens=True) for p in prompts]
+        }
+        with self._stage("right answers") as tick:
+            for number, (name, recipe) in enumerate((("block", Recipe()), ("recipe", chosen))):
+                tick(number, 2)
+                given = self.engine.generate_batch(
+                    prompts,
+                    recipe=recipe,
+                    max_new_tokens=self.limits.answer_tokens,
+                    batch_size=_GENERATED_AT_ONCE,
+                )
+                texts[name] = [one.text for one in given]
+            tick(2, 2)
+        right = {
+            name: sum(int(contains_answer(t, s.answers)) for t, s in zip(of, asked, strict=True))
+            for name, of in texts.items()
+        }
+        return right, len(asked)
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[Callable[[int, int], None]]:
+        started = time.monotonic()
+        yield partial(self.on_progress, name)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A sample and its prompt, named by the prompt."""
+
+    sample: Sample
+    prompt: BlockPrompt
+
+    @property
+    def id(self) -> str:
+        parts = [block.rendered for block in self.prompt.context]
+        told = json.dumps([*parts, self.prompt.final]).encode()
+        return hashlib.sha256(told).hexdigest()[:16]
+
+    @property
+    def digest(self) -> str:
+        return self.id
+
+
+def _sink(model: BlockModel) -> str:
+    """The sink that recipes are fitted to: the first that the model has."""
+    for sink in _SINKS:
+        try:
+            sink_ids(sink, model.tokenizer)
+        except ValueError:  # no such token, or too few
+            continue
+        return sink
+    return NO_SINK
+
+
+def _timed(call: Callable[[], object]) -> float:
+    started = time.monotonic()
+    call()
+    return time.monotonic() - started

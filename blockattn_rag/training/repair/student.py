@@ -1,0 +1,112 @@
+"""The student: the model in block mode, with a correction that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.kv.context import Context, place
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.correction import Correction, LayerCorrection
+from blockattn_rag.model.encoding import logits_to_keep
+from blockattn_rag.model.running_cache import running_with
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.store.base import KVStore
+from blockattn_rag.store.namespaces import Access
+
+_BIAS_UNIT = 20.0
+"""A correction's constants are trained in this unit: they are so much larger than its weights, and
+Adam's steps are of one size for all."""
+
+
+class ReadyPrompt(NamedTuple):
+    """A prompt of block mode: its placed blocks, and the token ids of its final block."""
+
+    context: Context
+    final_ids: list[int]
+
+
+class BlockSource:
+    """Prompts made ready for block mode: passages' keys and values come from a store, and those
+    that it lacks are computed by the stock model and stored.
+
+    Args:
+        model: The model.
+        store: Where keys and values are stored.
+        sink: Prefix tokens that passages are encoded with.
+        namespace: Namespace of the passages in the store.
+    """
+
+    def __init__(self, model: BlockModel, store: KVStore, sink: str, namespace: str = "") -> None:
+        self._model = model
+        self._fetcher = BlockFetcher(model, store, access=Access(namespace))
+        self._recipe = Recipe(sink)
+
+    def __call__(self, prompt: BlockPrompt) -> ReadyPrompt:
+        """The prompt with its blocks."""
+        context, final_ids = self._model.tokenizer.with_final_ids(prompt)
+        blocks = self._fetcher.fetch(context, "compute", recipe=self._recipe).blocks
+        return ReadyPrompt(place(blocks), final_ids)
+
+
+class Student(nn.Module):
+    """Block mode along given answers, differentiable in the correction.
+
+    The module's parameters are the correction's. The model is no part of it: its weights must be
+    frozen, and are neither trained, nor moved, nor saved with the module.
+
+    Args:
+        model: The model.
+        correction: The correction that the training starts from, of contexts that come without it.
+    """
+
+    def __init__(self, model: BlockModel, correction: Correction) -> None:
+        super().__init__()
+        self.model, self._start = model, correction
+        pairs = ((one.weight, one.bias / _BIAS_UNIT) for one in correction.layers)
+        tensors = (tensor for pair in pairs for tensor in pair)
+        self.trained = nn.ParameterList(one.to(model.device, copy=True) for one in tensors)
+
+    @property
+    def correction(self) -> Correction:
+        """The correction as it is now."""
+        tensors = iter(self.trained)
+        layers = (
+            LayerCorrection(weight, bias * _BIAS_UNIT)
+            for weight, bias in zip(tensors, tensors, strict=True)
+        )
+        return replace(self._start, layers=tuple(layers))
+
+    def finished(self) -> Correction:
+        """The correction as it is now, on the CPU and without gradients."""
+        found = self.correction
+        layers = (LayerCorrection(*(t.detach().cpu().clone() for t in one)) for one in found.layers)
+        return replace(found, layers=tuple(layers))
+
+    def forward(self, ready: ReadyPrompt, answer_ids: Sequence[int]) -> Tensor:
+        """Logits ``[answer tokens, vocab]``, the first row before the answer's first token.
+
+        Args:
+            ready: The prompt.
+            answer_ids: Token ids of an answer, at least one.
+        """
+        model, correction = self.model, self.correction
+        first, *others = ready.context.blocks
+        layouts = model.profile.layouts
+        moved = (b._replace(kv=correction.applied(b.kv, layouts)) for b in others)
+        given = torch.tensor([[*ready.final_ids, *answer_ids[:-1]]], device=model.device)
+        with model.lock, running_with():
+            out = model.hf_model(
+                input_ids=given,
+                past_key_values=model.cache_for(Context((first, *moved)), assembly="copy"),
+                use_cache=True,
+                **logits_to_keep(model.hf_model, len(answer_ids)),
+            )
+        logits: Tensor = out.logits[0, -len(answer_ids) :]
+        return logits

@@ -1,0 +1,326 @@
+"""Recipes: their values, their folders, and which one a model runs with."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockattn_rag import (
+    BlockAttentionEngine,
+    DirectoryStore,
+    Recipe,
+    UnsupportedModelError,
+    open_store,
+)
+from blockattn_rag.engine import find_recipe
+from blockattn_rag.engine.find_recipe import resolve_recipe
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.correction import Correction
+from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
+from tests.recipes import correction_of, recipe_of
+
+SMOLLM2 = "a029dd6b0d7a4b6db50eb89ba50ff537b12de0f5aa328cb2755b29907647a1e4"
+
+
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    return BlockModel(shared_tiny_llama(), tiny_tokenizer(), name="tiny")
+
+
+@pytest.fixture
+def stock() -> BlockModel:
+    """A model that no warning was logged for."""
+    return BlockModel(tiny_model(seed=1), tiny_tokenizer(), name="stock")
+
+
+def changed(folder: Path, **fields: Any) -> Path:
+    """The recipe in a folder, with other fields in its recipe.json."""
+    told = json.loads((folder / "recipe.json").read_bytes())
+    (folder / "recipe.json").write_text(json.dumps({**told, **fields}), "utf-8")
+    return folder
+
+
+# -- values ------------------------------------------------------------------------------------
+
+
+def test_the_default_recipe_changes_nothing() -> None:
+    assert str(Recipe()) == "none"
+    assert Recipe().encoding == ("none", "")
+
+
+def test_recipes_are_equal_by_what_decides_answers(model: BlockModel) -> None:
+    one, other = recipe_of(model), recipe_of(model, report={"kl": 0.1}, source="elsewhere")
+    assert one.adapter is not other.adapter
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one.digest == other.digest
+    for unlike in (
+        replace(one, promote=1),
+        replace(one, positions="composite"),
+        recipe_of(model, size=0.2),
+        recipe_of(model, sink="bos"),
+    ):
+        assert unlike != one
+        assert unlike.digest != one.digest
+
+
+def test_promotion_leaves_encoded_passages_alone(model: BlockModel) -> None:
+    recipe = recipe_of(model)
+    assert replace(recipe, promote=2).encoding == recipe.encoding
+    assert recipe_of(model, size=0.2).encoding != recipe.encoding
+    assert recipe_of(model, sink="bos").encoding != recipe.encoding
+
+
+def test_a_recipe_is_short_as_text(model: BlockModel) -> None:
+    recipe = recipe_of(model, promote=1)
+    assert recipe.adapter is not None
+    assert str(recipe) == f"head:4 + adapter {recipe.adapter.digest[:6]} + promote 1"
+    assert str(Recipe("bos", positions="composite")) == "bos + composite positions"
+    assert "tensor" not in repr(recipe)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"sink": "head"}, "head:N"),
+        ({"sink": "first-block"}, "head:N"),
+        ({"promote": -1}, "number of passages"),
+        ({"promote": True}, "number of passages"),
+        ({"promote": 1.0}, "number of passages"),
+        ({"positions": "none"}, "'reordered' or 'composite'"),
+        ({"fingerprints": "abc"}, "tuple of texts"),
+        ({"fingerprints": (1,)}, "expected texts"),
+        ({"model": None}, "expected a text"),
+        ({"adapter": "kv.safetensors"}, "expected a Correction"),
+    ],
+)
+def test_wrong_values_are_refused(fields: dict[str, Any], expected: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=expected):
+        Recipe(**fields)
+
+
+def test_an_adapter_needs_its_sink_and_its_model(model: BlockModel) -> None:
+    adapter = correction_of(model, sink="bos")
+    with pytest.raises(ValueError, match="fitted to sink='bos', found sink='head:4'"):
+        Recipe("head:4", adapter, fingerprints=(model.fingerprint,))
+    with pytest.raises(ValueError, match="needs the fingerprints"):
+        Recipe("bos", adapter)
+
+
+# -- folders -----------------------------------------------------------------------------------
+
+
+def test_a_folder_gives_back_what_was_saved(model: BlockModel, tmp_path: Path) -> None:
+    recipe = recipe_of(model, promote=1, prompt_format="chat", report={"kl": 0.06})
+    recipe.save(tmp_path / "db" / "recipe", plot=b"png")
+    found = Recipe.load(tmp_path / "db" / "recipe")
+    assert found == recipe
+    assert found.digest == recipe.digest
+    assert found.report == {"kl": 0.06}
+    assert found.source == str(tmp_path / "db" / "recipe")
+    assert (tmp_path / "db" / "recipe" / "report.png").read_bytes() == b"png"
+    assert [one.name for one in (tmp_path / "db").iterdir()] == ["recipe"]
+
+
+def test_saving_replaces_a_recipe_and_nothing_else(model: BlockModel, tmp_path: Path) -> None:
+    recipe_of(model).save(tmp_path / "recipe", plot=b"png")
+    Recipe("bos").save(tmp_path / "recipe")
+    assert Recipe.load(tmp_path / "recipe") == Recipe("bos")
+    assert sorted(p.name for p in (tmp_path / "recipe").iterdir()) == ["recipe.json", "report.json"]
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.png").write_bytes(b"cat")
+    with pytest.raises(ValueError, match="is not a recipe"):
+        Recipe("bos").save(tmp_path / "photos")
+    assert (tmp_path / "photos" / "cat.png").read_bytes() == b"cat"
+
+
+def test_a_save_that_fails_leaves_the_old_recipe(model: BlockModel, tmp_path: Path) -> None:
+    Recipe("bos").save(tmp_path / "recipe")
+    with pytest.raises(ValueError):
+        recipe_of(model, report={"kl": float("nan")}).save(tmp_path / "recipe")
+    assert Recipe.load(tmp_path / "recipe") == Recipe("bos")
+    assert [one.name for one in tmp_path.iterdir()] == ["recipe"]
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "none", "head"):
+        with pytest.raises(ValueError, match="Found no recipe at"):
+            Recipe.load(place)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"version": 2}, "version 2, expected 1"),
+        ({"promote": 1}, "found digest"),
+        ({"promote": -1}, "number of passages"),
+        ({"sink": "bos"}, "fitted to sink"),
+        ({"sink": 4}, "'head:N'"),
+        ({"fingerprints": "abc"}, "expected a list"),
+        ({"fingerprints": []}, "needs the fingerprints"),
+        ({"targets": None}, "unknown fields: targets"),
+        ({"adapter": None}, "found digest"),
+        ({"adapter_sha256": "0"}, "found sha256"),
+    ],
+)
+def test_changed_fields_are_refused(
+    model: BlockModel, tmp_path: Path, fields: dict[str, Any], expected: str
+) -> None:
+    recipe_of(model).save(tmp_path / "recipe")
+    with pytest.raises(ValueError, match=expected):
+        Recipe.load(changed(tmp_path / "recipe", **fields))
+
+
+def test_every_flipped_bit_of_an_adapter_is_found(model: BlockModel, tmp_path: Path) -> None:
+    recipe_of(model).save(tmp_path / "recipe")
+    path = tmp_path / "recipe" / "adapter.safetensors"
+    data = path.read_bytes()
+    for at in range(0, len(data), len(data) // 50):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(ValueError, match="is damaged: found sha256"):
+            Recipe.load(tmp_path / "recipe")
+
+
+@pytest.mark.parametrize("name", ["recipe.json", "report.json", "adapter.safetensors"])
+def test_missing_and_broken_files_are_refused(model: BlockModel, tmp_path: Path, name: str) -> None:
+    for content in (b"", b"[]", b"\xff", b'{"a": ' * 100_000, None):
+        recipe_of(model).save(tmp_path / "recipe")
+        path = tmp_path / "recipe" / name
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"is damaged|has version None|Found no recipe"):
+            Recipe.load(tmp_path / "recipe")
+
+
+def test_the_shipped_recipe_is_sound() -> None:
+    """SmolLM2-135M-Instruct's."""
+    recipe = find_recipe._load_shipped(find_recipe._shipped()[SMOLLM2])
+    assert recipe.source == "shipped smollm2-135m-instruct"
+    assert recipe.adapter is not None
+    assert (recipe.sink, len(recipe.adapter.layers)) == ("head:4", 30)
+    assert SMOLLM2 in recipe.fingerprints
+
+
+# -- which one ---------------------------------------------------------------------------------
+
+
+def test_a_folder_that_changes_afterwards_changes_no_answer(
+    model: BlockModel, tmp_path: Path
+) -> None:
+    """It is read once, when the engine is made."""
+    recipe_of(model).save(tmp_path / "recipe")
+    engine = BlockAttentionEngine(model, recipe=tmp_path / "recipe")
+    prompt = ["Halden is tall.", "It was built in 1931.", "How tall?"]
+    expected = engine.answer_logits(prompt, [0])
+    recipe_of(model, size=0.3).save(tmp_path / "recipe")
+    fresh = BlockAttentionEngine(model, engine.store, recipe=engine.recipe)
+    assert torch.equal(engine.answer_logits(prompt, [0]), expected)
+    shutil.rmtree(tmp_path / "recipe")
+    for one in (engine, fresh):
+        assert torch.equal(one.answer_logits(prompt, [0]), expected)
+        assert one.generate(prompt, max_new_tokens=1).stats.recipe == str(recipe_of(model))
+
+
+def test_a_given_recipe_is_taken(model: BlockModel, tmp_path: Path) -> None:
+    store, recipe = open_store("memory:"), recipe_of(model, promote=1)
+    recipe.save(tmp_path / "recipe")
+    assert resolve_recipe(recipe, model, store) is recipe
+    assert resolve_recipe(str(tmp_path / "recipe"), model, store) == recipe
+    assert resolve_recipe(tmp_path / "recipe", model, store) == recipe
+    assert resolve_recipe("none", model, store) == Recipe()
+    assert resolve_recipe("head:2", model, store) == Recipe("head:2")
+    with pytest.raises(ValueError, match=r"Found no recipe at head.*'head:N'"):
+        resolve_recipe("head", model, store)
+
+
+def test_recipes_of_other_models_are_refused(model: BlockModel, stock: BlockModel) -> None:
+    recipe = recipe_of(stock)
+    with pytest.raises(ValueError, match=r"belongs to stock .* found tiny .*blockattn-rag repair"):
+        resolve_recipe(recipe, model, open_store("memory:"))
+    with pytest.raises(ValueError, match="head of a prompt has"):
+        resolve_recipe("head:9999", model, open_store("memory:"))
+
+
+def test_adapters_of_other_shapes_are_refused(model: BlockModel) -> None:
+    """Fingerprints are only text: shapes are compared too."""
+    layers = correction_of(model).layers
+    short = [one._replace(weight=one.weight[:1], bias=one.bias[:1]) for one in layers]
+    for wrong, expected in (
+        (layers[:-1], "has 2 layers, expected 3"),
+        ((*layers, layers[0]), "has 4 layers, expected 3"),
+        (short, r"shape \(1, 8, 16\) in layer 0, expected \(2, 8, 16\)"),
+    ):
+        adapter = Correction(tuple(wrong), "none", model.fingerprint)
+        recipe = Recipe(adapter=adapter, fingerprints=(model.fingerprint,))
+        with pytest.raises(ValueError, match=expected):
+            resolve_recipe(recipe, model, open_store("memory:"))
+
+
+def test_promotion_needs_relay_attention() -> None:
+    layers = ["sliding_attention", "full_attention", "full_attention"]
+    config: dict[str, Any] = {"sliding_window": 8, "layer_types": layers}
+    model = BlockModel(tiny_model("gemma3_text", **config), tiny_tokenizer())
+    with pytest.raises(UnsupportedModelError, match="promote=1"):
+        resolve_recipe(Recipe(promote=1), model, open_store("memory:"))
+
+
+def test_auto_takes_the_recipe_beside_database_and_store(model: BlockModel, tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "db" / "kv")
+    places = (tmp_path / "db", tmp_path / "db" / "kv", tmp_path / "elsewhere")
+    for promote, place in enumerate(places, 1):  # of lower rank first
+        recipe_of(model, promote=promote).save(place / "recipe")
+        folder = tmp_path / "elsewhere" if promote == 3 else None
+        assert resolve_recipe("auto", model, store, folder).promote == promote
+    assert DirectoryStore(tmp_path / "db" / "kv").keys() is not None  # still a store
+    assert resolve_recipe(None, model, store).promote == 2
+
+
+def test_auto_takes_the_recipe_in_the_models_folder(stock: BlockModel, tmp_path: Path) -> None:
+    recipe_of(stock).save(tmp_path / "model" / "recipe")
+    named = BlockModel(stock.hf_model, stock.tokenizer, name=str(tmp_path / "model"))
+    assert resolve_recipe("auto", named, open_store("memory:")) == recipe_of(stock)
+
+
+def test_auto_skips_recipes_of_other_models(
+    model: BlockModel, stock: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe_of(model).save(tmp_path / "recipe")
+    assert resolve_recipe("auto", stock, open_store("memory:"), tmp_path) == Recipe("head:4")
+    assert f"Skipped {tmp_path / 'recipe'}. The recipe" in caplog.text
+
+
+def test_auto_refuses_a_damaged_recipe(model: BlockModel, tmp_path: Path) -> None:
+    recipe_of(model).save(tmp_path / "recipe")
+    (tmp_path / "recipe" / "report.json").unlink()
+    with pytest.raises(ValueError, match="is damaged"):
+        resolve_recipe("auto", model, open_store("memory:"), tmp_path)
+
+
+def test_a_stock_model_gets_a_sink_and_one_warning(
+    stock: BlockModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        assert resolve_recipe("auto", stock, open_store("memory:")) == Recipe("head:4")
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "`blockattn-rag repair --model stock --passages FILE`" in record.getMessage()
+
+
+def test_block_tuned_models_run_as_they_were_trained(
+    stock: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tuned = BlockModel(copy.deepcopy(stock.hf_model), tiny_tokenizer(), name="tuned")
+    tuned.config.block_attention = {"positions": "composite", "sink": "bos"}
+    recipe_of(tuned).save(tmp_path / "recipe")
+    expected = Recipe("bos", positions="composite")
+    assert resolve_recipe("auto", tuned, open_store("memory:"), tmp_path) == expected
+    assert not caplog.records
+    resolve_recipe("none", tuned, open_store("memory:"))
+    assert "was trained with positions='composite' and sink='bos'" in caplog.text

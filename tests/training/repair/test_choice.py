@@ -1,0 +1,38 @@
+"""The one-standard-error rule."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from blockattn_rag.evaluation.fidelity import FidelityRecord
+from blockattn_rag.training.repair.choice import loss_of, simplest
+
+NOISE = np.array([0.1, -0.1, 0.2, -0.2])
+
+
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [
+        ({"none": 0.0, "sink": 0.0, "trained": 0.0}, "none"),
+        ({"none": 1.0, "sink": 0.5, "trained": 0.0}, "trained"),
+        ({"none": 1.0, "sink": 0.01, "trained": 0.0}, "sink"),  # within the noise of the best
+        ({"none": 0.0, "sink": 0.5, "trained": 1.0}, "none"),
+    ],
+)
+def test_the_simplest_within_one_standard_error_of_the_best_is_chosen(
+    gains: dict[str, float], expected: str
+) -> None:
+    losses = {name: 2 + gain + (NOISE if gain else 0 * NOISE) for name, gain in gains.items()}
+    assert simplest(losses) == expected
+
+
+def test_the_standard_error_is_that_of_the_paired_difference() -> None:
+    """What all recipes find hard does not hide a small constant difference."""
+    hard = np.array([0.0, 10.0, 20.0, 30.0])
+    assert simplest({"none": hard + 0.1, "sink": hard}) == "sink"
+
+
+def test_the_first_token_counts_twice() -> None:
+    record = FidelityRecord("q", "d", "none", tokens=4, kl=0.5, first_kl=1.0, agreement=1.0)
+    assert loss_of(record) == pytest.approx((4 * 0.5 + 1.0) / 5)
