@@ -11,6 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from blockattn_rag.serving.config import ServingConfig
 from blockattn_rag.serving.protocol import BlockPlan
+from blockattn_rag.vllm.orders import UNSAVED
 from blockattn_rag.vllm.scheduler import SchedulerSide
 from tests_vllm.engines import sampling_of
 from tests_vllm.reference import Reference
@@ -120,3 +121,15 @@ def test_pages_of_a_request_that_made_room_while_they_were_filled_are_forgotten(
     news: Any = SimpleNamespace(invalid_block_ids={3, 4}, kv_connector_worker_meta=None)
     scheduler.heard(news)
     assert pages.forgotten == [{3, 4}]
+
+
+def test_a_refused_request_that_asks_for_failed_saves_is_forgotten_when_it_ends(
+    reference: Reference,
+) -> None:
+    scheduler = scheduler_of(reference)
+    request = request_of({**COMPLETE, UNSAVED: "any"})
+    scheduler.add(request)
+    assert scheduler.promised(request, 0) == (1, True)  # it is refused
+    request.status = RequestStatus.FINISHED_ERROR
+    assert scheduler.finished(request, [3]) == (False, None)
+    assert scheduler.promised(request, 0) == (0, False)

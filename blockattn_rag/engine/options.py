@@ -35,7 +35,7 @@ def _check_spelling(name: str) -> None:
 
 
 def _texts(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given or ())
+    return (given,) if given and isinstance(given, str) else tuple(given or ())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -236,6 +236,7 @@ class Runner:
                 on_tokens=on_tokens,
                 is_cancelled=nobody_waits,
                 grammars=[one.options.sampling.grammar for one in answers],
+                on_failure=lambda place, error: answers[place].request.fail(error),
             )
         for answer, ids in zip(answers, rows, strict=True):
             answer.complete(ids)

@@ -168,7 +168,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
     def engine_options(self, call: dict[str, Any]) -> dict[str, Any]:
         """Options of one call for the engine: what the call says, else the fields."""
         own = {"mode": self.mode, "max_new_tokens": self.max_new_tokens}
-        options = without_tool_options({**own, **self.generate_kwargs, **call})
+        options = {**own, **without_tool_options(self.generate_kwargs), **call}
         return {name: value for name, value in options.items() if name not in PROMPT_OPTIONS}
 
     def _exchange(

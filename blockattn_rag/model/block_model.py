@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from blockattn_rag.attention.block_mass import BlockMass
 from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.attention.tuning import tuning_of
-from blockattn_rag.errors import ContextOverflowError, UnsupportedModelError
+from blockattn_rag.errors import ContextOverflowError, GrammarError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Assembly, Context
 from blockattn_rag.model import decoding, loading
@@ -360,6 +360,7 @@ class BlockModel:
         on_tokens: Callable[[list[int]], Sequence[bool]] | None = None,
         is_cancelled: Callable[[], bool] | None = None,
         grammars: Sequence[Grammar | None] | None = None,
+        on_failure: Callable[[int, GrammarError], object] | None = None,
     ) -> list[list[int]]:
         """Generate for several (context ids, final ids) in one batch; see ``generate``.
 
@@ -370,12 +371,14 @@ class BlockModel:
                 that have ended); returns which rows have ended. With beams, a row is a beam.
             is_cancelled: asked after each step; True ends the batch.
             grammars: of each prompt's answer; default: for all the one of ``sampling``.
+            on_failure: takes the number and the error of a row whose grammar fails, which
+                ``on_tokens`` must end. Default: the error ends the batch.
         """
         grammars = [sampling.grammar] * len(prompts) if grammars is None else grammars
         matchers = [self.matcher(one) for one in grammars]
         longest = max(len(context) + len(final) for context, final in prompts)
         limit, tokenizer = self.room_for(longest, sampling), self.tokenizer.tokenizer
-        ways = (on_tokens, is_cancelled, matchers)
+        ways = (on_tokens, is_cancelled, matchers, on_failure)
         with self.running(sampling):
             return decoding.generate_batch(
                 self.hf_model, tokenizer, prompts, sampling, limit, cache, *ways

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ class GrammarConstraint(LogitsProcessor):
         pad: token that fills up rows that have ended.
         has_strays: whether forbidden tokens may get into rows that are never returned, as with
             beams and drafts.
+        on_failure: Takes the number and the error of a row whose grammar fails. The row goes on
+            without a grammar, and the caller ends it. None: the error ends all rows.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class GrammarConstraint(LogitsProcessor):
         *,
         pad: int | None = None,
         has_strays: bool = False,
+        on_failure: Callable[[int, GrammarError], object] | None = None,
     ) -> None:
         self._matchers = list(matchers)
         self._prompt_width = prompt_width
         self._ends = set(ends)
         self._pad = pad
         self._has_strays = has_strays
+        self._on_failure = on_failure
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores ``[rows, vocabulary]``, minus infinity where the grammar forbids the token."""
@@ -49,13 +53,27 @@ class GrammarConstraint(LogitsProcessor):
             beams = len(input_ids) // len(self._matchers)
             self._matchers = [one and one.fresh() for one in self._matchers for _ in range(beams)]
         rows = input_ids[:, self._prompt_width :].tolist()
+        try:
+            return self._restricted(scores, rows, self._matchers)
+        except GrammarError:
+            if self._on_failure is None:
+                raise
+            for place, (row, matcher) in enumerate(zip(rows, self._matchers, strict=True)):
+                try:
+                    self._restricted(scores[place : place + 1], [row], [matcher])
+                except GrammarError as error:
+                    self._matchers[place] = None
+                    self._on_failure(place, error)
+            return self._restricted(scores, rows, self._matchers)
+
+    def _restricted(
+        self,
+        scores: Tensor,
+        rows: Sequence[Sequence[int]],
+        matchers: Sequence[Matcher | None],
+    ) -> Tensor:
         return restricted(
-            scores,
-            rows,
-            self._matchers,
-            self._ends,
-            pad=self._pad,
-            has_strays=self._has_strays,
+            scores, rows, matchers, self._ends, pad=self._pad, has_strays=self._has_strays
         )
 
     def check_answer(self, row: Sequence[int], place: int = 0) -> None:

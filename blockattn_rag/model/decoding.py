@@ -17,6 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from blockattn_rag.errors import GrammarError
 from blockattn_rag.model.constraint import GrammarConstraint
 from blockattn_rag.model.running_cache import running_with
 from blockattn_rag.model.sampling import Sampling
@@ -123,6 +124,7 @@ def generate_batch(
     on_tokens: Callable[[list[int]], Sequence[bool]] | None,
     is_cancelled: Callable[[], bool] | None,
     matchers: Sequence[Matcher | None] = (),
+    on_failure: Callable[[int, GrammarError], object] | None = None,
 ) -> list[list[int]]:
     """New tokens for several (context ids, final ids), padded on the left of each part.
 
@@ -140,7 +142,7 @@ def generate_batch(
     arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
     step = _AfterEachStep(is_cancelled or (lambda: False), on_tokens, width)
     _add_criterion(arguments, step)
-    constraint = _add_grammars(hf_model, tokenizer, arguments, matchers, width)
+    constraint = _add_grammars(hf_model, tokenizer, arguments, matchers, width, on_failure)
     output = _run(hf_model, sampling, input_ids, mask, cache, arguments)
     ends = end_token_ids(hf_model, tokenizer, arguments)
     rows = enumerate(output[:, width:].tolist())
@@ -227,6 +229,7 @@ def _add_grammars(
     arguments: dict[str, Any],
     matchers: Sequence[Matcher | None],
     prompt_width: int,
+    on_failure: Callable[[int, GrammarError], object] | None = None,
 ) -> GrammarConstraint | None:
     """Constrain each row to its grammar, after whatever processors the caller has."""
     if all(one is None for one in matchers):
@@ -240,6 +243,7 @@ def _add_grammars(
         ends,
         pad=arguments["pad_token_id"],
         has_strays=_beams(hf_model, arguments) > 1 or bool(_drafts(hf_model, arguments)),
+        on_failure=on_failure,
     )
     processors = [*(arguments.get("logits_processor") or ()), constraint]
     arguments["logits_processor"] = LogitsProcessorList(processors)

@@ -22,7 +22,9 @@ AUTO, REQUIRED, NONE = "auto", "required", "none"
 
 FREE, CONSTRAINED = "free", "constrained"
 
-TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_calls")
+_CALLS = "tool_calls"
+
+TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", _CALLS)
 """Options of a call, in the order in which ``ToolUse.of`` takes them."""
 
 _CHOICES: dict[object, str] = {
@@ -243,8 +245,18 @@ class AnswerReader:
 
 
 def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a call, with ``tool_calls`` as a model's defaults have it where it is missing."""
-    return {**{name: defaults[name] for name in ("tool_calls",) if name in defaults}, **call}
+    """Options of a call, with ``tool_calls`` as a model's defaults have it where it is missing.
+
+    Raises:
+        ValueError: the defaults have other options of tools.
+    """
+    given = {name: value for name, value in defaults.items() if name in TOOL_OPTIONS}
+    if others := [name for name in given if name != _CALLS]:
+        raise ValueError(
+            f"found {others[0]} in generate_kwargs, expected {_CALLS} alone of the options of "
+            "tools; pass it with each call, or bind it"
+        )
+    return {**given, **call}
 
 
 def without_tool_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -182,9 +182,10 @@ class SchedulerSide:
 
     def finished(self, request: Request, pages: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: whether its pages are still needed, and what its client is told."""
-        if isinstance(name := (request.kv_transfer_params or {}).get(UNSAVED), str):
-            return False, {UNSAVED: self._unsaved.pop(name, None)}
         asked = self._asked.pop(request.request_id, None)
+        name = (request.kv_transfer_params or {}).get(UNSAVED)
+        if asked is None and isinstance(name, str):
+            return False, {UNSAVED: self._unsaved.pop(name, None)}
         is_answered = request.status in _ANSWERED
         if asked is not None and asked.is_filling and not is_answered:
             self._forget(set(pages))  # it was left meanwhile, or what fills them failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from typing import Any
@@ -83,13 +84,17 @@ def test_a_large_grammar_constrains_every_answer(engine: BlockAttentionEngine, k
             assert re.fullmatch(pattern, answer.text), answer.text
 
 
-def test_a_grammar_that_fails_within_an_answer_raises_in_every_mode(
-    engine: BlockAttentionEngine,
-) -> None:
+def _fails_at_the_third_token() -> dict[str, Any]:
     rules = "\n".join(f'c{i}: "x" "{i}"' for i in range(10_001))
     cases = " | ".join(f"c{i}" for i in range(10_001))
     # Nothing is too large before the second letter, which a model may choose or not.
-    asked = {"grammar": f'start: /[a-z]/ /[a-z]/ "x" case\ncase: {cases}\n{rules}'}
+    return {"grammar": f'start: /[a-z]/ /[a-z]/ "x" case\ncase: {cases}\n{rules}'}
+
+
+def test_a_grammar_that_fails_within_an_answer_raises_in_every_mode(
+    engine: BlockAttentionEngine,
+) -> None:
+    asked = _fails_at_the_third_token()
     for mode in ("block", "full"):
         with pytest.raises(GrammarError, match="max is 10000"):
             engine.generate(A, structured_outputs=asked, mode=mode)
@@ -97,6 +102,37 @@ def test_a_grammar_that_fails_within_an_answer_raises_in_every_mode(
             list(engine.stream(A, structured_outputs=asked, mode=mode))
         with pytest.raises(GrammarError, match="max is 10000"):
             engine.generate_batch([A, B], structured_outputs=asked, mode=mode)
+
+
+def test_a_grammar_that_fails_ends_no_other_answer_of_its_batch(
+    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = _fails_at_the_third_token()
+    options: dict[str, Any] = {"max_new_tokens": 12}
+    expected = engine.generate(B, **options).token_ids
+    sizes = []
+    generate_batch = engine.model.generate_batch
+
+    def counted(rows: Any, *given: Any, **how: Any) -> Any:
+        sizes.append(len(rows))
+        return generate_batch(rows, *given, **how)
+
+    monkeypatch.setattr(engine.model, "generate_batch", counted)
+
+    async def streamed() -> list[int]:
+        *_, last = [chunk async for chunk in engine.astream(B, **options)]
+        assert last.generation is not None
+        return last.generation.token_ids
+
+    async def both() -> list[Any]:
+        failing = engine.agenerate(A, structured_outputs=asked, **options)
+        return await asyncio.gather(failing, streamed(), return_exceptions=True)
+
+    failure, found = asyncio.run(both())
+    assert sizes == [2]
+    assert isinstance(failure, GrammarError)
+    assert "max is 10000" in str(failure)
+    assert found == expected
 
 
 def test_what_is_too_large_is_refused_before_anything_is_computed(

@@ -155,3 +155,8 @@ def test_a_drafted_answer_ends_at_its_stop_string(engine: BlockAttentionEngine) 
     found = engine.generate(PROMPTS[0], stop=text[3:6], **drafting)
     end = text.index(text[3:6])
     assert outcome(found) == (text[:end], ids[: end + 3], "stop")
+
+
+@pytest.mark.parametrize("stop", ["", [], None])
+def test_an_empty_stop_stops_nothing(engine: BlockAttentionEngine, stop: Any) -> None:
+    assert answers(engine, "alone", stop=stop) == answers(engine, "alone")

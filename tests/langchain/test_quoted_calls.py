@@ -103,3 +103,11 @@ def test_calls_are_constrained_by_the_model_s_defaults_too() -> None:
     assert not chat.bind_tools([delete_all]).invoke("?").tool_calls
     with pytest.raises(ValueError, match="tool_calls must be 'free' or 'constrained'; found 'no'"):
         chat.bind_tools([delete_all], tool_calls="no")
+
+
+def test_other_options_of_tools_are_no_defaults_of_a_model() -> None:
+    engine = ScriptedEngine(lambda _: called("hermes"), model=quoting_model("hermes"))
+    defaults = {"tool_choice": "any"}
+    chat = ChatBlockAttention(engine=engine, max_tokens=200, generate_kwargs=defaults)
+    with pytest.raises(ValueError, match="tool_choice"):
+        chat.invoke("?")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 
 from blockattn_rag.llama_index import BlockAttentionLLM
@@ -62,3 +63,13 @@ def test_calls_are_constrained_by_the_model_s_defaults_too() -> None:
     llm = BlockAttentionLLM(engine=engine, max_new_tokens=200, generate_kwargs=defaults)
     assert str(llm.complete("Without tools?")) == said[0].text
     assert not calls_of(llm.chat_with_tools([TOOL], "Well?"))
+
+
+def test_other_options_of_tools_are_no_defaults_of_a_model() -> None:
+    engine = ScriptedEngine(lambda _: called("hermes"), model=quoting_model("hermes"))
+    options: dict[str, Any] = {"engine": engine, "max_new_tokens": 200}
+    llm = BlockAttentionLLM(**options, generate_kwargs={"tool_choice": "any"})
+    with pytest.raises(ValueError, match="tool_choice"):
+        llm.chat([ChatMessage("?")])
+    with pytest.raises(ValueError, match="tool_calls"):
+        BlockAttentionLLM(**options).complete("?", tool_calls="constrained")
