@@ -124,7 +124,7 @@ def test_a_grammar_that_fails_ends_no_other_answer_of_its_batch(
         assert last.generation is not None
         return last.generation.token_ids
 
-    async def both() -> list[Any]:
+    async def both() -> tuple[Any, Any]:
         failing = engine.agenerate(A, structured_outputs=asked, **options)
         return await asyncio.gather(failing, streamed(), return_exceptions=True)
 
