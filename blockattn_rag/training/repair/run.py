@@ -255,8 +255,8 @@ class _Run:
         if material.nearest is None:
             raise DataError("found no questions, and no passages to write questions about")
         until = self.started + limits.writing_share * self.budget_s
-        # A resumed run has the questions of the interrupted one, not more: they decide the halves.
-        done = self.work / "questions.done"
+        # Once there is a plan, no question is added: all of them decide which are held out.
+        planned = self._plan_path.exists()
         with self._stage("writing questions") as tick:
             found = write_questions(
                 self.engine,
@@ -267,10 +267,13 @@ class _Run:
                 self.work / "questions.jsonl",
                 _SEED,
                 tick,
-                lambda: done.exists() or time.monotonic() > until,
+                lambda: planned or time.monotonic() > until,
             )
-        done.touch()
         return found
+
+    @property
+    def _plan_path(self) -> Path:
+        return self.work / "plan.json"
 
     def _plan(self, questions: Sequence[Question]) -> Plan:
         """The plan, made once: a resumed run has the same."""
@@ -286,8 +289,7 @@ class _Run:
             )
             return plan.to_dict()
 
-        path = self.work / "plan.json"
-        kept = kept_json(path, lambda: {"minutes": self.budget_s / 60, **make()})
+        kept = kept_json(self._plan_path, lambda: {"minutes": self.budget_s / 60, **make()})
         if (minutes := kept.pop("minutes")) != self.budget_s / 60:
             raise DataError(
                 f"{self.work} holds an interrupted repair of {minutes:g} minutes, found "

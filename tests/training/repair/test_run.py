@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -404,6 +404,34 @@ class TestInterruption:
                 run.repair(model, asked, output, minutes=20, limits=QUICK)
         with pytest.raises(DataError, match="repair of 20 minutes, found 30: give the same"):
             run.repair(model, asked, output, minutes=30, limits=QUICK)
+
+    def test_more_minutes_give_more_questions_after_too_little_time(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        numbers = count()
+        monkeypatch.setattr(questions, "clean_question", lambda _: f"what is {next(numbers)}?")
+        output = tmp_path / "recipe"
+        many = [replace(one, title=f"{n} {one.title}") for one in PASSAGES for n in range(4)]
+        asked = material(model, questions=None, passages=many, nearest=nearest)
+        slow = Speeds(60.0, 60.0, 60.0, 60.0)
+
+        def answers_and_slow(self: Any, *_: Any) -> Speeds:
+            self.teacher(PROMPT)
+            return slow
+
+        def first_batch_alone(*args: Any) -> Any:
+            times = chain([False], repeat(True))
+            return write(*args[:-1], lambda: next(times))
+
+        write = run.write_questions
+        with monkeypatch.context() as patched:
+            patched.setattr(run._Run, "_speeds", answers_and_slow)
+            patched.setattr(run, "write_questions", first_batch_alone)
+            with pytest.raises(DataError, match="too little time"):
+                run.repair(model, asked, output, minutes=5, limits=QUICK)
+        assert output.with_name("recipe.work").exists()
+        report = run.repair(model, asked, output, minutes=20, limits=QUICK).report
+        assert report["questions"] == 24
 
     def test_a_training_that_takes_too_long_ends_and_is_measured(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
