@@ -96,12 +96,21 @@ def repair(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What is repaired; ``database``: the one that uses the recipe from then on."""
+    """What is repaired.
+
+    Args:
+        model: The model.
+        material: What to fit to.
+        output: Folder of the recipe.
+        database: The database that uses the recipe from then on.
+        ask: Command that uses it: the recipe belongs to the model and dtype that were given.
+    """
 
     model: BlockModel
     material: Material
     output: Path
-    database: Database | None
+    database: Database | None = None
+    ask: str = "ask"
 
 
 def _job(
@@ -171,7 +180,9 @@ def _of_database(
     )
     target = output or db / RECIPE_FOLDER
     is_used = target.resolve() == (db / RECIPE_FOLDER).resolve()
-    return _Job(engine.model, material, target, database if is_used else None)
+    given = (("--model", model), ("--dtype", None if dtype == "auto" else dtype))
+    ask = " ".join(["ask", *(f"{option} {value}" for option, value in given if value)])
+    return _Job(engine.model, material, target, database if is_used else None, ask)
 
 
 def _text(passage: Passage) -> str:
@@ -204,7 +215,7 @@ def _of_files(
         nearest=nearest,
         questions=asked,
     )
-    return _Job(loaded, material, output or _beside_model(model), None)
+    return _Job(loaded, material, output or _beside_model(model))
 
 
 def _beside_model(model: str) -> Path:
@@ -247,7 +258,7 @@ def _encode_passages(
 ) -> tuple[int, int]:
     """Encode a database's passages with a recipe while there is time; how many, and of how many.
 
-    An adapter is applied to what is stored, so this takes little where the sink stays the same.
+    Passages that are stored with the recipe's sink and without an adapter are not computed again.
     """
     from blockattn_rag.rag.passages import passage_blocks
 
@@ -274,7 +285,10 @@ def _show(
     else:
         done, total = encoded
         later = "" if done == total else "; the others are encoded when they are first used"
-        use = f"{done} of {count(total, 'passage')} re-encoded{later}. `ask` uses the recipe now."
+        use = (
+            f"{done} of {count(total, 'passage')} re-encoded{later}. `{job.ask}` uses the recipe "
+            "now."
+        )
     data = {
         "recipe": str(recipe),
         "output": job.output,

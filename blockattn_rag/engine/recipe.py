@@ -142,7 +142,7 @@ class Recipe:
             ValueError: the report is no plain JSON, or ``folder`` holds something else.
             OSError: the folder cannot be written.
         """
-        folder = Path(folder).expanduser()
+        folder = Path(folder).expanduser().resolve()  # a link stays, what it leads to is replaced
         is_foreign = folder.is_dir() and any(folder.iterdir()) and not _holds_recipe(folder)
         if is_foreign or folder.is_file():
             raise ValueError(

@@ -74,6 +74,19 @@ def test_a_database_is_repaired_and_asked_with_its_recipe(
     assert "recipe" not in answer.stderr
 
 
+def test_the_report_names_the_model_and_dtype_that_the_recipe_belongs_to(
+    cli: Command, model: Path, documents: Path, questions: Path, tmp_path: Path
+) -> None:
+    db, half = tmp_path / "db", ("--dtype", "bfloat16")
+    cli("ingest", documents, "--db", db, "--model", model)
+    output = cli("repair", "--db", db, "--questions", questions, "--model", model, *half)
+    assert output.status == 0, output.stderr
+    asked = f"`ask --model {model} --dtype bfloat16` uses the recipe now."
+    assert output.stdout.splitlines()[-1].endswith(asked)
+    asking = ("ask", "How high is it?", "--db", db, "--max-new-tokens", 2)
+    assert "Skipped" not in cli(*asking, "--model", model, *half).stderr
+
+
 def test_blocks_of_other_recipes_do_not_stay_in_the_database(
     cli: Command, model: Path, documents: Path, questions: Path, tmp_path: Path
 ) -> None:

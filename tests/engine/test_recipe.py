@@ -142,6 +142,16 @@ def test_saving_replaces_a_recipe_and_nothing_else(model: BlockModel, tmp_path: 
     assert (tmp_path / "photos" / "cat.png").read_bytes() == b"cat"
 
 
+def test_saving_through_a_link_replaces_what_it_leads_to(tmp_path: Path) -> None:
+    Recipe("bos").save(tmp_path / "recipe")
+    link = tmp_path / "link"
+    link.symlink_to("recipe")
+    Recipe("head:4").save(link)
+    assert link.is_symlink()
+    assert Recipe.load(tmp_path / "recipe").sink == "head:4"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "recipe"]
+
+
 def test_a_save_that_fails_leaves_the_old_recipe(model: BlockModel, tmp_path: Path) -> None:
     Recipe("bos").save(tmp_path / "recipe")
     with pytest.raises(ValueError):

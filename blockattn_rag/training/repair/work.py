@@ -25,6 +25,7 @@ INPUTS = "inputs.json"
 
 def work_of(output: Path) -> Path:
     """The work folder of an output folder, beside it."""
+    output = output.resolve()  # the name of "." is empty
     return output.with_name(f"{output.name}.work")
 
 
