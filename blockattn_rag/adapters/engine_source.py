@@ -157,7 +157,10 @@ class EngineSource:
 
     def asking_for(self, fields: dict[str, Any]) -> EngineSource:
         """A source with these fields in place of its own, and the same key."""
-        return EngineSource(**{**self.fields(), **fields}, api_key=self._api_key)
+        found = {**self.fields(), **fields}
+        if found["recipe"] == str(self._recipe):  # a `Recipe` is more than its text
+            found["recipe"] = self._recipe
+        return EngineSource(**found, api_key=self._api_key)
 
     @property
     def _is_local(self) -> bool:

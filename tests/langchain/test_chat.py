@@ -25,6 +25,7 @@ from tests.engines import local
 from tests.holding import FEW, Held
 from tests.langchain.conftest import passages, tiny_block_model
 from tests.models import tiny_model, tiny_tokenizer
+from tests.recipes import recipe_of
 
 Messages = list[tuple[str, str]]
 LONG = 3000  # tokens: more than any test lets the model make
@@ -220,6 +221,19 @@ def test_a_model_by_name_is_loaded_when_first_needed_and_once(
     assert is_loaded(chat)  # the configured copy loaded it for both
     assert copy.deepcopy(chat).engine is chat.engine
     assert isinstance(local(chat.engine).store, DirectoryStore)
+
+
+def test_a_recipe_stays_when_another_store_is_configured(saved_model: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(tiny_block_model())
+    chat = ChatBlockAttention(model=saved_model, recipe=recipe, max_new_tokens=3)
+    chooser = chat.configurable_fields(kv_store=ConfigurableField("store"))
+    chooser.invoke(asking(), {"configurable": {"store": str(tmp_path / "kv")}})
+    keys = set(DirectoryStore(tmp_path / "kv").keys())
+    expected = BlockAttentionEngine(
+        tiny_block_model(), DirectoryStore(tmp_path / "other"), recipe=recipe
+    )
+    expected.generate(chat.to_prompt(chat._convert_input(asking()).to_messages()))
+    assert keys == set(local(expected).store.keys())
 
 
 def test_a_model_by_name_survives_pickling_and_finds_its_store(
