@@ -322,6 +322,7 @@ class BlockAttentionEngine:
         """
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size must be a whole number from 1 on, found {batch_size!r}")
+        options["recipe"] = self._recipe(options.get("recipe"))  # once for all prompts
         waiting = [self._pending(prompt, options, max_batch=batch_size) for prompt in prompts]
         return self._scheduler.submit_and_wait(*waiting)
 

@@ -128,7 +128,7 @@ def _automatic(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe
         model,
         f"{model.name} is not block-fine-tuned and has no recipe: block mode uses the sink "
         f"{sink!r} alone, and its answers are less accurate than in full mode. Make a recipe with "
-        f"{_repair(model)}, or use mode='full'.",
+        f"{_repair(model, folder)}, or use mode='full'.",
     )
     return Recipe(sink, source="stock model")
 
@@ -195,5 +195,6 @@ def _warn_once(model: BlockModel, message: str) -> None:
         logger.warning(message)
 
 
-def _repair(model: BlockModel) -> str:
-    return f"`blockattn-rag repair --model {model.name} --passages FILE`"
+def _repair(model: BlockModel, folder: Path | None = None) -> str:
+    of = f"--model {model.name} --passages FILE" if folder is None else f"--db {folder}"
+    return f"`blockattn-rag repair {of}`"

@@ -238,6 +238,19 @@ def test_a_folder_that_changes_afterwards_changes_no_answer(
         assert one.generate(prompt, max_new_tokens=1).stats.recipe == str(recipe_of(model))
 
 
+def test_a_batch_reads_the_folder_of_its_recipe_once(
+    model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe_of(model).save(tmp_path / "recipe")
+    read: list[Path] = []
+    load = Recipe.load
+    monkeypatch.setattr(Recipe, "load", lambda folder: read.append(folder) or load(folder))
+    engine, prompts = BlockAttentionEngine(model), [["Halden is tall.", "a", "b"]] * 3
+    answers = engine.generate_batch(prompts, recipe=tmp_path / "recipe", max_new_tokens=1)
+    assert {one.stats.recipe for one in answers} == {str(recipe_of(model))}
+    assert read == [tmp_path / "recipe"]
+
+
 def test_a_given_recipe_is_taken(model: BlockModel, tmp_path: Path) -> None:
     store, recipe = open_store("memory:"), recipe_of(model, promote=1)
     recipe.save(tmp_path / "recipe")
@@ -321,6 +334,15 @@ def test_a_stock_model_gets_a_sink_and_one_warning(
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "`blockattn-rag repair --model stock --passages FILE`" in record.getMessage()
+
+
+def test_the_warning_of_a_database_names_its_own_repair(
+    stock: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = BlockModel(copy.deepcopy(stock.hf_model), tiny_tokenizer(), name="other")
+    BlockAttentionEngine(other, folder=tmp_path)
+    [record] = caplog.records
+    assert f"`blockattn-rag repair --db {tmp_path}`" in record.getMessage()
 
 
 def test_block_tuned_models_run_as_they_were_trained(

@@ -258,7 +258,7 @@ class _Run:
         # Once there is a plan, no question is added: all of them decide which are held out.
         planned = self._plan_path.exists()
         with self._stage("writing questions") as tick:
-            found = write_questions(
+            return write_questions(
                 self.engine,
                 material.passages,
                 material.nearest,
@@ -269,7 +269,6 @@ class _Run:
                 tick,
                 lambda: planned or time.monotonic() > until,
             )
-        return found
 
     @property
     def _plan_path(self) -> Path:
