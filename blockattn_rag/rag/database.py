@@ -126,7 +126,9 @@ class Database:
                 f"{path} was made with embedding {old.embedding!r}, found {wanted.embedding!r}: "
                 "use the same, or ingest into a new folder"
             )
-        engine = _load_engine(path, wanted, device, dtype)
+        # A server has a recipe of its own, whatever the database noted before.
+        used = replace(wanted, recipe=AUTO) if wanted.server else wanted
+        engine = _load_engine(path, used, device, dtype)
         if old and old.model != wanted.model:
             names = (path, old.model, wanted.model)
             logger.warning("%s was made with %s; from now on it is %s's", *names)
@@ -167,7 +169,7 @@ class Database:
             manifest,
             model=model or manifest.model,
             server=server,
-            recipe=recipe or manifest.recipe,
+            recipe=recipe or (AUTO if server else manifest.recipe),
         )
         engine = _load_engine(path, wanted, device, dtype)
         if engine.model.fingerprint != manifest.fingerprint:
@@ -270,7 +272,7 @@ def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str) -> Engin
                 f"found device {device!r} and dtype {dtype!r}, but {wanted.server} has the model "
                 "and decides on them; leave them out"
             )
-        return RemoteEngine(wanted.server, tokenizer=wanted.model)
+        return RemoteEngine(wanted.server, tokenizer=wanted.model, recipe=wanted.recipe)
     from blockattn_rag.engine.engine import BlockAttentionEngine
     from blockattn_rag.kv.quantization import check_kv_dtype
 

@@ -11,6 +11,7 @@ import pytest
 from blockattn_rag.model import BlockModel
 from blockattn_rag.serving.endpoint import COMPLETIONS, ENCODE
 from tests.cli.conftest import Command
+from tests.recipes import recipe_of
 from tests.remote.fake_server import FakeServer
 
 
@@ -53,6 +54,23 @@ def test_a_database_is_ingested_and_asked_through_a_server(
     assert other.json["answer"] == wanted.json["answer"]
     assert len(server.bodies(COMPLETIONS)) == 2
     assert "the-secret" not in made.stdout + made.stderr + (db / "blockattn.json").read_text()
+
+
+def test_a_recipe_that_a_server_does_not_apply_is_refused(
+    cli: Command, server: FakeServer, loaded: BlockModel, model: Path, documents: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    db, recipe = tmp_path / "db", tmp_path / "recipe"
+    cli("ingest", documents, "--db", db, "--model", model, "--recipe", "head:4")
+    recipe_of(loaded).save(recipe)
+    asking = ("ask", "How high?", "--db", db, "--server", server.url, "--max-new-tokens", 2)
+    assert cli(*asking).status == 0  # the recipe is the server's own
+    output = cli(*asking, "--recipe", recipe)
+    assert output.status == 1
+    assert "a server applies the sink of a recipe alone" in " ".join(output.stderr.split())
+    output = cli(*asking, "--recipe", "bos")
+    assert output.status == 1
+    assert "found sink='bos'" in output.stderr
 
 
 @pytest.mark.parametrize(
