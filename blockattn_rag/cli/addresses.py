@@ -81,27 +81,6 @@ def open_folder(store: str) -> kv_store.DirectoryStore:
     return opened
 
 
-def find_folder(store: str) -> tuple[Path, Manifest | None]:
-    """The folder of a store's entries, which is not opened, and the manifest of its database.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: the entries are in no folder.
-    """
-    from blockattn_rag.store.specs import folder_of
-    from blockattn_rag.store.urls import scheme_of
-
-    if scheme := scheme_of(store):
-        raise ValueError(f"found an address ({scheme}:), expected a folder")
-    manifest = Manifest.read(Path(store))
-    kept = manifest.store if manifest is not None else None
-    if kept is None:
-        return store_folder(Path(store)), manifest
-    if scheme_of(kept) not in ("", "file"):
-        raise ValueError(f"the keys and values of {store} are at {kept}, expected a folder")
-    return store_folder(folder_of(kept) if scheme_of(kept) else Path(kept)), manifest
-
-
 def store_folder(path: Path) -> Path:
     """The folder of a store's entries: of a database folder, the one within it."""
     folder = path / "kv" if (path / MANIFEST).is_file() else path

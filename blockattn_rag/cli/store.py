@@ -18,7 +18,6 @@ from blockattn_rag.cli import collect
 from blockattn_rag.cli.addresses import (
     FolderArgument,
     StoreArgument,
-    find_folder,
     open_folder,
     open_maintained,
 )
@@ -29,7 +28,6 @@ from blockattn_rag.cli.output import (
     emit,
     note,
     plain,
-    progress,
     table,
     working,
 )
@@ -221,51 +219,6 @@ def shrink(
         f"the others take {size(report.left_bytes)}"
     )
     emit(as_json, {**asdict(report), "store": store, "max_bytes": most}, summary)
-
-
-@app.command()
-def migrate(
-    store: FolderArgument,
-    sink: Annotated[
-        str | None,
-        typer.Option(
-            help="[bold]none[/bold]: you know that no block was encoded after a sink or corrected, "
-            "as in stores that only block-fine-tuned models used."
-        ),
-    ] = None,
-    drop: Annotated[
-        bool,
-        typer.Option("--drop", help="You do not: give the entries up; they are computed anew."),
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing, only tell.")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Turn a store of format version 1 into one of today: in place, and without a model.
-
-    Stop what uses the store first. After an interruption run it again: nothing is lost. Entries of
-    version 1 do not tell what they were encoded after, so you must.
-    """
-    if (sink is None) == (not drop) or sink not in (None, "none"):
-        raise typer.BadParameter(
-            "entries of version 1 do not tell whether they were encoded after a sink or corrected: "
-            "pass --sink none if you know that none was, or --drop to give them all up",
-            param_hint="--sink",
-        )
-    with working(as_json), progress("migrating folders") as tick:
-        folder, _ = find_folder(store)
-        report = kv_store.migrate(folder, all_plain=not drop, dry_run=dry_run, progress=tick)
-    for path, reason in report.damaged:
-        note(f"damaged, {'would be ' * dry_run}deleted: {path}: {reason}")
-    for error in report.errors:
-        note(f"note: {error}")
-    would = "would be " * dry_run
-    summary = (
-        f"{count(report.migrated, 'entry')} {would}migrated, {report.same} of the same tokens as "
-        f"another, {report.dropped} {would}given up, {len(report.damaged)} damaged"
-    )
-    emit(as_json, {**asdict(report), "store": store}, summary)
-    if report.errors:
-        raise typer.Exit(1)
 
 
 def _shown(fingerprint: str) -> str:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from blockattn_rag.store.live import LiveHandles
     from blockattn_rag.store.maintenance import describe_all, gc, shrink, verify
     from blockattn_rag.store.memory import MemoryStore
-    from blockattn_rag.store.migration import MigrateReport, migrate
     from blockattn_rag.store.objects import ObjectStore
     from blockattn_rag.store.redis import RedisStore
     from blockattn_rag.store.reports import GcReport, ShrinkReport, Tally, VerifyReport
@@ -47,7 +46,6 @@ _HOMES = {
     ),
     "directory": "DirectoryStore",
     "live": "LiveHandles",
-    "migration": "MigrateReport migrate",
     "maintenance": "describe_all gc shrink verify",
     "memory": "MemoryStore",
     "objects": "ObjectStore",
@@ -69,7 +67,6 @@ __all__ = [
     "LiveHandles",
     "MaintainedStore",
     "MemoryStore",
-    "MigrateReport",
     "ObjectStore",
     "RangeStore",
     "RedisStore",
@@ -84,7 +81,6 @@ __all__ = [
     "VerifyReport",
     "describe_all",
     "gc",
-    "migrate",
     "open_store",
     "shrink",
     "verify",

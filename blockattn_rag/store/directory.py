@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-import shlex
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -373,28 +372,14 @@ def _read_header(path: Path, file: FileIO) -> Header:
     return header
 
 
-def read_mark(mark: Path) -> object:
-    """What a store's folder says of itself.
-
-    Raises:
-        StoreError: it cannot be read, or is no JSON.
-    """
+def _check_mark(mark: Path) -> None:
+    """Refuse, by a StoreError, a folder that is no store of this format."""
     with files.opened(mark) as file:
         content = file.read() if file is not None else b""
     try:
-        return json.loads(content)
+        found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{mark} is not readable JSON: {error}") from error
-
-
-def _check_mark(mark: Path) -> None:
-    found = read_mark(mark)
-    if found == {**MARKED, "version": 1}:
-        raise StoreError(
-            f"{mark.parent} is a store of format version 1; this package reads {VERSION}. Turn it "
-            f"into one, in place and without a model, by `blockattn-rag store migrate "
-            f"{shlex.quote(str(mark.parent))}`, or use another directory"
-        )
     if found != MARKED:
         raise StoreError(
             f"{mark.parent} is a store of another format: found {found}, expected {MARKED}; "

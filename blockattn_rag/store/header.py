@@ -172,10 +172,7 @@ def _check_version(start: bytes) -> None:
     if len(start) < len(_PREFIX):
         raise FormatError("it ends within its header")
     version = start[len(MAGIC) :].split(b'"')[0].decode(errors="replace")
-    advice = " (blockattn-rag store migrate turns it into one)" if version == "1" else ""
-    raise FormatError(
-        f"it has format version {version!r}; this package reads {str(VERSION)!r}{advice}"
-    )
+    raise FormatError(f"it has format version {version!r}; this package reads {str(VERSION)!r}")
 
 
 def header_end(head: Buffer) -> int:

@@ -43,6 +43,7 @@ class WriteQueue:
         """Forget what waits, which the process writes that a forked one comes from."""
         self._changed = threading.Condition()
         self._waiting: dict[str, _Write] = {}
+        self._being_made: set[str] = set()
         self._bytes = 0
         # Its threads are waited for when the interpreter ends, and make all that they were given.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="blockattn-rag-writes")
@@ -115,12 +116,16 @@ class WriteQueue:
 
     def _make(self, key: str, asked: _Write) -> None:
         with self._changed:
+            # One at a time: an older write that ends last would undo a newer one.
+            self._changed.wait_for(lambda: key not in self._being_made)
+            self._being_made.add(key)
             is_wanted = self._waiting.get(key) is asked
         try:
             if is_wanted:
                 asked.write(key, asked.kv)
         finally:
             with self._changed:
+                self._being_made.discard(key)
                 self._bytes -= asked.kv.nbytes
                 if self._waiting.get(key) is asked:
                     del self._waiting[key]

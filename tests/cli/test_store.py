@@ -15,7 +15,6 @@ from blockattn_rag.cli.store import _bytes, _shown
 from blockattn_rag.rag.database import MANIFEST, chroma_client
 from blockattn_rag.store import DirectoryStore
 from tests.cli.conftest import Command
-from tests.store import version_1
 from tests.store.kvs import key_of, make_kv
 
 NO_TELEMETRY = Settings(anonymized_telemetry=False)
@@ -212,64 +211,6 @@ def test_a_grace_period_that_is_no_time_is_a_usage_error(
     cli: Command, database: Path, grace: str
 ) -> None:
     assert cli("store", "gc", database, f"--grace={grace}").status == 2
-
-
-# -- migrate -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def old_store(tmp_path: Path) -> Path:
-    for number in range(3):
-        version_1.put(tmp_path / "old", version_1.passage(number))
-    return tmp_path / "old"
-
-
-def test_an_old_store_is_migrated_once_one_says_what_it_holds(
-    cli: Command, old_store: Path
-) -> None:
-    refused = cli("store", "stats", old_store)
-    assert refused.status == 1
-    assert "store migrate" in " ".join(refused.stderr.split())
-    for arguments in ((), ("--sink", "head:4"), ("--sink", "none", "--drop")):
-        asked = cli("store", "migrate", old_store, *arguments)
-        assert asked.status == 2
-    told = cli("store", "migrate", old_store, "--sink", "none", "--dry-run")
-    assert "3 entries would be migrated" in told.stdout
-    assert cli("store", "stats", old_store).status == 1
-    done = cli("store", "migrate", old_store, "--sink", "none", "--json").json
-    assert (done["migrated"], done["dropped"], done["errors"]) == (3, 0, [])
-    assert cli("store", "stats", old_store, "--json").json["entries"] == 3
-
-
-def test_an_old_store_whose_sinks_nobody_knows_is_given_up(cli: Command, old_store: Path) -> None:
-    assert cli("store", "migrate", old_store, "--drop", "--json").json["dropped"] == 3
-    assert cli("store", "stats", old_store, "--json").json["entries"] == 0
-
-
-def test_an_old_store_beside_its_database_is_migrated_and_one_in_a_bucket_refused(
-    cli: Command, database: Path, old_store: Path
-) -> None:
-    manifest = database / MANIFEST
-    text = manifest.read_text()
-    for place in (str(old_store), f"file://{old_store}"):
-        manifest.write_text(text.replace('"store": null', f'"store": "{place}"'))
-        told = cli("store", "migrate", database, "--sink", "none", "--dry-run")
-        assert "3 entries would be migrated" in told.stdout
-    manifest.write_text(text.replace('"store": null', '"store": "s3://bucket/kv"'))
-    for store in (database, "s3://bucket/kv"):
-        refused = cli("store", "migrate", store, "--sink", "none")
-        assert refused.status == 1
-        assert "expected a folder" in " ".join(refused.stderr.split())
-
-
-def test_damaged_entries_are_named_when_they_are_migrated(cli: Command, old_store: Path) -> None:
-    first, *_ = sorted(old_store.rglob("*.safetensors"))
-    damage(first)
-    done = cli("store", "migrate", old_store, "--sink", "none")
-    assert done.status == 0
-    assert "2 entries migrated" in done.stdout
-    assert "1 damaged" in done.stdout
-    assert first.stem in "".join(done.stderr.split())
 
 
 # -- addresses, lists of handles, samples -----------------------------------------------------

@@ -245,15 +245,11 @@ def test_bytes_after_the_end_are_detected(more: bytes) -> None:
         from_bytes(to_bytes(golden_kv()) + more)
 
 
-def test_another_format_version_is_named_as_such() -> None:
-    content = to_bytes(golden_kv()).replace(b'"version":"2"', b'"version":"3"')
-    with pytest.raises(FormatError, match=r"format version '3'; this package reads '2'$"):
-        from_bytes(content)
-
-
-def test_an_entry_of_version_1_is_refused_with_advice() -> None:
-    content = to_bytes(golden_kv()).replace(b'"version":"2"', b'"version":"1"')
-    with pytest.raises(FormatError, match=r"'1'; this package reads '2' .*store migrate"):
+@pytest.mark.parametrize("version", ["1", "3"])
+def test_another_format_version_is_named_as_such(version: str) -> None:
+    other = f'"version":"{version}"'.encode()
+    content = to_bytes(golden_kv()).replace(b'"version":"2"', other)
+    with pytest.raises(FormatError, match=rf"format version '{version}'; this package reads '2'$"):
         from_bytes(content)
 
 

@@ -275,6 +275,30 @@ def test_a_promotion_does_not_take_the_place_of_a_write_that_waits(home: Remote)
     assert same(home.get(KEY) or KV, new)
 
 
+def test_a_newer_write_of_a_key_waits_for_the_older_one() -> None:
+    """Else the older one, which ends last, would undo it."""
+
+    class Home(Remote):
+        began, late = threading.Event(), threading.Event()
+
+        def put(self, key: str, kv: BlockKV) -> None:
+            if not self.began.is_set():
+                self.began.set()
+                self.late.wait(0.5)  # set at once by a newer write that does not wait
+                super().put(key, kv)
+            else:
+                super().put(key, kv)
+                self.late.set()
+
+    home, new = Home(), make_kv("passage 0", tokens=9)
+    tiers = TieredStore(home, write="behind")
+    tiers.put(KEY, KV)
+    assert home.began.wait(20)
+    tiers.put(KEY, new)
+    tiers.close()
+    assert same(home.get(KEY) or KV, new)
+
+
 def test_what_is_deleted_is_not_written_later(home: Remote) -> None:
     home.go.clear()
     tiers = TieredStore(MemoryStore(ROOM), home, write="behind", queue_bytes=ROOM)

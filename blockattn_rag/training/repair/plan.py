@@ -169,7 +169,10 @@ class Plan:
         measured = limits.measurements * min(limits.validation, held_out // 2) * speeds.compare
         samples = math.floor(max(0.0, seconds - measured) / speeds.sample(limits.epochs))
         samples = min(samples, limits.samples, limits.draws * left)
-        samples = 0 if samples < limits.fewest_samples else samples
+        if samples < limits.fewest_samples:
+            samples = 0
+            more = math.floor(seconds / max(speeds.closed_form, 1e-9))
+            closed_form = min(closed_form + more, limits.closed_form, limits.draws * left)
         steps = math.ceil(limits.epochs * samples / batch)
         training_s = limits.epochs * samples * speeds.step + (measured if samples else 0.0)
         measuring_s = held_out * (held_s - speeds.answer)
