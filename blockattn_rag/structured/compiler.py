@@ -224,7 +224,7 @@ class GrammarCompiler:
             text = _ll_grammar(grammar)
         except RecursionError:
             raise _refused(grammar, "it is nested too deeply") from None
-        except (ValueError, KeyError, TypeError, AssertionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise _refused(grammar, str(error)) from error
         compiled = LLMatcher(self._known, text, log_level=0, limits=_limits())
         if compiled.is_error():

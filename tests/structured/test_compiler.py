@@ -265,3 +265,9 @@ def test_long_chains_of_references_do_not_overflow_the_stack() -> None:
     one = matcher(json={"$defs": definitions, "$ref": "#/$defs/d0"})
     assert one.follow(ids('{"k":{"k":'))
     assert threading.stack_size() == before
+
+
+def test_a_structural_tag_of_numbers_is_refused() -> None:
+    tag = {"triggers": ["<f"], "structures": [{"begin": 3, "schema": {}, "end": ">"}]}
+    with pytest.raises(GrammarError, match="the structural tag cannot be compiled"):
+        matcher(structural_tag=tag)
