@@ -134,6 +134,18 @@ def _large(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_long_chain_of_references_ends_no_server(
+    reference: Reference, engine: RemoteEngine, mode: Literal["block", "full"]
+) -> None:
+    texts = list(reference.case(38).texts)
+    chain: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(20_000)}
+    schema = {"$ref": "#/$defs/d0", "$defs": {**chain, "d20000": {"type": "integer"}}}
+    with pytest.raises(ServingError, match=r"20,001 references .* at most 1,000"):
+        engine.generate(texts, structured_outputs={"json": schema}, mode=mode)
+    assert engine.generate(texts, max_new_tokens=4, mode=mode).token_ids
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["optional", "cases", "tools"])
 def test_a_grammar_that_fails_is_refused_with_the_reason(
     reference: Reference,

@@ -37,6 +37,11 @@ MOST_ALTERNATIVES = 10_000
 """Parser items per position: one for each case of ``anyOf`` or tool, four for each optional
 property. A token takes up to 150 ms at this limit; llguidance's default is 2,000."""
 
+_STACK_BYTES = 256 << 20
+"""Stack of the threads that compile; pages are taken when they are used. llguidance follows each
+reference by a call of its own, and some 1,000 references in a row overflow the usual 8 MiB, which
+ends the process. With this stack, ``MOST_SCHEMAS`` references fit."""
+
 # A model that may write any number of blanks may write nothing else, and indentation takes tokens.
 _WHITESPACE = " ?"
 
@@ -172,7 +177,12 @@ class GrammarCompiler:
             work = threading.Thread(
                 target=self._fill, args=(grammar, compiled), name="blockattn-grammar", daemon=True
             )
-            work.start()
+            with _stack_lock:  # the size holds for all threads that start meanwhile
+                before = threading.stack_size(_STACK_BYTES)
+                try:
+                    work.start()
+                finally:
+                    threading.stack_size(before)
         except RuntimeError:  # the system has no thread to give
             self._fill(grammar, compiled)
         return compiled
@@ -214,7 +224,7 @@ class GrammarCompiler:
             text = _ll_grammar(grammar)
         except RecursionError:
             raise _refused(grammar, "it is nested too deeply") from None
-        except (ValueError, KeyError, TypeError, AssertionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise _refused(grammar, str(error)) from error
         compiled = LLMatcher(self._known, text, log_level=0, limits=_limits())
         if compiled.is_error():
@@ -229,9 +239,12 @@ class GrammarCompiler:
 
 
 _compilers: WeakSet[GrammarCompiler] = WeakSet()
+_stack_lock = threading.Lock()
 
 
 def _renew_in_child() -> None:
+    global _stack_lock
+    _stack_lock = threading.Lock()
     for compiler in list(_compilers):
         compiler.renew()
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 _FAILURE = "grammar_failure"
 
+# llguidance follows references recursively: a chain of 20,000 overflows the stack, which ends the
+# server; one of 2,000 does not.
+_MOST_REFERENCES = 1_000
+
 
 def prepare_request(request: Any, backend: str) -> None:
     """Check the size of a request's grammar, and give vLLM choices in a form without its limit.
@@ -27,7 +31,8 @@ def prepare_request(request: Any, backend: str) -> None:
         backend: vLLM's backend for grammars.
 
     Raises:
-        ProtocolError: the grammar is too large. Compiling it would block the server.
+        ProtocolError: the grammar is too large, or has too many references. Compiling it would
+            block or end the server.
     """
     held = request.structured_outputs
     asked = request.response_format
@@ -35,12 +40,17 @@ def prepare_request(request: Any, backend: str) -> None:
     if held is not None:
         values += [held.json, held.regex, held.choice, held.grammar, held.structural_tag]
     for value in values:
-        size = len(value if isinstance(value, str) else json.dumps(value))
-        if size > MOST_CHARACTERS:
+        text = value if isinstance(value, str) else json.dumps(value)
+        if len(text) > MOST_CHARACTERS:
             raise ProtocolError(
-                f"the grammar of the answer has {size:,} characters, expected at most "
+                f"the grammar of the answer has {len(text):,} characters, expected at most "
                 f"{MOST_CHARACTERS:,}. Offer less at once: retrieve the candidates first, or ask "
                 "in several steps"
+            )
+        if (references := text.count('"$ref"')) > _MOST_REFERENCES:
+            raise ProtocolError(
+                f"the schema of the answer has {references:,} references ($ref), expected at most "
+                f"{_MOST_REFERENCES:,}: write short definitions in place, or ask in several steps"
             )
     if held is not None and held.choice and backend == "guidance":
         request.structured_outputs = replace(held, choice=None, grammar=choice_grammar(held.choice))

@@ -252,3 +252,22 @@ def test_what_cannot_be_compiled_is_refused_by_its_name(outputs: Any, said: str)
 def test_a_tokenizer_of_another_kind_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="tiny has a SimpleNamespace"):
         compiler(SimpleNamespace()).matcher(grammar(regex="a"))
+
+
+def test_long_chains_of_references_do_not_overflow_the_stack() -> None:
+    """An overflow ends the process."""
+    definitions: dict[str, Any] = {
+        f"d{i}": {"properties": {"k": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["k"]}
+        for i in range(3_000)
+    }
+    definitions["d3000"] = {"type": "string"}
+    before = threading.stack_size()
+    one = matcher(json={"$defs": definitions, "$ref": "#/$defs/d0"})
+    assert one.follow(ids('{"k":{"k":'))
+    assert threading.stack_size() == before
+
+
+def test_a_structural_tag_of_numbers_is_refused() -> None:
+    tag = {"triggers": ["<f"], "structures": [{"begin": 3, "schema": {}, "end": ">"}]}
+    with pytest.raises(GrammarError, match="the structural tag cannot be compiled"):
+        matcher(structural_tag=tag)

@@ -31,6 +31,8 @@ class Limits:
         held_out_share: Most of the questions that are held out.
         fewest_held_out: Fewest of them: two to choose on and two to measure on, as a spread needs
             two.
+        promotion_needs: Fewest questions to choose promotion on, which costs tokens per answer:
+            the standard error of a few is too uncertain.
         closed_form: Prompts of the closed form; it does not improve with more.
         samples: Most prompts to train on.
         draws: Most samples of one question, each with other passages.
@@ -50,6 +52,7 @@ class Limits:
     held_out: int = 64
     held_out_share: float = 0.25
     fewest_held_out: int = 4
+    promotion_needs: int = 8
     closed_form: int = 40
     samples: int = 480
     draws: int = 4

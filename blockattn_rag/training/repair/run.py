@@ -205,7 +205,8 @@ class _Run:
         recipes = free_recipes(self.model, self.sink, closed, trained)
         with self._stage("choosing") as tick:
             losses = comparer.losses(choose, recipes, tick)
-            recipes |= promoting(self.model, recipes, losses)
+            if len(choose) >= self.limits.promotion_needs:
+                recipes |= promoting(self.model, recipes, losses)
             losses = comparer.losses(choose, recipes, tick)
         chosen = simplest(losses)
         with self._stage("measuring") as tick:

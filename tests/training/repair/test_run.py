@@ -185,6 +185,13 @@ class TestResult:
         report = repaired(sliding, tmp_path / "recipe").report
         assert [one["name"] for one in report["candidates"]] == NAMES
 
+    def test_promotion_is_not_chosen_on_a_few_questions(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        few = replace(QUICK, promotion_needs=4)
+        report = run.repair(model, material(model), tmp_path / "recipe", limits=few).report
+        assert [one["name"] for one in report["candidates"]] == NAMES
+
     def test_a_model_without_a_sink_is_repaired_without_one(self, tmp_path: Path) -> None:
         bare = BlockModel(tiny_model(num_hidden_layers=2), tiny_tokenizer(bos=False), name="tiny")
         with pytest.MonkeyPatch.context() as patched:
