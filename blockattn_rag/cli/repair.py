@@ -167,15 +167,13 @@ def _of_database(
     read = None
     if questions is not None:
         read = read_questions(questions, nearest, LIMITS.passages)
-    # Blocks that were rounded to int8 are not what an adapter is fitted to.
-    lender = engine.store if engine.kv_dtype == "model" else None
     material = Material(
         prompt=prompt,
         prompt_format=_DATABASE_FORMAT,
         passages=[Passage("", text) for text in texts],
         nearest=nearest,
         questions=read,
-        lender=lender,
+        lender=engine.store,
         namespace=engine.access.namespace,
     )
     target = output or db / RECIPE_FOLDER

@@ -244,7 +244,12 @@ def test_a_batch_reads_the_folder_of_its_recipe_once(
     recipe_of(model).save(tmp_path / "recipe")
     read: list[Path] = []
     load = Recipe.load
-    monkeypatch.setattr(Recipe, "load", lambda folder: read.append(folder) or load(folder))
+
+    def noting(folder: Path) -> Recipe:
+        read.append(folder)
+        return load(folder)
+
+    monkeypatch.setattr(Recipe, "load", noting)
     engine, prompts = BlockAttentionEngine(model), [["Halden is tall.", "a", "b"]] * 3
     answers = engine.generate_batch(prompts, recipe=tmp_path / "recipe", max_new_tokens=1)
     assert {one.stats.recipe for one in answers} == {str(recipe_of(model))}

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from blockattn_rag.errors import DataError
 from blockattn_rag.files.atomic import write_json
@@ -109,7 +109,8 @@ def kept_json(path: Path, make: Callable[[], Any]) -> Any:
 
 class ReadThroughStore:
     """``KVStore`` that reads from a lender what it does not have, and writes to a folder of its
-    own: a repair uses a database's blocks and leaves no other ones there.
+    own: a repair uses a database's blocks and leaves no other ones there. Blocks in int8 are not
+    read, because an adapter is not fitted to rounded ones.
 
     Args:
         path: The folder.
@@ -124,7 +125,9 @@ class ReadThroughStore:
 
     def get(self, key: str) -> BlockKV | None:
         found = self._own.get(key)
-        return self._lender.get(key) if found is None and self._lender is not None else found
+        if found is None and self._lender is not None:
+            found = _unrounded(self._lender.get(key))
+        return found
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
         """As ``get`` for each key."""
@@ -133,14 +136,14 @@ class ReadThroughStore:
         if missing and self._lender is not None:
             lent = dict(zip(missing, get_many(self._lender, missing), strict=True))
             pairs = zip(keys, found, strict=True)
-            found = [lent.get(key) if kv is None else kv for key, kv in pairs]
+            found = [_unrounded(lent.get(key)) if kv is None else kv for key, kv in pairs]
         return found
 
     def put(self, key: str, kv: BlockKV) -> None:
         self._own.put(key, kv)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._own or (self._lender is not None and key in self._lender)
+        return isinstance(key, str) and self.get(key) is not None
 
     def delete(self, key: str) -> bool:
         return self._own.delete(key)
@@ -150,3 +153,12 @@ class ReadThroughStore:
 
     def stats(self) -> StoreStats:
         return self._own.stats()
+
+
+T = TypeVar("T", bound=Found)
+
+
+def _unrounded(found: T) -> T | None:
+    """What a store answered; None in place of a block in int8."""
+    is_rounded = isinstance(found, BlockKV) and found.scales is not None
+    return None if is_rounded else found

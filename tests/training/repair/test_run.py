@@ -263,6 +263,17 @@ class TestMaterial:
         assert set(lender.keys()) == before
         assert not computed  # no passage was encoded after the sink again
 
+    def test_rounded_blocks_of_a_lender_are_not_used(
+        self, model: BlockModel, finished: tuple[Path, Recipe, Any], tmp_path: Path
+    ) -> None:
+        lender = MemoryStore(1 << 26)
+        engine = BlockAttentionEngine(model, lender, recipe="head:4", kv_dtype="int8")
+        engine.precompute(material(model).prompt("?", PASSAGES).context, as_prompt=True)
+        report = repaired(model, tmp_path / "recipe", lender=lender).report
+        pairs = zip(report["candidates"], finished[1].report["candidates"], strict=True)
+        for found, expected in pairs:
+            assert found["kl"]["mean"] == pytest.approx(expected["kl"]["mean"], rel=1e-4)
+
     @pytest.mark.parametrize("number", [1, 4])
     def test_too_few_questions_are_refused_and_leave_nothing(
         self, model: BlockModel, tmp_path: Path, number: int
@@ -438,7 +449,7 @@ class TestInterruption:
             times = chain([False], repeat(True))
             return write(*args[:-1], lambda: next(times))
 
-        write = run.write_questions
+        write: Any = questions.write_questions
         with monkeypatch.context() as patched:
             patched.setattr(run._Run, "_speeds", answers_and_slow)
             patched.setattr(run, "write_questions", first_batch_alone)
