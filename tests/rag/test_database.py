@@ -41,6 +41,14 @@ def test_a_database_keeps_its_namespace(model: Path, tmp_path: Path) -> None:
         Database.open(tmp_path / "db")
 
 
+def test_a_recipe_that_is_no_text_is_reported_with_its_file(model: Path, tmp_path: Path) -> None:
+    Database.create(tmp_path, Manifest(str(model), fingerprint=""))
+    manifest = tmp_path / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"auto"', "5"))
+    with pytest.raises(DatabaseError, match=r"blockattn.json is damaged \(recipe 5\)"):
+        Database.open(tmp_path)
+
+
 def test_a_database_of_a_fine_tuned_model_runs_as_the_model_was_trained(
     model: Path, tmp_path: Path
 ) -> None:
