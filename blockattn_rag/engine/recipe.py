@@ -166,16 +166,16 @@ class Recipe:
         sync(folder.parent)
 
     def _write(self, folder: Path, plot: bytes | None) -> None:
-        told = {"version": VERSION, "digest": self.digest, **self._fields(), "adapter_sha256": None}
+        saved = {"version": VERSION, "digest": self.digest, **self._fields(), "adapter_sha256": None}
         if self.adapter:
             save_correction(self.adapter, folder / _ADAPTER_FILE)
-            told["adapter_sha256"] = _sha256(folder / _ADAPTER_FILE)
+            saved["adapter_sha256"] = _sha256(folder / _ADAPTER_FILE)
         report = dict(self.report)
         json.dumps(report, allow_nan=False)  # refused before it is written
         write_json(folder / _REPORT_FILE, report)
         if plot is not None:
             (folder / _PLOT_FILE).write_bytes(plot)
-        write_json(folder / RECIPE_FILE, told)
+        write_json(folder / RECIPE_FILE, saved)
 
     @classmethod
     def load(cls, folder: str | Path) -> Recipe:
@@ -185,28 +185,28 @@ class Recipe:
             ValueError: there is no recipe, or it is damaged.
         """
         folder = Path(folder).expanduser()
-        told = read_fields(folder)
+        saved = read_fields(folder)
         path = folder / _ADAPTER_FILE
         adapter = None
-        if told["adapter"] is not None:
+        if saved["adapter"] is not None:
             _require(path)
-            if (found := _sha256(path)) != told["adapter_sha256"]:
-                raise _damaged(path, f"found sha256 {found}, expected {told['adapter_sha256']}")
+            if (found := _sha256(path)) != saved["adapter_sha256"]:
+                raise _damaged(path, f"found sha256 {found}, expected {saved['adapter_sha256']}")
             adapter = read_correction(path)
         names = ("sink", "promote", "positions", "model", "prompt_format")
         try:
             recipe = cls(
-                **{name: told[name] for name in names},
+                **{name: saved[name] for name in names},
                 adapter=adapter,
-                fingerprints=tuple(told["fingerprints"]),
+                fingerprints=tuple(saved["fingerprints"]),
                 report=_read_json(folder / _REPORT_FILE),
                 source=str(folder),
             )
         except (TypeError, ValueError) as error:
             raise _damaged(folder / RECIPE_FILE, str(error)) from error
-        if recipe.digest != told["digest"]:
+        if recipe.digest != saved["digest"]:
             raise _damaged(
-                folder / RECIPE_FILE, f"found digest {recipe.digest}, expected {told['digest']}"
+                folder / RECIPE_FILE, f"found digest {recipe.digest}, expected {saved['digest']}"
             )
         return recipe
 
@@ -227,19 +227,19 @@ def read_fields(folder: Path) -> dict[str, Any]:
             f"Found no recipe at {folder}: expected a folder with {RECIPE_FILE}, which {_MADE_BY} "
             "writes, or one of 'auto', 'none', 'bos' and 'head:N'."
         )
-    told = _read_json(path)
-    if (version := told.get("version")) != VERSION:
+    saved = _read_json(path)
+    if (version := saved.get("version")) != VERSION:
         raise ValueError(
             f"{path} has version {version!r}, expected {VERSION}: make the recipe again with "
             f"{_MADE_BY}, or update blockattn_rag."
         )
     expected = {"version", "digest", "adapter_sha256", *Recipe()._fields()}
-    if told.keys() != expected:
-        others = ", ".join(sorted(told.keys() ^ expected))
+    if saved.keys() != expected:
+        others = ", ".join(sorted(saved.keys() ^ expected))
         raise _damaged(path, f"missing or unknown fields: {others}")
-    if not isinstance(told["fingerprints"], list):
-        raise _damaged(path, f"found fingerprints {told['fingerprints']!r}, expected a list")
-    return told
+    if not isinstance(saved["fingerprints"], list):
+        raise _damaged(path, f"found fingerprints {saved['fingerprints']!r}, expected a list")
+    return saved
 
 
 def _holds_recipe(folder: Path) -> bool:
