@@ -1,14 +1,13 @@
 """All code for CUDA. *None of it has run on a GPU yet*: tests run it on one where there is one.
 
-Three parts, which know nothing of each other: attention kernels with their log-sum-exp, a stream
-for copies beside the model's work (for ``engine.transfer``), and the recording of CUDA graphs (for
-``model.graphs``, whose tests put a recorder of the CPU in its place).
+Two independent parts: attention kernels with their log-sum-exp, and a stream for copies alongside
+the model's work (for ``engine.transfer``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -115,38 +114,3 @@ class CopyStream:
 def pinned(states: Tensor) -> Tensor:
     """States in page-locked memory, from where CUDA copies without waiting."""
     return states.pin_memory() if states.device.type == "cpu" else states
-
-
-class CudaRecorder:
-    """Records CUDA graphs, which share one pool of memory (a ``Recorder`` of ``model.graphs``)."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graph: Any = None
-
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        before = torch.cuda.current_stream(self._device)
-        # High priority, because transfers take theirs from the pool of streams of normal priority.
-        stream: Any = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
-        stream.wait_stream(before)
-        with torch.cuda.stream(stream):
-            try:
-                yield
-            finally:
-                if self._graph is not None:  # an error came while it was recorded
-                    with suppress(RuntimeError):
-                        self.end()
-        before.wait_stream(stream)
-
-    def begin(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        # Other threads may go on allocating, as transfers of blocks do.
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-    def end(self) -> Callable[[], object]:
-        graph, self._graph = self._graph, None
-        graph.capture_end()
-        replay: Callable[[], object] = graph.replay
-        return replay

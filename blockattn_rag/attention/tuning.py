@@ -29,7 +29,6 @@ class Tuning:
         most_scores: scores of one block that matrix products and the online softmax may hold.
         least_log_weight: logarithms of softmax weights below this are raised to it.
         packed_rows: rows of input for which packed weights beat plain ones.
-        graph_tokens: lengths, in tokens, for which CUDA graphs are recorded.
     """
 
     join_prefill_tokens: int
@@ -42,7 +41,6 @@ class Tuning:
     most_scores: int = 0
     least_log_weight: float = 0.0
     packed_rows: range = range(0)
-    graph_tokens: tuple[int, ...] = ()
 
 
 CPU = Tuning(
@@ -67,7 +65,6 @@ ACCELERATOR = Tuning(  # all reasoned from the cost of launching kernels, none m
     join_decode_tokens=8192,
     relay_final_tokens=1024,
     encode_batch_tokens=16384,
-    graph_tokens=(1, 16, 32, 64, 128, 256, 512),
 )
 
 

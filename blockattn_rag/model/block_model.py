@@ -24,7 +24,6 @@ from blockattn_rag.model.caches import RelayCache, copied_cache
 from blockattn_rag.model.encoding import EncodeRequest, batches, encode_batch
 from blockattn_rag.model.exclusion import lock_of, turn_to_draw
 from blockattn_rag.model.fingerprint import Identity
-from blockattn_rag.model.graphs import record_graphs
 from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
 from blockattn_rag.model.relay_attention import (
@@ -55,12 +54,10 @@ class BlockModel:
         name: what to call it in messages; default: where it was loaded from.
         pack_weights: on the CPU, keep a second copy of the weights of linear layers that serves
             questions faster, where it fits (``packing.pack_linears``).
-        cuda_graphs: record the forwards of questions and of single tokens as CUDA graphs when they
-            first come (not run on a GPU yet).
 
     Raises:
         UnsupportedModelError: blocks of this model cannot be moved exactly.
-        ValueError: CUDA graphs were asked for and the model is elsewhere, or autocast is on.
+        ValueError: autocast is on.
     """
 
     def __init__(
@@ -70,7 +67,6 @@ class BlockModel:
         *,
         name: str = "",
         pack_weights: bool = True,
-        cuda_graphs: bool = False,
     ) -> None:
         self.hf_model = hf_model.eval()
         is_ready = isinstance(tokenizer, BlockTokenizer)
@@ -83,8 +79,6 @@ class BlockModel:
             self.profile: AttentionProfile = profile_attention(hf_model)
         if pack_weights:
             pack_linears(hf_model)
-        if cuda_graphs:
-            record_graphs(hf_model)
 
     @classmethod
     def from_pretrained(
@@ -95,7 +89,6 @@ class BlockModel:
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
         pack_weights: bool = True,
-        cuda_graphs: bool = False,
         **kwargs: Any,
     ) -> BlockModel:
         """Load by path, hub id or ``"bundled"``; a ready model needs its ``tokenizer``.
@@ -112,7 +105,7 @@ class BlockModel:
         if isinstance(model, (str, Path)):
             name = str(model)
             model = loading.load_model(model, device=device, dtype=dtype, **kwargs)
-        return cls(model, tokenizer, name=name, pack_weights=pack_weights, cuda_graphs=cuda_graphs)
+        return cls(model, tokenizer, name=name, pack_weights=pack_weights)
 
     @property
     def config(self) -> Any:

@@ -43,7 +43,7 @@ _NEUTRAL = frozenset(
 )
 
 # Hooks and forwards of these do not change what a model computes: ours (relay attention, packed
-# weights, CUDA graphs), accelerate's (moving tensors between devices), transformers' (observing).
+# weights), accelerate's (moving tensors between devices), transformers' (observing).
 _NEUTRAL_PACKAGES = ("blockattn_rag.model.", "accelerate.", "transformers.")
 
 # Objects in closures of closures of hooks, and no deeper: ``_kv_summary`` stands behind this.

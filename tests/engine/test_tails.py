@@ -19,12 +19,10 @@ from blockattn_rag.engine.results import Generation
 from blockattn_rag.engine.tails import SHARE
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, decoding
-from blockattn_rag.model.graphs import record_graphs
 from blockattn_rag.model.tolerances import LOGITS
 from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.holding import LONGEST_S, holding
 from tests.model.families import SUPPORTED
-from tests.model.test_graphs import LogRecorder
 from tests.models import VOCABULARY, tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
 
@@ -280,17 +278,6 @@ def test_a_model_s_own_drafts_and_beams_stay_what_they_are(setting: dict[str, An
     for prompt, answer in turns(engine, []):
         assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
     assert not kept(engine)
-
-
-def test_recorded_graphs_go_on_from_a_tail(plain: BlockAttentionEngine) -> None:
-    recorder = LogRecorder()
-    model = readable(BlockModel(tiny_model(), tiny_tokenizer()))
-    record_graphs(model.hf_model, recorder)
-    engine = BlockAttentionEngine(model)
-    for turn, (prompt, answer) in enumerate(turns(engine, CONTEXT, assembly="relay")):
-        assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
-        assert not turn or answer.stats.computed_tokens == new_tokens(turn)
-    assert recorder.replayed
 
 
 def test_a_conversation_goes_on_after_a_stop_string(

@@ -20,11 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.fingerprint import Identity
-from blockattn_rag.model.graphs import record_graphs
 from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.relay_attention import enable_relay
 from blockattn_rag.prompts.tokenization import BlockTokenizer
-from tests.model.test_graphs import LogRecorder
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
 pytestmark = [
@@ -377,11 +375,6 @@ def relaying(model: Any) -> Any:
     return model
 
 
-def recorded(model: Any) -> Any:
-    record_graphs(model, LogRecorder())
-    return model
-
-
 def to_be_trained(model: Any) -> Any:
     renamed = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.20
     (renamed or model.gradient_checkpointing_enable)()
@@ -399,7 +392,6 @@ NEUTRAL: dict[str, Callable[[Any], Any]] = {
     "hidden states were asked for": with_hidden_states,
     "packed": packed,
     "relaying": relaying,
-    "recorded": recorded,
     "to be trained": to_be_trained,
     "eager attention": eager,
     "copied": copy.deepcopy,

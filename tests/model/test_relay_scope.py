@@ -14,9 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.graphs import record_graphs
 from blockattn_rag.model.sampling import Sampling
-from tests.model.test_graphs import LogRecorder
 from tests.model.test_relay_attention import BLOCKS, FINAL_IDS, encoded
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -163,13 +161,3 @@ def test_a_model_made_from_the_config_of_one_in_use_relays_too(llama: BlockModel
     expected = answers(llama, BLOCKS)[0]
     for hf_model in (other, made):
         assert answers(BlockModel(hf_model, tiny_tokenizer()), BLOCKS) == [expected, expected]
-
-
-def test_recorded_forwards_take_part_in_guidance() -> None:
-    own = BlockModel(tiny_model("llama"), tiny_tokenizer())
-    recorded = BlockModel(tiny_model("llama"), tiny_tokenizer())
-    recorder = LogRecorder()
-    record_graphs(recorded.hf_model, recorder)
-    by_relay, by_copy = answers(recorded, BLOCKS, guidance_scale=3.0)
-    assert by_relay == by_copy == answers(own, BLOCKS, guidance_scale=3.0)[1]
-    assert recorder.replayed > NEW

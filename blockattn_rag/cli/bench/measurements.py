@@ -11,7 +11,6 @@ from blockattn_rag.cli.bench.options import (
     Bench,
     BlockSizes,
     BlockTokens,
-    CudaGraphs,
     Lengths,
     NewTokens,
     QuestionTokens,
@@ -28,7 +27,6 @@ def ttft(
     bench: Bench,
     lengths: Lengths = "512,4096",
     *,
-    cuda_graphs: CudaGraphs = False,
     repeats: Repeats = 3,
     block_tokens: BlockTokens = 512,
     question_tokens: QuestionTokens = 50,
@@ -40,7 +38,7 @@ def ttft(
     counts = numbers(lengths, "--lengths")
     sizes = {"block_tokens": block_tokens, "question_tokens": question_tokens}
     settings = {"repeats": repeats, **sizes}
-    with measuring(bench, max(counts) + question_tokens, cuda_graphs=cuda_graphs) as (engine, tick):
+    with measuring(bench, max(counts) + question_tokens) as (engine, tick):
         from blockattn_rag.evaluation.efficiency import measure_ttft
 
         rows = measure_ttft(engine, counts, **settings, on_progress=tick)
@@ -60,14 +58,13 @@ def decode(
     lengths: Lengths = "4096,8192",
     block_tokens: BlockSizes = "128,512",
     *,
-    cuda_graphs: CudaGraphs = False,
     new_tokens: NewTokens = 32,
     repeats: Repeats = 3,
 ) -> None:
     """Seconds per token after the first: full, copy and relay, by context and block size."""
     counts, blocks = numbers(lengths, "--lengths"), numbers(block_tokens, "--block-tokens")
     settings = {"repeats": repeats, "new_tokens": new_tokens}
-    with measuring(bench, max(counts) + 50 + new_tokens, cuda_graphs=cuda_graphs) as (engine, tick):
+    with measuring(bench, max(counts) + 50 + new_tokens) as (engine, tick):
         from blockattn_rag.evaluation.efficiency import measure_decode
 
         rows = measure_decode(engine, counts, block_tokens=blocks, **settings, on_progress=tick)

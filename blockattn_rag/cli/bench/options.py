@@ -16,7 +16,6 @@ from blockattn_rag.cli.output import JsonOption
 from blockattn_rag.rag.model_names import existing_model
 
 Lengths = Annotated[str, typer.Option(help="Context lengths in tokens, with commas between.")]
-CudaGraphs = Annotated[bool, typer.Option("--cuda-graphs", help="On a GPU: replay the question.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")]
 BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens of a block.")]
 BatchSizes = Annotated[str, typer.Option(help="Requests at once, with commas between.")]

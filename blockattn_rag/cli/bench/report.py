@@ -21,9 +21,7 @@ Row = Mapping[str, Any]
 
 
 @contextmanager
-def measuring(
-    bench: Bench, tokens: int, *, cuda_graphs: bool = False
-) -> Iterator[tuple[BlockAttentionEngine, OnProgress]]:
+def measuring(bench: Bench, tokens: int) -> Iterator[tuple[BlockAttentionEngine, OnProgress]]:
     """The engine that ``bench`` names, whose tokens are counted words; and, while this is open, a
     bar of progress. A random shape takes contexts of ``tokens``, the answer included."""
     with working(bench.as_json), progress("measuring") as tick:
@@ -43,7 +41,7 @@ def measuring(
         tokenizer, store = counting_tokenizer(loaded.config.vocab_size), MemoryStore(1 << 40)
         # The same question comes again and again, and is to be computed each time.
         engine = BlockAttentionEngine.from_pretrained(
-            loaded, tokenizer=tokenizer, store=store, cuda_graphs=cuda_graphs, resident_bytes=0
+            loaded, tokenizer=tokenizer, store=store, resident_bytes=0
         )
         yield engine, tick
 
