@@ -166,7 +166,12 @@ class Recipe:
         sync(folder.parent)
 
     def _write(self, folder: Path, plot: bytes | None) -> None:
-        saved = {"version": VERSION, "digest": self.digest, **self._fields(), "adapter_sha256": None}
+        saved = {
+            "version": VERSION,
+            "digest": self.digest,
+            **self._fields(),
+            "adapter_sha256": None,
+        }
         if self.adapter:
             save_correction(self.adapter, folder / _ADAPTER_FILE)
             saved["adapter_sha256"] = _sha256(folder / _ADAPTER_FILE)
