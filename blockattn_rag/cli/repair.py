@@ -143,6 +143,7 @@ def _of_database(
     db: Path, model: str | None, questions: Path | None, output: Path | None, device: str,
     dtype: str,
 ) -> _Job:  # fmt: skip
+    from blockattn_rag.engine.find_recipe import recipe_in_use
     from blockattn_rag.prompts.formats import Passage
     from blockattn_rag.rag.database import Database
     from blockattn_rag.rag.passages import all_passages, retriever
@@ -175,6 +176,7 @@ def _of_database(
         questions=read,
         lender=engine.store,
         namespace=engine.access.namespace,
+        in_use=recipe_in_use(engine.model, engine.store, db),
     )
     target = output or db / RECIPE_FOLDER
     is_used = target.resolve() == (db / RECIPE_FOLDER).resolve()
@@ -191,8 +193,10 @@ def _of_files(
     model: str, passages: Path | None, questions: Path | None, output: Path | None, device: str,
     dtype: str,
 ) -> _Job:  # fmt: skip
+    from blockattn_rag.engine.find_recipe import recipe_in_use
     from blockattn_rag.model import BlockModel
     from blockattn_rag.prompts.checkpoints import AUTO, format_for
+    from blockattn_rag.store import open_store
     from blockattn_rag.training.repair.files import read_passages, read_questions
     from blockattn_rag.training.repair.plan import LIMITS
     from blockattn_rag.training.repair.run import Material
@@ -212,6 +216,7 @@ def _of_files(
         passages=read,
         nearest=nearest,
         questions=asked,
+        in_use=recipe_in_use(loaded, open_store(None)),
     )
     return _Job(loaded, material, output or _beside_model(model))
 

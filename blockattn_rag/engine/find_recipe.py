@@ -112,6 +112,35 @@ def _automatic(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe
         if model.checkpoint and (why := model.checkpoint.unmet(recipe.positions, recipe.sink)):
             _warn_once(model, why)
         return recipe
+    if (found := _found(model, store, folder)) is not None:
+        return found
+    sink = next(sink for sink in _STOCK_SINKS if _has_sink(model, sink))
+    _warn_once(
+        model,
+        f"{model.name} is not block-fine-tuned and has no recipe: block mode uses the sink "
+        f"{sink!r} alone, and its answers are less accurate than in full mode. Make a recipe with "
+        f"{_repair(model, folder)}, or use mode='full'.",
+    )
+    return Recipe(sink, source="stock model")
+
+
+def recipe_in_use(model: BlockModel, store: KVStore, folder: Path | None = None) -> Recipe | None:
+    """The recipe with an adapter that ``"auto"`` takes for a stock model.
+
+    Returns:
+        None: there is none, or it is damaged, which is logged.
+    """
+    try:
+        found = _found(model, store, folder)
+    except ValueError as error:
+        logger.warning("%s", error)
+        return None
+    return found if found and found.adapter else None
+
+
+def _found(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe | None:
+    """The first of the recipes beside a database, a store or a model that belongs to the model, or
+    the package's; None if there is none."""
     path = store.path if isinstance(store, DirectoryStore) else None
     names = (model.name, str(getattr(model.config, "_name_or_path", "")))
     for place in _places(path, names, folder):
@@ -121,16 +150,8 @@ def _automatic(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe
             continue
         check_fits(recipe, model)
         return recipe
-    if shipped := _shipped().get(model.fingerprint):
-        return _load_shipped(shipped)
-    sink = next(sink for sink in _STOCK_SINKS if _has_sink(model, sink))
-    _warn_once(
-        model,
-        f"{model.name} is not block-fine-tuned and has no recipe: block mode uses the sink "
-        f"{sink!r} alone, and its answers are less accurate than in full mode. Make a recipe with "
-        f"{_repair(model, folder)}, or use mode='full'.",
-    )
-    return Recipe(sink, source="stock model")
+    shipped = _shipped().get(model.fingerprint)
+    return _load_shipped(shipped) if shipped else None
 
 
 def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> Iterator[Path]:

@@ -32,14 +32,27 @@ Tick = Callable[[int, int], None]
 _GENERATED_AT_ONCE = 8
 
 
+IN_USE = "in use"
+"""Name of the candidate that the model has run with so far."""
+
+
 def free_recipes(
-    model: BlockModel, sink: str, closed: Correction, trained: Correction | None
+    model: BlockModel,
+    sink: str,
+    closed: Correction,
+    trained: Correction | None,
+    in_use: Recipe | None = None,
 ) -> dict[str, Recipe]:
-    """The candidates that cost nothing per answer, by name, the simplest first."""
+    """The candidates that cost nothing per answer, by name, the simplest first.
+
+    A recipe in use comes before new adapters: it is replaced only by one that is better.
+    """
     prefix = "" if sink == NO_SINK else f"{sink} + "
     found = {PLAIN: Recipe()}
     if sink != NO_SINK:
         found[sink] = Recipe(sink)
+    if in_use is not None:
+        found[IN_USE] = in_use
     fitted = {"closed form": closed} | ({"trained": trained} if trained is not None else {})
     for name, adapter in fitted.items():
         found[prefix + name] = Recipe(sink, adapter, fingerprints=(model.fingerprint,))
@@ -54,6 +67,8 @@ def promoting(
         return {}
     best = min(free, key=lambda name: losses[name].mean())
     one = free[best]
+    if one.promote:
+        return {}
     promoted = Recipe(one.sink, one.adapter, 1, fingerprints=one.fingerprints)
     return {f"{best} + promote 1": promoted}
 

@@ -75,6 +75,10 @@ class RepairReport:
         return {**asdict(self), "candidates": candidates}
 
 
+_FEW = 10
+"""Held-out questions below which figures say little."""
+
+
 def figures(report: Mapping[str, Any]) -> list[str]:
     """A report's figures in three lines, for people.
 
@@ -101,10 +105,22 @@ def figures(report: Mapping[str, Any]) -> list[str]:
     return [
         f"Divergence from full mode (KL), {report['measured_on']} held-out questions: "
         f"{plain['kl']['mean']:.3f} without a recipe, {found['kl']['mean']:.3f} with "
-        f"it{recovered}.",
+        f"it{recovered}.{_shortfall(report)}",
         f"{'; '.join(changes)}.",
         f"Right answers: {right}.",
     ]
+
+
+def _shortfall(report: Mapping[str, Any]) -> str:
+    """What a repair lacked time or questions for, as further sentences; empty if nothing."""
+    few = report["measured_on"] < _FEW
+    untrained = not report["plan"]["samples"]
+    lacks = [
+        " These questions are too few to rely on." if few else "",
+        " There was no time to train the adapter." if untrained else "",
+    ]
+    advice = " Give more minutes (--minutes) and questions (--questions)."
+    return "".join(lacks) + (advice if few or untrained else "")
 
 
 def _percent(share: float) -> str:

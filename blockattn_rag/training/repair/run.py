@@ -77,6 +77,8 @@ class Material:
         questions: Questions as they are asked. None: the model writes some.
         lender: Store that may hold passages' keys and values. It is not written.
         namespace: Namespace of the passages in ``lender``.
+        in_use: Recipe that the model runs with so far, if it has an adapter. It is kept unless
+            another is better.
     """
 
     prompt: Callable[[str, Sequence[Passage]], BlockPrompt]
@@ -86,6 +88,7 @@ class Material:
     questions: Sequence[Question] | None = None
     lender: KVStore | None = None
     namespace: str = ""
+    in_use: Recipe | None = None
 
     def inputs(self) -> dict[str, str]:
         """The material in words, for people to compare: numbers and digests."""
@@ -93,6 +96,7 @@ class Material:
             "passages": _digest(self.passages, [[p.title, p.text] for p in self.passages]),
             "prompt format": self.prompt_format,
             "questions": "written by the model",
+            "recipe in use": str(self.in_use or "none with an adapter"),
         }
         if self.questions is not None:
             parts = [[q.text, q.answers, [p.text for p in q.passages]] for q in self.questions]
@@ -202,7 +206,7 @@ class _Run:
             plan,
         )
         comparer = Comparer(self.engine, self.teacher, self._prompt, self.work / "records.jsonl")
-        recipes = free_recipes(self.model, self.sink, closed, trained)
+        recipes = free_recipes(self.model, self.sink, closed, trained, self.material.in_use)
         with self._stage("choosing") as tick:
             losses = comparer.losses(choose, recipes, tick)
             if len(choose) >= self.limits.promotion_needs:
@@ -283,7 +287,7 @@ class _Run:
                 speeds = self._speeds(questions, tick)
             used = time.monotonic() - self.started
             left = (1 - _RESERVE_SHARE) * self.budget_s - used
-            recipes = 5 if self.model.supports_relay else 4
+            recipes = 4 + self.model.supports_relay + (self.material.in_use is not None)
             plan = Plan.made(
                 left, speeds, len(questions), recipes=recipes, batch=BATCH, limits=self.limits
             )

@@ -117,6 +117,21 @@ class TestResult:
         assert not report["written"]
         assert (output / "report.png").read_bytes().startswith(b"\x89PNG")
 
+    def test_a_good_recipe_in_use_is_kept_unless_another_is_better(
+        self, finished: tuple[Path, Recipe, Any], model: BlockModel, tmp_path: Path
+    ) -> None:
+        """As that of the package is, when too little time is left for a good one."""
+        _, good, _ = finished
+        hasty = replace(QUICK, samples=0, closed_form=2)
+        kept = run.repair(model, material(model, in_use=good), tmp_path / "recipe", limits=hasty)
+        assert "in use" in [one["name"] for one in kept.report["candidates"]]
+        assert kept.adapter is not None
+        assert figures(kept.report)[0].endswith(
+            " These questions are too few to rely on. There was no time to train the adapter. Give "
+            "more minutes (--minutes) and questions (--questions)."
+        )
+        assert kept.adapter.digest == good.adapter.digest  # type: ignore[union-attr]
+
     def test_stages_are_reported_to_their_end(
         self, finished: tuple[Path, Recipe, dict[str, tuple[int, int]]]
     ) -> None:
