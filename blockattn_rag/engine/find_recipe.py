@@ -114,7 +114,7 @@ def _automatic(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe
         return recipe
     if (found := _found(model, store, folder)) is not None:
         return found
-    sink = next(sink for sink in _STOCK_SINKS if _has_sink(model, sink))
+    sink = stock_sink(model)
     _warn_once(
         model,
         f"{model.name} is not block-fine-tuned and has no recipe: block mode uses the sink "
@@ -192,6 +192,11 @@ def _shipped() -> dict[str, Path]:
 @cache
 def _load_shipped(place: Path) -> Recipe:
     return replace(Recipe.load(place), source=f"shipped {place.name}")
+
+
+def stock_sink(model: BlockModel) -> str:
+    """The sink of a stock model: the first of ``head:4``, ``bos`` and ``none`` that it has."""
+    return next(sink for sink in _STOCK_SINKS if _has_sink(model, sink))
 
 
 def _has_sink(model: BlockModel, sink: str) -> bool:

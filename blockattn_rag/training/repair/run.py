@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.find_recipe import stock_sink
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError
 from blockattn_rag.files.atomic import write_json
@@ -26,7 +27,6 @@ from blockattn_rag.model.correction import Correction
 from blockattn_rag.model.correction_file import read_correction, save_correction
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import Passage
-from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
 from blockattn_rag.store.base import KVStore
 from blockattn_rag.training.correction import fit_correction, no_correction
 from blockattn_rag.training.repair import checks
@@ -61,8 +61,6 @@ _RESERVE_SHARE = 0.08
 
 _LATEST = 1.3
 """A training ends after so many times its planned seconds."""
-
-_SINKS = ("head:4", "bos")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +175,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         limits, model = self.limits, self.model
-        self.sink = _sink(model)
+        self.sink = stock_sink(model)
         store = ReadThroughStore(self.work / "kv", limits.store_bytes, self.material.lender)
         namespace = self.material.namespace
         # Memory for one prompt at a time: a store of its own must not fill twice.
@@ -399,17 +397,6 @@ class _Run:
         started = time.monotonic()
         yield partial(self.on_progress, name)
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
-
-
-def _sink(model: BlockModel) -> str:
-    """The sink that recipes are fitted to: the first that the model has."""
-    for sink in _SINKS:
-        try:
-            sink_ids(sink, model.tokenizer)
-        except ValueError:  # no such token, or too few
-            continue
-        return sink
-    return NO_SINK
 
 
 def _timed(call: Callable[[], object]) -> float:

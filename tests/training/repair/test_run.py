@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from blockattn_rag.engine import find_recipe
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.find_recipe import resolve_recipe
 from blockattn_rag.engine.recipe import Recipe
@@ -211,7 +212,7 @@ class TestResult:
     def test_a_model_without_a_sink_is_repaired_without_one(self, tmp_path: Path) -> None:
         bare = BlockModel(tiny_model(num_hidden_layers=2), tiny_tokenizer(bos=False), name="tiny")
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(run, "_SINKS", ("bos",))
+            patched.setattr(find_recipe, "_STOCK_SINKS", ("bos", "none"))
             report = repaired(bare, tmp_path / "recipe").report
         names = [one["name"] for one in report["candidates"]]
         assert names[:3] == ["none", "closed form", "trained"]
