@@ -239,7 +239,7 @@ class BlockFetcher:
         rest is not read, because it would take the place of what came first.
         """
         wanted = [one for one in self.wanted(blocks, as_prompt=False, recipe=recipe) if one.ids]
-        unread = list({one.name: one for one in wanted}.values())
+        unread = list(distinct(wanted).values())
         ready: set[Name] = set()
         nbytes = 0
         while unread and (not nbytes or nbytes < self._resident_bytes):
