@@ -6,7 +6,7 @@ No torch here, so that the command line can read the limits.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from blockattn_rag.errors import DataError
@@ -154,7 +154,7 @@ class Plan:
                 f"{limits.fewest_held_out + 1}: some to fit and others to measure on; give more "
                 "questions (--questions FILE) or passages"
             )
-        held_s = speeds.held_out(recipes)
+        given, held_s = seconds, speeds.held_out(recipes)
         most = min(limits.held_out, math.floor(limits.held_out_share * questions))
         held_out = _within(seconds / 4, held_s, limits.fewest_held_out, most)
         held_out -= held_out % 2
@@ -167,19 +167,49 @@ class Plan:
             needed = math.ceil(-seconds / 60) + 1
             raise DataError(
                 "there is too little time to fit and measure a recipe with this model on this "
-                f"machine; give at least {needed} minutes more (--minutes)"
+                f"machine: found {given / 60:.1f} minutes left, expected "
+                f"{(given - seconds) / 60:.1f} (an answer of full mode takes {speeds.answer:.1f} "
+                f"s); give at least {needed} minutes more (--minutes)"
             )
-        measured = limits.measurements * min(limits.validation, held_out // 2) * speeds.compare
-        samples = math.floor(max(0.0, seconds - measured) / speeds.sample(limits.epochs))
-        samples = min(samples, limits.samples, limits.draws * left)
-        if samples < limits.fewest_samples:
-            samples = 0
+        measuring_s = held_out * (held_s - speeds.answer)
+        fixed = cls(held_out, closed_form, 0, 0, 0.0, measuring_s)
+        plan = fixed.trained(seconds, speeds, questions, batch=batch, limits=limits)
+        if not plan.samples:
             more = math.floor(seconds / max(speeds.closed_form, 1e-9))
             closed_form = min(closed_form + more, limits.closed_form, limits.draws * left)
-        steps = math.ceil(limits.epochs * samples / batch)
-        training_s = limits.epochs * samples * speeds.step + (measured if samples else 0.0)
-        measuring_s = held_out * (held_s - speeds.answer)
-        return cls(held_out, closed_form, samples, steps, training_s, measuring_s)
+        return replace(plan, closed_form=closed_form)
+
+    def trained(
+        self, seconds: float, speeds: Speeds, questions: int, *, batch: int, limits: Limits
+    ) -> Plan:
+        """This plan with as much training as fits into ``seconds``.
+
+        The samples of this plan have their answers and their blocks already. A repair calls this
+        again before the training: speeds change when other processes start and end.
+
+        Args:
+            seconds: Seconds for samples and steps.
+            speeds: Speeds of now.
+            questions: Distinct questions.
+            batch: Prompts of an optimizer step.
+        """
+        checked = min(limits.validation, self.held_out // 2)
+        measured = limits.measurements * checked * speeds.compare
+        stepping = limits.epochs * speeds.step
+        seconds = max(0.0, seconds - measured)
+        samples = self.samples + (seconds - self.samples * stepping) / speeds.sample(limits.epochs)
+        if samples < self.samples:
+            samples = seconds / stepping
+        most = min(limits.samples, limits.draws * (questions - self.held_out))
+        samples = min(math.floor(samples), most)
+        if samples < limits.fewest_samples:
+            return replace(self, samples=0, steps=0, training_s=0.0)
+        return replace(
+            self,
+            samples=samples,
+            steps=math.ceil(limits.epochs * samples / batch),
+            training_s=samples * stepping + measured,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types."""

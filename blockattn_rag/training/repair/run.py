@@ -190,19 +190,15 @@ class _Run:
         questions = distinct(self._questions(), _SEED)
         plan = self._plan(questions)
         train, held = self._samples(questions, plan)
-        prompts = {sample: self._prompt(sample) for sample in (*train, *held)}
-        with self._stage("full mode's answers") as tick:
-            answered = [*train[: plan.samples], *held]
-            self.teacher.answer_all([prompts[sample] for sample in answered], tick)
+        self._answer([*map(self._prompt, [*train[: plan.samples], *held])])
         half = len(held) // 2
         choose, report_on = held[:half], held[half:]
-        closed = self._closed_form([prompts[one] for one in train[: plan.closed_form]])
-        trained, curve = self._trained(
-            closed,
-            [prompts[one] for one in train[: plan.samples]],
-            [prompts[one] for one in choose[: self.limits.validation]],
-            plan,
-        )
+        closed = self._closed_form([*map(self._prompt, train[: plan.closed_form])])
+        plan = self._replanned(plan, questions)
+        to_train = [*map(self._prompt, train[: plan.samples])]
+        self._answer(to_train)
+        to_check = [*map(self._prompt, choose[: self.limits.validation])]
+        trained, curve = self._trained(closed, to_train, to_check, plan)
         comparer = Comparer(self.engine, self.teacher, self._prompt, self.work / "records.jsonl")
         recipes = free_recipes(self.model, self.sink, closed, trained, self.material.in_use)
         with self._stage("choosing") as tick:
@@ -281,10 +277,8 @@ class _Run:
         """The plan, made once: a resumed run has the same."""
 
         def make() -> dict[str, Any]:
-            with self._stage("measuring speed") as tick:
-                speeds = self._speeds(questions, tick)
-            used = time.monotonic() - self.started
-            left = (1 - _RESERVE_SHARE) * self.budget_s - used
+            speeds = self._speeds(questions[:2])
+            left = self._until_reserve() - time.monotonic()
             recipes = 4 + self.model.supports_relay + (self.material.in_use is not None)
             plan = Plan.made(
                 left, speeds, len(questions), recipes=recipes, batch=BATCH, limits=self.limits
@@ -300,8 +294,29 @@ class _Run:
             )
         return Plan(**kept)
 
-    def _speeds(self, questions: Sequence[Question], tick: Callable[[int, int], None]) -> Speeds:
+    def _replanned(self, plan: Plan, questions: Sequence[Question]) -> Plan:
+        """The plan with the training that fits now, at the speeds of now; made once, too."""
+
+        def make() -> dict[str, Any]:
+            speeds = self._speeds(questions[-2:])
+            left = self._until_reserve() - plan.measuring_s - time.monotonic()
+            limits = self.limits
+            return plan.trained(left, speeds, len(questions), batch=BATCH, limits=limits).to_dict()
+
+        return Plan(**kept_json(self.work / "training-plan.json", make))
+
+    def _until_reserve(self) -> float:
+        """The time, on the monotonic clock, at which the work should be done."""
+        return self.started + (1 - _RESERVE_SHARE) * self.budget_s
+
+    def _speeds(self, questions: Sequence[Question]) -> Speeds:
         """Seconds of two prompts, the second of which is counted: the first warms up."""
+        with self._stage("measuring speed") as tick:
+            return self._measured_speeds(questions, tick)
+
+    def _measured_speeds(
+        self, questions: Sequence[Question], tick: Callable[[int, int], None]
+    ) -> Speeds:
         student = Student(self.model, no_correction(self.model, self.sink))
         self.model.hf_model.requires_grad_(False)
         most = self.limits.passages
@@ -323,10 +338,13 @@ class _Run:
     def _samples(
         self, questions: Sequence[Question], plan: Plan
     ) -> tuple[list[Sample], list[Sample]]:
-        """Samples to fit to, of one passage and more, and held-out ones of as many as are asked."""
+        """Samples to fit to, of one passage and more, and held-out ones of as many as are asked.
+
+        The first of the samples that the limits allow are used, as many as there is time for.
+        """
         held, rest = questions[: plan.held_out], questions[plan.held_out :]
         most = self.limits.passages
-        count = max(plan.samples, plan.closed_form)
+        count = max(self.limits.samples, plan.closed_form)
         return (
             draw_samples(rest, count, 1, most, _SEED),
             draw_samples(held, len(held), most, most, _SEED + 1),
@@ -340,6 +358,10 @@ class _Run:
                 "give questions with more passages"
             )
         return prompt
+
+    def _answer(self, prompts: Sequence[BlockPrompt]) -> None:
+        with self._stage("full mode's answers") as tick:
+            self.teacher.answer_all(prompts, tick)
 
     # -- fits --------------------------------------------------------------------------------
 
@@ -371,8 +393,10 @@ class _Run:
             self.model.hf_model.requires_grad_(False)
             folder = self.work / "checkpoints"
             checkpoint = last_checkpoint(folder) if folder.is_dir() else None
-            end = self.started + (1 - _RESERVE_SHARE) * self.budget_s
-            latest = min(end - plan.measuring_s, time.monotonic() + _LATEST * plan.training_s)
+            latest = min(
+                self._until_reserve() - plan.measuring_s,
+                time.monotonic() + _LATEST * plan.training_s,
+            )
             with self._stage("training") as tick:
                 trainer = CorrectionTrainer(
                     Student(self.model, closed),

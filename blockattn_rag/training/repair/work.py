@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from filelock import FileLock, Timeout
+
 from blockattn_rag.errors import DataError
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.kv.block_kv import BlockKV
@@ -21,6 +23,7 @@ from blockattn_rag.store import DirectoryStore, KVStore, StoreStats
 from blockattn_rag.store.base import Found, get_many, get_or_error
 
 INPUTS = "inputs.json"
+_LOCK = "lock"
 
 
 def work_of(output: Path) -> Path:
@@ -40,20 +43,28 @@ def work_folder(work: Path, inputs: Mapping[str, str]) -> Iterator[bool]:
         inputs: Everything that decides the result, for people to read.
 
     Raises:
-        DataError: The folder holds an interrupted run with other inputs, or something else.
+        DataError: The folder holds an interrupted run with other inputs, or something else, or
+            another process runs a repair in it.
     """
     is_resumed = _is_resumed(work, inputs)
     work.mkdir(parents=True, exist_ok=True)
-    if not is_resumed:
-        write_json(work / INPUTS, dict(inputs))
     try:
-        yield is_resumed
-    except BaseException as error:
-        # Questions alone are no use where the inputs have to change.
-        kept = (".safetensors",) if isinstance(error, DataError) else (".safetensors", ".jsonl")
-        if not any(path.is_file() and path.suffix in kept for path in work.rglob("*")):
-            remove(work)
-        raise
+        held = FileLock(work / _LOCK).acquire(blocking=False)
+    except Timeout as error:
+        raise DataError(
+            f"another repair is running in {work}; wait until it ends, or give another --output"
+        ) from error
+    with held:
+        if not is_resumed:
+            write_json(work / INPUTS, dict(inputs))
+        try:
+            yield is_resumed
+        except BaseException as error:
+            # Questions alone are no use where the inputs have to change.
+            kept = (".safetensors",) if isinstance(error, DataError) else (".safetensors", ".jsonl")
+            if not any(path.is_file() and path.suffix in kept for path in work.rglob("*")):
+                remove(work)
+            raise
 
 
 def _is_resumed(work: Path, inputs: Mapping[str, str]) -> bool:
@@ -61,7 +72,7 @@ def _is_resumed(work: Path, inputs: Mapping[str, str]) -> bool:
     if not work.exists():
         return False
     if not path.is_file():
-        if work.is_dir() and not any(work.iterdir()):
+        if work.is_dir() and {path.name for path in work.iterdir()} <= {_LOCK}:
             return False
         raise DataError(f"{work} is not a work folder of `repair` (it has no {INPUTS}); move it")
     try:

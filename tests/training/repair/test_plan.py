@@ -72,3 +72,26 @@ def test_too_few_questions_and_too_little_time_are_refused() -> None:
         plan(900, questions=4)
     with pytest.raises(DataError, match=r"give at least 2 minutes more \(--minutes\)"):
         plan(1)
+
+
+def test_too_little_time_is_refused_with_the_times() -> None:
+    with pytest.raises(DataError, match=r"found 0.0 minutes left, expected 0.\d .* takes 2.5 s"):
+        plan(1)
+
+
+@pytest.mark.parametrize(("factor", "more"), [(0.25, True), (2, False)])
+def test_training_is_planned_again_at_new_speeds(factor: float, more: bool) -> None:
+    first = plan(900)
+    speeds = Speeds(*(factor * getattr(SMOLLM2, name) for name in SMOLLM2.__slots__))
+    left = first.training_s + 60
+    again = first.trained(left, speeds, 240, batch=4, limits=LIMITS)
+    assert (again.samples > first.samples) is more
+    new = max(0, again.samples - first.samples)
+    assert again.training_s + new * (speeds.answer + speeds.fetch) <= left
+    assert again.steps == -(-LIMITS.epochs * again.samples // 4)
+    assert (again.held_out, again.closed_form) == (first.held_out, first.closed_form)
+
+
+def test_a_training_without_time_left_is_left_out() -> None:
+    again = plan(900).trained(1.0, SMOLLM2, 240, batch=4, limits=LIMITS)
+    assert (again.samples, again.steps, again.training_s) == (0, 0, 0.0)

@@ -480,6 +480,31 @@ class TestInterruption:
         report = run.repair(model, asked, output, minutes=20, limits=QUICK).report
         assert report["questions"] == 24
 
+    def test_a_machine_that_gets_faster_trains_more(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        speeds = iter([Speeds(20.0, 1.0, 1.0, 20.0), FAST])
+        monkeypatch.setattr(run._Run, "_speeds", lambda *_: next(speeds))
+        report = repaired(model, tmp_path / "recipe").report
+        assert report["plan"]["samples"] == 8
+        assert measured_steps(report)[-1] == 3
+
+    def test_two_repairs_of_one_output_are_refused(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        output = tmp_path / "recipe"
+
+        def second(*_: Any) -> None:
+            with pytest.raises(DataError, match=r"another repair is running in .*recipe\.work"):
+                repaired(model, output)
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(run._Run, "_closed_form", second)
+        with pytest.raises(ZeroDivisionError):
+            repaired(model, output)
+        monkeypatch.undo()
+        assert repaired(model, output).report["chosen"]
+
     def test_a_training_that_takes_too_long_ends_and_is_measured(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
