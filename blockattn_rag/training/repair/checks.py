@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from blockattn_rag.engine.recipe import RECIPE_FILE
+from blockattn_rag.engine.recipe import RECIPE_FILE, read_fields
 from blockattn_rag.errors import DataError
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model import BlockModel
@@ -32,8 +32,10 @@ def check_packages() -> None:
         raise ImportError(f"`repair` needs {missing_extra('accelerate', 'train')}")
 
 
-def check_output(output: Path) -> None:
+def check_output(output: Path, model: BlockModel) -> None:
     """Refuse an output folder that cannot be written, or that holds something else.
+
+    An earlier recipe of the same model is replaced, and so is a damaged one.
 
     Raises:
         DataError: It does.
@@ -47,9 +49,29 @@ def check_output(output: Path) -> None:
             f"{output} exists and is not a recipe (it has no {RECIPE_FILE}); choose another folder "
             "(--output)"
         )
+    owners, name = _owners(output)
+    if owners and model.fingerprint not in owners:
+        raise DataError(
+            f"{output} holds a recipe of {name} (fingerprints {_short(owners)}), expected one of "
+            f"{model.name} (fingerprint {_short([model.fingerprint])}); choose another folder "
+            "(--output), or delete that recipe"
+        )
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=output.parent):
         pass
+
+
+def _owners(output: Path) -> tuple[list[str], str]:
+    """Fingerprints and name of the model whose recipe a folder holds; empty if it holds none."""
+    try:
+        fields = read_fields(output)
+    except ValueError:
+        return [], ""
+    return fields["fingerprints"], fields["model"]
+
+
+def _short(fingerprints: Sequence[str]) -> str:
+    return ", ".join(fingerprint[:12] for fingerprint in fingerprints)
 
 
 def check_disk(

@@ -145,7 +145,7 @@ def repair(
     work = work_of(output)
     checks.check_packages()
     checks.check_stock(model)
-    checks.check_output(output)
+    checks.check_output(output, model)
     most = limits.passages * (limits.samples + limits.held_out)
     checks.check_disk(work, model, material.passages, most, limits.store_bytes)
     inputs = {

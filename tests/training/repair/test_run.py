@@ -518,6 +518,15 @@ class TestInterruption:
         recipe = repaired(model, output)
         assert resolve_recipe(output, model, MemoryStore(1)) == recipe
 
+    def test_a_recipe_of_another_model_is_not_replaced(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        output = tmp_path / "recipe"
+        Recipe("bos", fingerprints=("f" * 64,), model="other").save(output)
+        with pytest.raises(DataError, match=r"holds a recipe of other \(fingerprints f{12}\)"):
+            repaired(model, output)
+        assert Recipe.load(output).sink == "bos"
+
 
 def _kill(output: Path, stage: str) -> None:
     command = [sys.executable, "-m", "tests.training.repair.runs", str(output), stage]
