@@ -1,4 +1,4 @@
-"""Choosing a recipe: the simplest within one standard error of the best.
+"""Choosing a recipe: the simplest within one standard error of the best free one.
 
 The one-standard-error rule (Breiman et al. 1984) takes the simplest setting that the data cannot
 distinguish from the best one.
@@ -7,7 +7,7 @@ distinguish from the best one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,17 +23,31 @@ def loss_of(record: FidelityRecord) -> float:
     return (record.kl * record.tokens + record.first_kl) / (record.tokens + 1)
 
 
-def simplest(losses: Losses) -> str:
-    """The first recipe whose loss is at most one standard error above the lowest one.
+_CONFIDENCE = 1.96
+"""Standard errors by which a recipe that computes tokens in every answer has to be better."""
 
-    The standard error is that of the difference, paired by question.
+
+def simplest(losses: Losses, costly: Collection[str] = ()) -> str:
+    """The first free recipe whose loss is at most one standard error above the lowest one of these.
+
+    A costly recipe is chosen if its loss is lower than that by more than the 95 % interval of the
+    difference. Standard errors are those of differences, paired by question.
 
     Args:
         losses: On at least two questions.
+        costly: Names of recipes that compute tokens in every answer. At least one is not costly.
     """
-    best = min(losses, key=lambda name: losses[name].mean())
-    for name, found in losses.items():
-        difference = found - losses[best]
-        if difference.mean() <= difference.std(ddof=1) / math.sqrt(len(difference)):
-            return name
-    return best
+    free = [name for name in losses if name not in costly]
+    best = min(free, key=lambda name: losses[name].mean())
+    chosen = next(name for name in free if _difference(losses, name, best) <= 1)
+    for name in losses:
+        if name in costly and _difference(losses, chosen, name) > _CONFIDENCE:
+            chosen = name
+    return chosen
+
+
+def _difference(losses: Losses, name: str, other: str) -> float:
+    """By how many standard errors the first loss is above the second; 0 if they are equal."""
+    difference = losses[name] - losses[other]
+    mean, error = difference.mean(), difference.std(ddof=1) / math.sqrt(len(difference))
+    return float(mean / error) if error else math.copysign(math.inf, mean) if mean else 0.0

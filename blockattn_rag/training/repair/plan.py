@@ -52,7 +52,7 @@ class Limits:
     held_out: int = 64
     held_out_share: float = 0.25
     fewest_held_out: int = 4
-    promotion_needs: int = 8
+    promotion_needs: int = 16
     closed_form: int = 40
     samples: int = 480
     draws: int = 4

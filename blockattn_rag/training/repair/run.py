@@ -206,7 +206,8 @@ class _Run:
             if len(choose) >= self.limits.promotion_needs:
                 recipes |= promoting(self.model, recipes, losses)
             losses = comparer.losses(choose, recipes, tick)
-        chosen = simplest(losses)
+        costly = [name for name, recipe in recipes.items() if recipe.promote]
+        chosen = simplest(losses, costly)
         with self._stage("measuring") as tick:
             measured = comparer.compared(report_on, recipes, tick)
         with self._stage("right answers") as tick:

@@ -33,6 +33,17 @@ def test_the_standard_error_is_that_of_the_paired_difference() -> None:
     assert simplest({"none": hard + 0.1, "sink": hard}) == "sink"
 
 
+@pytest.mark.parametrize(("gain", "expected"), [(0.05, "free"), (0.5, "promote")])
+def test_a_recipe_that_costs_tokens_has_to_be_clearly_better(gain: float, expected: str) -> None:
+    losses = {"free": np.full(4, 2.0), "promote": 2 - gain + NOISE / 2}  # standard error 0.05
+    assert simplest(losses, ["promote"]) == expected
+
+
+def test_no_free_recipe_is_passed_over_for_a_costly_one_that_is_as_good() -> None:
+    losses = {"none": 3 + NOISE, "sink": 2 + NOISE, "promote": 2 - NOISE}
+    assert simplest(losses, ["promote"]) == "sink"
+
+
 def test_the_first_token_counts_twice() -> None:
     record = FidelityRecord("q", "d", "none", tokens=4, kl=0.5, first_kl=1.0, agreement=1.0)
     assert loss_of(record) == pytest.approx((4 * 0.5 + 1.0) / 5)
