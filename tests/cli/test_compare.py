@@ -44,7 +44,7 @@ def test_the_times_of_both_modes_stand_side_by_side(
         "full": Answer(QUESTION, "214 m", (), ReuseStats("full", 0, 0, 0, 622, 0, 12),
                        "stop", 3.0, answered_s=4.0),
     }  # fmt: skip
-    monkeypatch.setattr(Assistant, "ask", lambda self, question, *, mode, **_: answers[mode])
+    monkeypatch.setattr(Assistant, "ask", lambda *_, **options: answers[options["mode"]])
     rows = [
         " ".join(row.split()) for row in cli(*command(database, "--compare")).stdout.split("\n")
     ]
