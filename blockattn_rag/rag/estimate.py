@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.rag.database import Database
-from blockattn_rag.store import DirectoryStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +43,14 @@ def estimate(database: Database, blocks: Sequence[Block]) -> Estimate | None:
 
     In other stores than folders, blocks count as new: looking each up takes a request.
     """
+    from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.evaluation.efficiency.shapes import prefill_flops
+    from blockattn_rag.planning import footprint, measured_operations_per_s
+    from blockattn_rag.store import DirectoryStore
+
     engine = database.engine
     if not isinstance(engine, BlockAttentionEngine):
         return None
-    from blockattn_rag.evaluation.efficiency.shapes import prefill_flops
-    from blockattn_rag.planning import footprint, measured_operations_per_s
 
     model, store = engine.model, engine.store
     distinct = [*{block.handle: block for block in blocks}.values()]

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from blockattn_rag.adapters.handles import handles_in
-from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.rag.database import Database
-from blockattn_rag.store import LiveHandles, gc
-from blockattn_rag.store.live import is_handle
 
 _FEW = 8
 """Entries that every database may have besides its passages, such as the prompt's head."""
@@ -28,12 +25,16 @@ def unused_entries(database: Database) -> Unused | None:
 
     A store that the database may share with others, or that a server has, is left alone.
     """
+    from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.store import DirectoryStore, LiveHandles, gc
+    from blockattn_rag.store.live import is_handle
+
     engine, manifest = database.engine, database.manifest
-    if manifest.store is not None or not isinstance(engine, BlockAttentionEngine):
+    store = engine.store if isinstance(engine, BlockAttentionEngine) else None
+    if manifest.store is not None or not isinstance(store, DirectoryStore):
         return None
     collections = database.client.list_collections()
     live = LiveHandles(filter(is_handle, handles_in(collections)))
-    store = engine.store
     stats = store.stats()
     if stats.entries <= len(live) + _FEW:
         return None
