@@ -41,7 +41,7 @@ FLOORS = {
     "training": "engine errors evaluation files kv lazy model prompts store",
     "planning": "errors evaluation kv",
     "rag": "adapters engine errors files kv llama_index prompts remote store structured",
-    "demo": "engine files prompts rag",
+    "demo": "engine errors files lazy model prompts rag",
     "cli": (
         "adapters check demo engine errors evaluation files kv lazy model planning prompts rag "
         "store training"

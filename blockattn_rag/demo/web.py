@@ -6,11 +6,11 @@ Everything that is shown is escaped here: questions, passages and answers come f
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from html import escape
+from importlib.util import find_spec
 from queue import Empty, SimpleQueue
 from threading import Event
 from typing import NamedTuple, get_args
@@ -172,7 +172,7 @@ def _passages(found: Sequence[Retrieved]) -> str:
 
 def require_gradio() -> None:
     """Raise an ImportError that names the extra if gradio is not installed."""
-    if importlib.util.find_spec("gradio") is None:
+    if find_spec("gradio") is None:
         raise ImportError(f"--web needs {missing_extra('gradio', 'web')}")
 
 
