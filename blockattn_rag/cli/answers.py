@@ -23,11 +23,11 @@ def show_answer(
     quiet: bool = False,
 ) -> Answer:
     """Ask, and show the answer as it comes, unless ``quiet``; a terminal shows the waiting."""
-    with ExitStack() as waiting:
-        waiting.enter_context(spinner("reading"))
+    with ExitStack() as until_text:
+        until_text.enter_context(spinner("answering"))
 
         def show(text: str) -> None:
-            waiting.close()
+            until_text.close()
             piece(text)
 
         on_text = None if quiet else show
@@ -44,8 +44,10 @@ def show_answer(
 
 def _cut_off(answer: Answer) -> str:
     """What stands behind an answer that did not come to its end."""
-    if answer.finish_reason != "length":
+    if answer.finish_reason == "stop":
         return ""
+    if answer.finish_reason != "length":
+        return f" ... [ended: {answer.finish_reason}]"
     tokens = count(answer.stats.generated_tokens, "token")
     return f" ... [cut off after {tokens}: --max-new-tokens, or the end of the context window]"
 
@@ -67,15 +69,19 @@ def sources(answer: Answer, *, whole: bool = False) -> list[str]:
 
 
 def figures(answer: Answer) -> str:
-    """What an answer reused, in one line."""
+    """What an answer reused and took, in one line."""
     stats = answer.stats
     tokens = count(stats.prompt_tokens, "prompt token")
-    first = f"first token after {duration(answer.waited_s)}"
+    first = (
+        f"first token after {duration(answer.waited_s)}, "
+        f"{count(stats.generated_tokens, 'token')} after {duration(answer.answered_s)}"
+    )
     if stats.mode == "full":
         return f"full mode: nothing reused, {tokens} computed; {first}"
+    recipe = f"; recipe {stats.recipe}" if stats.recipe else ""
     promoted = f", {stats.promoted_tokens:,} promoted" if stats.promoted_tokens else ""
     int8 = f" ({stats.int8_blocks} in int8)" if stats.int8_blocks else ""
     return (
         f"block mode: {count(stats.hits, 'block')} reused, {stats.misses} computed{int8}; "
-        f"{stats.reused_tokens:,} of {tokens} reused{promoted}; {first}"
+        f"{stats.reused_tokens:,} of {tokens} reused{promoted}; {first}{recipe}"
     )

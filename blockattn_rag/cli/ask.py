@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,14 +12,14 @@ import typer
 
 from blockattn_rag.cli import conversation
 from blockattn_rag.cli.answers import figures, show_answer, sources
-from blockattn_rag.cli.figures import duration
+from blockattn_rag.cli.compare import show_comparison
 from blockattn_rag.cli.output import (
     JsonOption,
     RecipeOption,
     ServerOption,
     emit,
     note,
-    spinner,
+    waiting,
     working,
 )
 from blockattn_rag.engine.results import Mode
@@ -78,6 +77,10 @@ def ask(
     ] = None,
     server: ServerOption = None,
     mode: ModeOption = "block",
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Answer in both modes and show their times side by side."),
+    ] = False,
     recipe: RecipeOption = None,
     top_k: Annotated[int, typer.Option(min=1, max=200, help="Passages to retrieve.")] = TOP_K,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
@@ -113,9 +116,12 @@ def ask(
     with working(as_json):
         if question is not None and not question.strip():
             raise typer.BadParameter("the question is empty", param_hint="QUESTION")
+        if compare and mode != "block":
+            raise typer.BadParameter("--compare answers in both modes; leave out --mode")
+        if compare and _is_conversation(question, as_json):
+            raise typer.BadParameter("--compare needs a QUESTION", param_hint="QUESTION")
         variables, held_to = _variables(chat_template_kwargs), _schema(schema)
-        started = time.perf_counter()
-        with spinner("loading the model"):
+        with waiting("loading the model"):
             database = Database.open(
                 db, model=model, server=server, recipe=recipe, device=device, dtype=dtype
             )
@@ -130,15 +136,23 @@ def ask(
                 chat_template_kwargs=variables,
                 schema=held_to,
             )
-        loading_s = time.perf_counter() - started
-    if question is None and sys.stdin.isatty() and sys.stdout.isatty() and not as_json:
-        note(f"loaded in {duration(loading_s)}; /help tells what can be typed, Ctrl-D leaves")
+    if _is_conversation(question, as_json):
+        note("/help lists what can be typed, Ctrl-D leaves")
         conversation.talk(assistant, mode=mode, whole=page)
         return
     given = (line.strip() for line in sys.stdin) if question is None else [question]
-    _answer(assistant, filter(None, given), mode, as_json=as_json, whole=page)
-    if question is not None and not as_json:
-        note(f"loaded in {duration(loading_s)}")
+    asked = filter(None, given)
+    if compare:
+        with working(as_json), waiting("warming up both modes"):
+            assistant.warm_up()
+        for one in asked:
+            show_comparison(assistant, one, as_json=as_json, whole=page)
+    else:
+        _answer(assistant, asked, mode, as_json=as_json, whole=page)
+
+
+def _is_conversation(question: str | None, as_json: bool) -> bool:
+    return question is None and sys.stdin.isatty() and sys.stdout.isatty() and not as_json
 
 
 def _answer(

@@ -19,16 +19,24 @@ from blockattn_rag.cli.output import (
     ServerOption,
     emit,
     note,
+    progress,
+    stages,
+    waiting,
     working,
 )
-from blockattn_rag.rag.database import HASHING, Database, Manifest
+from blockattn_rag.rag.database import Database, Manifest, has_passages
 from blockattn_rag.rag.documents import load_documents
+from blockattn_rag.rag.embedding import HASHING
+from blockattn_rag.rag.estimate import Estimate, check_room
 from blockattn_rag.rag.ingest import ingest_documents
 from blockattn_rag.rag.model_names import existing_model
 from blockattn_rag.rag.sources import orphaned_sources
+from blockattn_rag.rag.unused import unused_entries
 from blockattn_rag.store.namespaces import check_namespace
 from blockattn_rag.store.urls import lasts
 
+_LARGE = 1 << 30
+"""Bytes of keys and values from which int8 is suggested."""
 _TOLD = (
     "model",
     "fingerprint",
@@ -122,7 +130,8 @@ def ingest(
             store=store,
             server=server,
         )
-        loaded = load_documents(paths, exclude=db)
+        with progress("reading files") as tick:
+            loaded = load_documents(paths, exclude=db, on_progress=tick)
         for file, reason in loaded.skipped:
             note(f"left out: {file}: {reason}")
         if loaded.links:
@@ -131,21 +140,34 @@ def ingest(
                 f"{loaded.links[0]}; name what a link leads to if it is to be read"
             )
         note(f"{count(len(loaded.documents), 'document')} read; splitting into passages ...")
-        database = Database.create(db, wanted, device=device, dtype=dtype)
-        report = ingest_documents(database, loaded.documents)
+        with waiting(f"loading {wanted.model}"):
+            database = Database.create(db, wanted, device=device, dtype=dtype)
+        with stages() as tell:
+            report = ingest_documents(
+                database, loaded.documents, on_progress=tell, on_estimate=_show_estimate
+            )
         unread = {str(file) for file in (*dict(loaded.skipped), *loaded.links)}
         orphaned = orphaned_sources(database.collection, unread)
+        unused = unused_entries(database)
     if orphaned:
         others = f" and {len(orphaned) - 3} more" if len(orphaned) > 3 else ""
         note(
             f"note: gone, left out or without text, but still answering from {db}: "
             f"{', '.join(orphaned[:3])}{others}; `blockattn-rag remove PATH --db {db}` removes them"
         )
+    if unused:
+        note(
+            f"note: {count(unused.entries, 'entry')} of {db} ({size(unused.nbytes)} of "
+            f"{size(unused.total_bytes)}) belong to no passage any more; free them: "
+            f"blockattn-rag store gc {db} --grace 0s"
+        )
+    shared = report.passages - report.computed - report.reused
     data = {
         **asdict(report),
         "db": db,
         **{name: getattr(database.manifest, name) for name in _TOLD},
         "orphaned": orphaned,
+        "unused": unused and asdict(unused),
         "links": loaded.links,
         "skipped": [{"file": file, "reason": reason} for file, reason in loaded.skipped],
     }
@@ -158,9 +180,29 @@ def ingest(
         f"{count(report.computed, 'block')} computed, {report.reused} reused: "
         f"{count(report.computed_tokens, 'token')} in {duration(report.encode_s)} "
         f"({report.tokens_per_s:.0f} tokens/s), {size(report.stored_bytes)} of keys and values "
-        "stored",
+        "stored" + (f"; {count(shared, 'passage')} of equal text share them" if shared else ""),
+        f"done in {duration(report.total_s)} with {database.manifest.model}; block mode runs with "
+        f"the recipe {database.engine.recipe}",
         f'Ask: blockattn-rag ask "..." --db {db}',
     )
+
+
+def _show_estimate(found: Estimate) -> None:
+    """Print what is about to be computed, and refuse what the disk has no room for."""
+    if not found.new_blocks:
+        return
+    where = f" in {found.folder}, {size(found.free_bytes)} free" if found.free_bytes else ""
+    takes = "" if found.seconds is None else f", about {duration(found.seconds)}"
+    note(
+        f"{count(found.new_blocks, 'passage')} of {count(found.new_tokens, 'token')} to encode: "
+        f"about {size(found.new_bytes)} of keys and values{where}{takes}"
+    )
+    check_room(found)
+    if found.new_bytes >= _LARGE and found.int8_bytes < found.new_bytes:
+        note(
+            f"note: with --kv-dtype int8 they would take about {size(found.int8_bytes)}, at nearly "
+            "the same answers"
+        )
 
 
 def _manifest(db: Path, **wanted: Any) -> Manifest:
@@ -168,6 +210,13 @@ def _manifest(db: Path, **wanted: Any) -> Manifest:
     old = Manifest.read(db)
     if old is None and not wanted["model"]:
         raise typer.BadParameter("a new database needs a model", param_hint="--model")
+    other = wanted["model"] and old is not None and not _is_model_of(old, wanted["model"])
+    if old is not None and other and has_passages(db, old):
+        raise ValueError(
+            f"{db} holds passages encoded by {old.model}, found --model {wanted['model']}: leave "
+            "out --model, or ingest into a new folder. To answer from this one by another model, "
+            f"use `blockattn-rag ask --db {db} --model {wanted['model']}`"
+        )
     given = {name: value for name, value in wanted.items() if value}
     own = ("recipe", "namespace", "kv_dtype", "store")
     if given.get("server") and (found := [name for name in own if name in given]):
@@ -176,3 +225,10 @@ def _manifest(db: Path, **wanted: Any) -> Manifest:
             param_hint=f"--{found[0].replace('_', '-')}",
         )
     return replace(old, **given) if old else Manifest(**given, fingerprint="")
+
+
+def _is_model_of(old: Manifest, model: str) -> bool:
+    """Whether a name is that of the database's model, or that model's folder is gone: moved."""
+    path, was = Path(model).expanduser(), Path(old.model)
+    whole = str(path.resolve()) if path.exists() else model
+    return whole == old.model or (was.is_absolute() and not was.exists())

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -16,6 +18,13 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
+
+from blockattn_rag.cli.figures import duration
+
+_PATIENCE_S = 2.0
+"""Waits that are longer are reported, and how long they took."""
+_EVERY_S = 20.0
+"""How often a long stage is reported in a file or pipe."""
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")
@@ -82,9 +91,36 @@ def piece(text: str) -> None:
     typer.echo(plain(text), nl=False)
 
 
-def spinner(text: str) -> contextlib.AbstractContextManager[object]:
-    """While this is open, a terminal shows that something goes on."""
-    return stderr.status(text) if stderr.is_terminal else contextlib.nullcontext()
+@contextlib.contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """While this is open, a terminal shows what is waited for, and for how long."""
+    if not stderr.is_terminal:
+        yield
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=stderr, transient=True) as shown:
+        shown.add_task(text, total=None)
+        yield
+
+
+@contextlib.contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """A spinner, and a line on how long a wait took that was longer than ``_PATIENCE_S``; where
+    there is no terminal, another line as soon as it is."""
+    started = time.monotonic()
+    timer = threading.Timer(_PATIENCE_S, note, [f"{text} ..."])
+    timer.daemon = True
+    if not stderr.is_terminal:
+        timer.start()
+    try:
+        with spinner(text):
+            yield
+    finally:
+        timer.cancel()
+    if (seconds := time.monotonic() - started) > _PATIENCE_S:
+        note(f"{text}: {duration(seconds)}")
 
 
 def working(as_json: bool) -> contextlib.AbstractContextManager[object]:
@@ -124,13 +160,9 @@ def table(
 
 @contextlib.contextmanager
 def progress(description: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr; yields a function of (done, total)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=stderr, transient=False) as bar:
-        task = bar.add_task(description, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    """Progress of one stage, as ``stages`` shows it; yields a function of (done, total)."""
+    with stages() as tell:
+        yield lambda done, total: tell(description, done, total)
 
 
 @contextlib.contextmanager
@@ -148,9 +180,12 @@ def counter(description: str) -> Iterator[Callable[[int], None]]:
 def stages() -> Iterator[Callable[[str, int, int], None]]:
     """Progress of several stages, on stderr; yields a function of (stage, done, total).
 
-    A terminal shows a bar for each stage, with the remaining time. Elsewhere, each stage is one
-    line when it starts.
+    A terminal shows a bar for each stage, with the remaining time. Elsewhere, each stage is a line
+    when it starts; if it lasts longer, a line every ``_EVERY_S`` and one at its end.
     """
+    if not stderr.is_terminal:
+        yield _Lines()
+        return
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -160,16 +195,6 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
         TimeRemainingColumn,
     )
 
-    if not stderr.is_terminal:
-        seen: set[str] = set()
-
-        def name(stage: str, _: int, total: int) -> None:
-            if stage not in seen:
-                seen.add(stage)
-                note(f"{stage} ({total})")
-
-        yield name
-        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -187,3 +212,31 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
             bar.update(tasks[stage], completed=done, total=total)
 
         yield show
+
+
+class _Lines:
+    """Progress of stages as lines, for files and pipes."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self._first = 0
+        self._started_s = self._told_s = 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if stage not in self._seen:
+            self._seen.add(stage)
+            self._first, self._started_s, self._told_s = done, now, now
+            note(f"{stage} ({total:,})")
+            return
+        seconds = now - self._started_s
+        if done >= total:
+            if seconds > _PATIENCE_S:
+                note(f"{stage}: {total:,} of {total:,} in {duration(seconds)}")
+        elif now - self._told_s > _EVERY_S and done > self._first:
+            self._told_s = now
+            left_s = seconds * (total - done) / (done - self._first)
+            note(
+                f"{stage}: {done:,} of {total:,} after {duration(seconds)}, about "
+                f"{duration(left_s)} left"
+            )

@@ -8,14 +8,16 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import blockattn_rag.llama_index as adapter
 from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.errors import StoreError
+from blockattn_rag.prompts.markers import wrap
 from blockattn_rag.rag.database import Database
 from blockattn_rag.rag.documents import SOURCE_KEY
 from blockattn_rag.rag.history import Turn, with_history
+from blockattn_rag.rag.passages import distinct_retriever
 from blockattn_rag.structured.answers import complete_json
 
 if TYPE_CHECKING:
@@ -45,8 +47,9 @@ class Answer:
     ``stats`` are of all calls of the language model together: ``ttft_s`` runs to the first token of
     the last call, because the answer is that call's. ``finish_reason`` is ``"length"`` where the
     answer was cut off by ``max_new_tokens`` or by the end of the context window. ``waited_s`` is
-    what a user waits: from the question to the first text, retrieval included. ``object`` is the
-    JSON value that the answer is, where a schema asked for one.
+    what a user waits: from the question to the first text, retrieval included; ``answered_s``: to
+    the end of the answer. ``object`` is the JSON value that the answer is, where a schema asked for
+    one.
     """
 
     question: str
@@ -56,6 +59,7 @@ class Answer:
     finish_reason: str
     waited_s: float
     object: Any = None
+    answered_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types, the figures beside the other fields; times in seconds."""
@@ -64,12 +68,14 @@ class Answer:
             "answer": self.answer,
             "object": self.object,
             "mode": self.stats.mode,
+            "recipe": self.stats.recipe,
             "sources": [asdict(source) for source in self.sources],
             **self.stats.reuse(),
             "int8_blocks": self.stats.int8_blocks,
             "generated_tokens": self.stats.generated_tokens,
             "finish_reason": self.finish_reason,
             "waited_s": self.waited_s,
+            "answered_s": self.answered_s,
             "ttft_s": self.stats.ttft_s,
             "total_s": self.stats.total_s,
         }
@@ -80,7 +86,7 @@ class Assistant:
 
     Args:
         database: an open database.
-        top_k: passages to retrieve.
+        top_k: passages to retrieve, of different texts.
         max_new_tokens: longest answer.
         chat_template_kwargs: variables of the model's chat template, such as ``enable_thinking``.
         schema: a JSON schema that every answer is held to; it stands with the question.
@@ -95,20 +101,14 @@ class Assistant:
         chat_template_kwargs: dict[str, Any] | None = None,
         schema: dict[str, Any] | None = None,
     ) -> None:
-        from llama_index.core import VectorStoreIndex
-        from llama_index.vector_stores.chroma import ChromaVectorStore
-
         self._database = database
-        self._top_k = top_k
         self._max_new_tokens = max_new_tokens
         self._options: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs or {}}
         self._schema = schema
         if schema is not None:
             self._options["structured_outputs"] = {"json": schema}
         self._head_was_stored = False
-        self._index = VectorStoreIndex.from_vector_store(
-            ChromaVectorStore(chroma_collection=database.collection), embed_model=database.embedding
-        )
+        self._retriever = distinct_retriever(database, top_k)
 
     def ask(
         self,
@@ -132,19 +132,17 @@ class Assistant:
             GrammarError: the schema cannot be compiled.
             ValueError: the question holds bytes that are no text.
         """
+        from llama_index.core.query_engine import RetrieverQueryEngine
+
         _check_text(question)
         started = time.perf_counter()
-        llm = adapter.BlockAttentionLLM(
-            engine=self._database.engine,
-            block_template=self._database.template,
-            mode=mode,
-            max_new_tokens=self._max_new_tokens,
-            generate_kwargs=self._options,
-        )
+        llm = self._llm(mode)
         if mode == "block" and not self._head_was_stored:
             self._store_head(llm)
-        engine = adapter.block_query_engine(
-            self._index, llm, streaming=True, similarity_top_k=self._top_k
+        engine = RetrieverQueryEngine(
+            self._retriever,
+            adapter.block_response_synthesizer(llm, streaming=True),
+            node_postprocessors=[adapter.BlockKVPrefetch(llm), adapter.BlockKVPostprocessor()],
         )
         pieces: list[str] = []
         waited_s = None
@@ -156,6 +154,7 @@ class Assistant:
                     pieces.append(piece)
                     if on_text and self._schema is None:
                         on_text(piece)
+        answered_s = time.perf_counter() - started
         text = "".join(pieces).strip()
         finish_reason = calls[-1]["finish_reason"] if calls else "stop"
         found = None
@@ -169,8 +168,34 @@ class Assistant:
             sources=tuple(_source(node) for node in response.source_nodes),
             stats=_total(mode, calls),
             finish_reason=finish_reason,
-            waited_s=waited_s or time.perf_counter() - started,
+            waited_s=waited_s or answered_s,
             object=found,
+            answered_s=answered_s,
+        )
+
+    def warm_up(self) -> None:
+        """Run retrieval and the model once in both modes, so that the next answer is timed without
+        the first call's extra time. No passage is looked up or stored."""
+        from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
+
+        self._retriever.retrieve("warm-up")
+        llm = self._llm("block")
+        self._store_head(llm)
+        whole = llm.filled(
+            DEFAULT_TEXT_QA_PROMPT_SEL, context_str=wrap("passage"), query_str="warm-up"
+        )
+        head = tuple(block for block in whole.context if not block.is_passage)
+        prompt = replace(whole, context=head)
+        for mode in get_args(Mode):
+            self._database.engine.generate(prompt, mode=mode, max_new_tokens=2)
+
+    def _llm(self, mode: Mode) -> adapter.BlockAttentionLLM:
+        return adapter.BlockAttentionLLM(
+            engine=self._database.engine,
+            block_template=self._database.template,
+            mode=mode,
+            max_new_tokens=self._max_new_tokens,
+            generate_kwargs=self._options,
         )
 
     def _query(
@@ -218,7 +243,7 @@ def _total(mode: Mode, calls: Sequence[Any]) -> ReuseStats:
     total = sum(used, ReuseStats(mode))
     *_, last = used or [total]
     ttft_s = total.total_s - last.total_s + last.ttft_s
-    return replace(total, ttft_s=ttft_s)
+    return replace(total, ttft_s=ttft_s, recipe=last.recipe)
 
 
 def _source(found: NodeWithScore) -> Source:

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import blockattn_rag.llama_index as adapter
 from blockattn_rag.errors import DatabaseError
 from blockattn_rag.files.atomic import write_json
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
-from blockattn_rag.rag.model_names import loading
+from blockattn_rag.rag.embedding import HASHING, load_embedding, whole_embedding
+from blockattn_rag.rag.model_names import check_recipe, loading
 from blockattn_rag.store.namespaces import check_namespace
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from blockattn_rag.engine.protocol import Engine
 
 MANIFEST = "blockattn.json"
-HASHING = "hashing"
 AUTO = "auto"
 VERSION = 2
+_CHROMA, _CHROMA_FILE = "chroma", "chroma.sqlite3"
 _WITH_SINK = 1
 """The version whose manifests had a sink in place of a recipe."""
 
@@ -103,11 +103,13 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """An open database: its folder, its manifest, and the engine that serves it."""
+    """An open database: its folder, its manifest, the engine that serves it, and the embedding of
+    its passages."""
 
     path: Path
     manifest: Manifest
     engine: Engine
+    embedding: BaseEmbedding
 
     @classmethod
     def create(
@@ -118,16 +120,20 @@ class Database:
         ``wanted.fingerprint`` is filled in from the loaded model.
 
         Raises:
-            DatabaseError: the folder was embedded by another embedding: its vectors do not compare.
+            DatabaseError: the folder has passages of another embedding: its vectors do not compare.
+            FileNotFoundError: the embedding is a folder that does not exist.
         """
         old = Manifest.read(path)
         if Path(wanted.model).exists():
             wanted = replace(wanted, model=str(Path(wanted.model).resolve()))
-        if old and (old.embedding, old.template) != (wanted.embedding, wanted.template):
+        wanted = replace(wanted, embedding=whole_embedding(wanted.embedding))
+        is_other = old and (old.embedding, old.template) != (wanted.embedding, wanted.template)
+        if old and is_other and has_passages(path, old):
             raise DatabaseError(
                 f"{path} was made with embedding {old.embedding!r}, found {wanted.embedding!r}: "
                 "use the same, or ingest into a new folder"
             )
+        embedding = load_embedding(wanted.embedding)
         # A server has a recipe of its own, whatever the database noted before.
         used = replace(wanted, recipe=AUTO) if wanted.server else wanted
         engine = _load_engine(path, used, device, dtype)
@@ -136,8 +142,10 @@ class Database:
             logger.warning("%s was made with %s; from now on it is %s's", *names)
         manifest = replace(wanted, fingerprint=engine.model.fingerprint)
         path.mkdir(parents=True, exist_ok=True)
+        if old and is_other:
+            _forget_collection(path, old)
         write_json(path / MANIFEST, asdict(manifest))
-        return cls(path, manifest, engine)
+        return cls(path, manifest, engine, embedding)
 
     @classmethod
     def open(
@@ -173,6 +181,7 @@ class Database:
             server=server,
             recipe=recipe or (AUTO if server else manifest.recipe),
         )
+        embedding = load_embedding(manifest.embedding)
         engine = _load_engine(path, wanted, device, dtype)
         if engine.model.fingerprint != manifest.fingerprint:
             logger.warning(
@@ -181,7 +190,7 @@ class Database:
                 "`blockattn-rag ingest` encodes them all",
                 path, manifest.model,
             )  # fmt: skip
-        return cls(path, manifest, engine)
+        return cls(path, manifest, engine, embedding)
 
     @property
     def local_engine(self) -> BlockAttentionEngine:
@@ -210,7 +219,7 @@ class Database:
 
     @property
     def client(self) -> ClientAPI:
-        return chroma_client(self.path / "chroma", create=True)
+        return chroma_client(self.path / _CHROMA, create=True)
 
     @property
     def collection(self) -> Collection:
@@ -223,21 +232,22 @@ class Database:
             configuration={"hnsw": {"space": "cosine", "ef_search": 200}},
         )
 
-    @property
-    def embedding(self) -> BaseEmbedding:
-        """``hashing`` (offline, no weights) or an embedding from HuggingFace, by the manifest."""
-        name = self.manifest.embedding
-        if name == HASHING:
-            return adapter.HashingEmbedding()
-        try:
-            from llama_index.embeddings.huggingface import HuggingFaceEmbedding  # type: ignore[import-not-found,unused-ignore]
-        except ImportError as error:
-            raise ImportError(
-                f"embedding {name!r} needs another package: pip install "
-                f"llama-index-embeddings-huggingface; or use --embedding {HASHING}"
-            ) from error
-        embedding: BaseEmbedding = HuggingFaceEmbedding(model_name=name)
-        return embedding
+
+def has_passages(path: Path, manifest: Manifest) -> bool:
+    """Whether the collection of a database holds anything; a failed ingestion leaves it empty."""
+    if not (path / _CHROMA / _CHROMA_FILE).is_file():
+        return False
+    client = chroma_client(path / _CHROMA)
+    names = [one.name for one in client.list_collections()]
+    return manifest.collection in names and client.get_collection(manifest.collection).count() > 0
+
+
+def _forget_collection(path: Path, manifest: Manifest) -> None:
+    """Delete an empty collection, which keeps the length of its former vectors."""
+    if (path / _CHROMA / _CHROMA_FILE).is_file():
+        client = chroma_client(path / _CHROMA)
+        if manifest.collection in [one.name for one in client.list_collections()]:
+            client.delete_collection(manifest.collection)
 
 
 def require_manifest(path: Path) -> Manifest:
@@ -256,8 +266,8 @@ def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
     Raises:
         DatabaseError: ``create`` is False and there is no Chroma database.
     """
-    if not create and not (path / "chroma.sqlite3").is_file():
-        raise DatabaseError(f"{path} holds no Chroma database (no chroma.sqlite3 there)")
+    if not create and not (path / _CHROMA_FILE).is_file():
+        raise DatabaseError(f"{path} holds no Chroma database (no {_CHROMA_FILE} there)")
     import chromadb
     from chromadb.config import Settings
 
@@ -266,6 +276,7 @@ def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
 
 
 def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str) -> Engine:
+    check_recipe(wanted.recipe)
     if wanted.server is not None:
         from blockattn_rag.remote import RemoteEngine
 

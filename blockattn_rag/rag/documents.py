@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from llama_index.core.readers.base import BaseReader
     from llama_index.core.schema import Document
 
 SOURCE_KEY = "source"
 """Metadata key: where a document came from. Shown with answers, never to the model."""
 
 _SNIFFED_BYTES = 8192
+_HTML = (".html", ".htm", ".xhtml")
 
 
 @dataclass(slots=True)
@@ -30,7 +32,12 @@ class UnreadableFileError(ValueError):
     """A file yields no text; the message says why, without the file's name."""
 
 
-def load_documents(paths: Sequence[Path], *, exclude: Path | None = None) -> Loaded:
+def load_documents(
+    paths: Sequence[Path],
+    *,
+    exclude: Path | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Loaded:
     """Read files, and every visible file below folders, by LlamaIndex's readers.
 
     Links in a folder are followed only where they stay within it, because a person who may write
@@ -41,22 +48,27 @@ def load_documents(paths: Sequence[Path], *, exclude: Path | None = None) -> Loa
         paths: files and folders. A file named here must be readable; an unreadable one found in a
             folder is left out and reported.
         exclude: a folder to pass over, such as the database itself.
+        on_progress: called with (files read, files in all).
 
     Raises:
         FileNotFoundError: a path does not exist.
         UnreadableFileError: a named file has no text or cannot be read, or nothing was found.
     """
     loaded = Loaded()
+    wanted: list[tuple[Path, bool]] = []
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"no such file or folder: {path}")
         if path.is_file():
-            _add(loaded, path.resolve(), required=True)
+            wanted.append((path.resolve(), True))
             continue
         files, links = _below(path.resolve(), exclude and exclude.resolve())
         loaded.links += links
-        for file in files:
-            _add(loaded, file, required=False)
+        wanted += ((file, False) for file in files)
+    for done, (file, required) in enumerate(wanted, start=1):
+        _add(loaded, file, required=required)
+        if on_progress is not None:
+            on_progress(done, len(wanted))
     if not loaded.documents:
         left_out = [*loaded.skipped, *((link, "a link out of the folder") for link in loaded.links)]
         first = "".join(f"; {file}: {reason}" for file, reason in left_out[:1])
@@ -99,7 +111,8 @@ def _read(file: Path) -> list[Document]:
     """The documents of one file: one, or one for each page of a PDF."""
     from llama_index.core import SimpleDirectoryReader
 
-    if file.suffix.lower() not in SimpleDirectoryReader.supported_suffix_fn():
+    own = _own_reader(file)
+    if not own and file.suffix.lower() not in SimpleDirectoryReader.supported_suffix_fn():
         with file.open("rb") as raw:
             if b"\0" in raw.read(_SNIFFED_BYTES):
                 raise UnreadableFileError(
@@ -109,7 +122,11 @@ def _read(file: Path) -> list[Document]:
     try:
         # The default of ``errors`` drops what is not UTF-8, silently.
         found = SimpleDirectoryReader(
-            input_files=[file], filename_as_id=True, raise_on_error=True, errors="strict"
+            input_files=[file],
+            filename_as_id=True,
+            raise_on_error=True,
+            errors="strict",
+            file_extractor=own,
         ).load_data()
     except Exception as error:
         # Readers are plugins for dozens of formats and raise whatever theirs raise.
@@ -120,6 +137,15 @@ def _read(file: Path) -> list[Document]:
     for document in documents:
         set_source(document, str(file))
     return documents
+
+
+def _own_reader(file: Path) -> dict[str, BaseReader]:
+    """The reader of an HTML file, which LlamaIndex would read with its tags; else none."""
+    if file.suffix.lower() not in _HTML:
+        return {}
+    from blockattn_rag.rag.html import HtmlReader
+
+    return {file.suffix.lower(): HtmlReader()}
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import blockattn_rag.llama_index as adapter
-from blockattn_rag.prompts.blocks import handle_of
+from blockattn_rag.prompts.blocks import Block, handle_of
 from blockattn_rag.rag.database import Database
 from blockattn_rag.rag.documents import SOURCE_KEY
+from blockattn_rag.rag.estimate import Estimate, estimate
 from blockattn_rag.rag.sources import delete_passages, ids_of
 
 if TYPE_CHECKING:
-    from chromadb.api import ClientAPI
     from chromadb.api.models.Collection import Collection
-    from llama_index.core.base.embeddings.base import BaseEmbedding
     from llama_index.core.schema import BaseNode, Document
 
-_ADD_BATCH = 512
+_ADD_BATCH = 128
 """Passages embedded at once: bounds what an interruption loses."""
 
 
 @dataclass(frozen=True, slots=True)
 class IngestReport:
-    """What an ingestion did. ``computed`` and ``reused`` count distinct blocks."""
+    """What an ingestion did. ``computed`` and ``reused`` count distinct blocks: equal passages
+    share one."""
 
     documents: int
     passages: int
@@ -41,36 +42,56 @@ class IngestReport:
     total_s: float
 
 
-def ingest_documents(database: Database, documents: Sequence[Document]) -> IngestReport:
+def ingest_documents(
+    database: Database,
+    documents: Sequence[Document],
+    *,
+    on_progress: Callable[[str, int, int], None] | None = None,
+    on_estimate: Callable[[Estimate], None] | None = None,
+) -> IngestReport:
     """Split documents, encode the passages, and add what is new to Chroma. Idempotent.
 
     Keys and values are stored first, passages added to Chroma after: whatever interrupts this,
-    running it again completes it. Passages that a source no longer yields are removed. A progress
-    bar on stderr shows the encoding.
+    running it again completes it. Passages that a source no longer yields are removed.
 
     Args:
         database: where to.
         documents: each with its origin in ``metadata["source"]``.
+        on_progress: called with (stage, done, total).
+        on_estimate: called before anything is encoded, unless a server has the model.
     """
     from llama_index.core.node_parser import SentenceSplitter
 
+    from blockattn_rag.llama_index.nodes import stamp
+
     # Loaded before the clock starts: imports are no work of the ingestion.
-    collection, embedding = database.collection, database.embedding
-    tokenizer, size = database.engine.model.tokenizer, database.manifest.chunk_size
+    collection, engine = database.collection, database.engine
+    tokenizer, size = engine.model.tokenizer, database.manifest.chunk_size
     splitter = SentenceSplitter(
         chunk_size=size,
         chunk_overlap=size // 8,
         tokenizer=lambda text: tokenizer.final_ids(text, first=False),
         include_prev_next_rel=False,
     )
-    llm = adapter.BlockAttentionLLM(engine=database.engine, block_template=database.template)
-    encoder = adapter.BlockKVTransform(llm=llm, show_progress=True)
+    tell = on_progress or _tell_nobody
     started = time.perf_counter()
-    passages = encoder(with_stable_ids(splitter(documents)))
-    stats = encoder.stats
-    assert stats is not None  # because it was called
+    nodes = with_stable_ids(splitter(documents))
+    texts = [adapter.canonical_text(node) for node in nodes]
+    blocks = [Block(text, database.template) for text in texts if text]
+    stored = 0
+    if on_estimate is not None and (found := estimate(database, blocks)) is not None:
+        on_estimate(found)
+        stored = found.blocks - found.new_blocks
+    encoding = "encoding passages"
+    tell(encoding, stored, len({block.handle for block in blocks}))
+    stats = engine.precompute(blocks, on_progress=partial(tell, encoding))
+    tell(encoding, stats.computed + stats.reused, stats.computed + stats.reused)
+    llm = adapter.BlockAttentionLLM(engine=engine, block_template=database.template)
     adapter.encode_prompt_head(llm)
-    added, removed = _synchronise(database.client, collection, embedding, passages)
+    passages = [
+        stamp(node, text) if text else node for node, text in zip(nodes, texts, strict=True)
+    ]
+    added, removed = _synchronise(database, collection, passages, tell)
     return IngestReport(
         documents=len(documents),
         passages=len(passages),
@@ -84,6 +105,10 @@ def ingest_documents(database: Database, documents: Sequence[Document]) -> Inges
         encode_s=stats.seconds,
         total_s=time.perf_counter() - started,
     )
+
+
+def _tell_nobody(stage: str, done: int, total: int) -> None:
+    pass
 
 
 def with_stable_ids(nodes: Sequence[BaseNode]) -> list[BaseNode]:
@@ -101,10 +126,10 @@ def with_stable_ids(nodes: Sequence[BaseNode]) -> list[BaseNode]:
 
 
 def _synchronise(
-    client: ClientAPI,
+    database: Database,
     collection: Collection,
-    embedding: BaseEmbedding,
     passages: Sequence[BaseNode],
+    tell: Callable[[str, int, int], None],
 ) -> tuple[int, int]:
     """Make Chroma hold exactly these passages of their sources; (added, removed)."""
     from llama_index.vector_stores.chroma import ChromaVectorStore
@@ -113,8 +138,13 @@ def _synchronise(
     existing = set(ids_of(collection, sources))
     new = [node for node in passages if node.node_id not in existing]
     vectors = ChromaVectorStore(chroma_collection=collection)
+    adding = "adding passages to Chroma"
+    if new:
+        tell(adding, 0, len(new))
     for start in range(0, len(new), _ADD_BATCH):
-        adapter.add_nodes(vectors, embedding(new[start : start + _ADD_BATCH]), client)
+        batch = new[start : start + _ADD_BATCH]
+        adapter.add_nodes(vectors, database.embedding(batch), database.client)
+        tell(adding, start + len(batch), len(new))
     stale = sorted(existing - {node.node_id for node in passages})
     delete_passages(collection, stale)
     return len(new), len(stale)

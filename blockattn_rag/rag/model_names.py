@@ -1,4 +1,5 @@
-"""Model names as typed on the command line: checks, and what is said of one that fails."""
+"""Names of models and recipes as typed on the command line: checks, and messages of those that
+fail."""
 
 from __future__ import annotations
 
@@ -22,6 +23,20 @@ def existing_model(name: str | None) -> str | None:
     if name and name.startswith(("/", "./", "../", "~")) and not is_there:
         raise FileNotFoundError(f"no such model: {name}; expected {EXPECTED}")
     return name
+
+
+def check_recipe(name: str | None) -> None:
+    """Check that a recipe's folder holds one, before a model is loaded for it.
+
+    Raises:
+        ValueError: There is no recipe, or it is damaged.
+    """
+    from blockattn_rag.engine.find_recipe import AUTO
+    from blockattn_rag.engine.recipe import read_fields
+    from blockattn_rag.prompts.sinks import is_sink
+
+    if name is not None and name != AUTO and not is_sink(name):
+        read_fields(Path(name))
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import blockattn_rag.llama_index as adapter
 from blockattn_rag.adapters.handles import records_of
@@ -11,7 +11,8 @@ from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.rag.database import Database
 
 if TYPE_CHECKING:
-    from llama_index.core.schema import BaseNode
+    from llama_index.core.retrievers import BaseRetriever
+    from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
 
 def all_passages(database: Database) -> list[str]:
@@ -32,15 +33,37 @@ def passage_blocks(database: Database) -> list[Block]:
 
 def retriever(database: Database) -> Callable[[str, int], list[str]]:
     """What gives a question's best passages, at most so many, as ``ask`` finds them."""
-    from llama_index.core import VectorStoreIndex
-    from llama_index.vector_stores.chroma import ChromaVectorStore
-
-    store = ChromaVectorStore(chroma_collection=database.collection)
-    index = VectorStoreIndex.from_vector_store(store, embed_model=database.embedding)
 
     def nearest(question: str, count: int) -> list[str]:
-        found: Any = index.as_retriever(similarity_top_k=count).retrieve(question)
-        texts = (adapter.canonical_text(hit.node) for hit in found)
-        return list(dict.fromkeys(text for text in texts if text))
+        found = distinct_retriever(database, count).retrieve(question)
+        return [text for hit in found if (text := adapter.canonical_text(hit.node))]
 
     return nearest
+
+
+def distinct_retriever(database: Database, top_k: int) -> BaseRetriever:
+    """Retriever of the nearest passages of a database, each text once.
+
+    Equal texts, such as those of one file in two folders, would take the places of others.
+    """
+    from llama_index.core import VectorStoreIndex
+    from llama_index.core.retrievers import BaseRetriever
+    from llama_index.vector_stores.chroma import ChromaVectorStore
+
+    collection = database.collection
+    store = ChromaVectorStore(chroma_collection=collection)
+    index = VectorStoreIndex.from_vector_store(store, embed_model=database.embedding)
+
+    class Distinct(BaseRetriever):
+        def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+            asked = top_k
+            while True:
+                found = index.as_retriever(similarity_top_k=asked).retrieve(query_bundle)
+                first: dict[str, NodeWithScore] = {}
+                for hit in found:
+                    first.setdefault(adapter.canonical_text(hit.node), hit)
+                if len(first) >= top_k or len(found) < asked:
+                    return [*first.values()][:top_k]
+                asked *= 2
+
+    return Distinct()

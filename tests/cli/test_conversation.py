@@ -149,7 +149,6 @@ def test_sources_are_shown_whole_where_that_is_asked_for(cli: Command, filled: P
     shown = cli("ask", QUESTION, "--db", filled, "--max-new-tokens", 2, "--page")
     assert "tower.txt (" in shown.stdout
     assert ")\nHalden Tower is 214 metres high.\n" in shown.stdout
-    assert "loaded in " in shown.stderr
 
 
 def test_variables_of_the_chat_template_are_checked(cli: Command, filled: Path) -> None:

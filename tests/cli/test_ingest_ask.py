@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.llama_index import BlockAttentionLLM
 from blockattn_rag.model import BlockModel
 from blockattn_rag.rag.ask import Answer
-from blockattn_rag.rag.database import MANIFEST, Database
+from blockattn_rag.rag.database import MANIFEST, Database, Manifest
+from blockattn_rag.rag.documents import load_documents
+from blockattn_rag.rag.estimate import Estimate
+from blockattn_rag.rag.ingest import ingest_documents
 from tests.cli.conftest import Command
 from tests.models import tiny_model, tiny_tokenizer
 from tests.rag.test_documents import two_pages
@@ -219,22 +223,149 @@ def test_another_model_computes_the_passages_and_says_so(
     assert cli(*command).json["misses"] == 0
 
 
-def test_a_database_says_whose_it_is_now_once_the_other_model_is_loaded(
-    cli: Command, database: Path, documents: Path, model: Path, tmp_path: Path
+def test_another_model_for_a_database_is_refused_before_it_is_loaded(
+    cli: Command, database: Path, documents: Path, model: Path
 ) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    command = ("ingest", documents, "--db", database, "--model")
-    failed = cli(*command, empty)
-    assert (failed.status, "was made with" in failed.stderr) == (1, False)
-    other = tmp_path / "other"
-    tiny_model(seed=1).save_pretrained(other)
-    tiny_tokenizer().save_pretrained(other)
-    output = cli(*command, other)
-    assert output.status == 0, output.stderr
-    note = f"note: {database} was made with {model}; from now on it is {other}'s"
-    assert note in output.stderr.splitlines()
-    assert output.stderr.count("was made with") == 1
+    output = cli("ingest", documents, "--db", database, "--model", "bundled")
+    assert output.status == 1
+    assert output.stderr.startswith(f"error: {database} holds passages encoded by {model}, found ")
+    assert "leave out --model, or ingest into a new folder" in output.stderr
+    assert cli("ingest", documents, "--db", database, "--model", model).status == 0
+
+
+def test_a_database_follows_its_model_to_another_folder(
+    cli: Command, documents: Path, model: Path, tmp_path: Path
+) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    shutil.copytree(model, before)
+    command = ("ingest", documents, "--db", tmp_path / "db", "--json", "--model")
+    assert cli(*command, before).json["computed"] == 2
+    before.rename(after)
+    output = cli(*command, after)
+    assert (output.json["computed"], output.json["model"]) == (0, str(after))
+    assert output.stderr.count(f"was made with {before}; from now on it is {after}'s") == 1
+
+
+def test_a_failed_ingestion_fixes_neither_model_nor_embedding(
+    cli: Command,
+    documents: Path,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    db = tmp_path / "db"
+    failed = cli("ingest", documents, "--db", db, "--model", model, "--embedding", "no/such-one")
+    assert (failed.status, (db / MANIFEST).exists()) == (1, False)
+    with monkeypatch.context() as patch:
+        patch.setattr("blockattn_rag.rag.ingest._synchronise", stop)
+        assert cli("ingest", documents, "--db", db, "--model", "bundled").status == 130
+    manifest = json.loads((db / MANIFEST).read_text(encoding="utf-8"))
+    (db / MANIFEST).write_text(json.dumps(manifest | {"embedding": "no/such-one"}))
+    report = cli(
+        "ingest", documents, "--db", db, "--model", model, "--embedding", "hashing", "--json"
+    )
+    assert (report.json["added"], report.json["embedding"]) == (2, "hashing")
+
+
+def test_an_embedding_folder_that_is_not_there_is_named(
+    cli: Command, documents: Path, model: Path, tmp_path: Path
+) -> None:
+    output = cli("ingest", documents, "--db", tmp_path / "db", "--model", model,
+                 "--embedding", "./nowhere")  # fmt: skip
+    assert output.status == 1
+    assert "no such embedding: ./nowhere; expected the folder of a" in output.stderr
+
+
+def test_what_is_to_be_computed_is_estimated_first(
+    cli: Command, documents: Path, model: Path, tmp_path: Path
+) -> None:
+    command = ("ingest", documents, "--db", tmp_path / "db", "--model", model)
+    output = cli(*command, "--json")
+    [line] = [line for line in output.stderr.splitlines() if " to encode: about " in line]
+    assert line.startswith(f"2 passages of {output.json['computed_tokens']} tokens to encode: ")
+    assert f" of keys and values in {tmp_path / 'db' / 'kv'}, " in line
+    assert " free, about " in line
+    assert " to encode: " not in cli(*command).stderr  # all is stored
+
+
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
+def test_the_estimate_is_what_entries_take(
+    kv_dtype: Any, documents: Path, model: Path, tmp_path: Path
+) -> None:
+    estimates: list[Estimate] = []
+    wanted = Manifest(str(model), fingerprint="", kv_dtype=kv_dtype)
+    database = Database.create(tmp_path / "db", wanted)
+    loaded = load_documents([documents])
+    report = ingest_documents(database, loaded.documents, on_estimate=estimates.append)
+    [found] = estimates
+    assert (found.passages, found.new_blocks) == (2, 2)
+    assert (found.new_tokens, found.new_bytes) == (report.computed_tokens, report.stored_bytes)
+
+
+def test_an_ingestion_that_the_disk_has_no_room_for_is_refused(
+    cli: Command, documents: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("blockattn_rag.rag.estimate.shutil.disk_usage", lambda _: usage)
+    output = cli("ingest", documents, "--db", tmp_path / "db", "--model", model)
+    assert output.status == 1
+    assert "free, and the keys and values of 2 passages take about " in output.stderr
+    assert "--kv-dtype int8" in output.stderr
+    assert not [*(tmp_path / "db").rglob("*.safetensors")]
+
+
+def test_int8_is_suggested_for_large_databases(
+    cli: Command, documents: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("ingest", documents, "--model", model, "--db")
+    assert "--kv-dtype int8" not in cli(*command, tmp_path / "small").stderr
+    monkeypatch.setattr("blockattn_rag.cli.ingest._LARGE", 1)
+    assert "note: with --kv-dtype int8 they would" in cli(*command, tmp_path / "large").stderr
+
+
+def test_unused_entries_are_told_with_the_command_that_frees_them(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "long.txt"
+    text.write_text("".join(f"Sentence {n} of this text. " for n in range(120)), encoding="utf-8")
+    command = ("ingest", text, "--db", tmp_path / "db", "--model", model, "--json", "--chunk-size")
+    first = cli(*command, 200)
+    assert (first.json["unused"], "store gc" in first.stderr) == (None, False)
+    second = cli(*command, 150)
+    unused = second.json["unused"]
+    assert first.json["computed"] <= unused["entries"] <= first.json["computed"] + 1
+    assert (
+        f"belong to no passage any more; free them: blockattn-rag store gc {tmp_path / 'db'} "
+        in (second.stderr)
+    )
+    freed = cli("store", "gc", tmp_path / "db", "--grace", "0s", "--json").json
+    assert (freed["deleted"]["count"], freed["freed_bytes"]) == (
+        unused["entries"],
+        unused["nbytes"],
+    )
+
+
+def test_equal_passages_are_explained(
+    cli: Command, documents: Path, model: Path, tmp_path: Path
+) -> None:
+    shutil.copy(documents / "tower.txt", documents / "copy.txt")
+    output = cli("ingest", documents, "--db", tmp_path / "db", "--model", model)
+    assert "stored; 1 passage of equal text share them" in output.stdout
+
+
+def test_a_recipe_is_looked_for_before_the_model_is_loaded(
+    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("blockattn_rag.engine.engine.BlockAttentionEngine.from_pretrained", load)
+    output = cli("ask", "How?", "--db", database, "--recipe", "nowhere")
+    assert output.status == 1
+    assert output.stderr.startswith("error: Found no recipe at nowhere: expected ")
 
 
 def test_questions_need_words_and_passages(
@@ -341,7 +472,7 @@ def test_one_of_anything_is_told_in_the_singular(cli: Command, model: Path, tmp_
     text = tmp_path / "one.txt"
     text.write_text("Halden Tower is 214 metres high.", encoding="utf-8")
     output = cli("ingest", text, "--db", tmp_path / "db", "--model", model)
-    assert output.stderr.splitlines()[0] == "1 document read; splitting into passages ..."
+    assert output.stderr.splitlines()[1] == "1 document read; splitting into passages ..."
     assert output.stdout.startswith("1 document, 1 passage: 1 added to Chroma, ")
     assert "\n1 block computed, 0 reused: " in output.stdout
     for entry in (tmp_path / "db").rglob("*.safetensors"):

@@ -16,6 +16,7 @@ from blockattn_rag.rag.database import Database, Manifest
 from blockattn_rag.rag.documents import load_documents
 from blockattn_rag.rag.history import Turn
 from blockattn_rag.rag.ingest import ingest_documents
+from blockattn_rag.rag.passages import retriever
 from tests.holding import FEW, holding
 
 
@@ -102,3 +103,26 @@ def test_an_answer_that_is_stopped_leaves_the_model_free(
             assistant.ask("How high is Halden Tower?", on_text=stop)
         held.wait_for_end()
     assert held.tokens <= FEW + 1
+
+
+def test_equal_texts_take_one_place_among_the_passages(
+    model: Path, documents: Path, tmp_path: Path
+) -> None:
+    for copy in range(4):
+        (documents / f"copy{copy}").mkdir()
+        (documents / f"copy{copy}" / "tower.txt").write_text("Halden Tower is 214 metres high.\n")
+    database = ingested(model, documents, tmp_path / "db")
+    assistant = Assistant(database, max_new_tokens=2, top_k=2)
+    texts = [source.text for source in assistant.ask("How high is Halden Tower?").sources]
+    assert texts[0] == "Halden Tower is 214 metres high."
+    assert len(set(texts)) == len(texts) == 2
+    assert len(retriever(database)("How high is Halden Tower?", 2)) == 2
+
+
+def test_the_recipe_of_an_answer_is_in_its_json(
+    model: Path, documents: Path, tmp_path: Path
+) -> None:
+    database = ingested(model, documents, tmp_path / "db")
+    assistant = Assistant(database, max_new_tokens=2)
+    assert assistant.ask("How high?").to_dict()["recipe"] == str(database.engine.recipe) != ""
+    assert assistant.ask("How high?", mode="full").to_dict()["recipe"] == ""
