@@ -11,7 +11,17 @@ from rich.markup import escape
 
 from blockattn_rag.cli.addresses import whole_store
 from blockattn_rag.cli.figures import count, duration, percent, size
-from blockattn_rag.cli.output import JsonOption, emit, note, plain, spinner, stdout, working
+from blockattn_rag.cli.output import (
+    JsonOption,
+    emit,
+    note,
+    plain,
+    spinner,
+    stages,
+    stdout,
+    waiting,
+    working,
+)
 from blockattn_rag.demo.facts import is_right
 from blockattn_rag.demo.run import (
     BUNDLED,
@@ -86,8 +96,8 @@ def demo(
     with working(as_json):
         started = _loaded(db, model, store)
         ingested = _ingested(started, quiet=as_json)
-        with spinner("warming up both modes"):
-            started.warm_up()
+        with waiting("warming up both modes"):
+            started.assistant.warm_up()
         asking = time.perf_counter()
         answers = _answers(started, quiet=as_json)
         ask_s = time.perf_counter() - asking
@@ -100,7 +110,7 @@ def _web(db: Path | None, model: str | None, store: str | None, host: str) -> No
 
     web.require_gradio()
     if db:
-        with spinner("loading the model"):
+        with waiting("loading the model"):
             database, examples = Database.open(db, model=model), []
     else:
         started = _loaded(db, model, store)
@@ -108,20 +118,21 @@ def _web(db: Path | None, model: str | None, store: str | None, host: str) -> No
         database = started.database
         examples = [one.question for one in started.collection.questions]
     race = web.Race(database)
-    with spinner("warming up both modes"):
-        race.warm_up()
+    with waiting("warming up both modes"):
+        race.assistant.warm_up()
     web.serve(race, examples, host, on_ready=lambda url: note(f"{url}  (Ctrl-C ends it)"))
 
 
 def _loaded(db: Path | None, model: str | None, store: str | None) -> Demo:
     if model is None and (model := default_model()) == BUNDLED:
         note(_NO_SMOLLM2)
-    note(f"loading {model}; the first time, a GGUF file is dequantised ...")
-    return Demo(db or default_folder(), model, store)
+    with waiting(f"loading {model}"):
+        return Demo(db or default_folder(), model, store)
 
 
 def _ingested(started: Demo, *, quiet: bool) -> IngestReport:
-    report = started.ingest()
+    with stages() as tell:
+        report = started.ingest(tell)
     if not quiet:
         stdout.print(
             f"{count(report.passages, 'passage')}: {report.computed} computed, {report.reused} "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -124,7 +125,7 @@ class DemoAnswer:
 
 
 class Demo:
-    """A demo in progress: load it, ``ingest``, ``warm_up``, then ``ask`` each question.
+    """A demo in progress: load it, ``ingest``, warm up its assistant, then ``ask`` each question.
 
     What a previous run left in the folder is reused.
 
@@ -150,14 +151,11 @@ class Demo:
         )
         self.load_s = time.perf_counter() - started
 
-    def ingest(self) -> IngestReport:
-        """Encode and store the passages that are not stored yet."""
-        return ingest_documents(self.database, self.collection.documents())
-
-    def warm_up(self) -> None:
-        """Ask once in each mode: the first forward passes of a process are slower."""
-        for mode in MODES:
-            self.assistant.ask(self.collection.questions[0].question, mode=mode)
+    def ingest(self, on_progress: Callable[[str, int, int], None] | None = None) -> IngestReport:
+        """Encode and store the passages that are not stored yet; ``on_progress`` gets the stage,
+        and how many of how many passages are done."""
+        documents = self.collection.documents()
+        return ingest_documents(self.database, documents, on_progress=on_progress)
 
     def ask(self, question: facts.Question, mode: Mode) -> Answer:
         """Answer a question."""

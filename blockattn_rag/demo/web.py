@@ -13,7 +13,7 @@ from html import escape
 from importlib.util import find_spec
 from queue import Empty, SimpleQueue
 from threading import Event
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.errors import BlockAttnError
@@ -64,12 +64,7 @@ class Race:
 
     def __init__(self, database: Database, top_k: int = 6) -> None:
         self._database, self._top_k = database, top_k
-        self._assistant = Assistant(database, top_k=top_k, max_new_tokens=MAX_NEW_TOKENS)
-
-    def warm_up(self) -> None:
-        """Ask once in each mode: the first forward passes of a process are slower."""
-        for mode in get_args(Mode):
-            self._assistant.ask("Hello?", mode=mode)
+        self.assistant = Assistant(database, top_k=top_k, max_new_tokens=MAX_NEW_TOKENS)
 
     def run(self, question: str) -> Iterator[Columns]:
         """Answer a question; what the page shows, each time that it changes."""
@@ -119,7 +114,7 @@ class Race:
 
         started, first_s, text = time.perf_counter(), None, ""
         with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(self._assistant.ask, question, mode=mode, on_text=on_text)
+            coming = pool.submit(self.assistant.ask, question, mode=mode, on_text=on_text)
             try:
                 while not (coming.done() and pieces.empty()):
                     try:
