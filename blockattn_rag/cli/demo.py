@@ -86,11 +86,9 @@ def demo(
     """
     if web:
         if as_json:
-            raise typer.BadParameter("a page is no JSON; leave it out", param_hint="--json")
+            raise typer.BadParameter("--web shows a page; leave out --json")
         if db and store:
-            raise typer.BadParameter(
-                "the database names its own; leave it out", param_hint="--store"
-            )
+            raise typer.BadParameter("the database of --db has a store; leave out --store")
         _web(db, model, store, host)
         return
     with working(as_json):
@@ -211,5 +209,6 @@ def _summary(report: DemoReport) -> list[str]:
             "SmolLM2 has 135 million parameters: it shows the speed, and errs in both modes."
         )
     if lasts(report.store):
-        lines += ["", f'Ask: blockattn-rag ask "..." --db {report.db}']
+        ask = f'blockattn-rag ask "..." --db {report.db}'
+        lines += ["", f"Ask: {ask}", "See it race: blockattn-rag demo --web"]
     return lines
