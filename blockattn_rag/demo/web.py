@@ -32,7 +32,7 @@ _STYLE = """<style>
 .ba-reused { background: #0ca678 } .ba-computed { background: #e8590c }
 .ba-time { font-size: 2em; font-weight: 600; line-height: 1.3 } .ba-small { opacity: .75 }
 .ba-answer { min-height: 5em; white-space: pre-wrap; overflow-wrap: anywhere; margin: 8px 0 }
-.ba-tag { color: white; border-radius: 4px; padding: 1px 6px; font-size: .8em }
+.ba-tag { color: white !important; border-radius: 4px; padding: 1px 6px; font-size: .8em }
 .ba-text { white-space: pre-wrap; overflow-wrap: anywhere; margin: 4px 0 10px 1em }
 </style>"""
 
