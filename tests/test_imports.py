@@ -40,7 +40,10 @@ FLOORS = {
     "evaluation": "engine errors files kv lazy model prompts store",
     "training": "engine errors evaluation files kv lazy model prompts store",
     "planning": "errors evaluation kv",
-    "rag": "adapters engine errors files kv llama_index prompts remote store structured",
+    "rag": (
+        "adapters engine errors evaluation files kv llama_index planning prompts remote store "
+        "structured"
+    ),
     "demo": "engine errors files lazy model prompts rag",
     "cli": (
         "adapters check demo engine errors evaluation files kv lazy model planning prompts rag "

@@ -25,9 +25,29 @@ from blockattn_rag.cli import (
     store,
     train,
 )
-from blockattn_rag.cli.output import fail, note, plain
+from blockattn_rag.cli.output import fail, note
 from blockattn_rag.errors import BlockAttnError
+from blockattn_rag.lazy import missing_extra
 
+_VERBOSE = ("-v", "--verbose")
+_EXTRA_OF = {
+    "bs4": "llama-index",
+    "chromadb": "llama-index",
+    "llama_index": "llama-index",
+    "llama_index_instrumentation": "llama-index",
+    "sklearn": "llama-index",
+    "accelerate": "train",
+    "datasets": "train",
+    "peft": "train",
+    "matplotlib": "train",
+    "httpx": "serving",
+    "llguidance": "structured",
+    "obstore": "s3",
+    "redis": "redis",
+}
+"""The extra that installs a package, by the package's module."""
+_DEQUANTISING = "blockattn_rag.model.gguf"
+"""The logger that reports that a GGUF file is dequantised."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells report it: 128 + SIGINT."""
 
@@ -36,10 +56,13 @@ class _OneLineErrors(TyperGroup):
     """Shows an error as one line and exits with status 1; ``--debug`` shows the traceback."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """No name of a file holds NUL, and what is called deep within would not say which does."""
+        """Accepts ``-v`` behind a command, too, and refuses NUL, which no name of a file holds."""
         if damaged := next((argument for argument in args if "\0" in argument), None):
             raise typer.BadParameter(f"expected no NUL character in an argument, found {damaged!r}")
-        return super().parse_args(ctx, args)
+        own = args[: args.index("--")] if "--" in args else args
+        verbose = [one for one in own if one in _VERBOSE]
+        rest = [one for one in own if one not in _VERBOSE]
+        return super().parse_args(ctx, [*verbose[:1], *rest, *args[len(own) :]])
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -61,6 +84,8 @@ class _OneLineErrors(TyperGroup):
 
 
 def _message(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and (package := _top(error.name)) in _EXTRA_OF:
+        return f"this command needs {missing_extra(package, _EXTRA_OF[package])}"
     expected = (BlockAttnError, OSError, ValueError, TypeError, ImportError)
     text = " ".join(str(error).split())
     if isinstance(error, expected) and text:
@@ -69,11 +94,14 @@ def _message(error: Exception) -> str:
     return f"{name}: {text} (blockattn-rag --debug ... shows where)" if text else name
 
 
+def _top(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
 app = typer.Typer(
     name="blockattn-rag",
     cls=_OneLineErrors,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Block-Attention for RAG: encode passages once, reuse them in every answer.",
@@ -104,6 +132,9 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Log what is loaded, retrieved and reused.")
+    ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks and log details.")
     ] = False,
@@ -112,28 +143,33 @@ def options(
     ] = False,
 ) -> None:
     """Block-Attention for RAG: encode passages once, reuse them in every answer."""
-    # Both are read by huggingface_hub when it is imported.
+    # These are read by huggingface_hub and tqdm when they are imported.
     if not sys.stderr.isatty():  # no bars for loading weights in log files
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")
     if not debug:  # not each of its attempts: the error tells what came of them
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         # Packages that set up logging as they are imported would show each request to a server.
         logging.getLogger("httpx").setLevel(logging.WARNING)
     logger = logging.getLogger("blockattn_rag")
-    logger.setLevel(logging.DEBUG if debug else logging.WARNING)
+    usual = logging.INFO if verbose else logging.WARNING
+    logger.setLevel(logging.DEBUG if debug else usual)
+    # A wait of minutes, once for each file.
+    logging.getLogger(_DEQUANTISING).setLevel(logging.DEBUG if debug else logging.INFO)
     if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
         logger.addHandler(_ToStderr())
 
 
 class _ToStderr(logging.Handler):
-    """Shows this package's warnings; those of ``rag``, which speak to the user, as notes. Libraries
-    have handlers of their own, and one at the root would say theirs a second time."""
+    """Prints the package's log. Warnings of ``rag`` and the start of dequantising are notes to the
+    user. Libraries have handlers of their own; one at the root would print theirs twice."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name == "blockattn_rag.rag":
+        is_warning = record.levelno >= logging.WARNING
+        if record.name == _DEQUANTISING or (record.name == "blockattn_rag.rag" and is_warning):
             note(f"note: {record.getMessage()}")
             return
-        typer.echo(plain(f"{record.levelname} {record.name}: {record.getMessage()}"), err=True)
+        note(f"{record.levelname} {record.name}: {record.getMessage()}")
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockattn_rag.cli.figures import count, size
-from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, table, working
-from blockattn_rag.rag.model_names import existing_model, loading
+from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, table, waiting, working
+from blockattn_rag.rag.model_names import check_recipe, existing_model, loading
 
 if TYPE_CHECKING:
     from blockattn_rag.check.checks import CheckReport
@@ -83,11 +83,13 @@ def check(
             from blockattn_rag.engine.find_recipe import resolve_recipe
             from blockattn_rag.store import MemoryStore
 
+            check_recipe(recipe)
             loaded = _loaded(model, device, dtype)
             checked = None
             if recipe is not None:
                 checked = resolve_recipe(recipe, loaded, MemoryStore(1))
-            report = check_model(loaded, checked)
+            with waiting("checking"):
+                report = check_model(loaded, checked)
         told, lines = _told_of_model(model, report, loaded)
         _show(as_json, report, {**told, "recipe": checked and str(checked)}, lines)
     else:
@@ -99,7 +101,7 @@ def check(
 def _loaded(model: str, device: str, dtype: str) -> BlockModel:
     from blockattn_rag.model import BlockModel
 
-    with loading(model):
+    with waiting(f"loading {model}"), loading(model):
         return BlockModel.from_pretrained(model, device=device, dtype=dtype)
 
 

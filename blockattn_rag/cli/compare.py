@@ -19,7 +19,7 @@ def show_comparison(
 
     def answer(mode: Mode) -> Answer:
         if not as_json:
-            piece(f"{mode} mode: ")
+            piece(f"{mode} mode:\n")
         return show_answer(assistant, question, mode=mode, quiet=as_json)
 
     with working(as_json):

@@ -19,9 +19,10 @@ from blockattn_rag.cli.output import (
     note,
     progress,
     table,
+    waiting,
     working,
 )
-from blockattn_rag.rag.model_names import existing_model, loading
+from blockattn_rag.rag.model_names import check_recipe, existing_model, loading
 
 if TYPE_CHECKING:
     from blockattn_rag.engine.engine import BlockAttentionEngine
@@ -107,7 +108,9 @@ def evaluate(
             prompts = evaluation.read_log(log, limit=limit)
         elif data is not None:
             samples = evaluation.read_samples(data, limit=limit)
-        with loading(model):
+        for name in names:
+            check_recipe(name)
+        with waiting(f"loading {model}"), loading(model):
             # Each row computes its own answers: no tails of another row's (engine.tails).
             engine: BlockAttentionEngine = BlockAttentionEngine.from_pretrained(
                 model, device=device, dtype=dtype, kv_dtype=kv_dtype, recipe="none",

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from blockattn_rag.cli.files import writable
-from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, note, working
+from blockattn_rag.cli.output import JsonOption, ModelArgument, emit, note, waiting, working
 from blockattn_rag.rag.model_names import existing_model, loading
 
 
@@ -50,7 +50,7 @@ def fingerprint(
         from blockattn_rag.model import BlockModel
         from blockattn_rag.model.profile import profile_of
 
-        with loading(model):
+        with waiting(f"loading {model}"), loading(model):
             loaded = BlockModel.from_pretrained(
                 model, device=device, dtype=dtype, pack_weights=False
             )

@@ -26,6 +26,9 @@ _PATIENCE_S = 2.0
 _EVERY_S = 20.0
 """How often a long stage is reported in a file or pipe."""
 
+_NAME_WIDTH = 24
+"""Characters of a table's first column that are never folded."""
+
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")
 ]
@@ -148,12 +151,15 @@ def table(
     """A title and a table; the columns in ``left`` are aligned left, the others right."""
     # As narrow as can be: many columns have to fit into a terminal.
     result = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False)
+    cells = [[plain(str(cell)) for cell in row] for row in rows]
+    # Short names stay whole. A path is folded, or it would take the place of the other columns.
+    are_short = all(len(row[0]) <= _NAME_WIDTH for row in cells)
     for i, column in enumerate(columns):
-        result.add_column(
-            column, justify="left" if i in left else "right", overflow="fold", no_wrap=i == 0
-        )
-    for row in rows:
-        result.add_row(*(escape(plain(str(cell))) for cell in row))
+        is_whole = i == 0 and are_short
+        side: Literal["left", "right"] = "left" if i in left else "right"
+        result.add_column(column, justify=side, overflow="fold", no_wrap=is_whole)
+    for row in cells:
+        result.add_row(*map(escape, row))
     # A table's own title is folded to its width.
     return Group(Text(plain(title), style="italic"), result)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib.util
+import logging
 import shutil
 import struct
 from pathlib import Path
@@ -17,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from blockattn_rag.files.atomic import sync, temporary_name
 from blockattn_rag.files.folders import state_folder
 from blockattn_rag.lazy import missing_extra
+
+logger = logging.getLogger("blockattn_rag.model.gguf")
 
 SMOLLM2 = "smollm2"
 # What the GGUF reader raises on files that are damaged or that it does not know.
@@ -69,6 +72,7 @@ def _dequantise(file: Path, folder: Path) -> None:
             raise ImportError(f"reading {file.name} needs {missing_extra(package, 'gguf')}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(folder)
+    logger.info("Dequantising %s into %s. Later runs skip this step.", file.name, folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer.save_pretrained(temporary)

@@ -162,11 +162,18 @@ class Assistant:
             found = complete_json(text, finish_reason)
             if on_text:
                 on_text(text)
+        stats = _total(mode, calls)
+        logger.info(
+            "%s mode, %d passages: fetched in %.3f s, placed in %.3f s, prefilled in %.3f s; "
+            "%.3f s to the first text, retrieval included",
+            mode, len(response.source_nodes), stats.fetch_s, stats.assemble_s, stats.prefill_s,
+            waited_s or answered_s,
+        )  # fmt: skip
         return Answer(
             question=question,
             answer=text,
             sources=tuple(_source(node) for node in response.source_nodes),
-            stats=_total(mode, calls),
+            stats=stats,
             finish_reason=finish_reason,
             waited_s=waited_s or answered_s,
             object=found,

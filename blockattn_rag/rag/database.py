@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -289,8 +290,9 @@ def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str) -> Engin
     from blockattn_rag.engine.engine import BlockAttentionEngine
     from blockattn_rag.kv.quantization import check_kv_dtype
 
+    started = time.perf_counter()
     with loading(wanted.model):
-        return BlockAttentionEngine.from_pretrained(
+        engine = BlockAttentionEngine.from_pretrained(
             wanted.model,
             store=wanted.store or path / "kv",
             device=device,
@@ -300,3 +302,8 @@ def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str) -> Engin
             recipe=wanted.recipe,
             folder=path,
         )
+    model = engine.model
+    seconds = time.perf_counter() - started
+    logger.info("loaded %s in %.2f s: %s on %s", model.name, seconds, model.dtype, model.device)
+    logger.info("recipe: %s; store: %s; model: %s", engine.recipe, engine.store, model.fingerprint)
+    return engine

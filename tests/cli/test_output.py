@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 from rich.console import Console
 
 from blockattn_rag.cli.bench.report import spread
 from blockattn_rag.cli.evaluate import _table
 from blockattn_rag.cli.figures import count, duration, size
-from blockattn_rag.cli.output import _width, emit, fail, note, plain, table
+from blockattn_rag.cli.output import _width, emit, fail, note, plain, stages, table, waiting
 from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.evaluation import Interval, ModeResult
 
@@ -70,6 +72,83 @@ def test_the_widest_table_of_eval_breaks_no_number_on_a_terminal_of_80_columns()
     assert len(lines) == 3  # title, columns, the row
     shown = ["block-composite", "100.0 (100.0-100.0)", "100.0", "-12.5", "123 ms", "99.9"]
     assert [cell in lines[2] for cell in shown] == [True] * len(shown)
+
+
+def test_a_path_in_the_first_column_is_folded_and_no_number_lost() -> None:
+    path = "/home/somebody/projects/documents/databases/mydb/recipe"
+    numbers = ["100.0", "99.5", "-12.5", "97.5", "123 ms", "99.9", "0.1234"]
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table("t", ("recipe", *"abcdefg"), [(path, *numbers)]))
+    shown = capture.get()
+    assert [number in shown for number in numbers] == [True] * len(numbers)
+    folded = [line.split("  ")[0] for line in shown.splitlines()[3:]]
+    assert "".join(folded) == path
+
+
+class Clock:
+    """Time as a test sets it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr("blockattn_rag.cli.output.time.monotonic", found.monotonic)
+    return found
+
+
+def test_a_long_stage_tells_the_time_that_is_left_in_lines(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stages() as tell:
+        for done, seconds in ((100, 0), (101, 1), (150, 25), (160, 5), (200, 20)):
+            clock.now += seconds
+            tell("encoding", done, 200)
+        tell("adding", 0, 1)
+        tell("adding", 1, 1)
+    assert capsys.readouterr().err.splitlines() == [
+        "encoding (200)",
+        "encoding: 150 of 200 after 26.00 s, about 26.00 s left",
+        "encoding: 200 of 200 in 51.00 s",
+        "adding (1)",
+    ]
+
+
+def test_a_terminal_shows_bars_with_the_remaining_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Console(width=100, stderr=True, force_terminal=True)
+    monkeypatch.setattr("blockattn_rag.cli.output.stderr", terminal)
+    with stages() as tell:
+        tell("encoding", 5, 10)
+    shown = capsys.readouterr().err
+    assert "encoding" in shown
+    assert "5/10" in shown
+    assert "left:" in shown
+
+
+def test_a_wait_is_told_if_it_is_long(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with waiting("loading"):
+        clock.now += 1
+    assert capsys.readouterr().err == ""
+    with waiting("loading"):
+        clock.now += 3
+    assert capsys.readouterr().err == "loading: 3.00 s\n"
+
+
+def test_a_wait_without_a_terminal_is_told_while_it_lasts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockattn_rag.cli.output._PATIENCE_S", 0.01)
+    with waiting("loading"):
+        time.sleep(0.3)
+        assert capsys.readouterr().err == "loading ...\n"
 
 
 @pytest.mark.parametrize(

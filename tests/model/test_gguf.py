@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import shutil
 import sys
@@ -124,9 +125,16 @@ def test_its_passages_are_reused(file: Path) -> None:
 
 
 def test_it_is_dequantised_once_and_found_by_its_bytes(
-    file: Path, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path,
+    tmp_path: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    folder = resolve_name(file)
+    with caplog.at_level(logging.INFO, "blockattn_rag"):
+        folder = resolve_name(file)
+    message = f"Dequantising tiny.gguf into {folder}. Later runs skip this step."
+    assert [one.getMessage() for one in caplog.records] == [message]
     assert Path(folder).is_relative_to(home)
     moved = shutil.copy(file, tmp_path / "elsewhere.gguf")
     other = tmp_path / "other.gguf"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from blockattn_rag.evaluation.fidelity import FidelityResult
 from blockattn_rag.evaluation.rows import PLAIN
+from blockattn_rag.lazy import missing_extra
+
+logger = logging.getLogger("blockattn_rag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,7 @@ def plot(report: RepairReport) -> bytes | None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
+        logger.warning("report.png is left out: it needs %s.", missing_extra("matplotlib", "train"))
         return None
     figure = Figure(figsize=(11.0, 4.0), layout="constrained")
     bars, curve = figure.subplots(1, 2)

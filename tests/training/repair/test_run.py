@@ -171,11 +171,16 @@ class TestResult:
         assert report["right"]["full"] == right
         assert figures(report)[2].startswith(f"Right answers: full {right}, block ")
 
-    def test_without_matplotlib_there_is_no_plot(
-        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_without_matplotlib_there_is_a_warning_and_no_plot(
+        self,
+        model: BlockModel,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         repaired(model, tmp_path / "recipe")
+        assert "report.png is left out: it needs matplotlib" in caplog.text
         assert not (tmp_path / "recipe" / "report.png").exists()
 
     def test_where_nothing_is_lost_no_recipe_is_chosen(
