@@ -14,35 +14,35 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-WIDTH, QUESTIONS = 120, 4
+WIDTH, QUESTIONS = 120, 6
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "demo.svg"
 
 
-def demo(home: str) -> str:
+def demo(db: str) -> str:
     """The output of one run, with its colours."""
-    environment = {
-        **os.environ,
-        "BLOCKATTN_RAG_HOME": home,
-        "FORCE_COLOR": "1",
-        "COLUMNS": str(WIDTH),
-    }
+    environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH)}
     done = subprocess.run(
-        [sys.executable, "-m", "blockattn_rag", "demo"],
+        [sys.executable, "-m", "blockattn_rag", "demo", "--db", db],
         env=environment, check=True, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    return done.stdout.replace(home, "~/.cache/blockattn_rag")
+    return done.stdout.replace(db, "~/.cache/blockattn_rag/demo")
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as home:
-        demo(home)
-        parts = demo(home).rstrip().split("\n\n")
-    shown = [*parts[: 1 + QUESTIONS], "...", parts[-1]]
+def draw(output: str) -> None:
+    """Write the figure: the first questions, each with its two answers, and the summary."""
+    ingested, questions, summary, _ = output.rstrip().split("\n\n")
+    first = questions.splitlines()[: 3 * QUESTIONS]
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere)
         console.print("$ make demo", highlight=False)
-        console.print(Text.from_ansi("\n\n".join(shown)))
+        console.print(Text.from_ansi("\n".join([ingested, "", *first, "...", "", summary])))
         console.save_svg(str(FIGURE), title="make demo, second run")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        demo(folder)
+        draw(demo(folder))
     print(FIGURE)
 
 

@@ -19,7 +19,7 @@ import typer
 
 import blockattn_rag
 from blockattn_rag.cli import app
-from blockattn_rag.demo.corpus import bundled_questions
+from blockattn_rag.demo.facts import is_right, load
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -129,11 +129,18 @@ def test_files_that_contributors_are_sent_to_exist(page: str) -> None:
     assert [n for n in sorted(named) if not any((p / n).exists() for p in places)] == []
 
 
-def test_the_picture_of_the_demo_shows_answers_from_its_encyclopedia() -> None:
+def test_the_picture_of_the_demo_marks_answers_as_they_are_judged() -> None:
     picture = (ROOT / "docs/figures/demo.svg").read_text(encoding="utf-8")
-    lines = re.findall(r">([^<>]+)<", html.unescape(picture).replace("\xa0", " "))
-    turns = {turn.question: turn.answer for turn in bundled_questions()}
-    asked = [i for i, line in enumerate(lines) if line.endswith("?")]
-    assert len(asked) == 4
-    for i in asked:
-        assert turns[lines[i]].startswith(lines[i + 1].strip())
+    rows: dict[str, str] = {}  # by height: a line of the terminal is several pieces of text
+    for y, text in re.findall(r'<text[^>]* y="([\d.]+)"[^>]*>([^<]*)<', picture):
+        rows[y] = rows.get(y, "") + html.unescape(text).replace("\xa0", " ")
+    lines = [*rows.values()]
+    asked = {one.question: one.answers for one in load().questions if one.demo}
+    found = [(i, q) for i, line in enumerate(lines) for q in asked if line.startswith(q)]
+    assert len(found) == 6
+    for i, question in found:
+        for mode, line in zip(("block", "full"), lines[i + 1 : i + 3], strict=True):
+            assert line.split()[0] == mode
+            mark, answer = re.search(r" (right|wrong)  (.*)", line).groups()  # type: ignore[union-attr]
+            is_cut = answer.rstrip().endswith("…")
+            assert is_cut or is_right(answer, asked[question]) == (mark == "right")

@@ -13,14 +13,16 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import facts
-from facts import is_right, passages_for
+from facts import passages_for
 
-BY_ID, QUESTIONS = facts.load().articles, facts.load().questions
+from blockattn_rag.demo.facts import FOLDER, is_right, load
+
+BY_ID, QUESTIONS = load().articles, load().questions
 ARTICLES = list(BY_ID.values())
 
 
 def test_ids_titles_and_questions_are_unique() -> None:
-    lines = (facts.FOLDER / "articles.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (FOLDER / "articles.jsonl").read_text(encoding="utf-8").splitlines()
     ids = [json.loads(line)["id"] for line in lines]
     assert len(set(ids)) == len(ids) == len(ARTICLES) == 40
     assert len({article.title for article in ARTICLES}) == len(ARTICLES)

@@ -44,7 +44,7 @@ FLOORS = {
         "adapters engine errors evaluation files kv llama_index planning prompts remote store "
         "structured"
     ),
-    "demo": "engine files prompts rag",
+    "demo": "engine errors files lazy model prompts rag",
     "cli": (
         "adapters check demo engine errors evaluation files kv lazy model planning prompts rag "
         "store training"

@@ -1,1 +1,1 @@
-"""The demo as frozen data: an encyclopedia, questions about it, and the model that reads it."""
+"""The demo: articles and questions, the bundled test model with its encyclopedia, a page."""

@@ -1,16 +1,23 @@
-"""The demo: the bundled encyclopedia in Chroma, questions through a LlamaIndex query engine."""
+"""The demo: a collection in Chroma, and its questions answered in block mode and in full mode.
+
+With a real model, the collection is the 40 articles of ``demo.facts``; with the bundled model it is
+the encyclopedia that this model was made for.
+"""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from blockattn_rag.demo.corpus import Question, bundled_corpus, bundled_questions, is_correct
+from blockattn_rag.demo import facts
+from blockattn_rag.demo.corpus import bundled_corpus, bundled_questions
 from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.files.folders import state_folder
+from blockattn_rag.prompts.formats import Passage
 from blockattn_rag.rag.ask import Answer, Assistant
 from blockattn_rag.rag.database import Database, Manifest
 from blockattn_rag.rag.documents import set_source
@@ -19,65 +26,190 @@ from blockattn_rag.rag.ingest import IngestReport, ingest_documents
 if TYPE_CHECKING:
     from llama_index.core.schema import Document
 
-SOURCE = "bundled encyclopedia"
-TOP_K = 5
-MAX_NEW_TOKENS = 64
+BUNDLED, SMOLLM2 = "bundled", "smollm2"
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 @dataclass(frozen=True, slots=True)
-class DemoQuestion:
-    """A question and its answers: that in block mode, that in full mode, and which is ``shown``."""
+class Collection:
+    """Passages, questions about them, and how they are asked.
 
-    asked: Question
+    Args:
+        name: Name of the Chroma collection.
+        passages: One document each.
+        questions: Questions that the passages answer.
+        top_k: Passages of a prompt.
+        max_new_tokens: Longest answer.
+    """
+
+    name: str
+    passages: tuple[Passage, ...]
+    questions: tuple[facts.Question, ...]
+    top_k: int
+    max_new_tokens: int
+
+    def documents(self) -> list[Document]:
+        """The passages as LlamaIndex documents; the model sees title and text."""
+        from llama_index.core.schema import Document
+
+        documents = []
+        for number, passage in enumerate(self.passages):
+            metadata = {"title": passage.title}
+            document = Document(text=passage.text, metadata=metadata, id_=f"{self.name}-{number}")
+            set_source(document, self.name)
+            documents.append(document)
+        return documents
+
+
+def collection_for(model: str) -> Collection:
+    """The encyclopedia for the bundled model, and the articles for every other one."""
+    if model == BUNDLED:
+        asked = tuple(
+            facts.Question(f"encyclopedia/{number}", one.question, (one.expected,), "")
+            for number, one in enumerate(bundled_questions())
+        )
+        return Collection("encyclopedia", bundled_corpus(), asked, 5, 64)
+    found = facts.load()
+    passages = tuple(Passage(one.title, one.text) for one in found.articles.values())
+    asked = tuple(question for question in found.questions if question.demo)
+    return Collection("facts", passages, asked, 6, 40)
+
+
+def default_model() -> str:
+    """SmolLM2 if the package with its weights is installed, else the bundled model."""
+    from blockattn_rag.model.gguf import is_gguf, smollm2
+
+    return SMOLLM2 if is_gguf(Path(smollm2())) else BUNDLED
+
+
+def default_folder() -> Path:
+    """Where the demo keeps its database; see ``folders.state_folder``."""
+    return state_folder() / "demo"
+
+
+@dataclass(frozen=True, slots=True)
+class DemoAnswer:
+    """A question and its answers in both modes."""
+
+    asked: facts.Question
     block: Answer
     full: Answer
-    shown: Answer
 
-    @property
-    def correct(self) -> bool:
-        """Whether the shown answer is right."""
-        return is_correct(self.asked, self.shown.answer)
+    def is_right(self, mode: Mode) -> bool:
+        """Whether the mode's answer contains an accepted one."""
+        return facts.is_right(self.of(mode).answer, self.asked.answers)
 
-    @property
-    def sources(self) -> list[str]:
-        """Titles of the passages behind the shown answer."""
-        return [source.title for source in self.shown.sources]
+    def of(self, mode: Mode) -> Answer:
+        """The mode's answer."""
+        return self.block if mode == "block" else self.full
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types; times in seconds. ``hits`` and the like are of block mode."""
+        modes = {
+            mode: {
+                "answer": self.of(mode).answer,
+                "right": self.is_right(mode),
+                "ttft_s": self.of(mode).stats.ttft_s,
+                "generated_tokens": self.of(mode).stats.generated_tokens,
+                "finish_reason": self.of(mode).finish_reason,
+            }
+            for mode in MODES
+        }
         return {
             "question": self.asked.question,
-            "answer": self.shown.answer,
-            "expected": self.asked.expected,
-            "correct": self.correct,
-            "sources": self.sources,
+            "expected": self.asked.answers[0],
+            "sources": [source.title for source in self.block.sources],
             **self.block.stats.reuse(),
-            "ttft_block_s": self.block.stats.ttft_s,
-            "ttft_full_s": self.full.stats.ttft_s,
-            "finish_reason": self.shown.finish_reason,
+            **modes,
         }
+
+
+class Demo:
+    """A demo in progress: load it, ``ingest``, warm up its assistant, then ``ask`` each question.
+
+    What a previous run left in the folder is reused.
+
+    Args:
+        folder: Folder of the database.
+        model: Name or path of the model.
+        store: Address of the keys and values, as ``Manifest.store``. None: the folder ``kv`` of the
+            database.
+    """
+
+    def __init__(self, folder: Path, model: str, store: str | None = None) -> None:
+        started = time.perf_counter()
+        self.collection = collection_for(model)
+        self.folder, self.model = folder, model
+        self.store = store or str(folder / "kv")
+        self.database = Database.create(
+            folder, Manifest(model, "", store=store, collection=self.collection.name)
+        )
+        self.assistant = Assistant(
+            self.database,
+            top_k=self.collection.top_k,
+            max_new_tokens=self.collection.max_new_tokens,
+        )
+        self.load_s = time.perf_counter() - started
+
+    def ingest(self, on_progress: Callable[[str, int, int], None] | None = None) -> IngestReport:
+        """Encode and store the passages that are not stored yet; ``on_progress`` gets the stage,
+        and how many of how many passages are done."""
+        documents = self.collection.documents()
+        return ingest_documents(self.database, documents, on_progress=on_progress)
+
+    def ask(self, question: facts.Question, mode: Mode) -> Answer:
+        """Answer a question."""
+        return self.assistant.ask(question.question, mode=mode)
 
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """The whole demo. ``mode`` is the mode whose answers are shown and judged; ``store``: the
-    folder or address of the keys and values."""
+    """The complete demo.
+
+    Attributes:
+        recipe: What block mode ran with.
+        store: Folder or address of the keys and values.
+        stored_bytes: What they take there.
+        load_s, ask_s: Seconds that loading and answering took.
+    """
 
     db: str
     store: str
     model: str
-    mode: Mode
+    recipe: str
+    stored_bytes: int
+    load_s: float
+    ask_s: float
     ingest: IngestReport
-    questions: tuple[DemoQuestion, ...]
+    questions: tuple[DemoAnswer, ...]
+
+    @classmethod
+    def of(
+        cls, demo: Demo, ingest: IngestReport, answers: list[DemoAnswer], ask_s: float
+    ) -> DemoReport:
+        """The report of a demo that has ended."""
+        engine = demo.database.local_engine
+        return cls(
+            db=str(demo.folder),
+            store=demo.store,
+            model=demo.model,
+            recipe=engine.recipe.source or str(engine.recipe),
+            stored_bytes=engine.store.stats().total_bytes,
+            load_s=demo.load_s,
+            ask_s=ask_s,
+            ingest=ingest,
+            questions=tuple(answers),
+        )
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Totals, and medians of the times."""
-        block = statistics.median(q.block.stats.ttft_s for q in self.questions)
-        full = statistics.median(q.full.stats.ttft_s for q in self.questions)
+        """Right answers, totals of block mode, and medians of the times."""
+        block, full = (
+            statistics.median(one.of(mode).stats.ttft_s for one in self.questions) for mode in MODES
+        )
         return {
-            "right": sum(q.correct for q in self.questions),
             "of": len(self.questions),
+            **{f"right_{mode}": sum(q.is_right(mode) for q in self.questions) for mode in MODES},
             **sum((q.block.stats for q in self.questions), ReuseStats("block")).reuse(),
             "ttft_block_median_s": block,
             "ttft_full_median_s": full,
@@ -88,66 +220,3 @@ class DemoReport:
         """As plain JSON types."""
         questions = [question.to_dict() for question in self.questions]
         return {**asdict(self), "questions": questions, "summary": self.summary}
-
-
-def default_folder() -> Path:
-    """Where the demo keeps its database; see ``folders.state_folder``."""
-    return state_folder() / "demo"
-
-
-def documents() -> list[Document]:
-    """The encyclopedia as LlamaIndex documents; the model sees title and text."""
-    from llama_index.core.schema import Document
-
-    found = []
-    for number, passage in enumerate(bundled_corpus()):
-        # The next run recognises the document by its id.
-        document = Document(
-            text=passage.text, metadata={"title": passage.title}, id_=f"bundled-{number}"
-        )
-        set_source(document, SOURCE)
-        found.append(document)
-    return found
-
-
-def run_demo(
-    folder: Path | None = None,
-    *,
-    model: str = "bundled",
-    mode: Mode = "block",
-    store: str | None = None,
-    on_ingested: Callable[[IngestReport], None] | None = None,
-    on_question: Callable[[DemoQuestion], None] | None = None,
-) -> DemoReport:
-    """Ingest the encyclopedia and answer the bundled questions.
-
-    What a previous run left in the folder is reused. Every question is answered in both modes, so
-    that times can be compared; the answer of ``mode`` is judged.
-
-    Args:
-        folder: the database's; :func:`default_folder` if None.
-        model: name or path of another model to show.
-        mode: ``"block"`` or ``"full"``.
-        store: where keys and values go, as ``Manifest.store``; default: the folder ``kv`` of the
-            database.
-        on_ingested: called when the encyclopedia is ready.
-        on_question: called after each question.
-    """
-    folder = folder or default_folder()
-    database = Database.create(folder, Manifest(model=model, fingerprint="", store=store))
-    report = ingest_documents(database, documents())
-    if on_ingested:
-        on_ingested(report)
-    assistant = Assistant(database, top_k=TOP_K, max_new_tokens=MAX_NEW_TOKENS)
-    asked = bundled_questions()
-    modes = get_args(Mode)
-    for warm_up in modes:  # not timed: the first forward passes of a process are slower
-        assistant.ask(asked[0].question, mode=warm_up)
-    questions = []
-    for question in asked:
-        answers = {each: assistant.ask(question.question, mode=each) for each in modes}
-        questions.append(DemoQuestion(question, **answers, shown=answers[mode]))
-        if on_question:
-            on_question(questions[-1])
-    kept = store or str(folder / "kv")
-    return DemoReport(str(folder), kept, model, mode, report, tuple(questions))

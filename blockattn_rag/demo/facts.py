@@ -1,0 +1,82 @@
+"""Short articles of general knowledge, and questions that one of them answers.
+
+``data/facts`` has the texts and the rules that they follow. The demo ingests the articles and asks
+twelve of the questions; the repository's ``benchmarks/facts.py`` asks all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "data" / "facts"
+
+
+@dataclass(frozen=True, slots=True)
+class Article:
+    """A short article. Articles of one cluster are about the same kind of subject."""
+
+    id: str
+    cluster: str
+    title: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question about one article.
+
+    Attributes:
+        id: Unique name.
+        question: The question. It names its subject.
+        answers: Accepted answers. The first one is in the article as it is spelled here.
+        article: ID of the only article that answers the question.
+        demo: Whether the demo asks the question, too.
+    """
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    article: str
+    demo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The complete test set: articles by ID, and questions in file order."""
+
+    articles: dict[str, Article]
+    questions: tuple[Question, ...]
+
+
+@cache
+def load() -> Facts:
+    """Reads the articles and questions, once per process."""
+    articles = [Article(**record) for record in _records("articles.jsonl")]
+    questions = [
+        Question(**record | {"answers": tuple(record["answers"])})
+        for record in _records("questions.jsonl")
+    ]
+    return Facts({article.id: article for article in articles}, tuple(questions))
+
+
+def is_right(answer: str, accepted: Sequence[str]) -> bool:
+    """Whether one of the accepted strings occurs in the answer, as whole words, in any case.
+
+    A number does not match inside a longer one: "330" occurs neither in "1330" nor in "1,330".
+    """
+    text = " ".join(answer.split())
+    return any(
+        re.search(rf"(?<!\w)(?<!\d[.,]){re.escape(one)}(?!\w|[.,]\d)", text, re.IGNORECASE)
+        for one in accepted
+    )
+
+
+def _records(name: str) -> list[dict[str, Any]]:
+    lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
