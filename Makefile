@@ -17,7 +17,7 @@ WORKERS ?= 2
 # Matplotlib lists the machine's fonts once, and says so if that takes long: before, in no notebook.
 QUIET := MPLCONFIGDIR=$(CURDIR)/.cache/matplotlib NO_MKDOCS_2_WARNING=1 HF_HUB_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1 PYTHONWARNINGS=ignore
 
-.PHONY: demo smollm2 test test-recipes test-vllm lint format docs release clean
+.PHONY: demo smollm2 test test-recipes test-vllm lint format docs clean
 
 demo: $(VENV)/.demo  ## ingest the bundled encyclopedia and answer questions about it; STORE=s3://bucket/kv
 	$(OFFLINE) $(BIN)/blockattn-rag demo $(if $(STORE),--store $(STORE))
@@ -50,6 +50,7 @@ docs: $(VENV)/.docs  ## run the notebooks, naming each, and build the documentat
 	@! grep -n -A 3 'data-mime-type="application/vnd.jupyter.stderr"[ >]' site/notebooks/*/index.html \
 	|| { echo "these notebooks print to stderr, which their pages show in red" >&2; exit 1; }
 
+.PHONY: release
 release: $(VENV)/.release  ## build wheel and sdist, check their metadata, run the wheel in an empty environment
 	rm -rf dist build/release
 	$(BIN)/python -m build
