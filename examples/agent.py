@@ -1,0 +1,83 @@
+"""An agent over documents: LangChain, Chroma, a real model and a real embedding.
+
+    pip install langchain-huggingface sentence-transformers langchain-text-splitters
+    python examples/agent.py "Where has the Rosetta Stone been shown since 1802?"
+    python examples/agent.py --tool --model path/to/model-that-calls-tools
+
+Small models call tools badly, so by default passages are looked up before the model answers, and
+stand in the history as a call and its result. With ``--tool`` the model calls the retriever itself:
+take one whose chat template knows tools, such as Qwen2.5-7B-Instruct. Either way the passages stay
+blocks, in this turn and in all later ones.
+"""
+
+import argparse
+from pathlib import Path
+
+from langchain.agents import create_agent
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.retrievers import BaseRetriever
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph.state import CompiledStateGraph
+from rag_langchain import HERE, QUESTIONS, open_retriever
+
+from blockattn_rag.langchain import (
+    ChatBlockAttention,
+    RetrieveFirst,
+    block_retriever_tool,
+    without_markers,
+)
+
+
+def make_agent(
+    chat: ChatBlockAttention, retriever: BaseRetriever, *, tool: bool = False
+) -> CompiledStateGraph:
+    """Agent that calls the retriever as a tool, or one whose questions are looked up first."""
+    tools = [block_retriever_tool(retriever, "articles", "Looks up articles.")] if tool else []
+    return create_agent(
+        chat,
+        tools,
+        system_prompt="Answer in one short sentence.",
+        middleware=[] if tool else [RetrieveFirst(retriever)],
+        checkpointer=InMemorySaver(),
+    )
+
+
+def ask(agent: CompiledStateGraph, question: str) -> AIMessage:
+    """Ask one question of the conversation, and print each step of the answer."""
+    thread = {"configurable": {"thread_id": "1"}}
+    messages = agent.invoke({"messages": [HumanMessage(question)]}, thread)["messages"]
+    asked = max(i for i, message in enumerate(messages) if isinstance(message, HumanMessage))
+    for message in messages[asked:-1]:
+        if isinstance(message, AIMessage):
+            print(f"looks up: {[call['args'] for call in message.tool_calls]}")
+        elif isinstance(message, ToolMessage):
+            print(f"finds: {without_markers(message).text.splitlines()[0]}")
+    return messages[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Let an agent look things up in documents.")
+    parser.add_argument("questions", nargs="*", default=QUESTIONS)
+    parser.add_argument("--folder", type=Path, default=HERE / "articles")
+    parser.add_argument("--db", type=Path, default=Path("example-db/langchain"))
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--embedding", default="sentence-transformers/all-MiniLM-L6-v2")
+    parser.add_argument("--tool", action="store_true", help="the model calls the retriever itself")
+    options = parser.parse_args()
+
+    from langchain_huggingface import HuggingFaceEmbeddings
+
+    chat = ChatBlockAttention(model=options.model, kv_store=str(options.db / "kv"), max_tokens=64)
+    embedding = HuggingFaceEmbeddings(model_name=options.embedding)
+    retriever = open_retriever(options.folder, options.db, chat, embedding)
+    agent = make_agent(chat, retriever, tool=options.tool)
+    for question in options.questions:
+        print(f"\n> {question}")
+        answer = ask(agent, question)
+        reuse = answer.response_metadata["block_attention"]
+        print(answer.text)
+        print(f"({reuse['reused_tokens']} tokens reused, {reuse['computed_tokens']} computed)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The Makefile finds what would break an installation before it changes anything."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# An interpreter that records what it is called with. It is as old as OLD says, sees CUDA libraries
+# where CUDA is set, and reaches no index of CPU builds where OFFLINE is.
+INTERPRETER = """#!/bin/sh
+echo "$*" >> "$CALLS"
+case "$*" in
+  -c*) [ -z "$OLD" ];;
+  --version) echo "Python 3.10.13";;
+  *--dry-run*) [ -z "$CUDA" ] || echo "Would install nvidia-cublas-12.8 torch-2.13.0";;
+  *--index-url*) [ -z "$OFFLINE" ];;
+esac
+"""
+
+
+@pytest.fixture
+def calls(tmp_path: Path) -> Path:
+    """File with the calls of the interpreter of the environment ``tmp_path/venv``."""
+    interpreter = tmp_path / "venv/bin/python"
+    interpreter.parent.mkdir(parents=True)
+    interpreter.write_text(INTERPRETER, encoding="utf-8")
+    interpreter.chmod(0o755)
+    return tmp_path / "calls"
+
+
+def make(calls: Path, *arguments: str, **settings: str) -> tuple[int, str, list[str]]:
+    """Exit status, error output, and the arguments of each ``pip install`` and ``venv``."""
+    done = subprocess.run(
+        ["make", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "CALLS": str(calls), **settings},
+        capture_output=True,
+        text=True,
+    )
+    lines = calls.read_text("utf-8").splitlines()
+    return done.returncode, done.stderr, [line for line in lines if line.startswith("-m")]
+
+
+def test_an_old_python_is_named_before_an_environment_is_made(calls: Path) -> None:
+    old, venv = calls.parent / "venv/bin/python", calls.parent / "new"
+    status, errors, ran = make(calls, f"{venv}/.demo", f"PYTHON={old}", f"VENV={venv}", OLD="1")
+    assert status != 0
+    assert "expected Python 3.11 or newer, found Python 3.10.13" in errors
+    assert "PYTHON=python3.12" in errors
+    assert ran == []
+
+
+def test_an_environment_of_an_old_python_is_to_be_deleted(calls: Path) -> None:
+    venv = calls.parent / "venv"
+    status, errors, ran = make(calls, f"{venv}/.demo", f"VENV={venv}", OLD="1")
+    assert status != 0
+    assert f"delete the folder {venv}" in errors
+    assert ran == []
+
+
+def test_torch_comes_from_the_index_that_is_given(calls: Path) -> None:
+    venv = calls.parent / "venv"
+    index = "TORCH_INDEX=https://index.example"
+    status, _, ran = make(calls, f"{venv}/.demo", f"VENV={venv}", index)
+    assert status == 0
+    assert ran[0].endswith("--no-deps --index-url https://index.example torch")
+
+
+def test_an_index_that_is_given_and_fails_is_an_error(calls: Path) -> None:
+    venv = calls.parent / "venv"
+    index = "TORCH_INDEX=https://index.example"
+    status, errors, ran = make(calls, f"{venv}/.demo", f"VENV={venv}", index, OFFLINE="1")
+    assert status != 0
+    assert "torch cannot be installed from https://index.example" in errors
+    assert len(ran) == 1
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="needs a machine without a GPU")
+@pytest.mark.parametrize("offline", ["", "1"])
+def test_without_a_gpu_torch_of_pypi_with_cuda_is_the_last_resort(
+    calls: Path, offline: str
+) -> None:
+    venv = calls.parent / "venv"
+    status, _, ran = make(calls, f"{venv}/.demo", f"VENV={venv}", CUDA="1", OFFLINE=offline)
+    assert status == 0
+    assert ran[1].endswith("--no-deps --index-url https://download.pytorch.org/whl/cpu torch")
+    assert ran[2].endswith("-c constraints.txt torch")
+
+
+def test_torch_without_cuda_comes_from_the_usual_index(calls: Path) -> None:
+    venv = calls.parent / "venv"
+    status, _, ran = make(calls, f"{venv}/.demo", f"VENV={venv}")
+    assert status == 0
+    assert not any("--index-url" in line for line in ran)
