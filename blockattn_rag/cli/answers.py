@@ -44,6 +44,8 @@ def show_answer(
 
 def _cut_off(answer: Answer) -> str:
     """What stands behind an answer that did not come to its end."""
+    if answer.finish_reason == "repetition":
+        return " ... [ended: the answer repeated itself]"
     if answer.finish_reason != "length":
         return ""
     tokens = count(answer.stats.generated_tokens, "token")

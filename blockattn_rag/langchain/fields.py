@@ -101,13 +101,12 @@ class EngineFields(BaseModel):
         check_known(cls, values, known_names)
         rest = {_ALIASES.get(name, name): value for name, value in values.items()}
         llm, engine, api_key = (rest.pop(name, None) for name in ("llm", "engine", "api_key"))
-        asking = {own: rest.pop(name, None) for name, own in _OF_CLIENTS.items()}
+        asking = {name: rest.pop(name, None) for name in _OF_CLIENTS}
         if isinstance(api_key, SecretStr):
             api_key = api_key.get_secret_value()
         given = {k: v for k in _SOURCE_FIELDS if (v := rest.pop(k, None)) is not None}
         if "api_base" in given:
-            asking = {name: value for name, value in asking.items() if value is not None}
-            given["model_kwargs"] = {**given.get("model_kwargs", {}), **asking}
+            given["model_kwargs"] = _with_client(given.get("model_kwargs", {}), asking)
         source: EngineSource | None = rest.pop("source", None)
         if llm is not None:
             if given or any(one is not None for one in (engine, source, api_key)):
@@ -126,6 +125,17 @@ class EngineFields(BaseModel):
     def engine(self) -> Engine:
         """The engine that does the work; the first use loads the model."""
         return self.source.engine
+
+
+def _with_client(model_kwargs: dict[str, Any], asking: dict[str, Any]) -> dict[str, Any]:
+    """``model_kwargs`` with arguments that LangChain's models of servers have."""
+    given = {name: value for name, value in asking.items() if value is not None}
+    if twice := [name for name in given if _OF_CLIENTS[name] in model_kwargs]:
+        raise ValueError(
+            f"found {twice[0]} beside model_kwargs={{{_OF_CLIENTS[twice[0]]!r}: ...}}, expected "
+            "one of them"
+        )
+    return {**model_kwargs, **{_OF_CLIENTS[name]: value for name, value in given.items()}}
 
 
 class Exchange(Protocol):

@@ -231,7 +231,7 @@ class CallReading:
 class AnswerReader:
     """Reads an answer of a model that has tools, piece by piece; see ``ToolCallParser``.
 
-    A call with the name and the arguments of the one before it is dropped.
+    A call with the name and the arguments of the one right before it is dropped.
 
     Args:
         parallel: whether several calls may be made. If not, all but the first are invalid.
@@ -266,8 +266,9 @@ class AnswerReader:
         return [self._allowed(one) for one in pieces if not self._is_again(one)]
 
     def _is_again(self, piece: Piece) -> bool:
-        """Whether a piece is the same call as the latest one."""
+        """Whether a piece is the same call as the one before it, without text between them."""
         if isinstance(piece, str):
+            self._last = "" if piece.strip() else self._last
             return False
         said = piece.arguments if isinstance(piece, ToolCall) else piece.text
         call = json.dumps([piece.name, said], sort_keys=True)

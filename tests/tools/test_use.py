@@ -98,9 +98,31 @@ def test_one_call_too_many_is_shown_as_the_model_could_have_written_it() -> None
     held = use("add", parallel=False)
     assert held is not None
     call = '<tool_call>{"name": "add", "arguments": {"a": "\'ü"}}</tool_call>'
-    _, calls, (invalid,) = ReadAnswer.of(held.reader({}).read(call * 2, last=True))
+    another = call.replace("ü", "ü!")
+    _, calls, (invalid,) = ReadAnswer.of(held.reader({}).read(call + another, last=True))
     assert len(calls) == 1
-    assert invalid.text == '{"name": "add", "arguments": {"a": "\'ü"}}'
+    assert invalid.text == '{"name": "add", "arguments": {"a": "\'ü!"}}'
+
+
+@pytest.mark.parametrize("given", ['{"a": 1, "b": 2}', '{"a": 1', "[]"])
+def test_the_same_call_in_a_row_comes_once(given: str) -> None:
+    held = use("add")
+    assert held is not None
+    call = f'<tool_call>{{"name": "add", "arguments": {given}}}</tool_call>\n'
+    reader = held.reader({})
+    once = reader.read(call, last=False)
+    assert (len(once), reader.is_over) == (1, False)
+    assert reader.read(call * 3, last=True) == []
+    assert reader.is_over
+
+
+def test_true_and_one_are_different_arguments() -> None:
+    held = use("add")
+    assert held is not None
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    reader = held.reader({})
+    assert len(reader.read(call + call.replace("1", "true"), last=True)) == 2
+    assert not reader.has_loop
 
 
 def test_results_go_before_the_question_where_the_template_would_drop_them() -> None:
