@@ -9,7 +9,7 @@ from typing import Any
 
 from blockattn_rag.prompts.chat_template import Message, Spans, chat_spans, has_chat_template
 from blockattn_rag.structured.grammar import Grammar, parse_grammar
-from blockattn_rag.tools.calls import InvalidToolCall, ToolCall
+from blockattn_rag.tools.calls import ToolCall
 from blockattn_rag.tools.formats import HERMES, ToolFormat
 from blockattn_rag.tools.grammar import calls_grammar
 from blockattn_rag.tools.history import without_tools
@@ -231,27 +231,27 @@ class CallReading:
 class AnswerReader:
     """Reads an answer of a model that has tools, piece by piece; see ``ToolCallParser``.
 
-    A call with the name and the arguments of the one right before it is dropped.
+    A call with the name and the arguments of the one right before it ends the answer, and so does
+    the first call where one is allowed. What comes after that is dropped.
 
     Args:
-        parallel: whether several calls may be made. If not, all but the first are invalid.
+        parallel: whether several calls may be made.
 
     Attributes:
         has_loop: Whether the same call, valid or not, came twice in a row.
-        is_over: Whether nothing that may still come counts: ``has_loop``, or the only call that may
-            be made was made.
     """
 
     def __init__(self, parser: ToolCallParser, parallel: bool) -> None:
         self._parser = parser
         self._parallel = parallel
-        self._called = False
+        self._is_done = False
         self._last = ""  # the latest call, as text
         self.has_loop = False
 
     @property
     def is_over(self) -> bool:
-        return self.has_loop or (self._called and not self._parallel)
+        """Whether the answer ends here."""
+        return self._is_done or self.has_loop
 
     def read(self, text: str, marks: Marks = (), *, last: bool) -> list[Piece]:
         """Take the next piece of the answer, maybe the last; give what has become certain.
@@ -263,28 +263,27 @@ class AnswerReader:
         """
         pieces = self._parser.push(text, marks)
         pieces += self._parser.finish() if last else ()
-        return [self._allowed(one) for one in pieces if not self._is_again(one)]
+        given: list[Piece] = []
+        for piece in pieces:
+            if not self._is_done:
+                self._take(piece, given)
+        self.has_loop |= self._parser.has_loop
+        return given
 
-    def _is_again(self, piece: Piece) -> bool:
-        """Whether a piece is the same call as the one before it, without text between them."""
+    def _take(self, piece: Piece, given: list[Piece]) -> None:
+        """Add a piece to the others, unless it is the same call as the one right before it."""
         if isinstance(piece, str):
+            given.append(piece)
             self._last = "" if piece.strip() else self._last
-            return False
+            return
         said = piece.arguments if isinstance(piece, ToolCall) else piece.text
         call = json.dumps([piece.name, said], sort_keys=True)
-        is_again, self._last = call == self._last, call
-        self.has_loop |= is_again
-        return is_again
-
-    def _allowed(self, piece: Piece) -> Piece:
-        if not isinstance(piece, ToolCall):
-            return piece
-        if self._called and not self._parallel:
-            shown = {"name": piece.name, "arguments": piece.arguments}
-            text = json.dumps(shown, ensure_ascii=False)
-            return InvalidToolCall(text, "one call was allowed, this is one more", piece.name)
-        self._called = True
-        return piece
+        if call == self._last:
+            self.has_loop = self._is_done = True
+            return
+        given.append(piece)
+        self._last = call
+        self._is_done = isinstance(piece, ToolCall) and not self._parallel
 
 
 def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def engine() -> BlockAttentionEngine:
 
 
 def ask(engine: BlockAttentionEngine, how: str, **options: Any) -> Generation:
-    options = {"max_new_tokens": 400, **options}
+    options = {"max_new_tokens": 200, **options}
     if how == "alone":
         return engine.generate(PROMPT, **options)
     if how == "batch":
@@ -94,7 +94,7 @@ def test_an_answer_that_ends_in_time_is_none(engine: BlockAttentionEngine) -> No
 
 def test_numbers_and_marks_never_count() -> None:
     answer = ask(engine_that_writes("0, "), "alone")
-    assert (answer.finish_reason, len(answer.token_ids)) == ("length", 400)
+    assert (answer.finish_reason, len(answer.token_ids)) == ("length", 200)
 
 
 SCHEMA: dict[str, Any] = {

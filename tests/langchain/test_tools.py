@@ -172,7 +172,7 @@ def test_calls_of_other_arguments_or_behind_text_are_no_repetition(how: str) -> 
 @pytest.mark.parametrize("how", ["invoke", "stream"])
 @pytest.mark.parametrize("choice", ["auto", "any"])
 def test_the_answer_ends_with_the_only_call_that_is_allowed(how: str, choice: str) -> None:
-    tools = {"tool_choice": choice, "parallel_tool_calls": False}
+    tools: dict[str, Any] = {"tool_choice": choice, "parallel_tool_calls": False}
     model = scripted(f"{CALL}\n{OTHER}\nDone.").bind_tools([look_up, add], **tools)
     answer = ask(model, how)
     assert [one["name"] for one in answer.tool_calls] == ["look_up"]

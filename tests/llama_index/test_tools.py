@@ -77,7 +77,7 @@ async def test_calls_are_read_in_every_way_to_chat() -> None:
 @pytest.mark.parametrize("several", [True, False])
 def test_the_same_call_again_ends_the_answer(several: bool) -> None:
     llm = scripted("\n".join([CALL] * 4))
-    options = {"allow_parallel_tool_calls": several}
+    options: dict[str, Any] = {"allow_parallel_tool_calls": several}
     for response in (
         llm.chat_with_tools([ADD], "1 + 2?", **options),
         [*llm.stream_chat_with_tools([ADD], "1 + 2?", **options)][-1],
