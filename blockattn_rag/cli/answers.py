@@ -46,6 +46,8 @@ def _cut_off(answer: Answer) -> str:
     """What stands behind an answer that did not come to its end."""
     if answer.finish_reason == "stop":
         return ""
+    if answer.finish_reason == "repetition":
+        return " ... [ended: the answer repeated itself]"
     if answer.finish_reason != "length":
         return f" ... [ended: {answer.finish_reason}]"
     tokens = count(answer.stats.generated_tokens, "token")

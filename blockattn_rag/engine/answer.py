@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from blockattn_rag.engine.call_watch import CallWatch
 from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.engine.results import Clock, FinishReason, Generation, ReuseStats
 from blockattn_rag.kv.context import Context
 from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.blocks import BlockPrompt
 
 
 class Prepared(NamedTuple):
@@ -41,12 +43,16 @@ class Answer:
 
     Args:
         request: whose answer it is.
-        prepared: the request's prompt.
+        prompt: the request's prompt.
+        prepared: the prompt, ready for the model.
         model: what answers.
     """
 
-    def __init__(self, request: PendingRequest, prepared: Prepared, model: BlockModel) -> None:
+    def __init__(
+        self, request: PendingRequest, prompt: BlockPrompt, prepared: Prepared, model: BlockModel
+    ) -> None:
         self.request = request
+        self._prompt = prompt
         self.prepared = prepared
         self.options: GenerateOptions = request.options
         self._model = model
@@ -62,13 +68,18 @@ class Answer:
             sampling.keep_tokens,
         )
         self._end_ids = self._model.end_ids(sampling)
+        self._guard = self._model.loop_guard(sampling)
+        self._calls = CallWatch.of(sampling, self._model.tokenizer.tokenizer, self._prompt)
         self._ids: list[int] = []
         self._given = 0  # characters
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has come."""
-        return self._detokenizer.stopped
+        """Whether a stop string has come, or the answer repeats itself, or no further call of a
+        tool may come."""
+        repeats = self._guard is not None and self._guard.must_end
+        is_over = self._calls is not None and self._calls.is_over
+        return self._detokenizer.stopped or repeats or is_over
 
     @property
     def has_ended(self) -> bool:
@@ -86,6 +97,8 @@ class Answer:
         self.clock.note_token()
         self._ids.append(token)
         self._detokenizer.push(token)
+        if self._guard is not None:
+            self._guard.push(token)
         self._give()
 
     def push_batched(self, token: int) -> bool:
@@ -112,8 +125,16 @@ class Answer:
         """Hand text to whoever reads it as it comes."""
         text = self._detokenizer.text
         if len(text) > self._given:
-            self.request.emit(text[self._given :], self._detokenizer.marks(self._given))
+            new, marks = text[self._given :], self._detokenizer.marks(self._given)
+            if self._calls is not None:
+                self._calls.push(new, marks)
+            self.request.emit(new, marks)
             self._given = len(text)
+
+    @property
+    def _has_loop(self) -> bool:
+        repeats = self._guard is not None and self._guard.has_loop
+        return repeats or (self._calls is not None and self._calls.has_loop)
 
     def _generation(self, ids: list[int]) -> Generation:
         ids = ids[: self._detokenizer.num_tokens]  # beams and drafts go past stop strings
@@ -121,5 +142,7 @@ class Answer:
         stopped = self.stopped or ended or len(ids) < self.prepared.limit
         stats = self.clock.complete(self.prepared.stats, len(ids))
         reason: FinishReason = "stop" if stopped else "length"
+        if reason == "stop" and self._has_loop:
+            reason = "repetition"
         marks = self._detokenizer.marks()
         return Generation(self._detokenizer.text, ids, reason, stats, marks)

@@ -13,7 +13,11 @@ Mode = Literal["block", "full"]
 """``block``: context blocks are looked up and attend to themselves only. ``full``: ordinary causal
 attention over the same token ids, nothing reused."""
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "repetition"]
+"""``stop``: an end token, a stop string, or the only call of a tool that was allowed came.
+``length``: the answer was cut. ``repetition``: the answer, or a JSON string in it, was ended
+because it repeated itself (``model.repetition``), or it made the same call of a tool twice in a
+row."""
 
 
 @dataclass(frozen=True, slots=True)

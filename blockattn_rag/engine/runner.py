@@ -83,7 +83,7 @@ class Runner:
         except BaseException as error:  # noqa: BLE001 -- raised again by the caller
             request.fail(error)
             return None
-        return Answer(request, prepared, self._model)
+        return Answer(request, prompt, prepared, self._model)
 
     def prepare(self, prompt: BlockPrompt, options: GenerateOptions) -> Prepared:
         """Tokenise a prompt (full mode), or fetch and place its blocks (block mode)."""

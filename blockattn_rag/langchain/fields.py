@@ -42,6 +42,9 @@ _ALIASES = {
     "base_url": "api_base",
 }
 
+_OF_CLIENTS = {"timeout": "timeout_s", "max_retries": "retries"}
+"""Arguments that LangChain's models of servers have, by their names in ``model_kwargs``."""
+
 
 class EngineFields(BaseModel):
     """Fields of a component with an engine, which is loaded when it is first needed.
@@ -57,8 +60,10 @@ class EngineFields(BaseModel):
             or the folder of a recipe, which ``blockattn-rag repair`` writes. ``"auto"``, the
             default, takes the best one that is known, such as the one beside the store.
         model_kwargs: for loading the model, such as ``dtype``, ``device`` or ``tokenizer`` (one of
-            transformers, or where to load it); with a server, for ``RemoteEngine``, such as
-            ``timeout_s``.
+            transformers, or where to load it); with a server, for ``RemoteEngine``:
+            ``timeout_s`` and ``retries``, for which LangChain's names ``timeout`` and
+            ``max_retries`` may be given as arguments. These have no effect on a model of this
+            process.
         base_url: address of a server with the model and the store (docs/guides/serving_vllm.md),
             such as ``"http://gpu:8000/v1"``; ``model`` is then its name there, and options that
             change how the model computes cannot be given.
@@ -92,12 +97,16 @@ class EngineFields(BaseModel):
     def _find_source(cls, values: dict[str, Any]) -> dict[str, Any]:
         aliases = {field.alias for field in cls.model_fields.values() if field.alias}
         apart = ("engine", "api_key", *(("llm",) if cls.takes_llm else ()))
-        check_known(cls, values, [*cls.model_fields, *aliases, *_ALIASES, *apart])
+        known_names = [*cls.model_fields, *aliases, *_ALIASES, *_OF_CLIENTS, *apart]
+        check_known(cls, values, known_names)
         rest = {_ALIASES.get(name, name): value for name, value in values.items()}
         llm, engine, api_key = (rest.pop(name, None) for name in ("llm", "engine", "api_key"))
+        asking = {name: rest.pop(name, None) for name in _OF_CLIENTS}
         if isinstance(api_key, SecretStr):
             api_key = api_key.get_secret_value()
         given = {k: v for k in _SOURCE_FIELDS if (v := rest.pop(k, None)) is not None}
+        if "api_base" in given:
+            given["model_kwargs"] = _with_client(given.get("model_kwargs", {}), asking)
         source: EngineSource | None = rest.pop("source", None)
         if llm is not None:
             if given or any(one is not None for one in (engine, source, api_key)):
@@ -116,6 +125,17 @@ class EngineFields(BaseModel):
     def engine(self) -> Engine:
         """The engine that does the work; the first use loads the model."""
         return self.source.engine
+
+
+def _with_client(model_kwargs: dict[str, Any], asking: dict[str, Any]) -> dict[str, Any]:
+    """``model_kwargs`` with arguments that LangChain's models of servers have."""
+    given = {name: value for name, value in asking.items() if value is not None}
+    if twice := [name for name in given if _OF_CLIENTS[name] in model_kwargs]:
+        raise ValueError(
+            f"found {twice[0]} beside model_kwargs={{{_OF_CLIENTS[twice[0]]!r}: ...}}, expected "
+            "one of them"
+        )
+    return {**model_kwargs, **{_OF_CLIENTS[name]: value for name, value in given.items()}}
 
 
 class Exchange(Protocol):

@@ -9,7 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -31,6 +33,13 @@ from blockattn_rag.model.relay_attention import (
     last_logits,
     next_logits,
     relay_is_exact,
+)
+from blockattn_rag.model.repetition import (
+    LoopGuard,
+    Matching,
+    StringEndingMatcher,
+    holds_json,
+    quote_tokens,
 )
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.checkpoints import Checkpoint, known_checkpoint
@@ -255,6 +264,31 @@ class BlockModel:
         """
         return None if grammar is None else self._compiler.matcher(grammar)
 
+    def loop_guard(self, sampling: Sampling) -> LoopGuard | None:
+        """Guard of one answer with these options; None: they switch it off."""
+        if not decoding.takes_likeliest(self.hf_model, sampling):
+            return None
+        return LoopGuard(self._decode, sampling.grammar)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text = self.tokenizer.tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    @cached_property
+    def _quotes(self) -> NDArray[np.int_]:
+        return quote_tokens(self.tokenizer.tokenizer)
+
+    def _matching(self, grammar: Grammar | None, sampling: Sampling) -> Matching | None:
+        """``matcher``, which ends JSON strings that repeat themselves."""
+        matcher = self.matcher(grammar)
+        if matcher is None or not holds_json(grammar):
+            return matcher
+        if not decoding.takes_likeliest(self.hf_model, sampling):
+            return matcher
+        return StringEndingMatcher(matcher, self._decode, self._quotes)
+
     @cached_property
     def supports_relay(self) -> bool:
         """Whether relay attention gives this model's own logits: measured, on a short probe."""
@@ -340,7 +374,7 @@ class BlockModel:
         """
         ids, tokenizer = [*context_ids, *final_ids], self.tokenizer.tokenizer
         limit = self.room_for(len(ids), sampling)
-        ways = (on_token, is_cancelled, self.matcher(sampling.grammar))
+        ways = (on_token, is_cancelled, self._matching(sampling.grammar, sampling))
         with self.running(sampling):
             return decoding.generate(self.hf_model, tokenizer, ids, sampling, limit, cache, *ways)
 
@@ -368,7 +402,7 @@ class BlockModel:
                 ``on_tokens`` must end. Default: the error ends the batch.
         """
         grammars = [sampling.grammar] * len(prompts) if grammars is None else grammars
-        matchers = [self.matcher(one) for one in grammars]
+        matchers = [self._matching(one, sampling) for one in grammars]
         longest = max(len(context) + len(final) for context, final in prompts)
         limit, tokenizer = self.room_for(longest, sampling), self.tokenizer.tokenizer
         ways = (on_tokens, is_cancelled, matchers, on_failure)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from blockattn_rag.errors import GrammarError
-from blockattn_rag.structured.compiler import Matcher
+from blockattn_rag.model.repetition import Matching
 
 
 class GrammarConstraint(LogitsProcessor):
@@ -32,7 +32,7 @@ class GrammarConstraint(LogitsProcessor):
 
     def __init__(
         self,
-        matchers: Sequence[Matcher | None],
+        matchers: Sequence[Matching | None],
         prompt_width: int,
         ends: Collection[int],
         *,
@@ -70,7 +70,7 @@ class GrammarConstraint(LogitsProcessor):
         self,
         scores: Tensor,
         rows: Sequence[Sequence[int]],
-        matchers: Sequence[Matcher | None],
+        matchers: Sequence[Matching | None],
     ) -> Tensor:
         return restricted(
             scores, rows, matchers, self._ends, pad=self._pad, has_strays=self._has_strays
@@ -96,7 +96,7 @@ class GrammarConstraint(LogitsProcessor):
 def restricted(
     scores: Tensor,
     rows: Sequence[Sequence[int]],
-    matchers: Sequence[Matcher | None],
+    matchers: Sequence[Matching | None],
     ends: Collection[int],
     *,
     pad: int | None = None,
@@ -144,7 +144,7 @@ def _until_end(row: Sequence[int], ends: Collection[int]) -> Sequence[int]:
     return row[: next((at for at, token in enumerate(row) if token in ends), len(row))]
 
 
-def _is_padded(row: Sequence[int], matcher: Matcher, pad: int | None) -> bool:
+def _is_padded(row: Sequence[int], matcher: Matching, pad: int | None) -> bool:
     """Whether a row is an answer that fits, and padding."""
     length = len(row)
     while length and row[length - 1] == pad:

@@ -19,9 +19,9 @@ from transformers import (
 
 from blockattn_rag.errors import GrammarError
 from blockattn_rag.model.constraint import GrammarConstraint
+from blockattn_rag.model.repetition import Matching
 from blockattn_rag.model.running_cache import running_with
 from blockattn_rag.model.sampling import Sampling
-from blockattn_rag.structured.compiler import Matcher
 
 
 class _AfterEachStep(StoppingCriteria):
@@ -85,7 +85,7 @@ def generate(
     cache: DynamicCache | None,
     on_token: Callable[[int], None] | None,
     is_cancelled: Callable[[], bool] | None,
-    matcher: Matcher | None = None,
+    matcher: Matching | None = None,
 ) -> list[int]:
     """New tokens after ``ids``. ``cache`` holds the KV of the first ``ids``; None: of none."""
     input_ids = torch.tensor([list(ids)], device=hf_model.device)
@@ -123,7 +123,7 @@ def generate_batch(
     cache: DynamicCache | None,
     on_tokens: Callable[[list[int]], Sequence[bool]] | None,
     is_cancelled: Callable[[], bool] | None,
-    matchers: Sequence[Matcher | None] = (),
+    matchers: Sequence[Matching | None] = (),
     on_failure: Callable[[int, GrammarError], object] | None = None,
 ) -> list[list[int]]:
     """New tokens for several (context ids, final ids), padded on the left of each part.
@@ -227,7 +227,7 @@ def _add_grammars(
     hf_model: PreTrainedModel,
     tokenizer: Any,
     arguments: dict[str, Any],
-    matchers: Sequence[Matcher | None],
+    matchers: Sequence[Matching | None],
     prompt_width: int,
     on_failure: Callable[[int, GrammarError], object] | None = None,
 ) -> GrammarConstraint | None:
@@ -274,6 +274,11 @@ def fills_in_order(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
     config: Any = hf_model.generation_config
     others = [n for n in (*_DRAFTS, "cache_implementation") if getattr(config, n, None)]
     return not (sampling.extra or others) and _beams(hf_model, {}) == 1
+
+
+def takes_likeliest(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
+    """Whether the likeliest tokens are chosen, without options of transformers' own."""
+    return not sampling.temperature and fills_in_order(hf_model, sampling)
 
 
 def _beams(hf_model: PreTrainedModel, arguments: dict[str, Any]) -> int:

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from blockattn_rag.structured.grammar import Grammar
+from blockattn_rag.tools.use import CallReading
 
 # Arguments of transformers' `generate` that would undo what the engine does.
 _OWNED = frozenset(
@@ -23,8 +24,9 @@ class Sampling:
     """How tokens are chosen. Greedy unless ``temperature`` is above 0.
 
     ``keep_tokens`` are control tokens that stay in the answer's text, such as those around calls of
-    tools. ``extra`` goes to transformers' ``generate`` as it stands and wins over all else but the
-    grammar. Grammar and ``keep_tokens`` are each answer's own: a batch, whose rows have all else in
+    tools; ``calls`` is how these are read, so that they can end the answer. ``extra`` goes to
+    transformers' ``generate`` as it stands and wins over everything but the grammar. Grammar,
+    ``keep_tokens`` and ``calls`` are each answer's own: a batch, whose rows have everything else in
     common, may hold several, so they play no part when options are compared.
     """
 
@@ -37,6 +39,7 @@ class Sampling:
     extra: dict[str, Any] = field(default_factory=dict)
     grammar: Grammar | None = field(default=None, compare=False)
     keep_tokens: tuple[str, ...] = field(default=(), compare=False)
+    calls: CallReading | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not _is_whole(self.max_new_tokens, 1):

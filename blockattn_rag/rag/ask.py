@@ -46,10 +46,10 @@ class Answer:
 
     ``stats`` are of all calls of the language model together: ``ttft_s`` runs to the first token of
     the last call, because the answer is that call's. ``finish_reason`` is ``"length"`` where the
-    answer was cut off by ``max_new_tokens`` or by the end of the context window. ``waited_s`` is
-    what a user waits: from the question to the first text, retrieval included; ``answered_s``: to
-    the end of the answer. ``object`` is the JSON value that the answer is, where a schema asked for
-    one.
+    answer was cut off by ``max_new_tokens`` or by the end of the context window, and
+    ``"repetition"`` where it was ended because it repeated itself. ``waited_s`` is what a user
+    waits: from the question to the first text, retrieval included; ``answered_s``: to the end of
+    the answer. ``object`` is the JSON value that the answer is, where a schema asked for one.
     """
 
     question: str

@@ -18,7 +18,7 @@ _OF_TRANSFORMERS = {"min_new_tokens": "min_tokens"}
 _OF_THE_SERVER = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p", "min_tokens"),
     *("logit_bias", "bad_words", "allowed_token_ids", "stop_token_ids", "ignore_eos"),
-    "priority",
+    *("priority", "repetition_detection"),
 )
 """Arguments beside ``Sampling``'s own that vLLM takes."""
 

@@ -13,6 +13,10 @@ _CUT = (
     "was cut by its limit; raise max_new_tokens, or retrieve fewer passages if the context window "
     "is full, and bound what the schema leaves open (maxLength, maxItems, maximum)"
 )
+_REPEATED = (
+    "was ended because it repeated itself; give it a schema, change the prompt, or set a "
+    "temperature"
+)
 _ENDED = "ended before it was whole; leave out stop strings that it may hold"
 
 
@@ -50,7 +54,8 @@ def incomplete(text: str, finish_reason: str | None, found: str = "") -> Incompl
         finish_reason: why it ended; ``"length"``: it was cut.
         found: what is wrong with it.
     """
-    why = _CUT if finish_reason == "length" else f"{_ENDED} ({found})"
+    known = {"length": _CUT, "repetition": _REPEATED}
+    why = known.get(finish_reason or "", f"{_ENDED} ({found})")
     return IncompleteAnswerError(f"an answer that was to be JSON {why}. Found {_shown(text)}", text)
 
 

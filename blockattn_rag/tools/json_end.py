@@ -8,6 +8,10 @@ class JsonEnd:
 
     Args:
         start: index at which it begins, counted from ``base``.
+
+    Attributes:
+        repeated: index behind the first of two equal objects in a row of the outermost list,
+            counted from ``base``; None: there are none.
     """
 
     def __init__(self, start: int = 0) -> None:
@@ -15,6 +19,10 @@ class JsonEnd:
         self._depth = 0
         self._in_string = False
         self._escaped = False
+        self._is_list = False
+        self._item = ""  # the latest object of the outermost list
+        self._item_start = self._item_end = 0
+        self.repeated: int | None = None
         self._is_broken = False  # no quote says any more where a string begins or ends
 
     def of_value(self, text: str, base: int = 0) -> int | None:
@@ -24,10 +32,25 @@ class JsonEnd:
             base: index in the text from which indices are counted.
         """
         while base + self._at < len(text):
+            character, depth = text[base + self._at], self._depth
             self._at += 1
-            if self._steps_out(text[base + self._at - 1]):
+            if self._steps_out(character):
                 return self._at
+            if self._is_list or depth == 0:
+                self._note_item(text, base, depth)
         return None
+
+    def _note_item(self, text: str, base: int, depth: int) -> None:
+        """Compare the objects of the outermost list. A character was taken at this depth."""
+        if depth == 0 and self._depth == 1:
+            self._is_list = text[base + self._at - 1] == "["
+        elif (depth, self._depth) == (1, 2):
+            self._item_start = self._at - 1
+        elif (depth, self._depth) == (2, 1):
+            item = text[base + self._item_start : base + self._at]
+            if item == self._item and self.repeated is None:
+                self.repeated = self._item_end
+            self._item, self._item_end = item, self._at
 
     def before(self, mark: str, text: str, base: int = 0, *, final: bool) -> int | None:
         """Index of the first ``mark`` that stands in no string; None: it has not come.

@@ -40,6 +40,11 @@ class OpenCall:
         self._end: JsonEnd | None = JsonEnd() if marks.form.closing else None
         self._searched = 0  # characters that hold no further opening
 
+    @property
+    def has_loop(self) -> bool:
+        """Whether a list has the same call twice in a row."""
+        return self._end is not None and self._end.repeated is not None
+
     def read(self, text: str, base: int, final: bool) -> Ended | None:
         """What stands in ``text`` from ``base`` on; None if it has not ended. Each character is
         looked at once.
@@ -80,6 +85,8 @@ class OpenCall:
 
     def _calls(self, text: str, *, is_cut: bool) -> Calls:
         """The calls of a text that has ended."""
+        if is_cut and self._end is not None and self._end.repeated is not None:
+            text, is_cut = text[: self._end.repeated] + "]", False  # up to the first of equal calls
         name, call_id = self._head.name, self._head.call_id
         body = self._marks.plain(text[self._head.begin or 0 :])
         text = self._marks.plain(text).strip()

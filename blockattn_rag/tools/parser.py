@@ -85,6 +85,11 @@ class ToolCallParser:
         self._open: OpenCall | None = None
         self._ids: set[str] = set()  # of the calls so far
 
+    @property
+    def has_loop(self) -> bool:
+        """Whether a list of calls that is still open has the same call twice in a row."""
+        return self._open is not None and self._open.has_loop
+
     def push(self, text: str, marks: Marks = ()) -> list[Piece]:
         """Take the next piece of the answer; give what has become certain, maybe nothing.
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from blockattn_rag.prompts.chat_template import Message, Spans, chat_spans, has_chat_template
 from blockattn_rag.structured.grammar import Grammar, parse_grammar
-from blockattn_rag.tools.calls import InvalidToolCall, ToolCall
-from blockattn_rag.tools.formats import HERMES
+from blockattn_rag.tools.calls import ToolCall
+from blockattn_rag.tools.formats import HERMES, ToolFormat
 from blockattn_rag.tools.grammar import calls_grammar
 from blockattn_rag.tools.history import without_tools
 from blockattn_rag.tools.marks import Marks, mark_ids
@@ -169,7 +169,7 @@ class ToolUse:
             ValueError: a grammar of the user's own leaves no room for one that decides about calls.
         """
         form, may = self.template.form, self.tools
-        options = {**given, "keep_tokens": form.marks}
+        options = {**given, "keep_tokens": form.marks, "calls": self._reading(given)}
         if not self._decides(given):
             return options
         held = _grammar_of(given)
@@ -198,9 +198,11 @@ class ToolUse:
         Args:
             given: options of the call, as for ``engine_options``.
         """
-        form, only_first = self.template.form, self._decides(given)
-        parser = ToolCallParser(form, self.names, self.tokens, only_first=only_first)
-        return AnswerReader(parser, self.parallel)
+        return self._reading(given).reader()
+
+    def _reading(self, given: Mapping[str, Any]) -> CallReading:
+        form, names, only_first = self.template.form, tuple(self.names), self._decides(given)
+        return CallReading(form, names, self.tokens, only_first, self.parallel)
 
     def _decides(self, given: Mapping[str, Any]) -> bool:
         """Whether a grammar decides between calls and anything else, from the first token on."""
@@ -210,17 +212,46 @@ class ToolUse:
         return held is not None and _is_json(held)
 
 
+@dataclass(frozen=True, slots=True)
+class CallReading:
+    """How the calls of an answer are read; see ``ToolCallParser`` and ``AnswerReader``."""
+
+    form: ToolFormat
+    names: tuple[str, ...]
+    tokens: frozenset[str]
+    only_first: bool
+    parallel: bool
+
+    def reader(self) -> AnswerReader:
+        """Reads one answer."""
+        parser = ToolCallParser(self.form, self.names, self.tokens, only_first=self.only_first)
+        return AnswerReader(parser, self.parallel)
+
+
 class AnswerReader:
     """Reads an answer of a model that has tools, piece by piece; see ``ToolCallParser``.
 
+    A call with the name and the arguments of the one right before it ends the answer, and so does
+    the first call where one is allowed. What comes after that is dropped.
+
     Args:
-        parallel: whether several calls may be made. If not, all but the first are invalid.
+        parallel: whether several calls may be made.
+
+    Attributes:
+        has_loop: Whether the same call, valid or not, came twice in a row.
     """
 
     def __init__(self, parser: ToolCallParser, parallel: bool) -> None:
         self._parser = parser
         self._parallel = parallel
-        self._called = False
+        self._is_done = False
+        self._last = ""  # the latest call, as text
+        self.has_loop = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer ends here."""
+        return self._is_done or self.has_loop
 
     def read(self, text: str, marks: Marks = (), *, last: bool) -> list[Piece]:
         """Take the next piece of the answer, maybe the last; give what has become certain.
@@ -231,17 +262,28 @@ class AnswerReader:
             last: whether no more comes.
         """
         pieces = self._parser.push(text, marks)
-        return [self._allowed(one) for one in [*pieces, *(self._parser.finish() if last else ())]]
+        pieces += self._parser.finish() if last else ()
+        given: list[Piece] = []
+        for piece in pieces:
+            if not self._is_done:
+                self._take(piece, given)
+        self.has_loop |= self._parser.has_loop
+        return given
 
-    def _allowed(self, piece: Piece) -> Piece:
-        if not isinstance(piece, ToolCall):
-            return piece
-        if self._called and not self._parallel:
-            shown = {"name": piece.name, "arguments": piece.arguments}
-            text = json.dumps(shown, ensure_ascii=False)
-            return InvalidToolCall(text, "one call was allowed, this is one more", piece.name)
-        self._called = True
-        return piece
+    def _take(self, piece: Piece, given: list[Piece]) -> None:
+        """Add a piece to the others, unless it is the same call as the one right before it."""
+        if isinstance(piece, str):
+            given.append(piece)
+            self._last = "" if piece.strip() else self._last
+            return
+        said = piece.arguments if isinstance(piece, ToolCall) else piece.text
+        call = json.dumps([piece.name, said], sort_keys=True)
+        if call == self._last:
+            self.has_loop = self._is_done = True
+            return
+        given.append(piece)
+        self._last = call
+        self._is_done = isinstance(piece, ToolCall) and not self._parallel
 
 
 def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:

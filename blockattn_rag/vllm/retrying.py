@@ -112,7 +112,7 @@ async def _checked(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, No
         await outputs.aclose()
 
 
-_WHOLE = ("stop", "length")
+_WHOLE = ("stop", "length", "repetition")
 
 
 def _failed(output: Any) -> bool:

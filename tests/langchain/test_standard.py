@@ -65,8 +65,8 @@ class UnderTest:
 
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
-        # Without "timeout" and "max_retries", which a local model has no use for and refuses.
-        return {"temperature": 0, "max_tokens": 200, "stop": []}
+        # The suite's own, with room for an answer.
+        return {"temperature": 0, "max_tokens": 200, "stop": [], "timeout": 60, "max_retries": 2}
 
 
 class Usage:

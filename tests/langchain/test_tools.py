@@ -147,11 +147,38 @@ def test_a_call_that_the_token_limit_cuts_is_malformed() -> None:
     assert answer.response_metadata["finish_reason"] == "length"
 
 
-def test_a_second_call_is_reported_where_one_is_allowed() -> None:
-    model = scripted(f"{CALL}\n{OTHER}").bind_tools([look_up, add], parallel_tool_calls=False)
-    answer = model.invoke("?")
+@pytest.mark.parametrize("how", ["invoke", "stream"])
+@pytest.mark.parametrize("choice", ["auto", "any"])
+def test_the_same_call_again_ends_the_answer_and_is_dropped(how: str, choice: str) -> None:
+    chat = scripted("\n".join([OTHER] + [CALL] * 4))
+    answer = ask(chat.bind_tools([look_up, add], tool_choice=choice), how)
+    assert [one["name"] for one in answer.tool_calls] == ["add", "look_up"]
+    assert not answer.invalid_tool_calls
+    assert answer.response_metadata["finish_reason"] == "repetition"
+    expected = len("\n".join([OTHER, CALL, CALL]))  # one token a character, and one a mark
+    assert answer.usage_metadata is not None
+    assert answer.usage_metadata["output_tokens"] <= expected
+
+
+@pytest.mark.parametrize("how", ["invoke", "stream"])
+def test_calls_of_other_arguments_or_behind_text_are_no_repetition(how: str) -> None:
+    other = CALL.replace("towers", "lakes")
+    answer = ask(scripted(f"{CALL}\n{other}\nAgain:\n{other}").bind_tools([look_up]), how)
+    queries = [one["args"]["query"] for one in answer.tool_calls]
+    assert queries == ["towers", "lakes", "lakes"]
+    assert answer.response_metadata["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("how", ["invoke", "stream"])
+@pytest.mark.parametrize("choice", ["auto", "any"])
+def test_the_answer_ends_with_the_only_call_that_is_allowed(how: str, choice: str) -> None:
+    tools: dict[str, Any] = {"tool_choice": choice, "parallel_tool_calls": False}
+    model = scripted(f"{CALL}\n{OTHER}\nDone.").bind_tools([look_up, add], **tools)
+    answer = ask(model, how)
     assert [one["name"] for one in answer.tool_calls] == ["look_up"]
-    assert answer.invalid_tool_calls[0]["name"] == "add"
+    assert not answer.invalid_tool_calls
+    assert answer.content == ""
+    assert answer.response_metadata["finish_reason"] == "stop"
 
 
 def test_no_tool_is_shown_where_none_may_be_called() -> None:

@@ -26,7 +26,7 @@ from blockattn_rag.langchain import (
 from blockattn_rag.serving.endpoint import COMPLETIONS
 from tests.models import tiny_tokenizer
 from tests.remote.conftest import Serve
-from tests.remote.fake_server import FakeServer
+from tests.remote.fake_server import FakeServer, RefusalError, fault
 
 KEY = "the-secret"
 DOCUMENTS = [Document(f"Tower {n} is {100 + n} metres tall.") for n in range(3)]
@@ -204,3 +204,42 @@ def test_what_a_server_has_itself_is_refused() -> None:
     chat = ChatBlockAttention(base_url="http://gpu:8000")
     with pytest.raises(ValueError, match="give either llm="):
         BlockKVTransformer(llm=chat, api_key=KEY)
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_max_retries_bounds_the_further_tries(
+    server: FakeServer, saved: str, retries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockattn_rag.remote.client._PAUSE_S", 0.0)
+    chat = remote(server.url, saved, max_retries=retries, timeout=30)
+    server.faults += [fault(RefusalError(503, "overloaded"))] * (1 + retries)
+    with pytest.raises(ServingError, match="overloaded"):
+        chat.invoke(MESSAGES)
+    assert len(server.bodies(COMPLETIONS)) == 1 + retries
+
+
+def test_timeout_bounds_the_wait(server: FakeServer, saved: str) -> None:
+    chat = remote(server.url, saved, timeout=0)
+    with pytest.raises(ValueError, match="timeout_s must be a number above 0, found 0"):
+        chat.invoke(MESSAGES)
+
+
+def test_a_copy_keeps_timeout_and_max_retries(server: FakeServer, saved: str) -> None:
+    chat = remote(server.url, saved, timeout=7, max_retries=4)
+    again = pickle.loads(pickle.dumps(chat))
+    for one in (chat, again):
+        assert one.model_kwargs == {"tokenizer": saved, "timeout_s": 7, "retries": 4}
+
+
+def test_a_timeout_given_twice_is_refused(saved: str) -> None:
+    twice = {"timeout": 7, "model_kwargs": {"tokenizer": saved, "timeout_s": 8}}
+    with pytest.raises(ValueError, match="found timeout beside model_kwargs"):
+        remote("http://gpu:8000", saved, **twice)
+
+
+def test_a_model_of_this_process_ignores_timeout_and_max_retries(
+    local: BlockAttentionEngine,
+) -> None:
+    chat = ChatBlockAttention(engine=local, max_tokens=6, timeout=1, max_retries=0)
+    assert chat.model_kwargs == {}
+    assert chat.invoke("Which?").content

@@ -1,0 +1,150 @@
+"""Answers that repeat themselves end, in every way to ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.engine.results import Generation
+from blockattn_rag.errors import IncompleteAnswerError
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.repetition import STRING_TOKENS, TEXT_TOKENS
+from tests.models import VOCABULARY, tiny_model, tiny_tokenizer
+
+WORDS = "mycat. "  # one token a character
+PROMPT = ["Halden Tower is tall.", "What sat?"]
+
+
+def engine_that_writes(cycle: str) -> BlockAttentionEngine:
+    """Over a model that writes the same characters, each once, again and again."""
+    tokenizer: Any = tiny_tokenizer()
+    model: Any = tiny_model("llama", hidden_size=VOCABULARY)
+    ids = tokenizer(cycle, add_special_tokens=False)["input_ids"]
+    after = dict(zip(ids, [*ids[1:], ids[0]], strict=True))
+    with torch.no_grad():
+        for layer in model.model.layers:  # keys and values are computed, and change nothing
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(VOCABULARY))
+        model.lm_head.weight.zero_()
+        for token in range(VOCABULARY):
+            model.lm_head.weight[after.get(token, ids[0]), token] = 1
+    model.config.block_attention = {"test": True}  # known to be tuned: no warning
+    return BlockAttentionEngine(BlockModel(model, tokenizer))
+
+
+@pytest.fixture(scope="module")
+def engine() -> BlockAttentionEngine:
+    return engine_that_writes(WORDS)
+
+
+def ask(engine: BlockAttentionEngine, how: str, **options: Any) -> Generation:
+    options = {"max_new_tokens": 200, **options}
+    if how == "alone":
+        return engine.generate(PROMPT, **options)
+    if how == "batch":
+        first, second = engine.generate_batch([PROMPT, ["What else?"]], **options)
+        assert first.text == second.text
+        return first
+    *chunks, last = engine.stream(PROMPT, **options)
+    assert last.generation is not None
+    assert "".join(chunk.text for chunk in chunks) == last.generation.text
+    return last.generation
+
+
+HOW = pytest.mark.parametrize("how", ["alone", "batch", "stream"])
+MODE = pytest.mark.parametrize("mode", ["block", "full"])
+
+
+@HOW
+@MODE
+def test_text_that_repeats_itself_ends(engine: BlockAttentionEngine, how: str, mode: str) -> None:
+    answer = ask(engine, how, mode=mode)
+    assert answer.finish_reason == "repetition"
+    assert answer.text == (WORDS * 40)[:TEXT_TOKENS]
+    assert len(answer.token_ids) == answer.stats.generated_tokens == TEXT_TOKENS
+
+
+@pytest.mark.parametrize("options", [{"seed": 7}, {"temperature": 0.0}, {"top_p": 0.5}])
+def test_a_seed_or_what_greedy_choice_ignores_leaves_the_guard_on(
+    engine: BlockAttentionEngine, options: dict[str, Any]
+) -> None:
+    assert ask(engine, "alone", **options).finish_reason == "repetition"
+
+
+@HOW
+@pytest.mark.parametrize(
+    "options", [{"do_sample": False}, {"temperature": 1e-4}, {"num_beams": 2}], ids=str
+)
+def test_settings_of_sampling_switch_the_guard_off(
+    engine: BlockAttentionEngine, how: str, options: dict[str, Any]
+) -> None:
+    answer = ask(engine, how, max_new_tokens=TEXT_TOKENS + 9, **options)
+    assert answer.finish_reason == "length"
+    assert answer.text == (WORDS * 40)[: TEXT_TOKENS + 9]
+
+
+def test_an_answer_that_ends_in_time_is_none(engine: BlockAttentionEngine) -> None:
+    assert ask(engine, "alone", max_new_tokens=TEXT_TOKENS - 1).finish_reason == "length"
+    assert ask(engine, "alone", stop=["cat. " + "mycat. " * 9]).finish_reason == "stop"
+
+
+def test_numbers_and_marks_never_count() -> None:
+    answer = ask(engine_that_writes("0, "), "alone")
+    assert (answer.finish_reason, len(answer.token_ids)) == ("length", 200)
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "string"}, "b": {"type": "string"}, "c": {"enum": ["yes"]}},
+    "required": ["a", "b", "c"],
+}
+
+
+@HOW
+@MODE
+def test_a_string_that_repeats_itself_is_closed(
+    engine: BlockAttentionEngine, how: str, mode: str
+) -> None:
+    pytest.importorskip("llguidance")
+    answer = ask(engine, how, mode=mode, structured_outputs={"json": SCHEMA})
+    assert answer.finish_reason == "repetition"
+    found = answer.json()
+    assert found["c"] == "yes"
+    assert found["a"] == (WORDS * 40)[:STRING_TOKENS]
+    assert found["b"] == WORDS  # it is known by then
+
+
+def test_a_string_that_may_not_end_yet_goes_on(engine: BlockAttentionEngine) -> None:
+    pytest.importorskip("llguidance")
+    long = {"type": "string", "minLength": 100}
+    schema = {"type": "object", "properties": {"a": long}, "required": ["a"]}
+    answer = ask(engine, "alone", structured_outputs={"json": schema})
+    assert answer.json() == {"a": (WORDS * 40)[:100]}
+    assert answer.finish_reason == "repetition"
+
+
+def test_a_list_of_equal_strings_is_left_to_its_limit(engine: BlockAttentionEngine) -> None:
+    pytest.importorskip("llguidance")
+    some = {"type": "array", "items": {"enum": ["mycat. "]}}
+    schema = {"type": "object", "properties": {"a": some}, "required": ["a"]}
+    answer = ask(engine, "alone", structured_outputs={"json": schema})
+    assert answer.finish_reason == "length"
+
+
+def test_settings_of_sampling_leave_strings_to_their_limit(engine: BlockAttentionEngine) -> None:
+    pytest.importorskip("llguidance")
+    answer = ask(engine, "alone", structured_outputs={"json": SCHEMA}, do_sample=False)
+    assert answer.finish_reason == "length"
+    with pytest.raises(IncompleteAnswerError, match="was cut by its limit"):
+        answer.json()
+
+
+def test_json_that_no_grammar_holds_is_no_object_when_it_is_ended(
+    engine: BlockAttentionEngine,
+) -> None:
+    with pytest.raises(IncompleteAnswerError, match="it repeated itself; give it a schema"):
+        ask(engine, "alone").json()
