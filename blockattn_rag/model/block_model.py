@@ -9,9 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -34,13 +32,7 @@ from blockattn_rag.model.relay_attention import (
     next_logits,
     relay_is_exact,
 )
-from blockattn_rag.model.repetition import (
-    LoopGuard,
-    Matching,
-    StringEndingMatcher,
-    holds_json,
-    quote_tokens,
-)
+from blockattn_rag.model.repetition import LoopGuard, Loops, Matching
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.checkpoints import Checkpoint, known_checkpoint
 from blockattn_rag.prompts.tokenization import BlockTokenizer
@@ -264,30 +256,20 @@ class BlockModel:
         """
         return None if grammar is None else self._compiler.matcher(grammar)
 
+    @cached_property
+    def _loops(self) -> Loops:
+        return Loops(self.tokenizer.tokenizer)
+
     def loop_guard(self, sampling: Sampling) -> LoopGuard | None:
         """Guard of one answer with these options; None: they switch it off."""
-        if not decoding.takes_likeliest(self.hf_model, sampling):
-            return None
-        return LoopGuard(self._decode, sampling.grammar)
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        text = self.tokenizer.tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return str(text)
-
-    @cached_property
-    def _quotes(self) -> NDArray[np.int_]:
-        return quote_tokens(self.tokenizer.tokenizer)
+        is_on = decoding.takes_likeliest(self.hf_model, sampling)
+        return self._loops.guard(sampling.grammar) if is_on else None
 
     def _matching(self, grammar: Grammar | None, sampling: Sampling) -> Matching | None:
         """``matcher``, which ends JSON strings that repeat themselves."""
+        is_on = decoding.takes_likeliest(self.hf_model, sampling)
         matcher = self.matcher(grammar)
-        if matcher is None or not holds_json(grammar):
-            return matcher
-        if not decoding.takes_likeliest(self.hf_model, sampling):
-            return matcher
-        return StringEndingMatcher(matcher, self._decode, self._quotes)
+        return self._loops.ending_strings(matcher, grammar) if matcher and is_on else matcher
 
     @cached_property
     def supports_relay(self) -> bool:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -210,12 +211,6 @@ class LoopGuard:
             self.has_loop = self._strings.has_loop
 
 
-def quote_tokens(tokenizer: Any) -> NDArray[np.int_]:
-    """Tokens of a transformers tokenizer that begin with a quotation mark."""
-    texts = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    return np.array([number for number, text in enumerate(texts) if str(text)[:1] == '"'], int)
-
-
 def holds_json(grammar: Grammar | None) -> bool:
     """Whether answers of a grammar are, or hold, JSON."""
     if grammar is None:
@@ -223,3 +218,36 @@ def holds_json(grammar: Grammar | None) -> bool:
     if grammar.kind == "grammar":
         return "%json" in grammar.text
     return grammar.kind in ("json", "json_object", "structural_tag")
+
+
+class Loops:
+    """Makes the guards of answers of one model.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def guard(self, grammar: Grammar | None) -> LoopGuard:
+        """Guard of one answer."""
+        return LoopGuard(self._decode, grammar)
+
+    def ending_strings(self, matcher: Matching, grammar: Grammar | None) -> Matching:
+        """The matcher of a grammar; strings of JSON that repeat themselves end."""
+        if not holds_json(grammar):
+            return matcher
+        return StringEndingMatcher(matcher, self._decode, self._quotes)
+
+    @cached_property
+    def _quotes(self) -> NDArray[np.int_]:
+        """Tokens that begin with a quotation mark."""
+        texts = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
+        return np.array([number for number, text in enumerate(texts) if str(text)[:1] == '"'], int)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text = self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return str(text)
