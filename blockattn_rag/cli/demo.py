@@ -122,8 +122,10 @@ def _web(db: Path | None, model: str | None, store: str | None, host: str) -> No
 
 
 def _loaded(db: Path | None, model: str | None, store: str | None) -> Demo:
-    if model is None and (model := default_model()) == BUNDLED:
-        note(_NO_SMOLLM2)
+    if model is None:
+        model = default_model()
+        if model == BUNDLED:
+            note(_NO_SMOLLM2)
     with waiting(f"loading {model}"):
         return Demo(db or default_folder(), model, store)
 
@@ -143,7 +145,7 @@ def _ingested(started: Demo, *, quiet: bool) -> IngestReport:
 def _answers(started: Demo, *, quiet: bool) -> list[DemoAnswer]:
     """The answers to all questions, each shown as soon as it is there."""
     questions = started.collection.questions
-    begun, answers = time.perf_counter(), []
+    begun, answers = time.perf_counter(), list[DemoAnswer]()
     for number, question in enumerate(questions, 1):
         if not quiet:
             expected = f"[dim]({_text(question.answers[0])})[/dim]"

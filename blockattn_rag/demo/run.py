@@ -105,7 +105,7 @@ class DemoAnswer:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types; times in seconds. ``hits`` and the like are of block mode."""
-        modes = {
+        modes: dict[str, Any] = {
             mode: {
                 "answer": self.of(mode).answer,
                 "right": self.is_right(mode),
