@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -20,14 +21,13 @@ from blockattn_rag.serving.config import CONNECTOR, ServingConfig
 from blockattn_rag.serving.endpoint import COMPLETIONS, ENCODE
 from tests.remote.fake_server import FakeServer
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-
-import agent
-import chat_with_memory
-import rag_langchain
-import rag_llama_index
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.append(str(EXAMPLES))
+agent, chat_with_memory, rag_langchain, rag_llama_index = (
+    importlib.import_module(name)
+    for name in ("agent", "chat_with_memory", "rag_langchain", "rag_llama_index")
+)
+
 ANSWER = "The height of Halden Tower is 214 metres."
 
 
@@ -71,11 +71,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def llm(tmp_path: Path) -> Iterator[llama_index.BlockAttentionLLM]:
+def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> llama_index.BlockAttentionLLM:
+    for name in ("_llm", "_prompt_helper"):  # restored after the test
+        monkeypatch.setattr(Settings, name, getattr(Settings, name))
     llm = llama_index.BlockAttentionLLM(model_name="bundled", kv_store=str(tmp_path / "kv"))
     llama_index.configure(llm)
-    yield llm
-    Settings.llm = Settings.prompt_helper = None
+    return llm
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_the_retriever_of_the_langchain_example_is_read_again(
     embedding = langchain.HashingEmbeddings()
     rag_langchain.open_retriever(folder, tmp_path / "db", chat, embedding)
     retriever = rag_langchain.open_retriever(tmp_path, tmp_path / "db", chat, embedding)
-    answer = rag_langchain.chain_of(retriever, chat).invoke("How high is Halden Tower?")
+    answer = rag_langchain.chain_of(retriever, chat).invoke("What is the height of Halden Tower?")
     reuse = answer.response_metadata["block_attention"]
     assert reuse["reused_tokens"] > 0
     assert "214" in answer.content
