@@ -27,7 +27,7 @@ def test_the_nearest_argument_is_named_and_where_other_options_go() -> None:
         check_known(Thing, ["zzz"], ["order"])
 
 
-@pytest.mark.parametrize("name", ["temprature", "do_sample", "timeout"])
+@pytest.mark.parametrize("name", ["temprature", "do_sample", "time_out"])
 def test_langchain_and_llama_index_refuse_them(name: str) -> None:
     from blockattn_rag.langchain import BlockAttentionLLM, BlockKVTransformer, ChatBlockAttention
     from blockattn_rag.llama_index import BlockAttentionLLM as LlamaIndexLLM
