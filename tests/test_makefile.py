@@ -36,10 +36,12 @@ def calls(tmp_path: Path) -> Path:
 
 def make(calls: Path, *arguments: str, **settings: str) -> tuple[int, str, list[str]]:
     """Exit status, error output, and the arguments of each ``pip install`` and ``venv``."""
+    inherited = {"TORCH_INDEX", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS"}  # of a `make test` around
+    environment = {name: value for name, value in os.environ.items() if name not in inherited}
     done = subprocess.run(
         ["make", *arguments],
         cwd=ROOT,
-        env={**os.environ, "CALLS": str(calls), **settings},
+        env={**environment, "CALLS": str(calls), **settings},
         capture_output=True,
         text=True,
     )

@@ -123,8 +123,9 @@ def ask(
         variables, held_to = _variables(chat_template_kwargs), _schema(schema)
         with waiting("loading the model"):
             database = Database.open(
-                db, model=model, server=server, recipe=recipe, device=device, dtype=dtype
-            )
+                db, model=model, server=server, recipe=recipe, device=device, dtype=dtype,
+                remembers=not compare,
+            )  # fmt: skip
             if not database.collection.count():
                 raise ValueError(
                     f"{db} holds no passage; run `blockattn-rag ingest PATH --db {db}`"

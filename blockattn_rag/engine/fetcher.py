@@ -163,7 +163,7 @@ class BlockFetcher:
             )
         self._model = model
         in_memory = isinstance(store, ResidentStore)
-        self._resident_bytes = math.inf if in_memory else resident_bytes or math.inf
+        self._resident_bytes = math.inf if in_memory else resident_bytes
         self._cache = (
             DeviceCache(store, resident_bytes or 1)  # a store in memory is not written either
             if access.read_only
@@ -236,13 +236,14 @@ class BlockFetcher:
         """Read passages from the store before the prompt that will hold them is there.
 
         What is read stays in memory as far as ``resident_bytes`` allow; when they are full, the
-        rest is not read, because it would take the place of what came first.
+        rest is not read, because it would take the place of what came first. Nothing is read where
+        they are 0.
         """
         wanted = [one for one in self.wanted(blocks, as_prompt=False, recipe=recipe) if one.ids]
         unread = list(distinct(wanted).values())
         ready: set[Name] = set()
         nbytes = 0
-        while unread and (not nbytes or nbytes < self._resident_bytes):
+        while unread and nbytes < self._resident_bytes:
             found = self._look_up(unread[:_PREFETCHED_AT_ONCE])
             del unread[:_PREFETCHED_AT_ONCE]
             ready |= found.keys()

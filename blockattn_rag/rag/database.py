@@ -114,11 +114,17 @@ class Database:
 
     @classmethod
     def create(
-        cls, path: Path, wanted: Manifest, *, device: str = "auto", dtype: str = "auto"
+        cls,
+        path: Path,
+        wanted: Manifest,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        remembers: bool = True,
     ) -> Database:
         """Open a folder for ingestion; make it if it does not exist.
 
-        ``wanted.fingerprint`` is filled in from the loaded model.
+        ``wanted.fingerprint`` is filled in from the loaded model. ``remembers``: As for ``open``.
 
         Raises:
             DatabaseError: the folder has passages of another embedding: its vectors do not compare.
@@ -137,7 +143,7 @@ class Database:
         embedding = load_embedding(wanted.embedding)
         # A server has a recipe of its own, whatever the database noted before.
         used = replace(wanted, recipe=AUTO) if wanted.server else wanted
-        engine = _load_engine(path, used, device, dtype)
+        engine = _load_engine(path, used, device, dtype, remembers)
         if old and old.model != wanted.model:
             names = (path, old.model, wanted.model)
             logger.warning("%s was made with %s; from now on it is %s's", *names)
@@ -158,6 +164,7 @@ class Database:
         recipe: str | None = None,
         device: str = "auto",
         dtype: str = "auto",
+        remembers: bool = True,
     ) -> Database:
         """Open a folder for questions, with the model that encoded it or with another one, which
         may be a server's.
@@ -170,6 +177,8 @@ class Database:
             server: Server that has the model and the store.
             recipe: Another recipe than the database's.
             device, dtype: Of the model in this process.
+            remembers: Whether blocks and the ends of conversations stay in memory for later
+                answers. False where answers are timed: each is then as in a new process.
 
         Raises:
             DatabaseError: the folder is no database.
@@ -183,7 +192,7 @@ class Database:
             recipe=recipe or (AUTO if server else manifest.recipe),
         )
         embedding = load_embedding(manifest.embedding)
-        engine = _load_engine(path, wanted, device, dtype)
+        engine = _load_engine(path, wanted, device, dtype, remembers)
         if engine.model.fingerprint != manifest.fingerprint:
             logger.warning(
                 "%s was encoded by %s in another state (weights, dtype, tokenizer, model, or "
@@ -276,7 +285,7 @@ def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
     return chromadb.PersistentClient(str(path), settings=Settings(anonymized_telemetry=False))
 
 
-def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str) -> Engine:
+def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str, remembers: bool) -> Engine:
     check_recipe(wanted.recipe)
     if wanted.server is not None:
         from blockattn_rag.remote import RemoteEngine
@@ -301,6 +310,7 @@ def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str) -> Engin
             kv_dtype=check_kv_dtype(wanted.kv_dtype),
             recipe=wanted.recipe,
             folder=path,
+            **({} if remembers else {"resident_bytes": 0}),
         )
     model = engine.model
     seconds = time.perf_counter() - started

@@ -97,6 +97,13 @@ def test_lines_of_a_pipe_are_compared_one_by_one(cli: Command, filled: Path) -> 
     assert [one["question"] for one in found] == [QUESTION, "How old?"]
 
 
+def test_a_question_that_comes_again_is_computed_again(cli: Command, filled: Path) -> None:
+    output = cli("ask", "--db", filled, "--max-new-tokens", 2, "--compare", "--json",
+                 given=f"{QUESTION}\n{QUESTION}\n")  # fmt: skip
+    found = [json.loads(line)["block"] for line in output.stdout.splitlines()]
+    assert found[0]["computed_tokens"] == found[1]["computed_tokens"] > 1
+
+
 def test_compare_and_a_mode_exclude_each_other(cli: Command, database: Path) -> None:
     output = cli(*command(database, "--compare", "--mode", "full"))
     assert output.status == 2

@@ -151,6 +151,25 @@ def test_the_demo_refuses_what_is_no_store(cli: Command, model: Path, tmp_path: 
         assert message in " ".join(output.stderr.replace("│", " ").split())
 
 
+def test_the_demo_leaves_a_database_of_other_documents_alone(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    db = tmp_path / "db"
+    (tmp_path / "note.txt").write_text("The height of Halden Tower is 214 metres.", "utf-8")
+    assert cli("ingest", tmp_path / "note.txt", "--db", db, "--model", model).status == 0
+    before = (db / "blockattn.json").read_bytes()
+    refused = cli("demo", "--db", db, "--model", model)
+    assert refused.status == 1
+    assert "holds a database with other documents than the demo's" in refused.stderr
+    assert (db / "blockattn.json").read_bytes() == before
+
+
+def test_the_host_is_for_the_page_alone(cli: Command) -> None:
+    refused = cli("demo", "--host", "0.0.0.0")
+    assert refused.status == 2
+    assert "--host is for --web" in " ".join(refused.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [(["--json"], "leave out --json"), (["--db", "x", "--store", "y"], "leave out --store")],

@@ -1,4 +1,4 @@
-"""Choosing a recipe: the simplest within one standard error of the best free one.
+"""Choosing a recipe: the simplest within one standard error of the best, or the one in use.
 
 The one-standard-error rule (Breiman et al. 1984) takes the simplest setting that the data cannot
 distinguish from the best one.
@@ -24,26 +24,37 @@ def loss_of(record: FidelityRecord) -> float:
 
 
 _CONFIDENCE = 1.96
-"""Standard errors by which a recipe that computes tokens in every answer has to be better."""
+"""Standard errors by which a recipe has to be better to cost tokens, or to replace another one."""
 
 
-def simplest(losses: Losses, costly: Collection[str] = ()) -> str:
-    """The first free recipe whose loss is at most one standard error above the lowest one of these.
+_FEW = 8
+"""Questions below which the spread of a difference is too uncertain to replace a recipe in use."""
 
-    A costly recipe is chosen if its loss is lower than that by more than the 95 % interval of the
+
+def choose(losses: Losses, costly: Collection[str] = (), in_use: str | None = None) -> str:
+    """The simplest free recipe, unless the one in use is as good or a costly one clearly better.
+
+    The simplest free recipe is the first whose loss is at most one standard error above the lowest
+    one of these. "Clearly better" is a loss that is lower by more than the 95 % interval of the
     difference. Standard errors are those of differences, paired by question.
 
     Args:
         losses: On at least two questions.
         costly: Names of recipes that compute tokens in every answer. At least one is not costly.
+        in_use: Name of the recipe in use, which is kept unless another is clearly better. Default:
+            there is none.
     """
     free = [name for name in losses if name not in costly]
     best = min(free, key=lambda name: losses[name].mean())
     chosen = next(name for name in free if _difference(losses, name, best) <= 1)
-    for name in losses:
-        if name in costly and _difference(losses, chosen, name) > _CONFIDENCE:
-            chosen = name
-    return chosen
+    if in_use is not None and not _is_clearly_better(losses, chosen, in_use):
+        chosen = in_use
+    better = (name for name in losses if _is_clearly_better(losses, name, chosen))
+    return next((name for name in better if name in costly), chosen)
+
+
+def _is_clearly_better(losses: Losses, name: str, other: str) -> bool:
+    return len(losses[name]) >= _FEW and _difference(losses, other, name) > _CONFIDENCE
 
 
 def _difference(losses: Losses, name: str, other: str) -> float:

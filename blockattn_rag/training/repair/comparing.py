@@ -45,7 +45,7 @@ def free_recipes(
 ) -> dict[str, Recipe]:
     """The candidates that cost nothing per answer, by name, the simplest first.
 
-    A recipe in use comes before new adapters: it is replaced only by one that is better.
+    A recipe in use comes before new adapters, and is one of the candidates.
     """
     prefix = "" if sink == NO_SINK else f"{sink} + "
     found = {PLAIN: Recipe()}

@@ -30,8 +30,8 @@ from blockattn_rag.prompts.formats import Passage
 from blockattn_rag.store.base import KVStore
 from blockattn_rag.training.correction import fit_correction, no_correction
 from blockattn_rag.training.repair import checks
-from blockattn_rag.training.repair.choice import simplest
-from blockattn_rag.training.repair.comparing import Comparer, free_recipes, promoting
+from blockattn_rag.training.repair.choice import choose as choose_recipe
+from blockattn_rag.training.repair.comparing import IN_USE, Comparer, free_recipes, promoting
 from blockattn_rag.training.repair.plan import LIMITS, Limits, Plan, Speeds
 from blockattn_rag.training.repair.questions import Nearest, write_questions
 from blockattn_rag.training.repair.report import Candidate, RepairReport, plot
@@ -207,7 +207,8 @@ class _Run:
                 recipes |= promoting(self.model, recipes, losses)
             losses = comparer.losses(choose, recipes, tick)
         costly = [name for name, recipe in recipes.items() if recipe.promote]
-        chosen = simplest(losses, costly)
+        in_use = IN_USE if IN_USE in recipes else None
+        chosen = choose_recipe(losses, costly, in_use)
         with self._stage("measuring") as tick:
             measured = comparer.compared(report_on, recipes, tick)
         with self._stage("right answers") as tick:
