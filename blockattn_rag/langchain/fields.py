@@ -132,7 +132,7 @@ def _with_client(model_kwargs: dict[str, Any], asking: dict[str, Any]) -> dict[s
     given = {name: value for name, value in asking.items() if value is not None}
     if twice := [name for name in given if _OF_CLIENTS[name] in model_kwargs]:
         raise ValueError(
-            f"found {twice[0]} beside model_kwargs={{{_OF_CLIENTS[twice[0]]!r}: ...}}, expected "
+            f"found {twice[0]} and model_kwargs={{{_OF_CLIENTS[twice[0]]!r}: ...}}, expected "
             "one of them"
         )
     return {**model_kwargs, **{_OF_CLIENTS[name]: value for name, value in given.items()}}
