@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import re
+from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
-from bs4 import BeautifulSoup
 from llama_index.core.readers.base import BaseReader
 from llama_index.core.schema import Document
 
-_UNSEEN = ("script", "style", "template", "noscript", "svg", "head")
+_UNSEEN = frozenset(("script", "style", "template", "noscript", "svg"))
 _INLINE = frozenset(
     (
         "a", "abbr", "b", "bdi", "bdo", "cite", "code", "data", "del", "dfn", "em", "font", "i",
@@ -18,6 +20,48 @@ _INLINE = frozenset(
         "sup", "time", "tt", "u", "var",
     )
 )  # fmt: skip
+
+# The page is read tag by tag, without a tree: where an element ends does not matter for its text.
+# ``html.parser`` is not used because its time grows with the square of a page of unclosed tags.
+# Every alternative matches to the end of the page if need be, so that no text is scanned twice.
+_MARKUP = re.compile(
+    r"""
+      <!--(?:-?>|.*?(?:--!?>|\Z))
+    | <(?:[!?]|/(?![a-z]))[^>]*(?:>|\Z)
+    | <(?P<tag>/?[a-z][^\s/>]*)
+       (?P<attributes>(?:[^>=]+|=\s*(?:"[^"]*(?:"|\Z)|'[^']*(?:'|\Z))?)*)
+       (?:>|\Z)
+    """,
+    re.VERBOSE | re.DOTALL | re.IGNORECASE,
+)
+# Elements whose content is text up to their end tag, whatever it looks like.
+_RAW = {
+    name: re.compile(rf"</{name}(?=[\s/>])", re.IGNORECASE)
+    for name in ("script", "style", "noscript", "title", "textarea")
+}
+
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+# The encodings that the HTML standard reads under the names of their subsets. A declaration in
+# ASCII characters cannot be in UTF-16, so the standard reads such a page as UTF-8.
+_SUPERSETS = {
+    "ascii": "windows-1252",
+    "iso8859-1": "windows-1252",
+    "iso8859-9": "windows-1254",
+    "iso8859-11": "cp874",
+    "tis-620": "cp874",
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+    "big5": "big5hkscs",
+    "shift_jis": "cp932",
+    "euc_kr": "cp949",
+    "utf-16": "utf-8",
+    "utf-16-le": "utf-8",
+    "utf-16-be": "utf-8",
+}
 
 
 class HtmlReader(BaseReader):
@@ -30,36 +74,152 @@ class HtmlReader(BaseReader):
 def html_text(page: bytes) -> str:
     """The title and the visible text of a page; blocks and cells are separated, inline tags not.
 
+    The encoding is the one that a browser uses: that of the byte order mark, else the one that the
+    page declares, else UTF-8, else windows-1252.
+
     Raises:
         ValueError: Bytes that the page's encoding does not have.
     """
-    soup = BeautifulSoup(page, "html.parser")
-    if soup.contains_replacement_characters:
+    title, in_title, hidden, depth = "", False, "", 0
+    visible = _Lines()
+    for tag, content in _tokens(_decoded(page)):
+        name = tag.removeprefix("/")
+        is_end = tag != name
+        is_empty = content.endswith("/")
+        if hidden:
+            if name == hidden and not is_empty:
+                depth += -1 if is_end else 1
+                hidden = hidden if depth else ""
+        elif name in _UNSEEN:
+            if not is_end and not is_empty:
+                hidden, depth = name, 1
+        elif name == "title":
+            in_title = not is_end and not is_empty
+        elif in_title:
+            title = title or " ".join(unescape(content).split())
+        elif not name:
+            visible.add(unescape(content))
+        elif name in ("td", "th"):
+            visible.end_cell()
+        elif name not in _INLINE:
+            visible.end_line()
+            if name == "pre":
+                visible.preformatted = not is_end
+    visible.end_line()
+    return "\n".join(filter(None, (title, *visible.lines)))
+
+
+class _Lines:
+    """Lines of text, without blank ones; cells of a table are separated by bars."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.preformatted = False
+        self._cells: list[str] = []
+        self._parts: list[str] = []
+
+    def add(self, text: str) -> None:
+        self._parts.append(text)
+
+    def end_cell(self) -> None:
+        text = "".join(self._parts)
+        if not self.preformatted:
+            text = " ".join(text.split())
+        elif text:
+            text = text.replace("\xa0", " ").expandtabs().rstrip().strip("\n")
+        if text:
+            self._cells.append(text)
+        self._parts.clear()
+
+    def end_line(self) -> None:
+        self.end_cell()
+        if self._cells:
+            self.lines.append(" | ".join(self._cells))
+        self._cells.clear()
+
+
+def _tokens(page: str) -> Iterator[tuple[str, str]]:
+    """The tags of a page, such as ``p`` or ``/p``, with their attributes; text has no tag."""
+    at = 0
+    while markup := _MARKUP.search(page, at):
+        yield "", page[at : markup.start()]
+        at = markup.end()
+        if markup["tag"] is None:
+            continue
+        tag, attributes = markup["tag"].lower(), markup["attributes"]
+        yield tag, attributes
+        if tag in _RAW and not attributes.endswith("/"):
+            end = _RAW[tag].search(page, at)
+            until = end.start() if end else len(page)
+            yield "", page[at:until]
+            at = until
+    yield "", page[at:]
+
+
+def _decoded(page: bytes) -> str:
+    """A page's characters, with line breaks as ``\\n``."""
+    for mark, encoding in _MARKS:
+        if page.startswith(mark):
+            text = _decoded_as(encoding, page[len(mark) :])
+            break
+    else:
+        text = _decoded_without_mark(page)
+    if "\0" in text:
         raise ValueError(
-            f"bytes that are not in its encoding, {soup.original_encoding}; save it as UTF-8"
+            "NUL characters: binary, or UTF-16 without a byte order mark; save it as UTF-8"
         )
-    title = soup.title.get_text(" ", strip=True) if soup.title else ""
-    for tag in soup.find_all(_UNSEEN):
-        tag.decompose()
-    for kept in soup.find_all("pre"):
-        for text in kept.find_all(string=True):
-            text.replace_with(text.expandtabs().replace("\n", _LINE).replace(" ", _SPACE))
-    for tag in soup.find_all(True):
-        if tag.name in ("td", "th"):
-            tag.insert_after("\t")
-        elif tag.name not in _INLINE:
-            tag.insert_before(_BREAK)
-            tag.insert_after(_BREAK)
-    return "\n".join(filter(None, (title, _tidy(soup.get_text()))))
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-# Between blocks; line breaks and spaces of preformatted text. Pages have no use for them.
-_BREAK, _LINE, _SPACE = "\x00", "\x01", "\x02"
+def _decoded_without_mark(page: bytes) -> str:
+    label = _declared_encoding(page)
+    encoding = _known_encoding(label)
+    if encoding:
+        return _decoded_as(encoding, page)
+    try:
+        return page.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if label:
+            raise ValueError(
+                f"declares the unknown encoding {label!r}; save it as UTF-8 and declare that"
+            ) from error
+        return _decoded_as("windows-1252", page)
 
 
-def _tidy(text: str) -> str:
-    """The lines of a text, without blank ones; cells of a table are separated by bars."""
-    words = re.sub(r"[^\S\t]+", " ", text)
-    words = re.sub(r" ?\t[\t ]*", " | ", words)
-    lines = (line.strip(f" |{_LINE}") for line in words.split(_BREAK))
-    return "\n".join(filter(None, lines)).replace(_LINE, "\n").replace(_SPACE, " ")
+def _decoded_as(encoding: str, page: bytes) -> str:
+    try:
+        return page.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"bytes that are not in its encoding, {encoding}; save it as UTF-8"
+        ) from error
+
+
+def _declared_encoding(page: bytes) -> str:
+    """The encoding that a page without a byte order mark names; else an empty string."""
+    text = page.decode("latin-1")
+    for tag, attributes in _tokens(text):
+        if tag == "body":
+            break
+        if tag != "meta" or (
+            # A description may mention a charset.
+            re.search(r"\bcontent\s*=", attributes, re.IGNORECASE)
+            and not re.search("http-equiv", attributes, re.IGNORECASE)
+        ):
+            continue
+        charset = re.search(r"charset\s*=\s*[\"']?\s*([^\s\"'/;]+)", attributes, re.IGNORECASE)
+        if charset:
+            return charset[1]
+    xml = re.match(r"<\?xml\s[^>]*?\sencoding\s*=\s*[\"']([^\"'>]+)", text)
+    return xml[1] if xml else ""
+
+
+def _known_encoding(label: str) -> str:
+    """Python's name of a declared encoding; empty if there is none."""
+    try:
+        name = codecs.lookup(label).name
+        name = _SUPERSETS.get(name, name)
+        # The declaration was read as ASCII, which rules out base64, EBCDIC and the like.
+        return name if b"<".decode(name) == "<" else ""
+    except (LookupError, ValueError):
+        return ""
