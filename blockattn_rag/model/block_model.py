@@ -266,10 +266,10 @@ class BlockModel:
         return self._loops.guard(sampling.grammar) if is_on else None
 
     def _matching(self, grammar: Grammar | None, sampling: Sampling) -> Matching | None:
-        """``matcher``, which ends JSON strings that repeat themselves."""
+        """``matcher``, which ends JSON strings, and text around them, that repeat themselves."""
         is_on = decoding.takes_likeliest(self.hf_model, sampling)
         matcher = self.matcher(grammar)
-        return self._loops.ending_strings(matcher, grammar) if matcher and is_on else matcher
+        return self._loops.ending(matcher, grammar) if matcher and is_on else matcher
 
     @cached_property
     def supports_relay(self) -> bool:

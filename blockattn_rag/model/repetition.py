@@ -5,12 +5,19 @@ rule, which holds in block and full mode, in batches and in streams:
 
 An answer repeats itself when its last tokens are one unit of at most ``LONGEST_UNIT`` tokens, again
 and again: ``COPIES`` times or more, and over ``TEXT_TOKENS`` of free text or ``STRING_TOKENS`` of
-one JSON string. A unit without a letter never counts: numbers, lines of tables, blanks.
+one JSON string. A unit without a letter never counts: numbers, rules, blanks, empty cells. A unit
+with a letter always does: equal table rows and equal lines of code, too.
 
 - Free text ends there.
 - In an answer with a grammar, a JSON string that repeats itself must end: from there on, the
   grammar allows tokens that close the string alone, as soon as its schema allows one. A later
-  string of the answer must end once it has the same unit. Everything else is left to the grammar.
+  string of the answer must end sooner: once its last tokens are ``LATER_COPIES`` of the same unit,
+  over ``LATER_TOKENS``.
+- Text around JSON, as a structural tag or a grammar with ``%json`` may allow, is free text: the
+  grammar allows the answer's end alone, as soon as it allows it at all. JSON begins there at ``{``
+  or ``[`` and ends with the bracket that closes it, or at a character that JSON cannot have there.
+  A string that no bracket surrounds is text.
+- Everything else is left to the grammar.
 
 ``finish_reason`` is ``"repetition"`` in both cases, unless the answer is cut later. Text that was
 written stays.
@@ -22,7 +29,6 @@ argument, and switches the guard off.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -42,8 +48,18 @@ object must fit in the answer, too."""
 COPIES = 3
 """Times that a unit must come in a row."""
 
+LATER_TOKENS = 8
+"""Tokens of a later JSON string that a unit must fill that an earlier one repeated. One copy is not
+enough: the unit may be a single common word."""
+
+LATER_COPIES = 2
+"""Times that such a unit must come in a row."""
+
 LONGEST_UNIT = 128
 """Tokens of the longest unit that is recognised."""
+
+_OUTSIDE_STRINGS = frozenset('{}[]:,"+-.0123456789Eetruefalsn \t\r\n')
+"""Characters of JSON that is not in a string: marks, numbers, ``true``, ``false`` and ``null``."""
 
 _PERIODS = np.arange(1, LONGEST_UNIT + 1)
 
@@ -78,35 +94,48 @@ class Repetition:
 
 
 class JsonStrings:
-    """Follows the strings of an answer that is, or holds, JSON.
+    """Follows the strings of an answer that is, or holds, JSON, and the text around it.
 
     Args:
         decode: Text of some tokens.
+        among_text: Whether text may surround the JSON.
 
     Attributes:
-        has_loop: Whether a string of the answer has repeated itself.
+        has_loop: Whether a string of the answer, or text around JSON, has repeated itself.
     """
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: Decode, *, among_text: bool = False) -> None:
         self._decode = decode
+        self._among_text = among_text
         self._begin()
 
     def _begin(self) -> None:
         self.has_loop = False
         self._ids: list[int] = []
+        self._depth = 0  # brackets that are open
         self._is_open = self._is_escaped = False
         self._units: set[tuple[int, ...]] = set()
         self._begin_string()
+        self._begin_text()
 
     def _begin_string(self) -> None:
         self._repetition = Repetition(self._decode, STRING_TOKENS)
-        self._recent: deque[int] = deque(maxlen=LONGEST_UNIT)
+        self._string: list[int] = []
         self._repeats = False
+
+    def _begin_text(self) -> None:
+        self._text = Repetition(self._decode, TEXT_TOKENS)
+        self._text_repeats = self._has_data = False
 
     @property
     def must_end(self) -> bool:
         """Whether a string that repeats itself is open, and a quote would close it."""
         return self._repeats and not self._is_escaped
+
+    @property
+    def text_must_end(self) -> bool:
+        """Whether the answer is in text around JSON, and the text repeats itself."""
+        return self._text_repeats and self._depth == 0
 
     def follow(self, ids: Sequence[int]) -> None:
         """Take the answer so far, which need not begin with that of the previous call."""
@@ -118,25 +147,61 @@ class JsonStrings:
     def push(self, token: int) -> None:
         """Take the next token."""
         self._ids.append(token)
-        has_quote = False
-        for character in self._decode([token]):
-            if not self._is_escaped and character == '"':
-                self._is_open, has_quote = not self._is_open, True
-            self._is_escaped = self._is_open and character == "\\" and not self._is_escaped
-        if has_quote:
+        borders = [self._reads_border(character) for character in self._decode([token])]
+        if any(borders):
             self._begin_string()
         elif self._is_open:
             self._take(token)
+        if self._among_text:
+            self._take_text(token)
+
+    def _reads_border(self, character: str) -> bool:
+        """Take a character; return whether a string begins or ends with it."""
+        was_open = self._is_open
+        if self._among_text and not was_open:
+            self._note_depth(character)
+        is_json = self._depth > 0 or not self._among_text
+        if was_open and self._among_text and character == "\n":  # JSON has none in a string
+            self._depth, self._is_open = 0, False
+        elif is_json and character == '"' and not self._is_escaped:
+            self._is_open = not was_open
+        self._is_escaped = self._is_open and character == "\\" and not self._is_escaped
+        return self._is_open != was_open
+
+    def _note_depth(self, character: str) -> None:
+        """Take a character that is in no string."""
+        was_json = self._depth > 0
+        self._depth += (character in "{[") - (was_json and character in "}]")
+        if was_json and self._depth == 0 and self._has_data:
+            self._begin_text()
+        elif character not in _OUTSIDE_STRINGS:
+            self._depth = 0
+        # "[1]" is a citation, and the text goes on behind it.
+        inside = was_json and (character == '"' or character.isalpha())
+        self._has_data = self._depth > 0 and (self._has_data or inside)
 
     def _take(self, token: int) -> None:
         """Take a token within a string."""
-        self._recent.append(token)
+        self._string.append(token)
         if unit := self._repetition.push(token):
             self._units |= {unit[at:] + unit[:at] for at in range(len(unit))}
-        recent = tuple(self._recent)
-        known = {len(one) for one in self._units}
-        self._repeats |= any(recent[-size:] in self._units for size in known)
+            self._repeats = True
+        known = {len(unit) for unit in self._units}
+        self._repeats |= any(map(self._repeats_known, known))
         self.has_loop |= self._repeats
+
+    def _repeats_known(self, size: int) -> bool:
+        """Whether a known unit of that size fills enough of the string's end."""
+        needed = max(LATER_COPIES * size, LATER_TOKENS)
+        end = self._string[-needed:]
+        is_filled = len(end) == needed and end[size:] == end[:-size]
+        return is_filled and tuple(end[-size:]) in self._units
+
+    def _take_text(self, token: int) -> None:
+        """Take a token of text, or of JSON, whose brackets and numbers may belong to the text."""
+        found = bool(self._text.push(token))
+        self._text_repeats |= found and self._depth == 0
+        self.has_loop |= self._text_repeats
 
 
 class Matching(Protocol):
@@ -149,23 +214,34 @@ class Matching(Protocol):
     def allowed(self, vocabulary: int, ends: Collection[int]) -> NDArray[np.bool_]: ...
 
 
-class StringEndingMatcher:
-    """A matcher that allows nothing but the end of a JSON string that repeats itself.
+class LoopEndingMatcher:
+    """A matcher that allows nothing but the end of a JSON string, or text, that repeats itself.
 
     Args:
         matcher: Matcher of the grammar.
         decode: Text of some tokens.
         quotes: Tokens that begin with a quotation mark.
+        among_text: Whether text may surround the JSON.
     """
 
-    def __init__(self, matcher: Matching, decode: Decode, quotes: NDArray[np.int_]) -> None:
+    def __init__(
+        self,
+        matcher: Matching,
+        decode: Decode,
+        quotes: NDArray[np.int_],
+        *,
+        among_text: bool = False,
+    ) -> None:
         self._matcher = matcher
         self._decode = decode
         self._quotes = quotes
-        self._strings = JsonStrings(decode)
+        self._among_text = among_text
+        self._strings = JsonStrings(decode, among_text=among_text)
 
-    def fresh(self) -> StringEndingMatcher:
-        return StringEndingMatcher(self._matcher.fresh(), self._decode, self._quotes)
+    def fresh(self) -> LoopEndingMatcher:
+        return LoopEndingMatcher(
+            self._matcher.fresh(), self._decode, self._quotes, among_text=self._among_text
+        )
 
     def follow(self, ids: Sequence[int]) -> bool:
         self._strings.follow(ids)
@@ -173,12 +249,15 @@ class StringEndingMatcher:
 
     def allowed(self, vocabulary: int, ends: Collection[int]) -> NDArray[np.bool_]:
         allowed = self._matcher.allowed(vocabulary, ends)
-        if not self._strings.must_end:
+        if self._strings.must_end:
+            closing = self._quotes[self._quotes < vocabulary]
+        elif self._strings.text_must_end:
+            closing = np.array(sorted(ends), int)
+        else:
             return allowed
-        quotes = self._quotes[self._quotes < vocabulary]
-        closing = np.zeros_like(allowed)
-        closing[quotes] = allowed[quotes]
-        return closing if closing.any() else allowed
+        only = np.zeros_like(allowed)
+        only[closing] = allowed[closing]
+        return only if only.any() else allowed
 
 
 class LoopGuard:
@@ -194,7 +273,9 @@ class LoopGuard:
 
     def __init__(self, decode: Decode, grammar: Grammar | None) -> None:
         self._text = Repetition(decode, TEXT_TOKENS) if grammar is None else None
-        self._strings = JsonStrings(decode) if holds_json(grammar) else None
+        self._strings = None
+        if holds_json(grammar):
+            self._strings = JsonStrings(decode, among_text=has_text(grammar))
         self.has_loop = False
 
     @property
@@ -220,6 +301,11 @@ def holds_json(grammar: Grammar | None) -> bool:
     return grammar.kind in ("json", "json_object", "structural_tag")
 
 
+def has_text(grammar: Grammar | None) -> bool:
+    """Whether answers of a grammar may have text around JSON."""
+    return grammar is None or grammar.kind not in ("json", "json_object")
+
+
 class Loops:
     """Makes the guards of answers of one model.
 
@@ -234,11 +320,12 @@ class Loops:
         """Guard of one answer."""
         return LoopGuard(self._decode, grammar)
 
-    def ending_strings(self, matcher: Matching, grammar: Grammar | None) -> Matching:
-        """The matcher of a grammar; strings of JSON that repeat themselves end."""
+    def ending(self, matcher: Matching, grammar: Grammar | None) -> Matching:
+        """The matcher of a grammar; strings of JSON, and text, that repeat themselves end."""
         if not holds_json(grammar):
             return matcher
-        return StringEndingMatcher(matcher, self._decode, self._quotes)
+        among_text = has_text(grammar)
+        return LoopEndingMatcher(matcher, self._decode, self._quotes, among_text=among_text)
 
     @cached_property
     def _quotes(self) -> NDArray[np.int_]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.engine.results import Generation
 from blockattn_rag.errors import IncompleteAnswerError
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.repetition import STRING_TOKENS, TEXT_TOKENS
+from blockattn_rag.model.repetition import LATER_COPIES, STRING_TOKENS, TEXT_TOKENS
 from tests.models import VOCABULARY, tiny_model, tiny_tokenizer
 
 WORDS = "mycat. "  # one token a character
@@ -115,7 +116,31 @@ def test_a_string_that_repeats_itself_is_closed(
     found = answer.json()
     assert found["c"] == "yes"
     assert found["a"] == (WORDS * 40)[:STRING_TOKENS]
-    assert found["b"] == WORDS  # it is known by then
+    assert found["b"] == WORDS * LATER_COPIES  # it is known by then
+
+
+@HOW
+def test_a_string_is_closed_behind_text_with_an_odd_quote(
+    engine: BlockAttentionEngine, how: str
+) -> None:
+    pytest.importorskip("llguidance")
+    before = 'A 5" pipe: '
+    schema = {**SCHEMA, "x-guidance": {"whitespace_flexible": False}}
+    grammar = f"start: {json.dumps(before)} call\ncall: %json {json.dumps(schema)}"
+    answer = ask(engine, how, structured_outputs={"grammar": grammar})
+    assert answer.finish_reason == "repetition"
+    assert answer.text.startswith(before)
+    assert json.loads(answer.text.removeprefix(before))["a"] == (WORDS * 40)[:STRING_TOKENS]
+
+
+@HOW
+def test_text_that_repeats_itself_around_tags_ends(engine: BlockAttentionEngine, how: str) -> None:
+    pytest.importorskip("llguidance")
+    call = {"begin": "<call=f>", "schema": SCHEMA, "end": "</call>"}
+    tags = {"triggers": ["<call="], "structures": [call]}
+    answer = ask(engine, how, structured_outputs={"structural_tag": tags})
+    assert answer.finish_reason == "repetition"
+    assert answer.text == (WORDS * 40)[:TEXT_TOKENS]
 
 
 def test_a_string_that_may_not_end_yet_goes_on(engine: BlockAttentionEngine) -> None:

@@ -13,13 +13,17 @@ from hypothesis import strategies as st
 
 from blockattn_rag.model.repetition import (
     COPIES,
+    LATER_COPIES,
+    LATER_TOKENS,
     LONGEST_UNIT,
     STRING_TOKENS,
     TEXT_TOKENS,
     JsonStrings,
+    LoopEndingMatcher,
+    LoopGuard,
     Repetition,
-    StringEndingMatcher,
 )
+from blockattn_rag.structured.grammar import parse_grammar
 
 REFRAIN = "Row, row, row your boat,\ngently down the stream.\n"
 LEGITIMATE = {
@@ -143,10 +147,76 @@ def test_an_escaped_quote_ends_no_string() -> None:
     assert follow('{"a": "' + LOOP + "\\\\").must_end
 
 
-def test_a_later_string_ends_at_the_first_copy_of_a_unit() -> None:
-    begin = '{"a": "' + LOOP + '", "b": "Then he'
-    assert not follow(begin + " sat").must_end
-    assert follow(begin + " sat. He").must_end
+def test_a_later_string_may_have_a_unit_that_an_earlier_one_repeated() -> None:
+    begin = '{"a": "' + "x" * STRING_TOKENS + '", "b": "'
+    assert not follow(begin + "In xylophones, x marks xxx").must_end
+    assert not follow(begin + "x" * (LATER_TOKENS - 1)).must_end
+    assert follow(begin + "x" * LATER_TOKENS).must_end
+    begin = '{"a": "' + LOOP + '", "b": "Then '
+    assert not follow(begin + "He sat. But He sat. Then He sat" + " down" * 3).must_end
+    assert not follow(begin + "He sat. He sat").must_end
+    assert follow(begin + "He sat. " * LATER_COPIES).must_end
+    assert follow(begin + "sat. He " * LATER_COPIES).must_end
+
+
+def test_a_later_string_ends_although_a_shorter_unit_fills_the_end_of_the_known_one() -> None:
+    unit = "ha" + "m" * LATER_TOKENS
+    begin = '{"a": "' + unit * 20 + '", "b": "'
+    assert not follow(begin + unit).must_end
+    assert follow(begin + unit * LATER_COPIES).must_end
+
+
+TAGS = {
+    "triggers": ["<call="],
+    "structures": [{"begin": "<call=f>", "schema": {"type": "object"}, "end": "</call>"}],
+}
+AMONG_TEXT = pytest.mark.parametrize(
+    "asked",
+    [{"structural_tag": TAGS}, {"grammar": 'start: /.*/ call\ncall: %json {"type": "object"}'}],
+    ids=["tags", "grammar"],
+)
+
+
+def guarded(text: str, asked: dict[str, object]) -> bool:
+    """Whether the guard of an answer with that grammar finds a loop in its text."""
+    guard = LoopGuard(letters, parse_grammar(None, asked))
+    for token in codes(text):
+        guard.push(token)
+    assert not guard.must_end  # the matcher of the grammar ends it
+    return guard.has_loop
+
+
+TEXTS_BEFORE = {
+    "odd quote": 'A 5" pipe. ',
+    "brace": 'Write {x or 5" of it: ',
+    "citation": 'As [1] says, 5" or [2, 3]: ',
+    "mark": '[TOOL_CALLS] 5" ',
+    "unclosed string": 'Say ["so.\n',
+    "another call": '<call=f>{"q": ["5\\" {"], "r": {}}</call> and 5" of ',
+}
+
+
+@AMONG_TEXT
+@pytest.mark.parametrize("before", TEXTS_BEFORE.values(), ids=TEXTS_BEFORE)
+def test_quotes_in_text_before_json_begin_no_string(before: str, asked: dict[str, object]) -> None:
+    assert guarded(before + '<call=f>{"q": "' + LOOP, asked)
+    assert not guarded(before + '<call=f>{"q": [' + "true, " * 60, asked)
+    assert not guarded(before + '<call=f>{"q": [' + '"He sat.", ' * 30, asked)
+    strings = JsonStrings(letters, among_text=True)
+    strings.follow(codes(before + '<call=f>{"q": "' + LOOP))
+    assert strings.must_end
+    assert not strings.text_must_end
+
+
+@AMONG_TEXT
+def test_text_around_json_that_repeats_itself_is_a_loop(asked: dict[str, object]) -> None:
+    call = '<call=f>{"q": "a"}</call>'
+    cited = "He sat [1]. " * 20
+    assert guarded(cited, asked)
+    assert guarded(call + cited, asked)
+    assert not guarded(call * 20, asked)
+    assert not guarded((call + cited[: TEXT_TOKENS // 2] + "\n") * 3, asked)
+    assert not guarded("[true]\n" * 40 + '{"kind": "yes"}\n' * 40, asked)
 
 
 def test_an_answer_that_is_not_the_previous_ones_continuation_is_read_anew() -> None:
@@ -184,9 +254,26 @@ class Anything:
 def test_only_the_end_of_a_repeating_string_is_allowed_where_the_schema_allows_it(
     tokens: str, expected: str
 ) -> None:
-    matcher = StringEndingMatcher(Anything(tokens), letters, np.array([ord('"')]))
+    matcher = LoopEndingMatcher(Anything(tokens), letters, np.array([ord('"')]))
     for one in (matcher, matcher.fresh()):
         assert one.follow(codes('{"a": "He'))
         assert letters(np.flatnonzero(one.allowed(128, ())).tolist()) == "".join(sorted(tokens))
         assert one.follow(codes('{"a": "' + LOOP))
         assert letters(np.flatnonzero(one.allowed(128, ())).tolist()) == "".join(sorted(expected))
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [("abc.", "."), ("abc", "abc")])
+def test_only_the_end_is_allowed_where_text_around_json_repeats_itself(
+    tokens: str, expected: str
+) -> None:
+    none = np.array([], int)
+    matcher = LoopEndingMatcher(Anything(tokens), letters, none, among_text=True)
+    for one in (matcher, matcher.fresh()):
+        assert one.follow(codes(LOOP[:TEXT_TOKENS]))
+        assert letters(np.flatnonzero(one.allowed(128, [ord(".")])).tolist()) == "".join(
+            sorted(expected)
+        )
+        assert one.follow(codes(LOOP[:TEXT_TOKENS] + "{"))
+        assert letters(np.flatnonzero(one.allowed(128, [ord(".")])).tolist()) == "".join(
+            sorted(tokens)
+        )

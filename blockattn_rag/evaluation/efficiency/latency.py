@@ -12,11 +12,15 @@ from blockattn_rag.evaluation.efficiency.shapes import prefill_flops, random_pro
 from blockattn_rag.evaluation.efficiency.timing import OnProgress, Turns, check_sizes
 from blockattn_rag.prompts.blocks import BlockPrompt
 
+_ANY_TEXT: Mapping[str, Any] = {"do_sample": False}
+"""Still greedy, and given explicitly: an answer that repeats itself goes on to its full length, as
+those of random weights do."""
+
 PATHS: Mapping[str, Mapping[str, Any]] = {
-    "full": {"mode": "full"},
-    "copy": {"mode": "block", "on_miss": "error", "assembly": "copy"},
-    "relay": {"mode": "block", "on_miss": "error", "assembly": "relay"},
-    "floor": {"mode": "full"},
+    "full": {"mode": "full", **_ANY_TEXT},
+    "copy": {"mode": "block", "on_miss": "error", "assembly": "copy", **_ANY_TEXT},
+    "relay": {"mode": "block", "on_miss": "error", "assembly": "relay", **_ANY_TEXT},
+    "floor": {"mode": "full", **_ANY_TEXT},
 }
 """How the engine is called on each path. The floor's prompt is the question without context."""
 

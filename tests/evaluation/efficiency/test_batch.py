@@ -9,7 +9,8 @@ import torch
 from blockattn_rag.evaluation.efficiency import measure_batch, measure_shared
 from blockattn_rag.evaluation.efficiency.batch import _HostStore, _sharing
 from blockattn_rag.kv.block_kv import BlockKV
-from tests.evaluation.efficiency.engines import tiny_engine
+from blockattn_rag.model.repetition import TEXT_TOKENS
+from tests.evaluation.efficiency.engines import repeating_engine, tiny_engine
 
 
 def test_every_batch_size_has_a_row_with_all_paths() -> None:
@@ -96,3 +97,10 @@ def test_answers_that_end_early_are_an_error() -> None:
     engine.model.hf_model.generation_config.eos_token_id = list(range(512))
     with pytest.raises(ValueError, match="ended after 1 of 4 tokens"):
         measure_shared(engine, [2], system_tokens=[16], context_tokens=8, new_tokens=4, repeats=1)
+
+
+def test_answers_that_repeat_themselves_are_measured_in_full() -> None:
+    sizes: dict[str, Any] = {"system_tokens": [16], "context_tokens": 8, "question_tokens": 4}
+    new_tokens = TEXT_TOKENS + 2
+    (row,) = measure_shared(repeating_engine(), [2], **sizes, new_tokens=new_tokens, repeats=1)
+    assert row["gain"] > 0

@@ -6,7 +6,8 @@ import pytest
 
 from blockattn_rag.evaluation.efficiency import measure_decode, measure_ttft
 from blockattn_rag.evaluation.efficiency.shapes import random_prompt
-from tests.evaluation.efficiency.engines import tiny_engine
+from blockattn_rag.model.repetition import TEXT_TOKENS
+from tests.evaluation.efficiency.engines import repeating_engine, tiny_engine
 
 
 def test_rows_hold_medians_spreads_ratios_and_operations() -> None:
@@ -55,6 +56,16 @@ def test_every_length_and_block_size_has_a_row() -> None:
     for row in rows:
         assert all(row[f"{path}_s"] > 0 for path in ("full", "copy", "relay"))
         assert row["relay_over_copy"] == row["relay_s"] / row["copy_s"]
+
+
+def test_an_answer_that_repeats_itself_is_measured_in_full() -> None:
+    engine = repeating_engine()
+    new_tokens = TEXT_TOKENS + 2
+    prompt = random_prompt(16, 16, 4, 512)
+    assert engine.generate(prompt, max_new_tokens=new_tokens).finish_reason == "repetition"
+    sizes: dict[str, Any] = {"block_tokens": [16], "question_tokens": 4, "repeats": 1}
+    (row,) = measure_decode(engine, [16], **sizes, new_tokens=new_tokens)
+    assert row["full_s"] > 0
 
 
 def test_an_answer_that_ends_early_is_an_error() -> None:
