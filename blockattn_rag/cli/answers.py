@@ -47,7 +47,7 @@ def _cut_off(answer: Answer) -> str:
     if answer.finish_reason == "stop":
         return ""
     if answer.finish_reason == "repetition":
-        return " ... [ended: the answer repeated itself]"
+        return " ... [ended: the answer repeated itself; fewer passages may help: --top-k 2]"
     if answer.finish_reason != "length":
         return f" ... [ended: {answer.finish_reason}]"
     tokens = count(answer.stats.generated_tokens, "token")

@@ -23,6 +23,9 @@ from blockattn_rag.cli.figures import duration
 
 _PATIENCE_S = 2.0
 """Waits that are longer are reported, and how long they took."""
+_LEAST_SHARE = 0.05
+"""Share of a stage after which its remaining time is reported."""
+
 _EVERY_S = 20.0
 """How often a long stage is reported in a file or pipe."""
 
@@ -224,25 +227,25 @@ class _Lines:
     """Progress of stages as lines, for files and pipes."""
 
     def __init__(self) -> None:
-        self._seen: set[str] = set()
-        self._first = 0
+        self._stage, self._first, self._done = "", 0, 0
         self._started_s = self._told_s = 0.0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if stage not in self._seen:
-            self._seen.add(stage)
-            self._first, self._started_s, self._told_s = done, now, now
+        if stage != self._stage or done < self._done:
+            self._stage, self._first, self._done = stage, done, done
+            self._started_s = self._told_s = now
             note(f"{stage} ({total:,})")
             return
-        seconds = now - self._started_s
+        seconds, is_new = now - self._started_s, done > self._done
+        self._done = done
         if done >= total:
-            if seconds > _PATIENCE_S:
+            if is_new and seconds > _PATIENCE_S:
                 note(f"{stage}: {total:,} of {total:,} in {duration(seconds)}")
         elif now - self._told_s > _EVERY_S and done > self._first:
             self._told_s = now
+            passed = f"{stage}: {done:,} of {total:,} after {duration(seconds)}"
+            # The first of many take longer: they warm up caches.
+            is_early = done - self._first < _LEAST_SHARE * total
             left_s = seconds * (total - done) / (done - self._first)
-            note(
-                f"{stage}: {done:,} of {total:,} after {duration(seconds)}, about "
-                f"{duration(left_s)} left"
-            )
+            note(passed if is_early else f"{passed}, about {duration(left_s)} left")

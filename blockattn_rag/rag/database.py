@@ -298,6 +298,7 @@ def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str, remember
         return RemoteEngine(wanted.server, tokenizer=wanted.model, recipe=wanted.recipe)
     from blockattn_rag.engine.engine import BlockAttentionEngine
     from blockattn_rag.kv.quantization import check_kv_dtype
+    from blockattn_rag.store import DEFAULT_RESIDENT_BYTES
 
     started = time.perf_counter()
     with loading(wanted.model):
@@ -310,7 +311,7 @@ def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str, remember
             kv_dtype=check_kv_dtype(wanted.kv_dtype),
             recipe=wanted.recipe,
             folder=path,
-            **({} if remembers else {"resident_bytes": 0}),
+            resident_bytes=DEFAULT_RESIDENT_BYTES if remembers else 0,
         )
     model = engine.model
     seconds = time.perf_counter() - started

@@ -120,6 +120,21 @@ def test_a_long_stage_tells_the_time_that_is_left_in_lines(
     ]
 
 
+def test_the_time_left_is_not_guessed_from_the_first_of_many(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stages() as tell:
+        for done, seconds in ((0, 0), (1, 60), (100, 30), (200, 30), (200, 5)):
+            clock.now += seconds
+            tell("encoding", done, 200)
+    assert capsys.readouterr().err.splitlines() == [
+        "encoding (200)",
+        "encoding: 1 of 200 after 60.00 s",
+        "encoding: 100 of 200 after 90.00 s, about 90.00 s left",
+        "encoding: 200 of 200 in 120.00 s",
+    ]
+
+
 def test_a_terminal_shows_bars_with_the_remaining_time(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,9 @@ def test_bars_of_the_text_are_kept() -> None:
 
 
 def test_preformatted_text_keeps_its_lines_and_indentation() -> None:
-    page = b"<p>Run\n<pre class=code>\r\nif <b>a</b> &lt; b:\r\n\tgo()\r\n\r\n&nbsp; end\r\n</pre>now"
+    page = (
+        b"<p>Run\n<pre class=code>\r\nif <b>a</b> &lt; b:\r\n\tgo()\r\n\r\n&nbsp; end\r\n</pre>now"
+    )
     assert html_text(page) == "Run\nif a < b:\n        go()\n\n  end\nnow"
 
 
@@ -63,7 +65,7 @@ def test_preformatted_text_keeps_its_lines_and_indentation() -> None:
         "<![if IE]>",
         "</>",
         "</ x>",
-        '<a title="a > b" data-x=\'>\' href=it\'s>',
+        "<a title=\"a > b\" data-x='>' href=it's>",
     ],
 )
 def test_what_a_reader_does_not_see_is_left_out(hidden: str) -> None:
