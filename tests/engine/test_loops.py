@@ -125,7 +125,8 @@ def test_a_string_is_closed_behind_text_with_an_odd_quote(
 ) -> None:
     pytest.importorskip("llguidance")
     before = 'A 5" pipe: '
-    schema = {**SCHEMA, "x-guidance": {"whitespace_flexible": False}}
+    options = {"whitespace_flexible": False}
+    schema = {**SCHEMA, "additionalProperties": False, "x-guidance": options}
     grammar = f"start: {json.dumps(before)} call\ncall: %json {json.dumps(schema)}"
     answer = ask(engine, how, structured_outputs={"grammar": grammar})
     assert answer.finish_reason == "repetition"

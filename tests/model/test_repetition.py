@@ -95,6 +95,12 @@ def test_a_unit_is_a_loop_once_it_fills_the_end(words: int) -> None:
     assert first_found(before + unit * 200, TEXT_TOKENS) == len(before) + needed
 
 
+@pytest.mark.parametrize("line", ["| yes | no |\n", "    return None\n"])
+def test_equal_lines_with_a_letter_are_a_loop(line: str) -> None:
+    words = Words(line * 50)
+    assert first_found(words.ids, TEXT_TOKENS, words.decode) == TEXT_TOKENS
+
+
 def test_a_unit_longer_than_the_longest_is_no_loop() -> None:
     unit = list(range(0x4E00, 0x4E00 + LONGEST_UNIT + 1))  # as many letters
     assert first_found(unit * 5, TEXT_TOKENS) is None
