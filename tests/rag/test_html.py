@@ -41,7 +41,9 @@ def test_bars_of_the_text_are_kept() -> None:
 
 
 def test_preformatted_text_keeps_its_lines_and_indentation() -> None:
-    page = b"<p>Run\n<pre class=code>\r\nif <b>a</b> &lt; b:\r\n\tgo()\r\n\r\n&nbsp; end\r\n</pre>now"
+    page = (
+        b"<p>Run\n<pre class=code>\r\nif <b>a</b> &lt; b:\r\n\tgo()\r\n\r\n&nbsp; end\r\n</pre>now"
+    )
     assert html_text(page) == "Run\nif a < b:\n        go()\n\n  end\nnow"
 
 
@@ -63,7 +65,7 @@ def test_preformatted_text_keeps_its_lines_and_indentation() -> None:
         "<![if IE]>",
         "</>",
         "</ x>",
-        '<a title="a > b" data-x=\'>\' href=it\'s>',
+        "<a title=\"a > b\" data-x='>' href=it's>",
     ],
 )
 def test_what_a_reader_does_not_see_is_left_out(hidden: str) -> None:
@@ -101,7 +103,7 @@ def test_pages_are_decoded_as_browsers_do(page: bytes, text: str) -> None:
 @pytest.mark.parametrize(
     ("page", "message"),
     [
-        (b"<p>\x81\xff", "windows-1252"),
+        (b"<p>\x81\xff", "declares no encoding.*windows-1252"),
         (b"<meta charset=utf-8>\xff", "utf-8"),
         (b"<meta charset=unheard-of>\xff", "'unheard-of'"),
         (b"<meta charset=base64>\xff", "'base64'"),
@@ -109,7 +111,7 @@ def test_pages_are_decoded_as_browsers_do(page: bytes, text: str) -> None:
     ],
 )
 def test_bytes_that_are_not_in_the_encoding_are_refused(page: bytes, message: str) -> None:
-    with pytest.raises(ValueError, match=f"{message}.*as UTF-8"):
+    with pytest.raises(ValueError, match=f"{message}.*save .*as UTF-8"):
         html_text(page)
 
 
