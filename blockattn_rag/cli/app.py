@@ -31,7 +31,6 @@ from blockattn_rag.lazy import missing_extra
 
 _VERBOSE = ("-v", "--verbose")
 _EXTRA_OF = {
-    "bs4": "llama-index",
     "chromadb": "llama-index",
     "llama_index": "llama-index",
     "llama_index_instrumentation": "llama-index",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import re
 from collections.abc import Iterator
 from html import unescape
@@ -78,7 +79,7 @@ def html_text(page: bytes) -> str:
     page declares, else UTF-8, else windows-1252.
 
     Raises:
-        ValueError: Bytes that the page's encoding does not have.
+        ValueError: The page's bytes are not in that encoding, or it declares an unknown one.
     """
     title, in_title, hidden, depth = "", False, "", 0
     visible = _Lines()
@@ -176,14 +177,14 @@ def _decoded_without_mark(page: bytes) -> str:
     encoding = _known_encoding(label)
     if encoding:
         return _decoded_as(encoding, page)
-    try:
-        return page.decode("utf-8")
-    except UnicodeDecodeError as error:
-        if label:
-            raise ValueError(
-                f"declares the unknown encoding {label!r}; save it as UTF-8 and declare that"
-            ) from error
-        return _decoded_as("windows-1252", page)
+    for encoding in ("utf-8",) if label else ("utf-8", "windows-1252"):
+        with contextlib.suppress(UnicodeDecodeError):
+            return page.decode(encoding)
+    if label:
+        raise ValueError(f"declares an unknown encoding, {label!r}; save and declare it as UTF-8")
+    raise ValueError(
+        "declares no encoding, and is neither UTF-8 nor windows-1252; save it as UTF-8"
+    )
 
 
 def _decoded_as(encoding: str, page: bytes) -> str:

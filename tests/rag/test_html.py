@@ -103,7 +103,7 @@ def test_pages_are_decoded_as_browsers_do(page: bytes, text: str) -> None:
 @pytest.mark.parametrize(
     ("page", "message"),
     [
-        (b"<p>\x81\xff", "windows-1252"),
+        (b"<p>\x81\xff", "declares no encoding.*windows-1252"),
         (b"<meta charset=utf-8>\xff", "utf-8"),
         (b"<meta charset=unheard-of>\xff", "'unheard-of'"),
         (b"<meta charset=base64>\xff", "'base64'"),
@@ -111,7 +111,7 @@ def test_pages_are_decoded_as_browsers_do(page: bytes, text: str) -> None:
     ],
 )
 def test_bytes_that_are_not_in_the_encoding_are_refused(page: bytes, message: str) -> None:
-    with pytest.raises(ValueError, match=f"{message}.*as UTF-8"):
+    with pytest.raises(ValueError, match=f"{message}.*save .*as UTF-8"):
         html_text(page)
 
 
