@@ -65,7 +65,8 @@ def test_a_database_is_repaired_and_asked_with_its_recipe(
     stages = ["full mode's answers", "fitting in closed form", "training", "choosing",
               "measuring", "right answers", "re-encoding passages"]  # fmt: skip
     begun = [line.partition(" (")[0] for line in output.stderr.splitlines()]
-    assert [name for name in begun if name in stages] == stages
+    # A machine that got faster has more answers computed before the training.
+    assert list(dict.fromkeys(name for name in begun if name in stages)) == stages
     assert recipe.prompt_format == "ask"
     assert not (db / "recipe.work").exists()
     assert json.loads((db / MANIFEST).read_text())["recipe"] == "auto"

@@ -194,9 +194,10 @@ class _Run:
         half = len(held) // 2
         choose, report_on = held[:half], held[half:]
         closed = self._closed_form([*map(self._prompt, train[: plan.closed_form])])
-        plan = self._replanned(plan, questions)
+        answered, plan = plan.samples, self._replanned(plan, questions)
         to_train = [*map(self._prompt, train[: plan.samples])]
-        self._answer(to_train)
+        if plan.samples > answered:
+            self._answer(to_train)
         to_check = [*map(self._prompt, choose[: self.limits.validation])]
         trained, curve = self._trained(closed, to_train, to_check, plan)
         comparer = Comparer(self.engine, self.teacher, self._prompt, self.work / "records.jsonl")
@@ -205,7 +206,7 @@ class _Run:
             losses = comparer.losses(choose, recipes, tick)
             if len(choose) >= self.limits.promotion_needs:
                 recipes |= promoting(self.model, recipes, losses)
-            losses = comparer.losses(choose, recipes, tick)
+                losses = comparer.losses(choose, recipes, tick)
         costly = [name for name, recipe in recipes.items() if recipe.promote]
         in_use = IN_USE if IN_USE in recipes else None
         chosen = choose_recipe(losses, costly, in_use)
