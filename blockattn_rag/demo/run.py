@@ -131,7 +131,8 @@ class DemoAnswer:
 def _check_folder(folder: Path) -> None:
     """Refuse a user's database, whose questions would be answered from the demo's passages."""
     found = Manifest.read(folder)
-    if found and found.collection not in (_ENCYCLOPEDIA, _FACTS):
+    is_own = folder == default_folder()  # whatever an earlier version left there
+    if found and not is_own and found.collection not in (_ENCYCLOPEDIA, _FACTS):
         raise DatabaseError(
             f"{folder} holds a database with other documents than the demo's: give another folder "
             f"(--db), or ask it: blockattn-rag demo --web --db {folder}"
