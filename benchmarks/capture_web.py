@@ -49,14 +49,14 @@ def main() -> None:
     command = [sys.executable, "-m", "blockattn_rag", "demo", "--web"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        told: list[str] = []
+        lines: list[str] = []
         for line in server.stderr:
-            told.append(line)
+            lines.append(line)
             if found := re.search(r"http://\S+", line):
                 capture(found[0], options.chromium)
                 break
         else:
-            sys.exit(f"the page was not served:\n{''.join(told)}")
+            sys.exit(f"the page was not served:\n{''.join(lines)}")
         server.terminate()
     print(FIGURE)
 
