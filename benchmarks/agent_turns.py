@@ -25,8 +25,8 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.checkpoint.memory import InMemorySaver
 
 from blockattn_rag import DirectoryStore
-from blockattn_rag.demo.corpus import bundled_corpus, bundled_questions
-from blockattn_rag.evaluation.efficiency import machine
+from blockattn_rag.app.demo.corpus import bundled_corpus, bundled_questions
+from blockattn_rag.lab.efficiency import machine
 from blockattn_rag.langchain import (
     BlockKVTransformer,
     ChatBlockAttention,

@@ -21,10 +21,10 @@ from torch import Tensor
 from blockattn_rag.attention.kernels import attend_fused, attend_matmul
 from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.attention.tuning import CPU, Tuning
-from blockattn_rag.evaluation.efficiency import machine
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, assemble, place
 from blockattn_rag.kv.rope import RotaryLayout
+from blockattn_rag.lab.efficiency import machine
 
 HEADS, KV_HEADS, SIZE = 9, 3, 64
 LAYOUT = RotaryLayout(10_000.0 ** (-torch.arange(0, SIZE, 2) / SIZE), "half")

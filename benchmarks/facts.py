@@ -1,10 +1,10 @@
 """Factual questions over short articles of general knowledge: a test set for block mode.
 
-The data and its rules are in ``blockattn_rag/demo/data/facts``. Each question is asked over six
+The data and its rules are in ``blockattn_rag/app/demo/data/facts``. Each question is asked over six
 passages, most of them about the same kind of subject, so an answer from the wrong passage is
 wrong::
 
-    from blockattn_rag.demo.facts import is_right, load
+    from blockattn_rag.app.demo.facts import is_right, load
 
     for question in load().questions:
         passages = passages_for(question, seed=0)
@@ -23,7 +23,7 @@ import json
 import random
 from typing import Any
 
-from blockattn_rag.demo.facts import Question, load
+from blockattn_rag.app.demo.facts import Question, load
 
 SAME_CLUSTER = 3
 """Distractors from the cluster of the right article."""

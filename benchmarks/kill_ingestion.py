@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from blockattn_rag.demo.corpus import bundled_corpus
+from blockattn_rag.app.demo.corpus import bundled_corpus
 
 COMMAND = [sys.executable, "-m", "blockattn_rag"]
 

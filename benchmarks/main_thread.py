@@ -15,8 +15,8 @@ import threading
 import torch
 from packing import median_s  # the script beside this one
 
-from blockattn_rag.evaluation.efficiency import machine
-from blockattn_rag.evaluation.efficiency.shapes import random_llama
+from blockattn_rag.lab.efficiency import machine
+from blockattn_rag.lab.efficiency.shapes import random_llama
 
 TOKENS = 50
 

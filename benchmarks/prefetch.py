@@ -21,13 +21,13 @@ from typing import Annotated, Any
 import typer
 
 from blockattn_rag import BlockAttentionEngine, DirectoryStore
-from blockattn_rag.evaluation.efficiency import machine
-from blockattn_rag.evaluation.efficiency.shapes import (
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.lab.efficiency import machine
+from blockattn_rag.lab.efficiency.shapes import (
     counting_tokenizer,
     random_llama,
     random_prompt,
 )
-from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import BlockPrompt
 

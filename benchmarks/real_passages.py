@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from blockattn_rag import BlockAttentionEngine, DirectoryStore, Passage
-from blockattn_rag.evaluation.datasets import EvaluationSample, read_samples
-from blockattn_rag.evaluation.efficiency import machine
-from blockattn_rag.evaluation.efficiency.shapes import random_llama
+from blockattn_rag.lab.efficiency import machine
+from blockattn_rag.lab.efficiency.shapes import random_llama
+from blockattn_rag.lab.evaluation.datasets import EvaluationSample, read_samples
 from blockattn_rag.model.loading import load_tokenizer
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.prompts.formats import CHAT

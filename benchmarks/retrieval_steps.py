@@ -43,7 +43,7 @@ from llama_index.core.retrievers import AutoMergingRetriever
 from llama_index.core.schema import MetadataMode
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.demo.corpus import bundled_corpus, bundled_questions
+from blockattn_rag.app.demo.corpus import bundled_corpus, bundled_questions
 from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.langchain import (
     BlockDocumentPrompt,

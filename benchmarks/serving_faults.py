@@ -33,7 +33,7 @@ import httpx
 import typer
 from serving_load import ENVIRONMENT, FailedAnswerError, ask, host, markdown, write
 
-from blockattn_rag.serving.endpoint import COMPLETIONS
+from blockattn_rag.server.endpoint import COMPLETIONS
 from blockattn_rag.store import ObjectStore
 from blockattn_rag.store.objects import entry_path
 from tests.store.faults import Fault, FaultyServer, faulty

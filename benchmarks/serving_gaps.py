@@ -28,7 +28,7 @@ from serving_load import Answer, closed_loop, host, markdown, write
 from serving_systems import SYSTEMS, Asker, Question, Systems
 from serving_trace import Prompts, Trace, drawn, make_trace, warm
 
-from blockattn_rag.evaluation.datasets import read_samples
+from blockattn_rag.lab.evaluation.datasets import read_samples
 from blockattn_rag.model.loading import resolve_name
 
 Way = Literal["nobody asks", "final blocks alone", "passages in pages", "with passages"]

@@ -20,8 +20,8 @@ from typing import Any
 
 import httpx
 
-from blockattn_rag.evaluation.efficiency import machine
-from blockattn_rag.files.atomic import write_json
+from blockattn_rag.files import write_json
+from blockattn_rag.lab.efficiency import machine
 from blockattn_rag.model.loading import default_device
 
 ENVIRONMENT = {

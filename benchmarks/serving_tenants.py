@@ -32,8 +32,8 @@ import numpy as np
 import typer
 from serving_load import ENVIRONMENT, host, markdown, write
 
-from blockattn_rag.serving.endpoint import COMPLETIONS, ENCODE
-from blockattn_rag.serving.protocol import BlockPlan, salt
+from blockattn_rag.server.endpoint import COMPLETIONS, ENCODE
+from blockattn_rag.server.protocol import BlockPlan, salt
 from tests_vllm.reference import SYSTEM, TOKENS, Case, Reference
 from tests_vllm.server import Server
 

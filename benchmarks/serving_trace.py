@@ -34,7 +34,7 @@ from serving_load import Answer, closed_loop, gaps, host, markdown, write
 from serving_systems import SYSTEMS, Asker, Order, Question, Systems
 
 from blockattn_rag import Passage
-from blockattn_rag.evaluation.datasets import read_samples
+from blockattn_rag.lab.evaluation.datasets import read_samples
 from blockattn_rag.model.loading import load_tokenizer, resolve_name
 from blockattn_rag.prompts.formats import CHAT
 from blockattn_rag.prompts.tokenization import BlockTokenizer

@@ -25,10 +25,10 @@ from jsonschema import Draft202012Validator
 from blockattn_rag import BlockAttentionEngine, MemoryStore
 from blockattn_rag.errors import IncompleteAnswerError
 from blockattn_rag.model.constraint import GrammarConstraint
+from blockattn_rag.output.compiler import GrammarCompiler
 from blockattn_rag.prompts.formats import CHAT, Passage
-from blockattn_rag.structured.compiler import GrammarCompiler
 
-DATA = Path(__file__).parents[1] / "blockattn_rag" / "demo" / "data"
+DATA = Path(__file__).parents[1] / "blockattn_rag" / "app" / "demo" / "data"
 TEXT = {"type": "string", "maxLength": 24}
 NULLABLE = {"type": ["null", "number"], "minimum": 0, "maximum": 99, "multipleOf": 0.5}
 COUNT = {"type": "integer", "minimum": 0, "maximum": 9999}

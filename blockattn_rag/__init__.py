@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         strip_markers,
         wrap,
     )
-    from blockattn_rag.remote import RemoteEngine
+    from blockattn_rag.server.client import RemoteEngine
     from blockattn_rag.store import (
         DirectoryStore,
         KVStore,
@@ -121,7 +121,7 @@ _HOMES = {
         "Block BlockPrompt BlockTemplate Passage PromptFormat Span handle_of segment "
         "strip_markers wrap"
     ),
-    "remote": "RemoteEngine",
+    "server.client": "RemoteEngine",
     "store": "DirectoryStore KVStore MemoryStore ObjectStore RedisStore TieredStore open_store",
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

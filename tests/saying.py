@@ -9,7 +9,7 @@ from transformers import LogitsProcessor
 
 from blockattn_rag.model import BlockModel
 from tests.models import tiny_model, tiny_tokenizer
-from tests.tools.chat_templates import QWEN3
+from tests.output.chat_templates import QWEN3
 
 THINKING_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n"

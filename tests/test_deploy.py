@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from blockattn_rag.serving.config import CONNECTOR, ServingConfig
+from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from tests.test_documentation import accept
 
 DEPLOY = Path(__file__).parents[1] / "deploy"

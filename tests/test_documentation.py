@@ -19,8 +19,8 @@ import pytest
 import typer
 
 import blockattn_rag
-from blockattn_rag.cli import app
-from blockattn_rag.demo.facts import is_right, load
+from blockattn_rag.app.cli import app
+from blockattn_rag.app.demo.facts import is_right, load
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

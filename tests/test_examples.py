@@ -17,9 +17,9 @@ from llama_index.core import Settings
 import blockattn_rag.langchain as langchain
 import blockattn_rag.llama_index as llama_index
 from blockattn_rag.model import BlockModel
-from blockattn_rag.serving.config import CONNECTOR, ServingConfig
-from blockattn_rag.serving.endpoint import COMPLETIONS, ENCODE
-from tests.remote.fake_server import FakeServer
+from blockattn_rag.server.config import CONNECTOR, ServingConfig
+from blockattn_rag.server.endpoint import COMPLETIONS, ENCODE
+from tests.server.client.fake_server import FakeServer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.append(str(EXAMPLES))

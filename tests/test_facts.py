@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import facts
 from facts import passages_for
 
-from blockattn_rag.demo.facts import FOLDER, is_right, load
+from blockattn_rag.app.demo.facts import FOLDER, is_right, load
 
 BY_ID, QUESTIONS = load().articles, load().questions
 ARTICLES = list(BY_ID.values())

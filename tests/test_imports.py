@@ -22,43 +22,33 @@ FLOORS = {
     "errors": "",
     "lazy": "",
     "files": "errors",
-    "prompts": "errors files",
-    "structured": "errors lazy",
-    "tools": "prompts structured",
     "kv": "",
     "attention": "kv",
+    "prompts": "errors files",
+    "output": "errors lazy prompts",
     "store": "errors files kv lazy",
-    "serving": "errors files kv prompts store",
-    "model": "attention errors files kv lazy prompts serving structured tools",
-    "engine": "attention errors files kv lazy model prompts store structured tools",
-    "vllm": "errors kv prompts serving store structured",
-    "remote": "engine errors lazy model prompts serving",
-    "check": "engine errors kv model prompts remote serving",
-    "adapters": "engine errors model prompts remote store",
-    "llama_index": "adapters engine errors lazy prompts store structured tools",
-    "langchain": "adapters engine lazy prompts structured tools",
-    "evaluation": "engine errors files kv lazy model prompts store",
-    "training": "engine errors evaluation files kv lazy model prompts store",
-    "planning": "errors evaluation kv",
-    "rag": (
-        "adapters engine errors evaluation files kv llama_index planning prompts remote store "
-        "structured"
-    ),
-    "demo": "engine errors files lazy model prompts rag",
-    "cli": (
-        "adapters check demo engine errors evaluation files kv lazy model planning prompts rag "
-        "store training"
+    "model": "attention errors files kv lazy output prompts",
+    "engine": "attention errors files kv lazy model output prompts store",
+    "server": "engine errors files kv lazy model output prompts store",
+    "check": "engine errors kv model prompts server",
+    "adapters": "engine errors model prompts server store",
+    "llama_index": "adapters engine errors lazy output prompts store",
+    "langchain": "adapters engine lazy output prompts",
+    "lab": "engine errors files kv lazy model prompts store",
+    "app": (
+        "adapters check engine errors files kv lab lazy llama_index model output prompts server "
+        "store"
     ),
 }
 FRAMEWORKS = {"llama_index", "langchain", "langchain_core", "langchain_chroma", "chromadb"}
 PUBLIC = [
     "",
     ".prompts",
-    ".tools",
+    ".output",
     ".kv",
     ".store",
     ".engine",
-    ".remote",
+    ".server.client",
     ".llama_index",
     ".langchain",
 ]
@@ -111,7 +101,7 @@ def test_every_folder_is_a_floor_and_imports_from_floors_below() -> None:
     for module, file in MODULES.items():
         if floor := floor_of(module):
             found = {floor_of(name) for name in own_modules(file)} - {floor}
-            allowed = set(FLOORS.get(floor, "cli").split())
+            allowed = set(FLOORS.get(floor, "app").split())
             assert found <= allowed, f"{module} imports {sorted(found - allowed)}"
 
 
@@ -126,7 +116,7 @@ def test_neither_folders_nor_files_import_in_circles() -> None:
 
 def test_the_core_knows_no_framework() -> None:
     for module, file in MODULES.items():
-        if floor_of(module) not in {"llama_index", "langchain", "rag", "cli", "demo"}:
+        if floor_of(module) not in {"llama_index", "langchain", "app"}:
             roots = {name.split(".")[0] for name in imported(file)}
             assert not roots & FRAMEWORKS, module
 
@@ -143,8 +133,8 @@ def test_only_the_seam_knows_transformers() -> None:
         for module, file in MODULES.items()
         if any(name.split(".")[0] == "transformers" for name in imported(file))
     }
-    # Evaluation and planning read configs and make random models; the engine asks for a type.
-    assert users <= {"model", "training", "check", "engine", "evaluation", "planning"}
+    # The lab trains, reads configs and makes random models; the engine asks for a type.
+    assert users <= {"model", "check", "engine", "lab"}
 
 
 def test_only_the_command_line_imports_the_check() -> None:
@@ -153,7 +143,7 @@ def test_only_the_command_line_imports_the_check() -> None:
         for module, file in MODULES.items()
         if any(floor_of(name) == "check" for name in own_modules(file))
     }
-    assert {user for user in users if floor_of(user) != "check"} == {"blockattn_rag.cli.check"}
+    assert {user for user in users if floor_of(user) != "check"} == {"blockattn_rag.app.cli.check"}
 
 
 def test_importing_the_package_loads_neither_torch_nor_a_framework() -> None:

@@ -19,7 +19,7 @@ os.environ |= {
     "PYTHONPATH": str(Path(__file__).parent.parent),
 }
 
-from blockattn_rag.remote import RemoteEngine
+from blockattn_rag.server.client import RemoteEngine
 from tests_vllm.reference import MODEL, Reference
 from tests_vllm.server import KEY, Server
 

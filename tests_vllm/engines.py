@@ -32,7 +32,7 @@ class Engine:
     def __init__(
         self,
         options: dict[str, Any],
-        module: str = "blockattn_rag.vllm.connector",
+        module: str = "blockattn_rag.server.vllm.connector",
         name: str = "BlockAttentionConnector",
         **engine: Any,
     ) -> None:

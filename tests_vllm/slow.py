@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from blockattn_rag.vllm.connector import BlockAttentionConnector
+from blockattn_rag.server.vllm.connector import BlockAttentionConnector
 
 GATE = "BLOCKATTN_TEST_GATE"
 """Environment variable with the file's path."""

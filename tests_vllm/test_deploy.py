@@ -8,7 +8,7 @@ from vllm.config import KVTransferConfig
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from blockattn_rag.serving.config import CONNECTOR, ServingConfig
+from blockattn_rag.server.config import CONNECTOR, ServingConfig
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.serving.protocol import BlockPlan
+from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.engines import Engine, sampling_of
 from tests_vllm.reference import Case, Reference
@@ -97,7 +97,7 @@ def test_the_same_tokens_cut_otherwise_have_pages_of_their_own(
 
 
 def test_a_client_cannot_name_the_salt_of_block_mode(reference: Reference, engine: Engine) -> None:
-    from blockattn_rag.serving.protocol import salt
+    from blockattn_rag.server.protocol import salt
 
     case = reference.telling(5)
     own = salt(BlockPlan("complete", case.lengths), reference.profile)

@@ -22,14 +22,14 @@ from blockattn_rag.errors import (
     StoreError,
 )
 from blockattn_rag.prompts.blocks import Keep
-from blockattn_rag.serving.config import ServingConfig
-from blockattn_rag.serving.protocol import parse_plan
+from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.protocol import parse_plan
+from blockattn_rag.server.vllm import ensure
+from blockattn_rag.server.vllm.ensure import BlockEnsurer, Encodable, encodables
+from blockattn_rag.server.vllm.orders import UNSAVED
+from blockattn_rag.server.vllm.service import Service
 from blockattn_rag.store import DirectoryStore
 from blockattn_rag.store.breaker import CircuitBreaker
-from blockattn_rag.vllm import ensure
-from blockattn_rag.vllm.ensure import BlockEnsurer, Encodable, encodables
-from blockattn_rag.vllm.orders import UNSAVED
-from blockattn_rag.vllm.service import Service
 from tests_vllm.reference import Reference
 
 

@@ -13,11 +13,11 @@ from fastapi.datastructures import Headers
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.prompts.blocks import Keep
-from blockattn_rag.serving.config import ServingConfig
-from blockattn_rag.serving.endpoint import EncodeBody
-from blockattn_rag.serving.protocol import BlockPlan
+from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.endpoint import EncodeBody
+from blockattn_rag.server.protocol import BlockPlan
+from blockattn_rag.server.vllm.service import Service
 from blockattn_rag.store import DirectoryStore
-from blockattn_rag.vllm.service import Service
 from tests_vllm.engines import Engine
 from tests_vllm.reference import TELLING, TOKENS, Case, Reference
 

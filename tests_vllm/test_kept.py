@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.vllm.kept import KeptBlocks
+from blockattn_rag.server.vllm.kept import KeptBlocks
 
 
 def test_what_was_not_used_for_the_longest_time_is_dropped_first() -> None:

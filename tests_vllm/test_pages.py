@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.errors import ServingError
-from blockattn_rag.vllm.pages import LayerPages
+from blockattn_rag.server.vllm.pages import LayerPages
 
 PAGES, HEADS, TOKENS, KEY, VALUE = 6, 2, 16, 8, 4
 

@@ -14,7 +14,7 @@ import pytest
 from blockattn_rag import BlockAttentionEngine, MemoryStore
 from blockattn_rag.errors import ServingError
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
-from blockattn_rag.remote import RemoteEngine
+from blockattn_rag.server.client import RemoteEngine
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import MODEL, Reference
 from tests_vllm.server import KEY, Server

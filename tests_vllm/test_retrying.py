@@ -11,9 +11,9 @@ import pytest
 from vllm.exceptions import RetryableRequestError
 
 from blockattn_rag.errors import GrammarError, ProtocolError
-from blockattn_rag.serving.protocol import BlockPlan, ServedBlocks
-from blockattn_rag.vllm.counts import CUT_ANSWERS, RETRIES
-from blockattn_rag.vllm.retrying import CURRENT, RetryingClient, Ticket
+from blockattn_rag.server.protocol import BlockPlan, ServedBlocks
+from blockattn_rag.server.vllm.counts import CUT_ANSWERS, RETRIES
+from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket
 from tests_vllm.engines import sampling_of
 
 PLAN = BlockPlan("complete", (4, 5))

@@ -9,10 +9,10 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
-from blockattn_rag.serving.config import ServingConfig
-from blockattn_rag.serving.protocol import BlockPlan
-from blockattn_rag.vllm.orders import UNSAVED
-from blockattn_rag.vllm.scheduler import SchedulerSide
+from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.protocol import BlockPlan
+from blockattn_rag.server.vllm.orders import UNSAVED
+from blockattn_rag.server.vllm.scheduler import SchedulerSide
 from tests_vllm.engines import sampling_of
 from tests_vllm.reference import Reference
 

@@ -12,7 +12,7 @@ import pytest
 from vllm.logging_utils.dump_input import prepare_object_to_dump
 
 from blockattn_rag.check.server import check_server
-from blockattn_rag.serving.endpoint import (
+from blockattn_rag.server.endpoint import (
     CHAT_COMPLETIONS,
     COMPLETIONS,
     ENCODE,
@@ -20,9 +20,9 @@ from blockattn_rag.serving.endpoint import (
     EncodeAnswer,
     ServerInfo,
 )
-from blockattn_rag.serving.protocol import BlockPlan, ServedBlocks
+from blockattn_rag.server.protocol import BlockPlan, ServedBlocks
+from blockattn_rag.server.vllm.orders import Load, Orders, Save
 from blockattn_rag.store import DirectoryStore
-from blockattn_rag.vllm.orders import Load, Orders, Save
 from tests_vllm.reference import TOKENS, Case, Reference
 from tests_vllm.server import KEY, NAME, Server
 

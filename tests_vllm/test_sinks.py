@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from blockattn_rag.model.profile import profile_of
-from blockattn_rag.serving.profile import ModelProfile
-from blockattn_rag.serving.protocol import BlockPlan
+from blockattn_rag.server.measured_profile import profile_of
+from blockattn_rag.server.profile import ModelProfile
+from blockattn_rag.server.protocol import BlockPlan
 from tests_vllm.engines import Engine
 from tests_vllm.reference import Reference
 

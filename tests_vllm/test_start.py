@@ -18,8 +18,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from blockattn_rag.errors import ServingError
-from blockattn_rag.serving.config import ServingConfig
-from blockattn_rag.vllm.checks import check_engine
+from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.vllm.checks import check_engine
 from tests_vllm.reference import MODEL, Reference
 
 FULL = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32)
@@ -31,7 +31,7 @@ SLIDING = SlidingWindowSpec(
 def engine_of(transfer: dict[str, Any] | None = None, **changed: Any) -> VllmConfig:
     given = {
         "kv_connector": "BlockAttentionConnector",
-        "kv_connector_module_path": "blockattn_rag.vllm.connector",
+        "kv_connector_module_path": "blockattn_rag.server.vllm.connector",
         "kv_role": "kv_both",
     }
     args = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024} | changed

@@ -13,10 +13,10 @@ import yaml
 from pydantic import BaseModel, Field
 
 from blockattn_rag.errors import IncompleteAnswerError, ServingError
-from blockattn_rag.remote import RemoteEngine
-from blockattn_rag.serving.endpoint import CHAT_COMPLETIONS, COMPLETIONS
-from blockattn_rag.tools import FORMATS, parse_answer
-from blockattn_rag.tools.grammar import calls_grammar
+from blockattn_rag.output import FORMATS, parse_answer
+from blockattn_rag.output.call_grammar import calls_grammar
+from blockattn_rag.server.client import RemoteEngine
+from blockattn_rag.server.endpoint import CHAT_COMPLETIONS, COMPLETIONS
 from tests_vllm.reference import Reference
 from tests_vllm.server import Server
 

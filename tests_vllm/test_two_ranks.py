@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from blockattn_rag.serving.protocol import BlockPlan
+from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.engines import Engine
 from tests_vllm.reference import Reference

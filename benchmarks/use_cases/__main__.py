@@ -28,7 +28,7 @@ from registry import Use, all_uses
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.engine.pending import PendingRequest
-from blockattn_rag.evaluation.efficiency import machine
+from blockattn_rag.lab.efficiency import machine
 from blockattn_rag.store import MemoryStore
 
 FRAMEWORKS = ("langchain", "langchain-core", "langchain-classic", "langgraph", "llama-index-core")

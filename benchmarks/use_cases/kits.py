@@ -25,7 +25,7 @@ from registry import QUESTION
 
 import blockattn_rag
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.demo.corpus import bundled_corpus
+from blockattn_rag.app.demo.corpus import bundled_corpus
 from blockattn_rag.langchain import (
     BlockDocumentPrompt,
     BlockKVTransformer,
@@ -168,7 +168,7 @@ def passages() -> list[str]:
 
 def model_folder(folder: Path) -> str:
     """The bundled model, with a chat template that knows tools, in a folder of its own."""
-    bundled = Path(blockattn_rag.__file__).parent / "demo" / "model"
+    bundled = Path(blockattn_rag.__file__).parent / "model" / "bundled"
     shutil.copytree(bundled, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return str(folder)

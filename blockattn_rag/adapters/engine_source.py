@@ -191,7 +191,7 @@ class EngineSource:
             # A store in memory lives as long as its object.
             passing = f"{type(engine.store).__name__} {id(engine.store)}"
             return {"store": self.lasting_store or passing, "namespace": engine.access.namespace}
-        from blockattn_rag.remote import RemoteEngine
+        from blockattn_rag.server.client import RemoteEngine
 
         assert isinstance(engine, RemoteEngine)
         return {"store": engine.base_url, "namespace": engine.info.namespace}
@@ -231,7 +231,7 @@ class EngineSource:
         """The engine; loads the weights on first use, unless a server has them."""
         with self._lock:
             if self._engine is None and self._api_base is not None:
-                from blockattn_rag.remote import RemoteEngine
+                from blockattn_rag.server.client import RemoteEngine
 
                 self._engine = RemoteEngine(
                     self._api_base,

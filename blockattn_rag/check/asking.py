@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Keep, may_store
-from blockattn_rag.remote.background import background
-from blockattn_rag.remote.request import completion_body
-from blockattn_rag.remote.server import Server
-from blockattn_rag.serving.endpoint import COMPLETIONS, EncodeAnswer, EncodeBody
-from blockattn_rag.serving.fields import shown
-from blockattn_rag.serving.protocol import BlockPlan, ServedBlocks
+from blockattn_rag.server.client.background import background
+from blockattn_rag.server.client.request import completion_body
+from blockattn_rag.server.client.server import Server
+from blockattn_rag.server.endpoint import COMPLETIONS, EncodeAnswer, EncodeBody
+from blockattn_rag.server.fields import shown
+from blockattn_rag.server.protocol import BlockPlan, ServedBlocks
 
 NEW_TOKENS = 8
 LIKELIEST = 5

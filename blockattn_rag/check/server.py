@@ -19,13 +19,13 @@ from torch import Tensor
 from blockattn_rag.check.asking import LIKELIEST, NEW_TOKENS, Answer, Asker, Probe
 from blockattn_rag.check.checks import CheckReport, CheckRow, placed_context
 from blockattn_rag.model.block_model import BlockModel
-from blockattn_rag.model.profile import profile_of
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Keep
-from blockattn_rag.remote.client import Client, RefusedError
-from blockattn_rag.remote.server import Server
-from blockattn_rag.serving.endpoint import COMPLETIONS, TENANT_HEADER, EncodeAnswer, ServerInfo
-from blockattn_rag.serving.protocol import VERSION
+from blockattn_rag.server.client.client import Client, RefusedError
+from blockattn_rag.server.client.server import Server
+from blockattn_rag.server.endpoint import COMPLETIONS, TENANT_HEADER, EncodeAnswer, ServerInfo
+from blockattn_rag.server.measured_profile import profile_of
+from blockattn_rag.server.protocol import VERSION
 
 _EXACT = 1e-3
 """Difference of log-probabilities below which rounding in float32 stays by far."""

@@ -14,7 +14,7 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.context import Assembly
 from blockattn_rag.model.sampling import Sampling
-from blockattn_rag.structured.grammar import parse_grammar
+from blockattn_rag.output.grammar import parse_grammar
 
 OnMiss = Literal["compute", "error"]
 """``compute``: a block that is not in the store is encoded and stored. ``error``: ``MissError``."""

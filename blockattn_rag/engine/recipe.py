@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
-from blockattn_rag.files.atomic import sync, temporary_name, write_json
+from blockattn_rag.files import sync, temporary_name, write_json
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.model.correction_file import read_correction, save_correction

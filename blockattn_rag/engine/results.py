@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from blockattn_rag.structured.answers import complete_json
+from blockattn_rag.output.answers import complete_json
 
 Mode = Literal["block", "full"]
 """``block``: context blocks are looked up and attend to themselves only. ``full``: ordinary causal

@@ -17,8 +17,8 @@ from langchain_core.tools import BaseTool, StructuredTool
 from pydantic import BaseModel, Field
 
 from blockattn_rag.langchain.documents import as_block_prompt, format_blocks
+from blockattn_rag.output.calls import new_call_id
 from blockattn_rag.prompts.markers import strip_markers
-from blockattn_rag.tools.calls import new_call_id
 
 NOTHING_FOUND = "Nothing was found."
 """What the model is told where a retriever finds nothing."""

@@ -24,18 +24,18 @@ from blockattn_rag.langchain.fields import GenerationFields
 from blockattn_rag.langchain.messages import as_template_messages
 from blockattn_rag.langchain.profile import SourceProfile
 from blockattn_rag.langchain.structured_output import Method, structured_chat
-from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.chat_template import has_chat_template
-from blockattn_rag.prompts.markers import strip_markers
-from blockattn_rag.prompts.template_kwargs import check_template_kwargs
-from blockattn_rag.structured.answers import has_no_thoughts
-from blockattn_rag.tools import tool_template
-from blockattn_rag.tools.use import (
+from blockattn_rag.output import tool_template
+from blockattn_rag.output.answers import has_no_thoughts
+from blockattn_rag.output.use import (
     TOOL_OPTIONS,
     ToolUse,
     prompt_spans,
     with_default_calls,
 )
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.chat_template import has_chat_template
+from blockattn_rag.prompts.markers import strip_markers
+from blockattn_rag.prompts.template_kwargs import check_template_kwargs
 
 Configs = RunnableConfig | list[RunnableConfig] | None
 

@@ -13,11 +13,11 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from blockattn_rag.engine.results import Generation, GenerationChunk, marks_at_end
 from blockattn_rag.langchain.fields import GenerationFields
 from blockattn_rag.langchain.messages import message_figures
+from blockattn_rag.output import InvalidToolCall, ReadAnswer, ToolCall
+from blockattn_rag.output.parser import Piece
+from blockattn_rag.output.use import AnswerReader
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.thoughts import ThoughtReader
-from blockattn_rag.tools import InvalidToolCall, ReadAnswer, ToolCall
-from blockattn_rag.tools.parser import Piece
-from blockattn_rag.tools.use import AnswerReader
 
 # In LangChain's standard content, version 1, texts of a stream have numbers too, from 0 on, and
 # parts of one number become one part.

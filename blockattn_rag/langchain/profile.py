@@ -9,8 +9,8 @@ from typing import Any
 from langchain_core.language_models.model_profile import ModelProfile
 
 from blockattn_rag.adapters.engine_source import EngineSource
+from blockattn_rag.output import tool_template
 from blockattn_rag.prompts.thoughts import marks_thoughts
-from blockattn_rag.tools import tool_template
 
 
 class SourceProfile(Mapping[str, Any]):

@@ -19,7 +19,7 @@ from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_openai_function
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
-from blockattn_rag.structured.answers import complete_json, incomplete
+from blockattn_rag.output.answers import complete_json, incomplete
 
 Method = Literal["json_schema", "function_calling", "json_mode"]
 

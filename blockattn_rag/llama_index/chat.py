@@ -20,9 +20,9 @@ from llama_index.core.llms.llm import ToolSelection
 
 from blockattn_rag.engine.results import Marks
 from blockattn_rag.errors import ToolCallError
-from blockattn_rag.tools import ReadAnswer
-from blockattn_rag.tools.parser import Piece
-from blockattn_rag.tools.use import AnswerReader
+from blockattn_rag.output import ReadAnswer
+from blockattn_rag.output.parser import Piece
+from blockattn_rag.output.use import AnswerReader
 
 INVALID_CALLS = "invalid_tool_calls"
 """Key of a message's ``additional_kwargs`` with the malformed calls of an answer: for each its

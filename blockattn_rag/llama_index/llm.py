@@ -35,10 +35,10 @@ from blockattn_rag.llama_index.chat import ChatReader, tool_selections
 from blockattn_rag.llama_index.exchange import Exchange
 from blockattn_rag.llama_index.prompting import PROMPT_OPTIONS, PromptLike, PromptMaking
 from blockattn_rag.llama_index.structured_output import StructuredPrediction
+from blockattn_rag.output.use import ToolUse, with_default_calls, without_tool_options
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import KVStore
-from blockattn_rag.tools.use import ToolUse, with_default_calls, without_tool_options
 
 
 class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionCallingLLM):

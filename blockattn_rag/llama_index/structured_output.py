@@ -18,7 +18,7 @@ from llama_index.core.program.utils import create_flexible_model
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index_instrumentation import get_dispatcher
 
-from blockattn_rag.structured.answers import complete_json
+from blockattn_rag.output.answers import complete_json
 
 dispatcher = get_dispatcher(__name__)
 

@@ -34,10 +34,10 @@ from blockattn_rag.model.relay_attention import (
 )
 from blockattn_rag.model.repetition import LoopGuard, Loops, Matching
 from blockattn_rag.model.sampling import Sampling
+from blockattn_rag.output.compiler import GrammarCompiler, Matcher
+from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.prompts.checkpoints import Checkpoint, known_checkpoint
 from blockattn_rag.prompts.tokenization import BlockTokenizer
-from blockattn_rag.structured.compiler import GrammarCompiler, Matcher
-from blockattn_rag.structured.grammar import Grammar
 
 
 class BlockModel:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from blockattn_rag.files.atomic import replacing
+from blockattn_rag.files import replacing
 from blockattn_rag.model.correction import NUM_PLACES, Correction, LayerCorrection
 
 _FORMAT = {"format": "blockattn_rag.correction", "version": "1"}

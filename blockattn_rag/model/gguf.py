@@ -15,8 +15,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from blockattn_rag.files.atomic import sync, temporary_name
-from blockattn_rag.files.folders import state_folder
+from blockattn_rag.files import state_folder, sync, temporary_name
 from blockattn_rag.lazy import missing_extra
 
 logger = logging.getLogger("blockattn_rag.model.gguf")

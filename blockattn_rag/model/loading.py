@@ -14,7 +14,7 @@ from blockattn_rag.model.gguf import SMOLLM2, dequantised, is_gguf, smollm2
 from blockattn_rag.prompts.checkpoints import known_checkpoint
 
 BUNDLED = "bundled"
-_BUNDLED_FOLDER = Path(__file__).parents[1] / "demo" / "model"
+_BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 SIDECAR = "block_attention.json"
 """Beside an adapter: the modes it was trained in, and its base if that is the bundled model."""
 

@@ -36,7 +36,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from blockattn_rag.structured.grammar import Grammar
+from blockattn_rag.output.grammar import Grammar
 
 TEXT_TOKENS = 128
 """Tokens of free text that one unit must fill."""

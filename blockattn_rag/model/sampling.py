@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from blockattn_rag.structured.grammar import Grammar
-from blockattn_rag.tools.use import CallReading
+from blockattn_rag.output.grammar import Grammar
+from blockattn_rag.output.use import CallReading
 
 # Arguments of transformers' `generate` that would undo what the engine does.
 _OWNED = frozenset(

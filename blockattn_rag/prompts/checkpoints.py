@@ -26,7 +26,7 @@ AUTO = "auto"
 """The name that stands for a known checkpoint's own prompt format, and for ``chat`` elsewhere."""
 
 # The command line shows what this logger says as a note.
-logger = logging.getLogger("blockattn_rag.rag")
+logger = logging.getLogger("blockattn_rag.app.rag")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from blockattn_rag.files.atomic import temporary_name
-from blockattn_rag.files.folders import state_folder
+from blockattn_rag.files import state_folder, temporary_name
 
 logger = logging.getLogger("blockattn_rag")
 

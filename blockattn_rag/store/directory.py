@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from blockattn_rag.errors import StoreError
-from blockattn_rag.files.atomic import is_temporary, replacing, sync
+from blockattn_rag.files import is_temporary, replacing, sync
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import files
 from blockattn_rag.store.base import (

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.errors import CorruptEntryError, StoreError
-from blockattn_rag.files.atomic import temporary_name
+from blockattn_rag.files import temporary_name
 from blockattn_rag.store.header import FormatError
 
 FILE_MODE = 0o600

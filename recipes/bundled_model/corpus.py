@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from blockattn_rag.demo.corpus import Question
+from blockattn_rag.app.demo.corpus import Question
 from recipes.bundled_model.names import Split
 from recipes.bundled_model.scenes import QUESTION_KINDS, QuestionKind, turns_of, write_scene
 

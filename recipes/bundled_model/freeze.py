@@ -1,6 +1,6 @@
 """Write the demo's data files: ``python -m recipes.bundled_model.freeze [FOLDER]``.
 
-Without a folder, the files of the package (``blockattn_rag/demo/data``) are written again, byte
+Without a folder, the files of the package (``blockattn_rag/app/demo/data``) are written again, byte
 for byte the same as long as the generator is.
 """
 
@@ -14,14 +14,14 @@ from typing import Annotated, Any
 
 import typer
 
-import blockattn_rag.demo.corpus
-from blockattn_rag.demo.corpus import Question
+import blockattn_rag.app.demo.corpus
+from blockattn_rag.app.demo.corpus import Question
 from recipes.bundled_model.catalog import KINDS
 from recipes.bundled_model.corpus import generate_samples, write_jsonl
 from recipes.bundled_model.names import Split
 from recipes.bundled_model.scenes import Article, QuestionKind, SceneWriter, turns_of
 
-DATA = Path(blockattn_rag.demo.corpus.__file__).with_name("data")
+DATA = Path(blockattn_rag.app.demo.corpus.__file__).with_name("data")
 ARTICLES_PER_KIND = 30
 
 #: The questions on each kind of entity: the first article asked about, how many, and the sort.

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from blockattn_rag.demo.corpus import Question
+from blockattn_rag.app.demo.corpus import Question
 from blockattn_rag.prompts.formats import Passage
 from recipes.bundled_model.catalog import KINDS, Attribute
 from recipes.bundled_model.formats import Format, draw_format, follow_up

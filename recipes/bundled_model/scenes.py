@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from blockattn_rag.demo.corpus import Question
+from blockattn_rag.app.demo.corpus import Question
 from blockattn_rag.prompts.formats import Passage
 from recipes.bundled_model.catalog import KINDS, Attribute, Kind
 from recipes.bundled_model.names import Split, alike_name, ending_of, pair_name

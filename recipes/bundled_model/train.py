@@ -2,7 +2,7 @@
 
 Four stages: a warm-up on copying and on comparing numbers, the task with full attention, more of
 its late learned questions, and block fine-tuning, which is
-:func:`blockattn_rag.training.finetune.finetune`, as for any model.
+:func:`blockattn_rag.lab.training.finetune.finetune`, as for any model.
 On several cores, processes beat threads at this size: ``torchrun --nproc-per-node 2 -m
 recipes.bundled_model.train --threads 1``.
 """
@@ -217,8 +217,8 @@ def check_paths(out: Path, base: Path | None, overwrite: bool) -> None:
         FileExistsError: something is there and ``overwrite`` is False, or ``out`` is no model of
             ours.
     """
-    from blockattn_rag.training.config import work_of
-    from blockattn_rag.training.work import check_output, check_work
+    from blockattn_rag.lab.training.config import work_of
+    from blockattn_rag.lab.training.work import check_output, check_work
 
     check_output(out, overwrite)
     check_work(work_of(out))
@@ -247,9 +247,9 @@ def block_finetune(
 
     ``positions="composite"`` is the papers' ablation: without position re-encoding.
     """
+    from blockattn_rag.lab.training.config import FinetuneConfig
+    from blockattn_rag.lab.training.finetune import finetune
     from blockattn_rag.model.loading import load_tokenizer
-    from blockattn_rag.training.config import FinetuneConfig
-    from blockattn_rag.training.finetune import finetune
 
     data = data_of(out)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -11,11 +11,11 @@ import pytest
 from blockattn_rag.check.asking import Answer, Asker, Probe
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.model import BlockModel
-from blockattn_rag.remote.client import Client
-from blockattn_rag.remote.server import Server
-from blockattn_rag.serving.protocol import ServedBlocks
+from blockattn_rag.server.client.client import Client
+from blockattn_rag.server.client.server import Server
+from blockattn_rag.server.protocol import ServedBlocks
 from tests.models import shared_tiny_llama, tiny_tokenizer
-from tests.remote.fake_server import FakeServer
+from tests.server.client.fake_server import FakeServer
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ from blockattn_rag.errors import ServingError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel
-from blockattn_rag.remote import client
-from blockattn_rag.serving.endpoint import INFO
-from blockattn_rag.serving.protocol import BlockPlan, ServedBlocks
+from blockattn_rag.server.client import client
+from blockattn_rag.server.endpoint import INFO
+from blockattn_rag.server.protocol import BlockPlan, ServedBlocks
 from blockattn_rag.store import MemoryStore
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
-from tests.remote.fake_server import FakeServer
+from tests.server.client.fake_server import FakeServer
 
 Check = Callable[..., ServerReport]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from blockattn_rag.files.atomic import is_temporary, replacing, temporary_name, write_json
+from blockattn_rag.files import is_temporary, replacing, temporary_name, write_json
 
 
 def test_a_file_is_replaced_only_when_the_new_one_is_whole(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from blockattn_rag.errors import DataError
-from blockattn_rag.files.jsonl import numbered_lines, parse_line
+from blockattn_rag.files import numbered_lines, parse_line
 
 
 def test_lines_keep_their_numbers_where_blank_ones_are_passed_over(tmp_path: Path) -> None:

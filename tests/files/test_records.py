@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag.errors import DataError
-from blockattn_rag.files.records import list_of, not_blank, of_kind, text_of, value_of
+from blockattn_rag.files import list_of, not_blank, of_kind, text_of, value_of
 
 
 def test_fields_that_are_as_expected_come_back_as_they_are() -> None:

@@ -21,7 +21,7 @@ from langchain_core.runnables import RunnablePassthrough
 from langchain_core.tools import create_retriever_tool
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.demo.corpus import bundled_corpus, bundled_questions, is_correct
+from blockattn_rag.app.demo.corpus import bundled_corpus, bundled_questions, is_correct
 from blockattn_rag.langchain import (
     BlockDocumentPrompt,
     BlockKVTransformer,

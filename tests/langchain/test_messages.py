@@ -18,8 +18,8 @@ from langchain_core.messages import (
 
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from blockattn_rag.langchain.messages import as_template_messages
+from blockattn_rag.output.history import without_tools
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.tools.history import without_tools
 from tests.langchain.conftest import passages
 
 CALL = {"name": "search", "args": {"query": "q"}, "id": "1", "type": "tool_call"}

@@ -8,12 +8,12 @@ import pytest
 from langchain_core.messages import AIMessage
 
 from blockattn_rag.langchain import ChatBlockAttention
+from blockattn_rag.output import FORMATS
 from blockattn_rag.prompts.blocks import Span
-from blockattn_rag.tools import FORMATS
 from tests.langchain.test_tools import ask
+from tests.output.chat_templates import QWEN3
 from tests.quoting import CALLS, called, delete_all, quoted, quoting_model
 from tests.scripted import ScriptedEngine
-from tests.tools.chat_templates import QWEN3
 
 HOW = pytest.mark.parametrize("how", ["invoke", "stream"])
 FORM = pytest.mark.parametrize("form", FORMATS)

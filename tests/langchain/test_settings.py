@@ -22,8 +22,8 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
 from tests.langchain.conftest import tiny_block_model
 from tests.models import tiny_model
+from tests.output.chat_templates import QWEN3
 from tests.saying import says, thinking_tokenizer
-from tests.tools.chat_templates import QWEN3
 
 ANSWER = "<think>\nIt is deep.\n</think>\n\n31 metres."
 ASKED = [("human", "How deep?")]

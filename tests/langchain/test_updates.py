@@ -9,7 +9,7 @@ from langchain_chroma import Chroma
 from langchain_core.documents import Document
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.demo.corpus import bundled_corpus
+from blockattn_rag.app.demo.corpus import bundled_corpus
 from blockattn_rag.langchain import (
     BlockDocumentPrompt,
     BlockKVTransformer,

@@ -9,8 +9,8 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 
 from blockattn_rag.llama_index import BlockAttentionLLM
+from blockattn_rag.output import FORMATS
 from blockattn_rag.prompts.blocks import Span
-from blockattn_rag.tools import FORMATS
 from tests.llama_index.test_tools import calls_of
 from tests.quoting import CALLS, called, delete_all, quoted, quoting_model
 from tests.scripted import ScriptedEngine

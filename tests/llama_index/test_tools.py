@@ -16,7 +16,7 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import ToolCallError
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor, BlockKVTransform
 from blockattn_rag.llama_index.chat import INVALID_CALLS, as_template_messages
-from blockattn_rag.tools.history import without_tools
+from blockattn_rag.output.history import without_tools
 from tests.llama_index.retrieving import Fixed
 from tests.scripted import Script, ScriptedEngine, tool_model
 

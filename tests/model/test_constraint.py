@@ -9,8 +9,8 @@ import torch
 
 from blockattn_rag.errors import GrammarError
 from blockattn_rag.model.constraint import GrammarConstraint, restricted
-from blockattn_rag.structured.compiler import GrammarCompiler, Matcher
-from blockattn_rag.structured.grammar import parse_grammar
+from blockattn_rag.output.compiler import GrammarCompiler, Matcher
+from blockattn_rag.output.grammar import parse_grammar
 from tests.models import tiny_tokenizer
 
 TOKENIZER: Any = tiny_tokenizer()

@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.files.folders import state_folder
+from blockattn_rag.files import state_folder
 from blockattn_rag.model import gguf as ours
 from blockattn_rag.model.loading import load_config, load_model, load_tokenizer, resolve_name
 

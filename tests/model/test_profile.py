@@ -10,9 +10,9 @@ import torch
 
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.model.profile import profile_of
 from blockattn_rag.prompts.sinks import sink_ids
-from blockattn_rag.serving.profile import ModelProfile
+from blockattn_rag.server.measured_profile import profile_of
+from blockattn_rag.server.profile import ModelProfile
 from tests.models import VOCABULARY, shared_tiny_llama, tiny_model, tiny_tokenizer
 
 

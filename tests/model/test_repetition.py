@@ -23,7 +23,7 @@ from blockattn_rag.model.repetition import (
     LoopGuard,
     Repetition,
 )
-from blockattn_rag.structured.grammar import parse_grammar
+from blockattn_rag.output.grammar import parse_grammar
 
 REFRAIN = "Row, row, row your boat,\ngently down the stream.\n"
 LEGITIMATE = {

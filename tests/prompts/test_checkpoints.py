@@ -11,13 +11,13 @@ import pytest
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.lab.training.config import FinetuneConfig
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import load_tokenizer
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.checkpoints import CHECKPOINTS, format_for, known_checkpoint
 from blockattn_rag.prompts.formats import FORMATS, Passage, PromptFormat
 from blockattn_rag.prompts.tokenization import BlockTokenizer
-from blockattn_rag.training.config import FinetuneConfig
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
 TULU, LLAMA = "ldsjmdy/Tulu3-Block-FT", "hxia7/Llama-3.2-1B-Block-FT"

@@ -9,8 +9,8 @@ import pytest
 
 from blockattn_rag.prompts.chat_template import render_chat
 from blockattn_rag.prompts.template_kwargs import check_template_kwargs, template_variables
+from tests.output import chat_templates
 from tests.saying import thinking_tokenizer
-from tests.tools import chat_templates
 
 TURN = [{"role": "user", "content": "How?"}]
 

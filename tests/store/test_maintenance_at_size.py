@@ -165,7 +165,7 @@ def test_entries_are_looked_at_as_they_are_listed_and_several_at_once(
 def test_the_commands_look_after_a_bucket(s3: str, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from blockattn_rag.cli import app
+    from blockattn_rag.app.cli import app
 
     def run(*arguments: object) -> tuple[int, str]:
         result = CliRunner().invoke(app, ["store", *map(str, arguments)])

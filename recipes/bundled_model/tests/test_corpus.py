@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from blockattn_rag.demo.corpus import is_correct
+from blockattn_rag.app.demo.corpus import is_correct
 from recipes.bundled_model import corpus
 from recipes.bundled_model.names import held_out_words
 from recipes.bundled_model.scenes import QUESTION_KINDS, QuestionKind

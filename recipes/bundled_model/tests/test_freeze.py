@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from blockattn_rag.demo.corpus import bundled_corpus
+from blockattn_rag.app.demo.corpus import bundled_corpus
 from recipes.bundled_model.freeze import ARTICLES_PER_KIND, DATA, main
 from recipes.bundled_model.names import ending_of, held_out_words
 

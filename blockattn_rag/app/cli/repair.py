@@ -1,0 +1,304 @@
+"""``blockattn-rag repair``: makes a recipe, with which a model answers better in block mode."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from blockattn_rag import __version__
+from blockattn_rag.app.cli.figures import count, duration
+from blockattn_rag.app.cli.output import JsonOption, ModelArgument, emit, stages, working
+from blockattn_rag.app.rag.model_names import existing_model, loading
+
+if TYPE_CHECKING:
+    from blockattn_rag.app.rag.database import Database
+    from blockattn_rag.engine.recipe import Recipe
+    from blockattn_rag.lab.repair.run import Material, Progress
+    from blockattn_rag.model import BlockModel
+    from blockattn_rag.prompts.blocks import BlockPrompt
+    from blockattn_rag.prompts.formats import Passage
+
+_EMBEDDING_SIZE = 1024
+_EMBEDDED_AT_ONCE = 512
+_LINE = '.jsonl or .jsonl.gz; a line: {"title": "...", "text": "..."}'
+_ENCODED_AT_ONCE = 64
+_DATABASE_FORMAT = "ask"
+RECIPE_FOLDER = "recipe"  # as in store/directory.py, which loads torch
+
+
+def repair(
+    db: Annotated[
+        Path | None, typer.Option(help="Database folder, made by `blockattn-rag ingest`.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help=ModelArgument + " Default: the database's.", callback=existing_model),
+    ] = None,
+    passages: Annotated[
+        Path | None, typer.Option(help=f"Passages to fit to instead of a database's, {_LINE}")
+    ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            help='Questions as they are asked, .jsonl or .jsonl.gz; a line: {"question": "..."}, '
+            'with "answers": ["..."] to count right answers, and "passages" as for `eval` if it '
+            "has its own. Default: the model writes questions about passages."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the recipe. Default: `recipe` in the database's folder or in the "
+            "model's, or NAME-recipe here if the model is not a folder."
+        ),
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="Minutes that it may take, measurements included.")
+    ] = 20.0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Make a recipe: block mode of a model that was not block-fine-tuned answers better with it.
+
+    The model's own answers in full mode are the example, so no labels are needed. The simplest
+    recipe that is as good as the best is measured on held-out questions and written next to the
+    database, where `ask` finds it. A stopped run resumes when it is started again.
+    """
+    started = time.monotonic()
+    with working(as_json):
+        from blockattn_rag.lab.repair.checks import check_packages
+        from blockattn_rag.lab.repair.run import repair as run
+
+        check_packages()
+        job = _job(db, model, passages, questions, output, device, dtype)
+        with stages() as tell:
+            recipe = run(
+                job.model,
+                job.material,
+                job.output,
+                minutes=minutes,
+                version=__version__,
+                on_progress=tell,
+            )
+            encoded = None
+            if job.database is not None:
+                job.database.use_own_recipe()
+                until = started + 60 * minutes
+                encoded = _encode_passages(job.database, recipe, until, tell)
+    _show(as_json, job, recipe, encoded, time.monotonic() - started)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is repaired.
+
+    Args:
+        model: The model.
+        material: What to fit to.
+        output: Folder of the recipe.
+        database: The database that uses the recipe from then on.
+        ask: Command that uses it: the recipe belongs to the model and dtype that were given.
+    """
+
+    model: BlockModel
+    material: Material
+    output: Path
+    database: Database | None = None
+    ask: str = "ask"
+
+
+def _job(
+    db: Path | None,
+    model: str | None,
+    passages: Path | None,
+    questions: Path | None,
+    output: Path | None,
+    device: str,
+    dtype: str,
+) -> _Job:
+    """Opens what the options name.
+
+    Raises:
+        BadParameter: Options are missing, or do not go together.
+    """
+    if db is not None and passages is not None:
+        raise typer.BadParameter("found --db and --passages, expected one of them")
+    if db is not None:
+        return _of_database(db, model, questions, output, device, dtype)
+    if model is None or (passages is None and questions is None):
+        raise typer.BadParameter(
+            "expected --db FOLDER, or --model NAME with --passages FILE or with --questions FILE "
+            "whose questions have passages"
+        )
+    return _of_files(model, passages, questions, output, device, dtype)
+
+
+def _of_database(
+    db: Path, model: str | None, questions: Path | None, output: Path | None, device: str,
+    dtype: str,
+) -> _Job:  # fmt: skip
+    from blockattn_rag.app.rag.database import Database
+    from blockattn_rag.app.rag.passages import all_passages, retriever
+    from blockattn_rag.app.rag.prompts import prompt_maker
+    from blockattn_rag.engine.find_recipe import recipe_in_use
+    from blockattn_rag.lab.repair.files import read_questions
+    from blockattn_rag.lab.repair.plan import LIMITS
+    from blockattn_rag.lab.repair.run import Material
+    from blockattn_rag.prompts.formats import Passage
+
+    database = Database.open(db, model=model, recipe="none", device=device, dtype=dtype)
+    engine, find = database.local_engine, retriever(database)
+    texts = all_passages(database)
+    if not texts:
+        raise ValueError(f"{db} holds no passage; run `blockattn-rag ingest PATH --db {db}`")
+    made = prompt_maker(database)
+
+    def nearest(text: str, number: int) -> list[Passage]:
+        return [Passage("", found) for found in find(text, number)]
+
+    def prompt(question: str, shown: Sequence[Passage]) -> BlockPrompt:
+        return made(question, [_text(one) for one in shown])
+
+    read = None
+    if questions is not None:
+        read = read_questions(questions, nearest, LIMITS.passages)
+    material = Material(
+        prompt=prompt,
+        prompt_format=_DATABASE_FORMAT,
+        passages=[Passage("", text) for text in texts],
+        nearest=nearest,
+        questions=read,
+        lender=engine.store,
+        namespace=engine.access.namespace,
+        in_use=recipe_in_use(engine.model, engine.store, db),
+    )
+    target = output or db / RECIPE_FOLDER
+    is_used = target.resolve() == (db / RECIPE_FOLDER).resolve()
+    given = (("--model", model), ("--dtype", None if dtype == "auto" else dtype))
+    ask = " ".join(["ask", *(f"{option} {value}" for option, value in given if value)])
+    return _Job(engine.model, material, target, database if is_used else None, ask)
+
+
+def _text(passage: Passage) -> str:
+    return f"{passage.title}\n{passage.text}".strip()
+
+
+def _of_files(
+    model: str, passages: Path | None, questions: Path | None, output: Path | None, device: str,
+    dtype: str,
+) -> _Job:  # fmt: skip
+    from blockattn_rag.engine.find_recipe import recipe_in_use
+    from blockattn_rag.lab.repair.files import read_passages, read_questions
+    from blockattn_rag.lab.repair.plan import LIMITS
+    from blockattn_rag.lab.repair.run import Material
+    from blockattn_rag.model import BlockModel
+    from blockattn_rag.prompts.checkpoints import AUTO, format_for
+    from blockattn_rag.store import open_store
+
+    read = [] if passages is None else read_passages(passages)
+    nearest = _Lexical(read) if read else None
+    asked = None
+    if questions is not None:
+        asked = read_questions(questions, nearest, LIMITS.passages)
+    with loading(model):
+        # Packed weights serve answers; training would make them again at every change of mode.
+        loaded = BlockModel.from_pretrained(model, device=device, dtype=dtype, pack_weights=False)
+    form, tokenizer = format_for(AUTO, loaded.name), loaded.tokenizer.tokenizer
+    material = Material(
+        prompt=lambda question, shown: form.prompt(question, shown, tokenizer),
+        prompt_format=form.name,
+        passages=read,
+        nearest=nearest,
+        questions=asked,
+        in_use=recipe_in_use(loaded, open_store(None)),
+    )
+    return _Job(loaded, material, output or _beside_model(model))
+
+
+def _beside_model(model: str) -> Path:
+    """Where `auto` finds a model's recipe; of a name without a folder, here."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return (path if path.is_dir() else path.parent) / RECIPE_FOLDER
+    return Path(f"{path.name}-recipe")
+
+
+class _Lexical:
+    """The passages that share most words with a text."""
+
+    def __init__(self, passages: Sequence[Passage]) -> None:
+        import numpy as np
+
+        texts = [_text(passage) for passage in passages]
+        parts = range(0, len(texts), _EMBEDDED_AT_ONCE)
+        self._passages = passages
+        self._vectors = np.concatenate(
+            [self._embed(texts[start : start + _EMBEDDED_AT_ONCE]) for start in parts]
+        )
+
+    def __call__(self, text: str, number: int) -> list[Passage]:
+        (vector,) = self._embed([text])
+        best = (-(self._vectors @ vector)).argsort(kind="stable")[:number]
+        return [self._passages[index] for index in best]
+
+    @staticmethod
+    def _embed(texts: Sequence[str]) -> Any:
+        import numpy as np
+
+        from blockattn_rag.adapters.hashed_embedding import hashed_vectors
+
+        return np.array(hashed_vectors(texts, _EMBEDDING_SIZE), dtype=np.float32)
+
+
+def _encode_passages(
+    database: Database, recipe: Recipe, until: float, tell: Progress
+) -> tuple[int, int]:
+    """Encode a database's passages with a recipe while there is time; how many, and of how many.
+
+    Passages that are stored with the recipe's sink and without an adapter are not computed again.
+    """
+    from blockattn_rag.app.rag.passages import passage_blocks
+
+    engine, blocks = database.local_engine, passage_blocks(database)
+    done = 0
+    for start in range(0, len(blocks), _ENCODED_AT_ONCE):
+        if start and time.monotonic() > until:
+            break
+        tell("re-encoding passages", done, len(blocks))
+        part = blocks[start : start + _ENCODED_AT_ONCE]
+        engine.precompute(part, recipe=recipe)
+        done += len(part)
+    tell("re-encoding passages", done, len(blocks))
+    return done, len(blocks)
+
+
+def _show(
+    as_json: bool, job: _Job, recipe: Recipe, encoded: tuple[int, int] | None, seconds: float
+) -> None:
+    from blockattn_rag.lab.repair.report import figures
+
+    if encoded is None:
+        use = f'Use it: recipe="{job.output}" (engine and adapters), --recipe {job.output}.'
+    else:
+        done, total = encoded
+        later = "" if done == total else "; the others are encoded when they are first used"
+        use = (
+            f"{done} of {count(total, 'passage')} re-encoded{later}. `{job.ask}` uses the recipe "
+            "now."
+        )
+    data = {
+        "recipe": str(recipe),
+        "output": job.output,
+        "digest": recipe.digest,
+        "encoded_passages": None if encoded is None else encoded[0],
+        "seconds": seconds,
+        "report": recipe.report,
+    }
+    first = f"Recipe {recipe} written to {job.output} in {duration(seconds)}."
+    emit(as_json, data, first, *figures(recipe.report), use)

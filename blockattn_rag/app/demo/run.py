@@ -1,0 +1,246 @@
+"""The demo: a collection in Chroma, and its questions answered in block mode and in full mode.
+
+With a real model, the collection is the 40 articles of ``demo.facts``; with the bundled model it is
+the encyclopedia that this model was made for.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from blockattn_rag.app.demo import facts
+from blockattn_rag.app.demo.corpus import bundled_corpus, bundled_questions
+from blockattn_rag.app.rag.ask import Answer, Assistant
+from blockattn_rag.app.rag.database import Database, Manifest
+from blockattn_rag.app.rag.documents import set_source
+from blockattn_rag.app.rag.ingest import IngestReport, ingest_documents
+from blockattn_rag.engine.results import Mode, ReuseStats
+from blockattn_rag.errors import DatabaseError
+from blockattn_rag.files import state_folder
+from blockattn_rag.prompts.formats import Passage
+
+if TYPE_CHECKING:
+    from llama_index.core.schema import Document
+
+BUNDLED, SMOLLM2 = "bundled", "smollm2"
+_ENCYCLOPEDIA, _FACTS = "encyclopedia", "facts"
+"""Names of the demo's collections in Chroma."""
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """Passages, questions about them, and how they are asked.
+
+    Args:
+        name: Name of the Chroma collection.
+        passages: One document each.
+        questions: Questions that the passages answer.
+        top_k: Passages of a prompt.
+        max_new_tokens: Longest answer.
+    """
+
+    name: str
+    passages: tuple[Passage, ...]
+    questions: tuple[facts.Question, ...]
+    top_k: int
+    max_new_tokens: int
+
+    def documents(self) -> list[Document]:
+        """The passages as LlamaIndex documents; the model sees title and text."""
+        from llama_index.core.schema import Document
+
+        documents = []
+        for number, passage in enumerate(self.passages):
+            metadata = {"title": passage.title}
+            document = Document(text=passage.text, metadata=metadata, id_=f"{self.name}-{number}")
+            set_source(document, self.name)
+            documents.append(document)
+        return documents
+
+
+def collection_for(model: str) -> Collection:
+    """The encyclopedia for the bundled model, and the articles for every other one."""
+    if model == BUNDLED:
+        asked = tuple(
+            facts.Question(f"encyclopedia/{number}", one.question, (one.expected,), "")
+            for number, one in enumerate(bundled_questions())
+        )
+        return Collection(_ENCYCLOPEDIA, bundled_corpus(), asked, 5, 64)
+    found = facts.load()
+    passages = tuple(Passage(one.title, one.text) for one in found.articles.values())
+    asked = tuple(question for question in found.questions if question.demo)
+    return Collection(_FACTS, passages, asked, 6, 40)
+
+
+def default_model() -> str:
+    """SmolLM2 if the package with its weights is installed, else the bundled model."""
+    from blockattn_rag.model.gguf import is_gguf, smollm2
+
+    return SMOLLM2 if is_gguf(Path(smollm2())) else BUNDLED
+
+
+def default_folder() -> Path:
+    """Where the demo keeps its database; see ``folders.state_folder``."""
+    return state_folder() / "demo"
+
+
+@dataclass(frozen=True, slots=True)
+class DemoAnswer:
+    """A question and its answers in both modes."""
+
+    asked: facts.Question
+    block: Answer
+    full: Answer
+
+    def is_right(self, mode: Mode) -> bool:
+        """Whether the mode's answer contains an accepted one."""
+        return facts.is_right(self.of(mode).answer, self.asked.answers)
+
+    def of(self, mode: Mode) -> Answer:
+        """The mode's answer."""
+        return self.block if mode == "block" else self.full
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types; times in seconds. ``hits`` and the like are of block mode."""
+        modes: dict[str, Any] = {
+            mode: {
+                "answer": self.of(mode).answer,
+                "right": self.is_right(mode),
+                "ttft_s": self.of(mode).stats.ttft_s,
+                "generated_tokens": self.of(mode).stats.generated_tokens,
+                "finish_reason": self.of(mode).finish_reason,
+            }
+            for mode in MODES
+        }
+        return {
+            "question": self.asked.question,
+            "expected": self.asked.answers[0],
+            "sources": [source.title for source in self.block.sources],
+            **self.block.stats.reuse(),
+            **modes,
+        }
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a user's database, whose questions would be answered from the demo's passages."""
+    found = Manifest.read(folder)
+    is_own = folder == default_folder()  # whatever an earlier version left there
+    if found and not is_own and found.collection not in (_ENCYCLOPEDIA, _FACTS):
+        raise DatabaseError(
+            f"{folder} holds a database with other documents than the demo's: give another folder "
+            f"(--db), or ask it: blockattn-rag demo --web --db {folder}"
+        )
+
+
+class Demo:
+    """A demo in progress: load it, ``ingest``, warm up its assistant, then ``ask`` each question.
+
+    What a previous run left in the folder is reused.
+
+    Args:
+        folder: Folder of the database.
+        model: Name or path of the model.
+        store: Address of the keys and values, as ``Manifest.store``. None: the folder ``kv`` of the
+            database.
+        remembers: As for ``Database.open``.
+
+    Raises:
+        DatabaseError: The folder holds a database with other documents.
+    """
+
+    def __init__(
+        self, folder: Path, model: str, store: str | None = None, *, remembers: bool = True
+    ) -> None:
+        started = time.perf_counter()
+        self.collection = collection_for(model)
+        _check_folder(folder)
+        self.folder, self.model = folder, model
+        self.store = store or str(folder / "kv")
+        self.database = Database.create(
+            folder,
+            Manifest(model, "", store=store, collection=self.collection.name),
+            remembers=remembers,
+        )
+        self.assistant = Assistant(
+            self.database,
+            top_k=self.collection.top_k,
+            max_new_tokens=self.collection.max_new_tokens,
+        )
+        self.load_s = time.perf_counter() - started
+
+    def ingest(self, on_progress: Callable[[str, int, int], None] | None = None) -> IngestReport:
+        """Encode and store the passages that are not stored yet; ``on_progress`` gets the stage,
+        and how many of how many passages are done."""
+        documents = self.collection.documents()
+        return ingest_documents(self.database, documents, on_progress=on_progress)
+
+    def ask(self, question: facts.Question, mode: Mode) -> Answer:
+        """Answer a question."""
+        return self.assistant.ask(question.question, mode=mode)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoReport:
+    """The complete demo.
+
+    Attributes:
+        recipe: What block mode ran with.
+        store: Folder or address of the keys and values.
+        stored_bytes: What they take there.
+        load_s, ask_s: Seconds that loading and answering took.
+    """
+
+    db: str
+    store: str
+    model: str
+    recipe: str
+    stored_bytes: int
+    load_s: float
+    ask_s: float
+    ingest: IngestReport
+    questions: tuple[DemoAnswer, ...]
+
+    @classmethod
+    def of(
+        cls, demo: Demo, ingest: IngestReport, answers: list[DemoAnswer], ask_s: float
+    ) -> DemoReport:
+        """The report of a demo that has ended."""
+        engine = demo.database.local_engine
+        return cls(
+            db=str(demo.folder),
+            store=demo.store,
+            model=demo.model,
+            recipe=engine.recipe.source or str(engine.recipe),
+            stored_bytes=engine.store.stats().total_bytes,
+            load_s=demo.load_s,
+            ask_s=ask_s,
+            ingest=ingest,
+            questions=tuple(answers),
+        )
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Right answers, totals of block mode, and medians of the times."""
+        block, full = (
+            statistics.median(one.of(mode).stats.ttft_s for one in self.questions) for mode in MODES
+        )
+        return {
+            "of": len(self.questions),
+            **{f"right_{mode}": sum(q.is_right(mode) for q in self.questions) for mode in MODES},
+            **sum((q.block.stats for q in self.questions), ReuseStats("block")).reuse(),
+            "ttft_block_median_s": block,
+            "ttft_full_median_s": full,
+            "speedup": full / block if block else 0.0,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        questions = [question.to_dict() for question in self.questions]
+        return {**asdict(self), "questions": questions, "summary": self.summary}

@@ -1,0 +1,199 @@
+"""A page that answers one question in full mode and in block mode, side by side.
+
+Everything that is shown is escaped here: questions, passages and answers come from others. Only
+``serve`` needs gradio.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from html import escape
+from importlib.util import find_spec
+from queue import Empty, SimpleQueue
+from threading import Event
+from typing import NamedTuple
+
+from blockattn_rag.app.rag.ask import Answer, Assistant
+from blockattn_rag.app.rag.database import Database
+from blockattn_rag.app.rag.passages import retriever
+from blockattn_rag.engine.results import Mode, ReuseStats
+from blockattn_rag.lazy import missing_extra
+from blockattn_rag.prompts.blocks import Block
+
+logger = logging.getLogger(__name__)
+
+MAX_NEW_TOKENS = 80
+_TICK_S = 0.1
+"""How often the clock of a column is drawn until there is a token."""
+
+_STYLE = """<style>
+.ba-bar { display: flex; height: 14px; border-radius: 4px; overflow: hidden; margin: 8px 0 4px }
+.ba-reused { background: #0ca678 } .ba-computed { background: #e8590c }
+.ba-time { font-size: 2em; font-weight: 600; line-height: 1.3 } .ba-small { opacity: .75 }
+.ba-answer { min-height: 5em; white-space: pre-wrap; overflow-wrap: anywhere; margin: 8px 0 }
+.ba-tag { color: white !important; border-radius: 4px; padding: 1px 6px; font-size: .8em }
+.ba-text { white-space: pre-wrap; overflow-wrap: anywhere; margin: 4px 0 10px 1em }
+</style>"""
+
+
+class Retrieved(NamedTuple):
+    """A passage of a prompt, and whether its keys and values were stored before the question."""
+
+    text: str
+    tokens: int
+    stored: bool
+
+
+class Columns(NamedTuple):
+    """What the page shows, as HTML."""
+
+    full: str
+    block: str
+    passages: str
+
+
+class Race:
+    """Answers questions to a database in both modes, one after the other: at the same time they
+    would slow each other down.
+
+    Args:
+        database: An open database.
+        top_k: Passages of a prompt.
+    """
+
+    def __init__(self, database: Database, top_k: int = 6) -> None:
+        self._database, self._top_k = database, top_k
+        self.assistant = Assistant(database, top_k=top_k, max_new_tokens=MAX_NEW_TOKENS)
+
+    def run(self, question: str) -> Iterator[Columns]:
+        """Answer a question; what the page shows, each time that it changes."""
+        question = question.strip()
+        shown = Columns(_column("full"), _column("block"), "")
+        if not question:
+            yield shown._replace(passages="Type a question.")
+            return
+        try:
+            found = self.retrieved(question)
+            shown = shown._replace(passages=_passages(found))
+            yield shown
+            answers: dict[Mode, Answer] = {}
+            for mode in ("block", "full"):
+                for text, clock_s, answer in self._stream(question, mode):
+                    stats = answer.stats if answer else None
+                    html = _column(mode, text, clock_s, stats)
+                    shown = shown._replace(**{mode: html})
+                    if answer:
+                        answers[mode] = answer
+                    yield shown
+            block, full = answers["block"].stats.ttft_s, answers["full"].stats.ttft_s
+            faster, ratio = ("block", full / block) if full > block else ("full", block / full)
+            gain = f"<p><b>First token {ratio:.1f} times sooner in {faster} mode.</b></p>"
+            yield shown._replace(passages=gain + shown.passages)
+        except Exception as error:
+            logger.exception("cannot answer %r", question)
+            yield shown._replace(passages=f"<b>Error:</b> {escape(str(error))}")
+
+    def retrieved(self, question: str) -> list[Retrieved]:
+        """The passages of a question's prompt, best first."""
+        engine, template = self._database.engine, self._database.template
+        found = []
+        for text in retriever(self._database)(question, self._top_k):
+            block = Block(text, template)
+            tokens = len(engine.model.tokenizer.block_ids(block, first=False))
+            found.append(Retrieved(text, tokens, engine.contains(block)))
+        return found
+
+    def _stream(self, question: str, mode: Mode) -> Iterator[tuple[str, float, Answer | None]]:
+        """The text so far, the time to its first piece or until now; at the end, the answer."""
+        pieces: SimpleQueue[str] = SimpleQueue()
+        left = Event()
+
+        def on_text(piece: str) -> None:
+            if left.is_set():
+                raise InterruptedError("the reader has left")
+            pieces.put(piece)
+
+        started, first_s, text = time.perf_counter(), None, ""
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(self.assistant.ask, question, mode=mode, on_text=on_text)
+            try:
+                while not (coming.done() and pieces.empty()):
+                    try:
+                        text += pieces.get(timeout=_TICK_S)
+                        first_s = first_s or time.perf_counter() - started
+                    except Empty:
+                        pass  # the clock goes on
+                    yield text, first_s or time.perf_counter() - started, None
+                answer = coming.result()
+                yield answer.answer, answer.stats.ttft_s, answer
+            finally:
+                left.set()  # a page that was closed ends the answer
+
+
+def _column(
+    mode: Mode, text: str = "", clock_s: float | None = None, stats: ReuseStats | None = None
+) -> str:
+    """One mode's column; ``stats`` once the answer is complete."""
+    clock = "&ndash;" if clock_s is None else f"{clock_s:.2f} s"
+    label = "to the first token" if text else "waiting for the first token" if clock_s else ""
+    parts = [
+        f"<h3>{mode.capitalize()} mode</h3>",
+        f'<div class="ba-time">{clock}</div><div class="ba-small">{label}&nbsp;</div>',
+        f'<div class="ba-answer">{escape(text)}</div>',
+    ]
+    if stats and stats.prompt_tokens:
+        share = 100 * stats.reused_tokens / stats.prompt_tokens
+        parts.append(
+            f'<div class="ba-bar"><div class="ba-reused" style="width: {share:.1f}%"></div>'
+            f'<div class="ba-computed" style="width: {100 - share:.1f}%"></div></div>'
+            f'<div class="ba-small">prompt tokens: {stats.reused_tokens:,} reused, '
+            f"{stats.computed_tokens:,} computed</div>"
+        )
+    return "".join(parts)
+
+
+def _passages(found: Sequence[Retrieved]) -> str:
+    """The list of passages, each with what block mode reuses of it."""
+    rows = []
+    for one in found:
+        kind, tag = ("reused", "reused") if one.stored else ("computed", "computed now")
+        start = " ".join(one.text.split())[:90]
+        rows.append(
+            f"<details><summary>{escape(start)} ... <span class='ba-small'>{one.tokens} tokens"
+            f'</span> <span class="ba-tag ba-{kind}">{tag}</span></summary>'
+            f'<div class="ba-text">{escape(one.text)}</div></details>'
+        )
+    return f"<h3>{len(found)} passages, and what block mode reuses</h3>{''.join(rows)}"
+
+
+def require_gradio() -> None:
+    """Raise an ImportError that names the extra if gradio is not installed."""
+    if find_spec("gradio") is None:
+        raise ImportError(f"--web needs {missing_extra('gradio', 'web')}")
+
+
+def serve(race: Race, examples: Sequence[str], host: str, on_ready: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C; ``on_ready`` gets its address."""
+    import gradio
+
+    with gradio.Blocks(analytics_enabled=False, title="blockattn-rag: two modes") as page:
+        gradio.HTML(_STYLE + "<h2>The same question, the same passages, two modes</h2>")
+        question = gradio.Textbox(label="Question", value=examples[0] if examples else "")
+        button = gradio.Button("Ask in both modes", variant="primary")
+        with gradio.Row():
+            full, block = gradio.HTML(_column("full")), gradio.HTML(_column("block"))
+        passages = gradio.HTML()
+        if examples:
+            gradio.Examples([[one] for one in examples], question)
+        gradio.on(
+            [button.click, question.submit], race.run, question, [full, block, passages],
+            show_progress="hidden", concurrency_limit=1,
+        )  # fmt: skip
+    _, url, _ = page.launch(
+        server_name=host, share=False, quiet=True, prevent_thread_lock=True, footer_links=[]
+    )
+    on_ready(url)
+    page.block_thread()

@@ -1,0 +1,320 @@
+"""A database folder: Chroma, the KV store, the recipe, and a manifest of what made them.
+
+::
+
+    DIR/blockattn.json  model, embedding, chunk size, collection, block template, recipe
+    DIR/recipe/         the recipe that `repair` made for these passages
+    DIR/chroma/         embedded Chroma: passages, their embeddings and KV handles
+    DIR/kv/             DirectoryStore: keys and values, unless the manifest names another store
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blockattn_rag.app.rag.embedding import HASHING, load_embedding, whole_embedding
+from blockattn_rag.app.rag.model_names import check_recipe, loading
+from blockattn_rag.errors import DatabaseError
+from blockattn_rag.files import write_json
+from blockattn_rag.prompts.blocks import BlockTemplate
+from blockattn_rag.prompts.formats import BLANK_LINE
+from blockattn_rag.store.namespaces import check_namespace
+
+if TYPE_CHECKING:
+    from chromadb.api import ClientAPI
+    from chromadb.api.models.Collection import Collection
+    from llama_index.core.base.embeddings.base import BaseEmbedding
+
+    from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.engine.protocol import Engine
+
+MANIFEST = "blockattn.json"
+AUTO = "auto"
+VERSION = 2
+_CHROMA, _CHROMA_FILE = "chroma", "chroma.sqlite3"
+_WITH_SINK = 1
+"""The version whose manifests had a sink in place of a recipe."""
+
+logger = logging.getLogger("blockattn_rag.app.rag")
+"""What users should know of a database that serves them all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a database was made with.
+
+    Args:
+        model: Model that encodes passages, or of a server the name of its tokenizer here.
+        fingerprint: Fingerprint of the model that encoded last.
+        embedding: Embedding of the passages.
+        collection: Chroma collection.
+        chunk_size: Longest passage in tokens.
+        template: Block template of the passages.
+        recipe: Recipe of block mode: ``"auto"``, ``"none"``, a sink or a folder. ``"auto"`` is the
+            folder ``recipe`` of the database, if there is one.
+        namespace: Namespace of the keys and values in the store.
+        kv_dtype: Type that keys and values are stored in from now on.
+        store: Address or absolute path of the store. None: the folder ``kv`` of the database.
+        server: Address of the server that has the model and the store. None: this process.
+    """
+
+    model: str
+    fingerprint: str
+    embedding: str = HASHING
+    collection: str = "passages"
+    chunk_size: int = 512
+    template: dict[str, str] = field(default_factory=lambda: asdict(BLANK_LINE))
+    recipe: str = AUTO
+    namespace: str = ""
+    kv_dtype: str = "model"
+    store: str | None = None
+    server: str | None = None
+    version: int = VERSION
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """The folder's manifest, or None if it has none."""
+        path = folder / MANIFEST
+        if not path.is_file():
+            return None
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            if fields.get("version") == _WITH_SINK:
+                # Its passages are encoded again if the recipe found now has another sink.
+                fields.pop("sink", None)
+                fields["version"] = VERSION
+            if (found := fields.get("version")) != VERSION:
+                raise DatabaseError(
+                    f"{path} is of version {found}, expected {VERSION}; ingest into a new folder"
+                )
+            check_namespace(fields.get("namespace", ""))
+            if (kind := fields.get("kv_dtype", "model")) not in ("model", "int8"):
+                raise ValueError(f"kv_dtype {kind!r}")
+            if not isinstance(recipe := fields.get("recipe", AUTO), str):
+                raise ValueError(f"recipe {recipe!r}")
+            return cls(**fields)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise DatabaseError(f"{path} is damaged ({error}); ingest into a new folder") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    """An open database: its folder, its manifest, the engine that serves it, and the embedding of
+    its passages."""
+
+    path: Path
+    manifest: Manifest
+    engine: Engine
+    embedding: BaseEmbedding
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        wanted: Manifest,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        remembers: bool = True,
+    ) -> Database:
+        """Open a folder for ingestion; make it if it does not exist.
+
+        ``wanted.fingerprint`` is filled in from the loaded model. ``remembers``: As for ``open``.
+
+        Raises:
+            DatabaseError: the folder has passages of another embedding: its vectors do not compare.
+            FileNotFoundError: the embedding is a folder that does not exist.
+        """
+        old = Manifest.read(path)
+        if Path(wanted.model).exists():
+            wanted = replace(wanted, model=str(Path(wanted.model).resolve()))
+        wanted = replace(wanted, embedding=whole_embedding(wanted.embedding))
+        is_other = old and (old.embedding, old.template) != (wanted.embedding, wanted.template)
+        if old and is_other and has_passages(path, old):
+            raise DatabaseError(
+                f"{path} was made with embedding {old.embedding!r}, found {wanted.embedding!r}: "
+                "use the same, or ingest into a new folder"
+            )
+        embedding = load_embedding(wanted.embedding)
+        # A server has a recipe of its own, whatever the database noted before.
+        used = replace(wanted, recipe=AUTO) if wanted.server else wanted
+        engine = _load_engine(path, used, device, dtype, remembers)
+        if old and old.model != wanted.model:
+            names = (path, old.model, wanted.model)
+            logger.warning("%s was made with %s; from now on it is %s's", *names)
+        manifest = replace(wanted, fingerprint=engine.model.fingerprint)
+        path.mkdir(parents=True, exist_ok=True)
+        if old and is_other:
+            _forget_collection(path, old)
+        write_json(path / MANIFEST, asdict(manifest))
+        return cls(path, manifest, engine, embedding)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        model: str | None = None,
+        server: str | None = None,
+        recipe: str | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        remembers: bool = True,
+    ) -> Database:
+        """Open a folder for questions, with the model that encoded it or with another one, which
+        may be a server's.
+
+        Handles hold no model identity: another model computes the passages again, and stores them.
+
+        Args:
+            path: The folder.
+            model: Another model than the database's.
+            server: Server that has the model and the store.
+            recipe: Another recipe than the database's.
+            device, dtype: Of the model in this process.
+            remembers: Whether blocks and the ends of conversations stay in memory for later
+                answers. False where answers are timed: each is then as in a new process.
+
+        Raises:
+            DatabaseError: the folder is no database.
+        """
+        manifest = require_manifest(path)
+        server = server or (None if model else manifest.server)
+        wanted = replace(
+            manifest,
+            model=model or manifest.model,
+            server=server,
+            recipe=recipe or (AUTO if server else manifest.recipe),
+        )
+        embedding = load_embedding(manifest.embedding)
+        engine = _load_engine(path, wanted, device, dtype, remembers)
+        if engine.model.fingerprint != manifest.fingerprint:
+            logger.warning(
+                "%s was encoded by %s in another state (weights, dtype, tokenizer, model, or "
+                "version of this package): passages are computed when first used. "
+                "`blockattn-rag ingest` encodes them all",
+                path, manifest.model,
+            )  # fmt: skip
+        return cls(path, manifest, engine, embedding)
+
+    @property
+    def local_engine(self) -> BlockAttentionEngine:
+        """The engine, which has its model in this process.
+
+        Raises:
+            DatabaseError: a server has it.
+        """
+        from blockattn_rag.engine.engine import BlockAttentionEngine
+
+        if not isinstance(self.engine, BlockAttentionEngine):
+            raise DatabaseError(
+                f"{self.path} is answered by {self.manifest.server}, and this needs the model in "
+                "this process; name one by --model"
+            )
+        return self.engine
+
+    def use_own_recipe(self) -> None:
+        """Note that ``ask`` uses the recipe in the database's folder from now on."""
+        if self.manifest.recipe != AUTO:
+            write_json(self.path / MANIFEST, asdict(replace(self.manifest, recipe=AUTO)))
+
+    @property
+    def template(self) -> BlockTemplate:
+        return BlockTemplate(**self.manifest.template)
+
+    @property
+    def client(self) -> ClientAPI:
+        return chroma_client(self.path / _CHROMA, create=True)
+
+    @property
+    def collection(self) -> Collection:
+        """The Chroma collection. Vectors always come with the call: Chroma embeds nothing."""
+        return self.client.get_or_create_collection(
+            self.manifest.collection,
+            embedding_function=None,
+            # Chroma's default looks at 100 candidates, and small collections shall give the same
+            # answer every time.
+            configuration={"hnsw": {"space": "cosine", "ef_search": 200}},
+        )
+
+
+def has_passages(path: Path, manifest: Manifest) -> bool:
+    """Whether the collection of a database holds anything; a failed ingestion leaves it empty."""
+    if not (path / _CHROMA / _CHROMA_FILE).is_file():
+        return False
+    client = chroma_client(path / _CHROMA)
+    names = [one.name for one in client.list_collections()]
+    return manifest.collection in names and client.get_collection(manifest.collection).count() > 0
+
+
+def _forget_collection(path: Path, manifest: Manifest) -> None:
+    """Delete an empty collection, which keeps the length of its former vectors."""
+    if (path / _CHROMA / _CHROMA_FILE).is_file():
+        client = chroma_client(path / _CHROMA)
+        if manifest.collection in [one.name for one in client.list_collections()]:
+            client.delete_collection(manifest.collection)
+
+
+def require_manifest(path: Path) -> Manifest:
+    """The manifest of a folder that must be a database."""
+    if (manifest := Manifest.read(path)) is None:
+        raise DatabaseError(
+            f"{path} is no database (no {MANIFEST} there); make one with `blockattn-rag ingest "
+            f"PATH --db {path}`"
+        )
+    return manifest
+
+
+def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
+    """Embedded Chroma in a folder, telemetry off.
+
+    Raises:
+        DatabaseError: ``create`` is False and there is no Chroma database.
+    """
+    if not create and not (path / _CHROMA_FILE).is_file():
+        raise DatabaseError(f"{path} holds no Chroma database (no {_CHROMA_FILE} there)")
+    import chromadb
+    from chromadb.config import Settings
+
+    path.mkdir(parents=True, exist_ok=True)
+    return chromadb.PersistentClient(str(path), settings=Settings(anonymized_telemetry=False))
+
+
+def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str, remembers: bool) -> Engine:
+    check_recipe(wanted.recipe)
+    if wanted.server is not None:
+        from blockattn_rag.server.client import RemoteEngine
+
+        if (device, dtype) != ("auto", "auto"):
+            raise ValueError(
+                f"found device {device!r} and dtype {dtype!r}, but {wanted.server} has the model "
+                "and decides on them; leave them out"
+            )
+        return RemoteEngine(wanted.server, tokenizer=wanted.model, recipe=wanted.recipe)
+    from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.kv.quantization import check_kv_dtype
+    from blockattn_rag.store import DEFAULT_RESIDENT_BYTES
+
+    started = time.perf_counter()
+    with loading(wanted.model):
+        engine = BlockAttentionEngine.from_pretrained(
+            wanted.model,
+            store=wanted.store or path / "kv",
+            device=device,
+            dtype=dtype,
+            namespace=wanted.namespace,
+            kv_dtype=check_kv_dtype(wanted.kv_dtype),
+            recipe=wanted.recipe,
+            folder=path,
+            resident_bytes=DEFAULT_RESIDENT_BYTES if remembers else 0,
+        )
+    model = engine.model
+    seconds = time.perf_counter() - started
+    logger.info("loaded %s in %.2f s: %s on %s", model.name, seconds, model.dtype, model.device)
+    logger.info("recipe: %s; store: %s; model: %s", engine.recipe, engine.store, model.fingerprint)
+    return engine

@@ -1,0 +1,167 @@
+"""Files to LlamaIndex documents, ready for block attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llama_index.core.readers.base import BaseReader
+    from llama_index.core.schema import Document
+
+SOURCE_KEY = "source"
+"""Metadata key: where a document came from. Shown with answers, never to the model."""
+
+_SNIFFED_BYTES = 8192
+_HTML = (".html", ".htm", ".xhtml")
+
+
+@dataclass(slots=True)
+class Loaded:
+    """Documents, and what was left out of a folder: files, with the reason, and links that lead out
+    of it."""
+
+    documents: list[Document] = field(default_factory=list)
+    skipped: list[tuple[Path, str]] = field(default_factory=list)
+    links: list[Path] = field(default_factory=list)
+
+
+class UnreadableFileError(ValueError):
+    """A file yields no text; the message says why, without the file's name."""
+
+
+def load_documents(
+    paths: Sequence[Path],
+    *,
+    exclude: Path | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Loaded:
+    """Read files, and every visible file below folders, by LlamaIndex's readers.
+
+    Links in a folder are followed only where they stay within it, because a person who may write
+    into the folder must not be able to have files from elsewhere read. A link that ``paths`` names
+    is followed.
+
+    Args:
+        paths: files and folders. A file named here must be readable; an unreadable one found in a
+            folder is left out and reported.
+        exclude: a folder to pass over, such as the database itself.
+        on_progress: called with (files read, files in all).
+
+    Raises:
+        FileNotFoundError: a path does not exist.
+        UnreadableFileError: a named file has no text or cannot be read, or nothing was found.
+    """
+    loaded = Loaded()
+    wanted: list[tuple[Path, bool]] = []
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"no such file or folder: {path}")
+        if path.is_file():
+            wanted.append((path.resolve(), True))
+            continue
+        files, links = _below(path.resolve(), exclude and exclude.resolve())
+        loaded.links += links
+        wanted += ((file, False) for file in files)
+    for done, (file, required) in enumerate(wanted, start=1):
+        _add(loaded, file, required=required)
+        if on_progress is not None:
+            on_progress(done, len(wanted))
+    if not loaded.documents:
+        left_out = [*loaded.skipped, *((link, "a link out of the folder") for link in loaded.links)]
+        first = "".join(f"; {file}: {reason}" for file, reason in left_out[:1])
+        raise UnreadableFileError(f"no readable document in {', '.join(map(str, paths))}{first}")
+    return loaded
+
+
+def _add(loaded: Loaded, file: Path, *, required: bool) -> None:
+    try:
+        loaded.documents += _read(file)
+    except UnreadableFileError as error:
+        if required:
+            raise UnreadableFileError(f"{file}: {error}") from error
+        loaded.skipped.append((file, str(error)))
+
+
+def _below(folder: Path, exclude: Path | None) -> tuple[list[Path], list[Path]]:
+    """The visible files below a folder, and the links there that lead out of it."""
+    files, links = [], []
+    for path in sorted(folder.rglob("*")):
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
+        # What a link names, and whether it is there, is looked at only within the folder.
+        if path.is_symlink() and not _target(path).is_relative_to(folder):
+            links.append(path)
+        elif path.is_file() and not (exclude and path.resolve().is_relative_to(exclude)):
+            files.append(path)
+    return files, links
+
+
+def _target(link: Path) -> Path:
+    """Where a link leads; to itself if it leads in a circle."""
+    try:
+        return link.resolve()
+    except (OSError, RuntimeError):  # the latter before Python 3.13
+        return link
+
+
+def _read(file: Path) -> list[Document]:
+    """The documents of one file: one, or one for each page of a PDF."""
+    from llama_index.core import SimpleDirectoryReader
+
+    own = _own_reader(file)
+    if not own and file.suffix.lower() not in SimpleDirectoryReader.supported_suffix_fn():
+        with file.open("rb") as raw:
+            if b"\0" in raw.read(_SNIFFED_BYTES):
+                raise UnreadableFileError(
+                    "binary, in no format that a reader knows (text in UTF-16 must be saved as "
+                    "UTF-8)"
+                )
+    try:
+        # The default of ``errors`` drops what is not UTF-8, silently.
+        found = SimpleDirectoryReader(
+            input_files=[file],
+            filename_as_id=True,
+            raise_on_error=True,
+            errors="strict",
+            file_extractor=own,
+        ).load_data()
+    except Exception as error:
+        # Readers are plugins for dozens of formats and raise whatever theirs raise.
+        raise UnreadableFileError(f"cannot be read ({_cause(error)})") from error
+    documents = [document for document in found if document.text.strip()]
+    if not documents:
+        raise UnreadableFileError("holds no text")
+    for document in documents:
+        set_source(document, str(file))
+    return documents
+
+
+def _own_reader(file: Path) -> dict[str, BaseReader]:
+    """The reader of an HTML file, which LlamaIndex would read with its tags; else none."""
+    if file.suffix.lower() not in _HTML:
+        return {}
+    from blockattn_rag.app.rag.html import HtmlReader
+
+    return {file.suffix.lower(): HtmlReader()}
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What lies behind a reader's error: the last attempt's, because some readers try again."""
+    cause = error.__cause__ or error
+    attempt = getattr(cause, "last_attempt", None)
+    return (attempt.exception() if attempt else None) or cause
+
+
+def set_source(document: Document, source: str) -> None:
+    """Note where a document came from, hidden from model and embedder.
+
+    The absolute path that SimpleDirectoryReader adds is hidden too: were it part of the text, the
+    KV of a passage would depend on where its file lies.
+    """
+    document.metadata[SOURCE_KEY] = source
+    hidden = (SOURCE_KEY, "file_path")
+    for keys in (document.excluded_llm_metadata_keys, document.excluded_embed_metadata_keys):
+        keys.extend(key for key in hidden if key not in keys)

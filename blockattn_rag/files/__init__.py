@@ -1,1 +1,0 @@
-"""Files and folders: where state lives, JSON lines and their records, files written whole."""

@@ -1,0 +1,1 @@
+"""Training, repair, evaluation, benchmarks and capacity planning."""

@@ -1,0 +1,93 @@
+"""Peak memory of one more request, by path: what is allocated beside weights and stored blocks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.lab.efficiency.latency import PATHS, paths_of
+from blockattn_rag.lab.efficiency.shapes import random_prompt
+from blockattn_rag.lab.efficiency.timing import OnProgress, check_sizes
+
+
+def measure_memory(
+    engine: BlockAttentionEngine,
+    lengths: Sequence[int],
+    *,
+    block_tokens: int = 512,
+    question_tokens: int = 50,
+    new_tokens: int = 8,
+    on_progress: OnProgress | None = None,
+) -> list[dict[str, Any]]:
+    """Measure what a request allocates at most, from its start to its last token.
+
+    Every tensor that PyTorch allocates is counted, and nothing else; so the figures are exact and
+    the same every time. Blocks lie in the store beforehand and are not counted.
+
+    What relay takes depends on ``block_tokens``: relay joins small blocks in tensors of its own,
+    from the second token on (on an accelerator from the first); these tensors live until the answer
+    ends (``join_decode_tokens`` of ``attention.tuning``).
+
+    Args:
+        engine, lengths, block_tokens, question_tokens, on_progress: as for :func:`measure_ttft`.
+        new_tokens: tokens generated.
+
+    Returns:
+        One row for each length: ``length``; ``<path>_peak_bytes`` for full, copy and relay;
+        ``stored_bytes`` of the context's blocks; ``relay_over_copy``.
+    """
+    check_sizes(block_tokens=block_tokens, **{"the shortest length": min(lengths, default=0)})
+    paths = paths_of(engine)
+    vocabulary = engine.model.config.vocab_size
+    rows = []
+    done = 0
+    for length in lengths:
+        prompt = random_prompt(length, block_tokens, question_tokens, vocabulary)
+        engine.generate(prompt, max_new_tokens=1)
+        row: dict[str, Any] = {"length": length}
+        for path in paths:
+            work = partial(engine.generate, prompt, max_new_tokens=new_tokens, **PATHS[path])
+            # The profiler sees its own thread alone, and who holds a model runs it there.
+            with engine.model.lock:
+                row[f"{path}_peak_bytes"] = peak_bytes(work, engine.model.device)
+            done += 1
+            if on_progress:
+                on_progress(done, len(lengths) * len(paths))
+        row["stored_bytes"] = length * engine.model.bytes_per_token
+        if "relay" in paths:
+            row["relay_over_copy"] = row["relay_peak_bytes"] / row["copy_peak_bytes"]
+        rows.append(row)
+    return rows
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """The most bytes of tensors on ``device`` that ``work`` held at once, beside what was there.
+
+    On the CPU, allocations of other threads are not counted.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"memory can be measured on cpu and cuda, found {device.type}")
+    work()  # what the first run allocates to keep is not the request's
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    # The profiler's library writes what it does to the process's stderr, below its highest level.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    results: Any = profiler.profiler
+    held = peak = 0
+    events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

@@ -1,0 +1,325 @@
+"""Fidelity: how far block mode's predictions are from full mode's, without labels.
+
+Full mode answers each question greedily. Every recipe is then shown that answer token by token, and
+its predictions are compared with full mode's (Kullback-Leibler divergence, in nats). This tells
+recipes apart with far fewer questions than accuracy does. It rewards what full mode says, right or
+wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from torch import Tensor
+from torch.nn import functional as F
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.context import place
+from blockattn_rag.lab.evaluation.datasets import EvaluationSample
+from blockattn_rag.lab.evaluation.metrics import (
+    Interval,
+    bootstrap_mean,
+    bootstrap_ratio,
+    plain_figures,
+)
+from blockattn_rag.lab.evaluation.records import RecordFile, Sample, without_blank
+from blockattn_rag.lab.evaluation.rows import CLOSED_BOOK, PLAIN, Recipes, Row, digests, recipe_rows
+from blockattn_rag.lab.evaluation.run import make_prompt
+from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model.greedy import greedy_answers
+from blockattn_rag.model.sampling import Sampling
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.checkpoints import AUTO, format_for
+from blockattn_rag.prompts.formats import PromptFormat
+
+FLOOR = Row("floor")
+"""Full attention computed in two steps, the context first: equal to full mode but for rounding."""
+
+_ROUNDING = 10.0
+"""A divergence of less than so many times the floor's is rounding."""
+
+_UNMEASURED_FLOOR = 1e-9
+"""More than the floor of float32, where it was not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class FidelityRecord:
+    """One question in one row, compared with full mode along full mode's answer.
+
+    ``kl`` is the mean over the answer's ``tokens``, ``first_kl`` that of its first token, both in
+    nats; ``agreement`` is the share of tokens at which the row's first choice is full mode's. The
+    row's own greedy answer is the same where that is 1. ``recipe``: as of an ``EvaluationRecord``.
+    """
+
+    id: str
+    digest: str
+    mode: str
+    tokens: int
+    kl: float
+    first_kl: float
+    agreement: float
+    recipe: str = ""
+
+    @classmethod
+    def from_dict(cls, line: Mapping[str, Any]) -> FidelityRecord:
+        """The record whose ``to_dict`` this is.
+
+        Raises:
+            TypeError: fields are missing, or there are others.
+        """
+        return cls(**line)
+
+    @classmethod
+    def compared(cls, sample: Sample, row: Row, logits: Tensor, expected: Tensor) -> FidelityRecord:
+        """Compare a row's ``logits`` with full mode's log-probabilities.
+
+        Both are ``[answer tokens, vocab]``; ``expected`` is :func:`full_answer`'s.
+        """
+        found = _log_probabilities(logits)
+        kl = F.kl_div(found, expected, reduction="none", log_target=True).sum(-1).clamp_min(0)
+        agrees = (found.argmax(-1) == expected.argmax(-1)).double()
+        return cls(
+            id=sample.id,
+            digest=sample.digest,
+            mode=row.name,
+            tokens=len(expected),
+            kl=float(kl.mean()),
+            first_kl=float(kl[0]),
+            agreement=float(agrees.mean()),
+            recipe=row.digest,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        return without_blank(asdict(self), "recipe")
+
+
+@dataclass(frozen=True, slots=True)
+class FidelityResult:
+    """Figures of one row, with 95 % bootstrap intervals over questions.
+
+    ``recovery`` is the share of plain block mode's divergence that the recipe takes away: (KL of
+    the row ``none`` less KL of this row) / (KL of ``none`` less KL of the floor). None for ``none``
+    itself and without passages, where ``none`` was not run, and where it differs from full mode by
+    rounding alone.
+    """
+
+    mode: str
+    samples: int
+    kl: Interval
+    first_kl: Interval
+    agreement: Interval
+    identical: Interval
+    recovery: Interval | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types; intervals as ``{"mean", "low", "high"}``."""
+        return plain_figures({name: getattr(self, name) for name in self.__slots__})
+
+
+@dataclass(frozen=True)  # with no slots, which would leave no room for what was computed
+class FidelityReport:
+    """What was found: the settings, the figures by row, and every record."""
+
+    settings: Mapping[str, Any]
+    records: Sequence[FidelityRecord]
+
+    @cached_property
+    def results(self) -> list[FidelityResult]:
+        """The rows, in the order of the run."""
+        by_row: dict[str, list[FidelityRecord]] = {}
+        for record in self.records:
+            by_row.setdefault(record.mode, []).append(record)
+        return [_result(rows, by_row) for rows in by_row.values()]
+
+    def __getitem__(self, row: str) -> FidelityResult:
+        return next(result for result in self.results if result.mode == row)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Settings and figures as plain JSON types, without the records."""
+        rows = [result.to_dict() for result in self.results]
+        return {"settings": dict(self.settings), "rows": rows}
+
+
+def measure_fidelity(
+    engine: BlockAttentionEngine,
+    samples: Sequence[EvaluationSample],
+    recipes: Recipes = ("auto",),
+    *,
+    closed_book: bool = False,
+    prompt: str | PromptFormat = AUTO,
+    num_passages: int | None = None,
+    max_new_tokens: int = 24,
+    records_path: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> FidelityReport:
+    """Compare block mode with full mode on every sample.
+
+    Args:
+        engine: The model and its KV store.
+        samples: See :func:`.datasets.read_samples`; answers are not used.
+        recipes: Recipes of block mode to compare; see ``evaluation.rows``. Full mode is compared
+            with itself under the name ``"floor"``, in every run.
+        closed_book: Also compare full mode without passages.
+        prompt: A prompt format or its name; ``"auto"`` goes by the model.
+        num_passages: Passages of each sample to keep, gold ones first. Default: all.
+        max_new_tokens: Longest answer of full mode. Default: 24.
+        records_path: File of records, one JSON line for each sample and row. What it holds is not
+            compared again.
+        settings: What else to note in the report and in the records file.
+        on_progress: Called with samples done and all samples.
+
+    Raises:
+        ValueError: An unknown prompt format, a recipe that cannot be used, or no sample.
+        DataError: ``records_path`` holds records of another measurement, or is no record file.
+        ContextOverflowError: A prompt does not fit in the context window.
+    """
+    if not samples:
+        raise ValueError("expected at least one sample to compare, found none")
+    form = format_for(prompt, engine.model.name)
+    rows = [FLOOR, *recipe_rows(engine, recipes)]
+    rows += [Row(CLOSED_BOOK, closed_book=True)] if closed_book else []
+    noted = {
+        **(settings or {}),
+        "measured": "fidelity",
+        "fingerprint": engine.model.fingerprint,
+        "kv_dtype": engine.kv_dtype,
+        "prompt_format": form.name,
+        "num_passages": num_passages,
+        "max_new_tokens": max_new_tokens,
+    }
+    shown = [s.with_passages(num_passages) if num_passages else s for s in samples]
+
+    def compare(sample: EvaluationSample, missing: Sequence[Row]) -> list[FidelityRecord]:
+        made = make_prompt(engine, form, sample)
+        bare = make_prompt(engine, form, sample, closed_book=True) if closed_book else None
+        return compare_prompt(engine, sample, missing, made, max_new_tokens, bare)
+
+    return compare_each(shown, rows, compare, noted, records_path, on_progress)
+
+
+S = TypeVar("S", bound=Sample)
+
+
+def compare_each(
+    samples: Sequence[S],
+    rows: Sequence[Row],
+    compare: Callable[[S, Sequence[Row]], list[FidelityRecord]],
+    noted: Mapping[str, Any],
+    records_path: str | Path | None,
+    on_progress: Callable[[int, int], None] | None,
+) -> FidelityReport:
+    """The report of all samples in all rows; what ``records_path`` holds is not compared again.
+
+    Args:
+        samples: as they are shown.
+        compare: compares one sample in the rows named with full mode.
+        noted: what the records depend on.
+    """
+    parse = FidelityRecord.from_dict
+    file = RecordFile(records_path, noted, parse) if records_path is not None else None
+    if file:
+        file.check_samples(samples)
+        file.check_recipes(digests(rows))
+    done = dict(file.records) if file else {}
+    tell = on_progress or (lambda *_: None)
+    for number, sample in enumerate(samples):
+        tell(number, len(samples))
+        missing = [row for row in rows if (sample.id, row.name) not in done]
+        if not missing:
+            continue
+        new = compare(sample, missing)
+        done.update({(record.id, record.mode): record for record in new})
+        if file:
+            file.append(new)
+    tell(len(samples), len(samples))
+    return FidelityReport(noted, [done[s.id, row.name] for row in rows for s in samples])
+
+
+def compare_prompt(
+    engine: BlockAttentionEngine,
+    sample: Sample,
+    rows: Sequence[Row],
+    prompt: BlockPrompt,
+    max_new_tokens: int,
+    closed_book: BlockPrompt | None = None,
+) -> list[FidelityRecord]:
+    """One sample in several rows, which share full mode's answer and predictions.
+
+    Args:
+        closed_book: the prompt without passages, for rows that show none.
+    """
+    answer, expected = full_answer(engine, prompt, max_new_tokens)
+    records = []
+    for row in rows:
+        shown = prompt if not row.closed_book or closed_book is None else closed_book
+        if row is FLOOR:
+            logits = _in_two_steps(engine.model, prompt, answer)
+        else:
+            logits = engine.answer_logits(shown, answer, **row.options)
+        records.append(FidelityRecord.compared(sample, row, logits, expected))
+    return records
+
+
+def full_answer(
+    engine: BlockAttentionEngine, prompt: BlockPrompt, max_new_tokens: int
+) -> tuple[list[int], Tensor]:
+    """Full mode's greedy answer, and its log-probabilities ``[answer tokens, vocab]`` in float64
+    along that answer.
+
+    Raises:
+        ContextOverflowError: the prompt leaves no room for one token.
+    """
+    model = engine.model
+    ids = model.tokenizer.prompt_ids(prompt).flat
+    limit = model.room_for(len(ids), Sampling(max_new_tokens=max_new_tokens))
+    ((answer, logits),) = greedy_answers(model, [ids], limit)
+    return answer.tolist(), _log_probabilities(logits)
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    # In float64, because the floor of float32 is about 1e-12.
+    return F.log_softmax(logits.double(), dim=-1)
+
+
+def _in_two_steps(model: BlockModel, prompt: BlockPrompt, answer: Sequence[int]) -> Tensor:
+    """The logits of full attention, with the whole context computed as one block."""
+    ids = model.tokenizer.prompt_ids(prompt)
+    context = [token for block in ids.context for token in block]
+    blocks = [_as_one_block(model, context)] if context else []
+    return model.answer_logits(context, ids.final, answer, model.cache_for(place(blocks)))
+
+
+def _as_one_block(model: BlockModel, context_ids: list[int]) -> BlockKV:
+    """Full mode's keys and values of a whole context of at least one token."""
+    ((kv,),) = model.encode([EncodeRequest(context_ids, "", "")])
+    return kv
+
+
+def _result(
+    rows: Sequence[FidelityRecord], by_row: Mapping[str, Sequence[FidelityRecord]]
+) -> FidelityResult:
+    name = rows[0].mode
+    recovery = None
+    if name not in (PLAIN, FLOOR.name, CLOSED_BOOK) and PLAIN in by_row:
+        plain, found = (np.array([row.kl for row in by_row[one]]) for one in (PLAIN, name))
+        measured = [row.kl for row in by_row.get(FLOOR.name, ())]
+        floor = np.array(measured) if measured else np.full_like(plain, _UNMEASURED_FLOOR)
+        if plain.mean() > _ROUNDING * floor.mean():
+            recovery = bootstrap_ratio(plain - found, plain - floor)
+    return FidelityResult(
+        mode=name,
+        samples=len(rows),
+        kl=bootstrap_mean([row.kl for row in rows]),
+        first_kl=bootstrap_mean([row.first_kl for row in rows]),
+        agreement=bootstrap_mean([row.agreement for row in rows]),
+        identical=bootstrap_mean([float(row.agreement == 1) for row in rows]),
+        recovery=recovery,
+    )

@@ -1,0 +1,289 @@
+"""Accuracy of full mode, of block mode with recipes, and of questions without passages."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.results import Generation, ReuseStats
+from blockattn_rag.errors import ContextOverflowError
+from blockattn_rag.lab.evaluation.datasets import EvaluationSample
+from blockattn_rag.lab.evaluation.metrics import (
+    METRICS,
+    Interval,
+    bootstrap_mean,
+    normalize_answer,
+    plain_figures,
+)
+from blockattn_rag.lab.evaluation.records import EvaluationRecord, RecordFile, listed
+from blockattn_rag.lab.evaluation.rows import (
+    CLOSED_BOOK,
+    FULL,
+    Recipes,
+    Row,
+    digests,
+    recipe_rows,
+)
+from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt
+from blockattn_rag.prompts.checkpoints import AUTO, format_for
+from blockattn_rag.prompts.formats import Passage, PromptFormat
+
+# The closed-book prompt of Liu et al. 2023.
+_CLOSED_BOOK = PromptFormat(
+    "closed-book", "", "", "{text}", PLAIN, "Question: {question}\nAnswer: "
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModeResult:
+    """Figures of one row. Scores lie in 0..1 with 95 % bootstrap intervals; times are seconds.
+
+    Args:
+        mode: Name of the row.
+        samples: Questions.
+        accuracy, exact_match, f1: Scores; see ``metrics``.
+        difference: Accuracy minus that of full mode, paired by question.
+        agreement: Share of questions with the same normalised output as in full mode.
+        cut_off: Answers that ended at ``max_new_tokens`` or at the end of the context window.
+        ttft_s: Median time to the first token. None where questions were answered in batches,
+            because each question then waits for its whole batch.
+        stats: Sums over all questions.
+    """
+
+    mode: str
+    samples: int
+    accuracy: Interval
+    exact_match: Interval
+    f1: Interval
+    difference: Interval
+    agreement: float
+    cut_off: int
+    ttft_s: float | None
+    stats: ReuseStats
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types; intervals as ``{"mean", "low", "high"}``."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "stats"}
+        return plain_figures(fields) | self.stats.reuse()
+
+
+@dataclass(frozen=True)  # with no slots, which would leave no room for what was computed
+class EvaluationReport:
+    """What an evaluation found: its settings, the figures by row, and every record."""
+
+    settings: Mapping[str, Any]
+    records: Sequence[EvaluationRecord]
+
+    @cached_property
+    def results(self) -> list[ModeResult]:
+        """The rows, in the order of the run."""
+        return self._results(self.records)
+
+    @cached_property
+    def by_kind(self) -> dict[str, list[ModeResult]]:
+        """The rows of each kind of question, where the data tells kinds apart."""
+        kinds = sorted({record.kind for record in self.records} - {""})
+        of_kind = {kind: [r for r in self.records if r.kind == kind] for kind in kinds}
+        return {kind: self._results(records) for kind, records in of_kind.items()}
+
+    def _results(self, records: Sequence[EvaluationRecord]) -> list[ModeResult]:
+        by_mode: dict[str, list[EvaluationRecord]] = {}
+        for record in records:
+            by_mode.setdefault(record.mode, []).append(record)
+        full = {record.id: record for record in by_mode[FULL]}
+        timed = self.settings["batch_size"] == 1
+        return [_result(mode, rows, full, timed) for mode, rows in by_mode.items()]
+
+    def __getitem__(self, mode: str) -> ModeResult:
+        return next(result for result in self.results if result.mode == mode)
+
+    @property
+    def cut_off(self) -> int:
+        """How many answers ended at ``max_new_tokens`` or at the end of the context window."""
+        return sum(result.cut_off for result in self.results)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Settings and figures as plain JSON types, without the records."""
+        return {
+            "settings": dict(self.settings),
+            "cut_off": self.cut_off,
+            "rows": [result.to_dict() for result in self.results],
+            "by_kind": {k: [r.to_dict() for r in rows] for k, rows in self.by_kind.items()},
+        }
+
+
+def evaluate(
+    engine: BlockAttentionEngine,
+    samples: Sequence[EvaluationSample],
+    recipes: Recipes = ("auto",),
+    *,
+    closed_book: bool = False,
+    prompt: str | PromptFormat = AUTO,
+    num_passages: int | None = None,
+    max_new_tokens: int = 48,
+    batch_size: int = 8,
+    stop: Sequence[str] = (),
+    records_path: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> EvaluationReport:
+    """Answer every sample greedily in full mode and with every recipe, and score the answers.
+
+    Passages are encoded before block mode answers, so that its times are those of reuse.
+
+    Args:
+        engine: The model and its KV store.
+        samples: See :func:`blockattn_rag.lab.evaluation.datasets.read_samples`.
+        recipes: Recipes of block mode; see ``evaluation.rows``.
+        closed_book: Also answer without passages.
+        prompt: A prompt format or its name; ``"auto"`` goes by the model.
+        num_passages: Passages of each sample to keep, gold ones first. Default: all.
+        batch_size: Questions answered at once. With 1, times to the first token are reported.
+        stop: Texts that end an answer.
+        records_path: File of records, one JSON line for each answer. What it holds is not answered
+            again.
+        settings: What else to note in the report and in the records file, such as the data's name.
+        on_progress: Called with answers done and all answers, at first and after each batch.
+
+    Raises:
+        ValueError: An unknown prompt format, a recipe that cannot be used, or no sample.
+        DataError: ``records_path`` holds records of another evaluation or of other samples, or is
+            no record file.
+        ContextOverflowError: Prompts do not fit in the context window; names their samples, before
+            anything is answered.
+    """
+    if not samples:
+        raise ValueError("expected at least one sample to evaluate, found none")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, found {batch_size}")
+    rows = [Row(FULL), *recipe_rows(engine, recipes)]
+    rows += [Row(CLOSED_BOOK, closed_book=True)] if closed_book else []
+    form = format_for(prompt, engine.model.name)
+    noted = {
+        **(settings or {}),
+        "fingerprint": engine.model.fingerprint,
+        "kv_dtype": engine.kv_dtype,
+        "prompt_format": form.name,
+        "num_passages": num_passages,
+        "max_new_tokens": max_new_tokens,
+        "stop": list(stop),
+        "batch_size": batch_size,
+    }
+    shown = [s.with_passages(num_passages) if num_passages else s for s in samples]
+    _check_room(engine, form, shown)
+    parse = EvaluationRecord.from_dict
+    file = RecordFile(records_path, noted, parse) if records_path is not None else None
+    if file:
+        file.check_samples(shown)
+        file.check_recipes(digests(rows))
+    done = dict(file.records) if file else {}
+    answered, total = 0, len(rows) * len(shown)
+    for row in rows:
+        pending = [sample for sample in shown if (sample.id, row.name) not in done]
+        answered += len(shown) - len(pending)
+        if on_progress:
+            on_progress(answered, total)
+        for start in range(0, len(pending), batch_size):
+            batch = pending[start : start + batch_size]
+            answers = _answer(engine, form, batch, row, max_new_tokens=max_new_tokens, stop=stop)
+            new = [_record(s, row, a) for s, a in zip(batch, answers, strict=True)]
+            done.update({(record.id, row.name): record for record in new})
+            if file:
+                file.append(new)
+            answered += len(batch)
+            if on_progress:
+                on_progress(answered, total)
+    # The kind decides no answer, and may have been another when the sample was answered.
+    records = [replace(done[s.id, row.name], kind=s.kind) for row in rows for s in shown]
+    return EvaluationReport(noted, records)
+
+
+def _answer(
+    engine: BlockAttentionEngine,
+    form: PromptFormat,
+    batch: Sequence[EvaluationSample],
+    row: Row,
+    **options: Any,
+) -> list[Generation]:
+    """The answers to a batch of samples, in block mode after their passages were encoded."""
+    prompts = [make_prompt(engine, form, s, closed_book=row.closed_book) for s in batch]
+    if row.recipe is not None:
+        for prompt in prompts:
+            engine.precompute(prompt.context, as_prompt=True, recipe=row.recipe)
+    return engine.generate_batch(prompts, **row.options, batch_size=len(batch), **options)
+
+
+def make_prompt(
+    engine: BlockAttentionEngine,
+    form: PromptFormat,
+    sample: EvaluationSample,
+    *,
+    closed_book: bool = False,
+) -> BlockPrompt:
+    """The prompt of a sample; closed-book prompts hold no passage."""
+    tokenizer = engine.model.tokenizer.tokenizer
+    if closed_book:
+        return _CLOSED_BOOK.prompt(sample.question, (), tokenizer)
+    passages = [Passage(p.title, p.text) for p in sample.passages]
+    return form.prompt(sample.question, passages, tokenizer)
+
+
+def _check_room(
+    engine: BlockAttentionEngine, form: PromptFormat, samples: Sequence[EvaluationSample]
+) -> None:
+    """Refuse prompts that leave no room for an answer."""
+    most = engine.model.max_context_tokens - 1
+    found = {}
+    for sample in samples:
+        context, final = engine.model.tokenizer.prompt_ids(make_prompt(engine, form, sample))
+        tokens = sum(map(len, context)) + len(final)
+        if tokens > most:
+            found[sample.id] = tokens
+    if found:
+        raise ContextOverflowError(
+            f"{len(found)} of {len(samples)} prompts do not fit in the model's context window of "
+            f"{most + 1} tokens, the answer included: {listed(list(found))}, up to "
+            f"{max(found.values())} tokens; keep fewer passages (num_passages, --num-passages), or "
+            "leave these samples out"
+        )
+
+
+def _record(sample: EvaluationSample, row: Row, answer: Generation) -> EvaluationRecord:
+    kept = replace(answer.stats, fetch_s=0.0, assemble_s=0.0, prefill_s=0.0, total_s=0.0)
+    return EvaluationRecord(
+        id=sample.id,
+        digest=sample.digest,
+        mode=row.name,
+        kind=sample.kind,
+        question=sample.question,
+        answers=sample.answers,
+        output=answer.text,
+        stats=kept,
+        finish_reason=answer.finish_reason,
+        recipe=row.digest,
+        **{name: metric(answer.text, sample.answers) for name, metric in METRICS.items()},
+    )
+
+
+def _result(
+    mode: str, rows: Sequence[EvaluationRecord], full: Mapping[str, EvaluationRecord], timed: bool
+) -> ModeResult:
+    pairs = [(row, full[row.id]) for row in rows]
+    same = [normalize_answer(row.output) == normalize_answer(f.output) for row, f in pairs]
+    return ModeResult(
+        mode=mode,
+        samples=len(rows),
+        accuracy=bootstrap_mean([row.accuracy for row in rows]),
+        exact_match=bootstrap_mean([row.exact_match for row in rows]),
+        f1=bootstrap_mean([row.f1 for row in rows]),
+        difference=bootstrap_mean([r.accuracy - f.accuracy for r, f in pairs]),
+        agreement=statistics.fmean(same),
+        cut_off=sum(row.finish_reason == "length" for row in rows),
+        ttft_s=statistics.median(row.stats.ttft_s for row in rows) if timed else None,
+        stats=sum((row.stats for row in rows[1:]), rows[0].stats),
+    )

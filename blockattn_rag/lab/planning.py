@@ -1,0 +1,212 @@
+"""What storing a collection's keys and values takes, and what it gives: from a config alone."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
+from blockattn_rag.lab.efficiency.shapes import prefill_flops
+from blockattn_rag.lab.efficiency.timing import check_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What there is to store in and to compute with: bytes, and bytes or operations per second.
+
+    Args:
+        gpu_bytes: None where the model runs on the CPU.
+        device_bytes_per_s: memory bandwidth of what the model runs on.
+        transfer_bytes_per_s: from main memory to the GPU.
+        network_bytes_per_s: from an object store or another shared home; None where there is none.
+        network_latency_s: until the first byte comes from there.
+    """
+
+    memory_bytes: int
+    disk_bytes: int
+    gpu_bytes: int | None = None
+    operations_per_s: float = 1e11
+    device_bytes_per_s: float = 1e10
+    transfer_bytes_per_s: float = 25e9
+    disk_bytes_per_s: float = 2e9
+    network_bytes_per_s: float | None = None
+    network_latency_s: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of a model's weights, and of keys and values.
+
+    Args:
+        bytes_per_token: of a stored block, with the scales of values if it is quantised.
+        bytes_per_block: what a stored block takes besides: the scales of keys.
+        dequantised_bytes_per_token: of a quantised block, when it is read.
+    """
+
+    weight_bytes: int
+    bytes_per_token: int
+    bytes_per_block: int = 0
+    dequantised_bytes_per_token: int = 0
+
+    def block_bytes(self, tokens: int) -> int:
+        """A stored block of so many tokens."""
+        return self.bytes_per_block + tokens * self.bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Where blocks may lie: how many passages fit, the time to first token from there, and whether
+    that is less than a full prefill takes."""
+
+    name: str
+    passages: int
+    ttft_s: float
+    pays: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Storage, ingestion and time to first token of a collection. Bytes and seconds.
+
+    ``full_ttft_s`` is the full prefill that reuse saves. ``break_even_bytes_per_s``: a store that
+    is read more slowly than this is slower than computing the passages; None where reuse saves
+    nothing even from memory.
+    """
+
+    footprint: Footprint
+    passage_bytes: int
+    total_bytes: int
+    ingest_s: float
+    full_ttft_s: float
+    break_even_bytes_per_s: float | None
+    tiers: tuple[Tier, ...]
+    machine: Machine
+
+
+def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> Footprint:
+    """What a model of this config takes; no weights are made or loaded.
+
+    The model is built and run once on PyTorch's meta device, which computes shapes alone; so the
+    figures hold for any architecture.
+
+    Raises:
+        UnsupportedModelError: its layers have no keys and values to store.
+    """
+    factory: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        # Counted in elements; some kernels know only this type there.
+        model = factory.from_config(config, dtype=torch.bfloat16)
+        cache = DynamicCache()
+        model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    layers: list[Any] = list(cache.layers)
+    if not layers or any(getattr(layer, "keys", None) is None for layer in layers):
+        raise UnsupportedModelError(
+            f"a {config.model_type} model has layers without keys and values; expected attention "
+            "in every layer"
+        )
+    states = sum(t.numel() for layer in layers for t in (layer.keys, layer.values))
+    if check_kv_dtype(kv_dtype) == "model":
+        return Footprint(weights * dtype.itemsize, states * dtype.itemsize)
+    scale_bytes = torch.float32.itemsize  # a scale for each head's token, and each of its channels
+    return Footprint(
+        weight_bytes=weights * dtype.itemsize,
+        bytes_per_token=states + scale_bytes * sum(layer.values.shape[1] for layer in layers),
+        bytes_per_block=scale_bytes * sum(layer.keys.numel() for layer in layers),
+        dequantised_bytes_per_token=states * dtype.itemsize,
+    )
+
+
+def plan(
+    config: Any,
+    dtype: torch.dtype,
+    machine: Machine,
+    *,
+    passages: int,
+    passage_tokens: int,
+    top_k: int = 10,
+    question_tokens: int = 50,
+    kv_dtype: KVDtype = "model",
+) -> Plan:
+    """Plan a collection.
+
+    A forward takes as long as its operations or the reading of weights and blocks, whichever is
+    longer; what must be fetched first comes on top. At the speeds that ``machine`` states, that is
+    an estimate, for choosing; ``blockattn-rag bench`` measures.
+
+    Args:
+        config: of a model with gated feed-forward layers (for the operations).
+        dtype: of weights, keys and values, unless ``kv_dtype`` says otherwise.
+        machine: what stores and computes.
+        passages: number of passages in the collection.
+        passage_tokens: tokens of a passage.
+        top_k: passages in a prompt.
+        question_tokens: tokens of the question.
+        kv_dtype: what keys and values are stored in; see ``kv.quantization``.
+    """
+    check_sizes(passages=passages, passage_tokens=passage_tokens)
+    check_sizes(top_k=top_k, question_tokens=question_tokens)
+    for name, value in asdict(machine).items():
+        if name.endswith("_per_s") and value is not None and not value > 0:
+            raise ValueError(f"{name} must be above 0, found {value}")
+    config = config.get_text_config(decoder=True)
+    model = footprint(config, dtype, kv_dtype)
+    passage = model.block_bytes(passage_tokens)
+    context = top_k * passage_tokens
+    moved = top_k * passage
+    # What is dequantised is written and read again.
+    read = moved + 2 * context * model.dequantised_bytes_per_token
+
+    def forward_s(operations: float, read: int = 0) -> float:
+        reading = (model.weight_bytes + read) / machine.device_bytes_per_s
+        return max(operations / machine.operations_per_s, reading)
+
+    full = forward_s(prefill_flops(config, context + question_tokens))
+    reuse = forward_s(prefill_flops(config, question_tokens, context), read)
+    tiers: list[Tier] = []
+
+    def add(name: str, room: int, ttft_s: float) -> None:
+        tiers.append(Tier(name, max(0, room) // passage, ttft_s, ttft_s < full))
+
+    if machine.gpu_bytes is None:
+        room, from_memory = machine.memory_bytes - model.weight_bytes, reuse
+    else:
+        # A tenth of the GPU's memory is left to activations and the allocator.
+        add("gpu", math.floor(0.9 * machine.gpu_bytes) - model.weight_bytes, reuse)
+        room, from_memory = machine.memory_bytes, reuse + moved / machine.transfer_bytes_per_s
+    add("memory", room, from_memory)
+    add("disk", machine.disk_bytes, from_memory + moved / machine.disk_bytes_per_s)
+    if machine.network_bytes_per_s is not None:
+        fetching = machine.network_latency_s + moved / machine.network_bytes_per_s
+        add("network", passage * passages, from_memory + fetching)
+    return Plan(
+        footprint=model,
+        passage_bytes=passage,
+        total_bytes=passage * passages,
+        # In batches, where reading the weights hardly counts.
+        ingest_s=passages * prefill_flops(config, passage_tokens) / machine.operations_per_s,
+        full_ttft_s=full,
+        break_even_bytes_per_s=moved / (full - from_memory) if full > from_memory else None,
+        tiers=tuple(tiers),
+        machine=machine,
+    )
+
+
+def measured_operations_per_s(dtype: torch.dtype, device: str) -> float:
+    """Operations per second of a matrix product on this machine: what a forward comes near to."""
+    size = 8192 if device == "cuda" else 1024  # a GPU would hardly notice the smaller one
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = math.inf
+    for _ in range(6):
+        started = time.perf_counter()
+        a @ b
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best

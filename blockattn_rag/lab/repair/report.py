@@ -1,0 +1,163 @@
+"""What a repair found: as JSON in the recipe, as five lines, and as a plot."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from blockattn_rag.lab.evaluation.fidelity import FidelityResult
+from blockattn_rag.lab.evaluation.rows import PLAIN
+from blockattn_rag.lazy import missing_extra
+
+logger = logging.getLogger("blockattn_rag")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A recipe that was compared.
+
+    Args:
+        name: Short name.
+        loss: Mean loss on the questions that the choice was made on.
+        measured: Figures on the other questions.
+    """
+
+    name: str
+    loss: float
+    measured: FidelityResult
+
+
+@dataclass(frozen=True, slots=True)
+class RepairReport:
+    """What a repair found.
+
+    Args:
+        model: Name of the model.
+        fingerprint: Fingerprint of the model.
+        chosen: Name of the chosen candidate.
+        candidates: Every candidate, the simplest first.
+        passages: Passages of the prompts that were measured.
+        questions: Distinct questions.
+        written: Whether the model wrote them.
+        chosen_on, measured_on: Questions of the choice and of the measurement.
+        right: Right answers in full mode, plain block mode and with the recipe, on
+            ``answered`` questions of the measurement that have right answers. Empty: none has.
+        answered: See ``right``.
+        plan: The plan; see ``plan.Plan``.
+        curve: Losses of the training, by step.
+        seconds: Seconds by stage.
+        version: Version of this package.
+        date: When the report was made, in UTC.
+    """
+
+    model: str
+    fingerprint: str
+    chosen: str
+    candidates: Sequence[Candidate]
+    passages: int
+    questions: int
+    written: bool
+    chosen_on: int
+    measured_on: int
+    right: Mapping[str, int]
+    answered: int
+    plan: Mapping[str, Any]
+    curve: Sequence[Mapping[str, float]]
+    seconds: Mapping[str, float]
+    version: str
+    date: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        candidates = [
+            {"name": one.name, "loss": one.loss, **one.measured.to_dict()}
+            for one in self.candidates
+        ]
+        return {**asdict(self), "candidates": candidates}
+
+
+_FEW = 10
+"""Held-out questions below which figures say little."""
+
+
+def figures(report: Mapping[str, Any]) -> list[str]:
+    """A report's figures in three lines, for people.
+
+    Args:
+        report: ``RepairReport.to_dict``, as a recipe holds it.
+    """
+    by_name = {one["name"]: one for one in report["candidates"]}
+    plain, found = by_name[PLAIN], by_name[report["chosen"]]
+    recovered = ""
+    if found["recovery"] is not None:
+        mean, low, high = (_percent(found["recovery"][end]) for end in ("mean", "low", "high"))
+        recovered = f": {mean} recovered ({low} to {high})"
+    right = "not measured, because the questions have no right answers"
+    if report["right"]:
+        counts = ", ".join(f"{name} {count}" for name, count in report["right"].items())
+        right = f"{counts} of {report['answered']}"
+    changes = (
+        f"{what}: {_percent(plain[name]['mean'])} -> {_percent(found[name]['mean'])}"
+        for what, name in (
+            ("Tokens that full mode would choose too", "agreement"),
+            ("identical answers", "identical"),
+        )
+    )
+    return [
+        f"Divergence from full mode (KL), {report['measured_on']} held-out questions: "
+        f"{plain['kl']['mean']:.3f} without a recipe, {found['kl']['mean']:.3f} with "
+        f"it{recovered}.{_shortfall(report)}",
+        f"{'; '.join(changes)}.",
+        f"Right answers: {right}.",
+    ]
+
+
+def _shortfall(report: Mapping[str, Any]) -> str:
+    """What a repair lacked time or questions for, as further sentences; empty if nothing."""
+    few = report["measured_on"] < _FEW
+    untrained = not report["plan"]["samples"]
+    lacks = [
+        " These questions are too few to rely on." if few else "",
+        " There was no time to train the adapter." if untrained else "",
+    ]
+    advice = " Give more minutes (--minutes) and questions (--questions)."
+    return "".join(lacks) + (advice if few or untrained else "")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def plot(report: RepairReport) -> bytes | None:
+    """The divergence of every candidate with its interval, and the curve of the training, as PNG;
+    None where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        logger.warning("report.png is left out: it needs %s.", missing_extra("matplotlib", "train"))
+        return None
+    figure = Figure(figsize=(11.0, 4.0), layout="constrained")
+    bars, curve = figure.subplots(1, 2)
+    names = [one.name for one in report.candidates]
+    found = [one.measured.kl for one in report.candidates]
+    errors = [[kl.mean - kl.low for kl in found], [kl.high - kl.mean for kl in found]]
+    colors = ["tab:green" if name == report.chosen else "tab:blue" for name in names]
+    bars.barh(names, [kl.mean for kl in found], xerr=errors, color=colors, capsize=3)
+    bars.invert_yaxis()
+    bars.set(
+        xlabel="KL from full mode, 95 % intervals",
+        title=f"{report.measured_on} held-out questions, {report.passages} passages",
+    )
+    for key, label in (("loss", "training"), ("eval_loss", "held out")):
+        points = [(entry["step"], entry[key]) for entry in report.curve if key in entry]
+        if points:
+            curve.plot(*zip(*points, strict=True), label=label, marker="o" if key != "loss" else "")
+    curve.set(xlabel="optimizer step", ylabel="loss", title="training of the adapter")
+    if report.curve:
+        curve.legend()
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=110)
+    return image.getvalue()

@@ -1,0 +1,280 @@
+"""Training data: JSON lines of three kinds become token ids, block by block.
+
+One JSON object a line; the kinds may be mixed in one file::
+
+    {"messages": [{"role": "user", "content": …}, …, {"role": "assistant", "content": …}]}
+    {"blocks": [TEXT | {"text", "before", "after", "control"}, …], "prompt": …, "response": …}
+    {"blocks": […], "turns": [{"prompt": …, "response": …}, …]}
+    {"question": …, "passages": [{"title": …, "text": …}, …], "answer": …}
+    {"passages": […], "turns": [{"question": …, "answer": …}, …]}
+
+*Messages*: each turn is a block, the last two (a question and the assistant's answer) are the
+final block. *Blocks*: taken literally, no chat template; ``before`` and ``after`` are the block's
+template and ``control`` says whether control tokens in ``text`` are parsed (see ``blocks.Block``).
+*Passages*: written by a prompt format of :mod:`blockattn_rag.prompts`. With *turns*, everything
+after the first question is in the final block and every answer is learned.
+
+Token ids come from the same ``BlockTokenizer`` as the engine's.
+A response is tokenised alone, because at inference generation starts after the final block's text.
+The token that closes an answer (end of turn, or EOS) is learned after each answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+
+from blockattn_rag.errors import DataError, SegmentationError
+from blockattn_rag.files import (
+    Record,
+    list_of,
+    listed,
+    numbered_lines,
+    of_kind,
+    parse_line,
+    text_of,
+)
+from blockattn_rag.lab.training.config import OnError
+from blockattn_rag.prompts import formats
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
+from blockattn_rag.prompts.segmentation import conversation
+from blockattn_rag.prompts.tokenization import BlockTokenizer
+
+logger = logging.getLogger("blockattn_rag")
+
+IGNORED = -100
+"""Label of a token that is not learned."""
+
+
+class Sample(NamedTuple):
+    """A prompt, its answer, and the (text up to an answer, answer) after it in the final block."""
+
+    prompt: BlockPrompt
+    answer: str
+    further: tuple[tuple[str | tuple[Span, ...], str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSample:
+    """Token ids of a sample.
+
+    Args:
+        input_ids: all tokens, in order.
+        labels: as ``input_ids`` where a token is to be learned, else ``-100``. Not shifted.
+        block_lengths: tokens of each block; the last is the final block with its answers.
+    """
+
+    input_ids: list[int]
+    labels: list[int]
+    block_lengths: list[int]
+
+
+@dataclass(slots=True)
+class DataReport:
+    """What was read: samples, how many of them have a context (a block before the final one),
+    tokens, and the lines left out with the reason for each."""
+
+    samples: int = 0
+    with_context: int = 0
+    tokens: int = 0
+    skipped: list[str] = field(default_factory=list)
+
+
+class SampleEncoder:
+    """Turns records into token ids for one tokenizer and one prompt format.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        prompt: prompt format of records with passages: its name, or the format.
+        blocks_per_turn: into how many blocks a turn of ``messages`` may be cut at blank lines and
+            the like; see :func:`~blockattn_rag.prompts.segmentation.conversation`.
+        max_tokens: the longest sample allowed; None for no limit.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        prompt: str | formats.PromptFormat = "chat",
+        blocks_per_turn: int = 1,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.hf_tokenizer = tokenizer
+        self.tokenizer = BlockTokenizer(tokenizer)
+        self.format = formats.prompt_format(prompt)
+        self.blocks_per_turn = blocks_per_turn
+        self.max_tokens = max_tokens
+        self._end_text = formats.answer_end(tokenizer)
+        self._end = self.tokenizer.final_ids(self._end_text, first=False)
+
+    def encode_record(self, record: object) -> EncodedSample:
+        """Token ids of one record.
+
+        Raises:
+            DataError: the record is malformed, holds an empty block, or is too long.
+        """
+        try:
+            sample = self.parse(record)
+        except SegmentationError as error:
+            raise DataError(str(error)) from error
+        except TemplateError as error:
+            raise DataError(f"the chat template refuses this conversation: {error}") from error
+        encoded = self.encode(sample)
+        count = len(encoded.input_ids)
+        if self.max_tokens is not None and count > self.max_tokens:
+            raise DataError(
+                f"found a sample of {count} tokens, expected at most {self.max_tokens}; "
+                "shorten it, or skip bad lines"
+            )
+        return encoded
+
+    def parse(self, record: object) -> Sample:
+        """The sample that a record of any kind stands for."""
+        fields: Record = of_kind(record, dict, "a record")
+        if "messages" in fields:
+            return self._parse_messages(fields)
+        if "blocks" in fields:
+            return _parse_blocks(fields)
+        if "passages" in fields:
+            return self._parse_passages(fields)
+        raise DataError(
+            f"found keys {listed(fields)}, expected 'messages', or 'blocks', 'prompt' and "
+            "'response', or 'question', 'passages' and 'answer'"
+        )
+
+    def encode(self, sample: Sample) -> EncodedSample:
+        """Token ids as the engine makes them: per block; answers follow the final block."""
+        context, final = self.tokenizer.prompt_ids(sample.prompt)
+        labels = [IGNORED] * len(final)
+        for text, answer in [("", sample.answer), *sample.further]:
+            between = self.tokenizer.final_ids(text, first=False)
+            learned = [*self.tokenizer.block_ids(Block(answer), first=False), *self._end]
+            final = [*final, *between, *learned]
+            labels += [IGNORED] * len(between) + learned
+        context_ids = [i for ids in context for i in ids]
+        return EncodedSample(
+            input_ids=context_ids + final,
+            labels=[IGNORED] * len(context_ids) + labels,
+            block_lengths=[*(len(ids) for ids in context), len(final)],
+        )
+
+    def _parse_messages(self, fields: Record) -> Sample:
+        messages = []
+        for message, where in _objects(fields, "messages"):
+            if message.get("tool_calls"):
+                raise DataError(f"found '{where}tool_calls', which cannot be learned; write the "
+                                "call into 'content'")  # fmt: skip
+            messages.append({k: text_of(message, k, where) for k in ("role", "content")})
+        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+            raise DataError("found no response: the last of two or more messages must have "
+                            "the role 'assistant'")  # fmt: skip
+        if messages[-2]["role"] == "assistant":
+            raise DataError("found two answers of the role 'assistant' one after the other at the "
+                            "end; join them, or put a message between")  # fmt: skip
+        *asked, answer = messages
+        prompt = conversation(asked, self.hf_tokenizer, blocks_per_turn=self.blocks_per_turn)
+        return Sample(prompt, answer["content"])
+
+    def _parse_passages(self, fields: Record) -> Sample:
+        passages = []
+        for passage, where in _objects(fields, "passages", may_be_empty=True):
+            title = of_kind(passage.get("title", ""), str, f"{where}title")
+            passages.append(formats.Passage(title, text_of(passage, "text", where)))
+        (question, answer), *later = _turns(fields, "question", "answer")
+        prompt = self.format.prompt(question, passages, self.hf_tokenizer)
+        return Sample(prompt, answer, tuple((self._follow_up(q), a) for q, a in later))
+
+    def _follow_up(self, question: str) -> tuple[Span, ...]:
+        first, *rest = formats.follow_up(question, self.hf_tokenizer)
+        # The end of the previous answer is among that answer's learned tokens already.
+        return (Span(first.text.removeprefix(self._end_text), first.origin), *rest)
+
+
+def read_samples(
+    files: Iterable[str | Path],
+    encoder: SampleEncoder,
+    *,
+    on_error: OnError = "raise",
+    report: DataReport | None = None,
+) -> Iterator[EncodedSample]:
+    """Stream the samples of JSON-lines files (``.gz`` too), line by line. Blank lines do not count.
+
+    Args:
+        on_error: ``"raise"`` stops at the first bad line; ``"skip"`` leaves out bad lines, and
+            files or ends of files that cannot be read, lists them in ``report`` and logs their
+            number at the end.
+        report: filled while reading.
+
+    Raises:
+        DataError: with file, line number, what was found and what was expected.
+    """
+    report = DataReport() if report is None else report
+    for sample in (found for path in files for found in _encoded_lines(Path(path), encoder)):
+        if isinstance(sample, DataError):
+            if on_error == "raise":
+                raise sample
+            report.skipped.append(str(sample))
+            continue
+        report.samples += 1
+        report.with_context += len(sample.block_lengths) > 1
+        report.tokens += len(sample.input_ids)
+        yield sample
+    if report.skipped:
+        logger.warning("left out %d bad lines, first: %s", len(report.skipped), report.skipped[0])
+
+
+def _encoded_lines(path: Path, encoder: SampleEncoder) -> Iterator[EncodedSample | DataError]:
+    """The samples of a file in order; in place of a line that cannot be read, its error."""
+    try:
+        for number, line in numbered_lines(path):
+            try:
+                yield encoder.encode_record(parse_line(line))
+            except DataError as error:
+                yield DataError(f"{path}, line {number}: {error}")
+    except DataError as error:  # of the file: nothing follows that could be read
+        yield error
+
+
+def _parse_blocks(fields: Record) -> Sample:
+    items = list_of(fields, "blocks", may_be_empty=True)
+    blocks = tuple(_block(item, f"blocks[{i}]") for i, item in enumerate(items))
+    (prompt, answer), *later = _turns(fields, "prompt", "response")
+    return Sample(BlockPrompt(blocks, prompt), answer, tuple(later))
+
+
+def _block(item: object, where: str) -> Block:
+    """A block from its text, or from an object with text, template and control."""
+    fields: Record = {"text": item} if isinstance(item, str) else of_kind(item, dict, where)
+    if unknown := fields.keys() - {"text", "before", "after", "control"}:
+        raise DataError(f"found {where} with keys {listed(unknown)}, expected 'text', and "
+                        "if wanted 'before', 'after', 'control'")  # fmt: skip
+    before, after = (fields.get(key, "") for key in ("before", "after"))
+    control = fields.get("control", False)
+    if not (isinstance(before, str) and isinstance(after, str) and isinstance(control, bool)):
+        raise DataError(
+            f"expected strings for 'before' and 'after' of {where} and true or false for 'control'"
+        )
+    text = text_of(fields, "text", f"{where}.")
+    span = Span(text, "prompt" if control else "passage")
+    return Block(text, BlockTemplate(before, after), (span,))
+
+
+def _turns(fields: Record, asked: str, answered: str) -> list[tuple[str, str]]:
+    """(question, answer) of one turn given in the record itself, or of each of its ``turns``."""
+    if "turns" not in fields:
+        return [(text_of(fields, asked), text_of(fields, answered))]
+    turns = _objects(fields, "turns")
+    return [(text_of(turn, asked, where), text_of(turn, answered, where)) for turn, where in turns]
+
+
+def _objects(
+    fields: Record, key: str, *, may_be_empty: bool = False
+) -> Iterator[tuple[Record, str]]:
+    """The objects of a list, each with the path to it, as ``turns[0].``."""
+    for i, item in enumerate(list_of(fields, key, may_be_empty=may_be_empty)):
+        yield of_kind(item, dict, f"{key}[{i}]"), f"{key}[{i}]."

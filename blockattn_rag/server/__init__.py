@@ -1,0 +1,1 @@
+"""Blocks over HTTP: the protocol, its client, and the vLLM plugin."""

@@ -1,0 +1,284 @@
+"""RemoteEngine: a model behind a server, used as the engines of this process are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
+from blockattn_rag.engine.ingest import EncodeStats
+from blockattn_rag.engine.options import GenerateOptions, OnMiss
+from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingAnswer
+from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, made
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine.results import Generation, GenerationChunk
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, is_private, keep_of
+from blockattn_rag.server.client.background import background
+from blockattn_rag.server.client.client import API_KEY_VARIABLE, Client
+from blockattn_rag.server.client.ingest import ToEncode, batches, precompute
+from blockattn_rag.server.client.model import RemoteModel
+from blockattn_rag.server.client.request import check_possible, sink_asked
+from blockattn_rag.server.client.server import Server, count_missing_now, room_for
+from blockattn_rag.server.endpoint import ServerInfo
+
+
+class RemoteEngine:
+    """Answers prompts made of blocks by a model behind a server, such as ``vllm serve`` with this
+    package's connector.
+
+    The server stores blocks and computes; of the model, the tokenizer alone is loaded here. The
+    first call asks the server what it is, and refuses one that lacks the connector, or has another
+    tokenizer. May be called from many threads and event loops.
+
+    Args:
+        base_url: the server's address, such as ``"http://gpu:8000"``, with or without ``/v1``.
+        model: its name at the server; default: the server's first model.
+        tokenizer: a transformers tokenizer, or its name or path; default: that of ``model``.
+        api_key: of the server; default: what the environment has in ``BLOCKATTN_RAG_API_KEY``.
+        on_miss: see ``GenerateOptions``. The server encodes and stores what it has not stored.
+        recipe: ``"auto"``: the server's own. Anything else must have the server's sink and nothing
+            more, because servers do not apply adapters and promotion yet.
+        timeout_s: seconds without a byte of an answer after which it is given up.
+        retries: further tries after failures that may pass: before the first token of an answer,
+            never after.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str | None = None,
+        tokenizer: Any = None,
+        *,
+        api_key: str | None = None,
+        on_miss: OnMiss | None = None,
+        recipe: RecipeLike = AUTO,
+        timeout_s: float = 600.0,
+        retries: int = 1,
+    ) -> None:
+        if not (isinstance(retries, int) and retries >= 0):
+            raise ValueError(f"retries must be a whole number from 0 on, found {retries!r}")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be a number above 0, found {timeout_s!r}")
+        self._defaults = GenerateOptions.parse({"on_miss": on_miss}, GenerateOptions())
+        api_key = api_key or os.environ.get(API_KEY_VARIABLE)
+        client = Client(base_url, api_key, timeout_s, retries)
+        self._server = Server(client, model, tokenizer, sink_asked(recipe))
+
+    def __repr__(self) -> str:
+        return f"RemoteEngine({self.base_url!r}, {self.model.given!r})"
+
+    @property
+    def model(self) -> RemoteModel:
+        """What is known here of the server's model."""
+        return self._server.model
+
+    @property
+    def defaults(self) -> GenerateOptions:
+        """Options of calls that set nothing else; the recipe is the server's sink."""
+        return replace(self._defaults, recipe=self.recipe)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The server's sink as a recipe."""
+        return Recipe(self.info.sink, source=self.base_url)
+
+    @property
+    def base_url(self) -> str:
+        """The server's address, without ``/v1``."""
+        return self._server.client.base_url
+
+    @property
+    def info(self) -> ServerInfo:
+        """What the server tells of itself; asked for by the first call.
+
+        Raises:
+            ServingError: the server cannot be reached, or is not as it must be.
+        """
+        return self._server.info_now()
+
+    # -- ingestion ---------------------------------------------------------------------------
+
+    def encode(
+        self,
+        texts: Sequence[str | Block] | BlockPrompt,
+        *,
+        show_progress: bool = False,
+        recipe: RecipeLike | None = None,
+    ) -> list[str]:
+        """As ``BlockAttentionEngine.encode``, in the server's store."""
+        blocks, as_prompt = blocks_to_encode(texts)
+        self.precompute(blocks, as_prompt=as_prompt, show_progress=show_progress, recipe=recipe)
+        return [block.handle for block in blocks]
+
+    def precompute(
+        self,
+        blocks: Sequence[Block],
+        *,
+        as_prompt: bool = False,
+        show_progress: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+        batch_tokens: int | None = None,
+        recipe: RecipeLike | None = None,
+    ) -> EncodeStats:
+        """As ``BlockAttentionEngine.precompute``: several requests run side by side, each of
+        ``batch_tokens`` at most.
+
+        Raises:
+            ContextOverflowError: a block is longer than what the server's model holds.
+            ValueError: there is something to compute, and the server stores nothing.
+            ServingError: a request failed; what was encoded before is stored.
+        """
+        sink = sink_asked(recipe)
+        info = self.info
+        self._server.check_sink(sink, info)
+        wanted = [self._to_encode(one, as_prompt and not at) for at, one in enumerate(blocks)]
+        opens_prompt = as_prompt and bool(wanted and wanted[0].ids)
+        wanted = [one for one in wanted if one.ids]
+        for one in wanted:
+            room_for(len(one.ids), info)
+        bodies = [*batches(wanted, as_prompt=opens_prompt, batch_tokens=batch_tokens)]
+        if info.read_only and (absent := count_missing_now(self._server, bodies)):
+            raise ValueError(
+                f"{absent} of {sum(len(body.blocks) for body in bodies)} blocks are not in the "
+                f"store, and {self.base_url} is read-only; encode them by a server that may write"
+            )
+        if info.read_only:
+            return EncodeStats(reused=sum(len(body.blocks) for body in bodies))
+        encode = self._server.encode
+        return precompute(encode, bodies, show_progress=show_progress, on_progress=on_progress)
+
+    def prefetch(
+        self,
+        passages: Sequence[str | Block],
+        *,
+        recipe: RecipeLike | None = None,
+    ) -> None:
+        """Does nothing: the server reads blocks when the prompt that holds them comes."""
+
+    def contains(self, block: Block, *, first: bool = False) -> bool:
+        """Whether a block's KV is stored. ``first``: as the first block of a prompt."""
+        wanted = [one for one in [self._to_encode(block, first)] if one.ids]
+        bodies = [*batches(wanted, as_prompt=first, batch_tokens=None)]
+        return bool(bodies) and not count_missing_now(self._server, bodies)
+
+    # -- answering ---------------------------------------------------------------------------
+
+    def generate(self, prompt: Prompt, **options: Any) -> Generation:
+        """As ``BlockAttentionEngine.generate``, with the same options.
+
+        ``assembly`` must be left out, and ``recipe`` be the server's. Of what transformers'
+        ``generate`` takes, what vLLM knows too may be given, and vLLM's ``response_format`` and
+        ``structured_outputs``.
+
+        Raises:
+            ContextOverflowError: the prompt does not fit in the model's context window.
+            MissError: a passage is not stored, and ``on_miss`` is ``"error"``; or a block is not,
+                and the server is read-only.
+            ServingError: the server refuses, fails, or answers in another mode.
+            ValueError: an option is out of range, or not possible.
+        """
+        return self.submit(prompt, **options).result()
+
+    def submit(
+        self, prompt: LatePrompt, *, group: Group | None = None, **options: Any
+    ) -> PendingAnswer:
+        """Ask for an answer without waiting; ``options`` are those of ``generate``.
+
+        Args:
+            prompt: a prompt, or a function that makes it in another thread.
+            group: of no meaning here, because the server makes batches of all that it is asked.
+        """
+        pending, start = self._pending(prompt, options)
+        start()
+        return pending
+
+    async def agenerate(
+        self, prompt: LatePrompt, *, group: Group | None = None, **options: Any
+    ) -> Generation:
+        """``generate`` for event loops. Cancelling the task ends the generation."""
+        return await self.submit(prompt, group=group, **options).wait()
+
+    def stream(self, prompt: Prompt, **options: Any) -> Generator[GenerationChunk, None, None]:
+        """Answer a prompt piece by piece; ``options`` are those of ``generate``.
+
+        The last chunk carries the whole ``Generation``. Leaving the iterator early ends the
+        generation at the server.
+        """
+        pending, start = self._pending(prompt, options)
+        return pending.chunks(start)
+
+    def astream(self, prompt: LatePrompt, **options: Any) -> AsyncGenerator[GenerationChunk, None]:
+        """``stream`` for event loops."""
+        pending, start = self._pending(prompt, options)
+        return pending.achunks(start)
+
+    def generate_batch(
+        self, prompts: Sequence[Prompt], *, batch_size: int = MAX_BATCH, **options: Any
+    ) -> list[Generation]:
+        """Answer several prompts, in order; ``options`` are those of ``generate``.
+
+        ``batch_size`` of them are under way at a time. After an error the rest is dropped.
+        """
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size must be a whole number from 1 on, found {batch_size!r}")
+        gate = asyncio.Semaphore(batch_size)
+        waiting = [self._pending(prompt, options, gate) for prompt in prompts]
+        try:
+            for _, start in waiting:
+                start()
+            return [pending.result() for pending, _ in waiting]
+        finally:
+            for pending, _ in waiting:  # those behind one that failed, or an interrupt
+                pending.leave()
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _to_encode(self, block: Block, first: bool) -> ToEncode:
+        keep = keep_of(block.origin, on_purpose=True)
+        return ToEncode(self.model.tokenised(block, first).ids, is_private(keep))
+
+    def _pending(
+        self, prompt: LatePrompt, given: Mapping[str, Any], gate: asyncio.Semaphore | None = None
+    ) -> tuple[PendingAnswer, Callable[[], None]]:
+        """A request that was checked, and what asks the server for its answer."""
+        sink = sink_asked(given.get("recipe"))
+        options = GenerateOptions.parse({**given, "recipe": None}, self._defaults)
+        check_possible(options)
+        if not callable(prompt):  # a bad one is refused now
+            prompt = made(prompt)
+        pending = PendingAnswer(partial(made, prompt))
+        return pending, partial(self._start, pending, options, sink, gate)
+
+    def _start(
+        self,
+        pending: PendingAnswer,
+        options: GenerateOptions,
+        sink: str | None,
+        gate: asyncio.Semaphore | None,
+    ) -> None:
+        async def answer() -> Generation:
+            async with gate or nullcontext():
+                return await self._server.answer(pending, options, sink)
+
+        work = background.start(answer())
+        pending.answer.add_done_callback(lambda _: work.cancel())  # if it was left
+        work.add_done_callback(partial(_hand_over, pending))
+
+
+def _hand_over(pending: PendingAnswer, work: Future[Generation]) -> None:
+    """Give whoever waits what became of the work, unless nobody waits any more."""
+    if work.cancelled() or not pending.begin():
+        pending.leave()
+    elif error := work.exception():
+        pending.fail(error)
+    else:
+        pending.answer.set_result(work.result())

@@ -1,0 +1,242 @@
+"""Getting a prompt's blocks from stores, while the engine goes on: all of them in time, or none."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from blockattn_rag.errors import LoadError, StoreError
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.server.profile import ModelProfile
+from blockattn_rag.server.protocol import BlockId
+from blockattn_rag.server.shares import Share
+from blockattn_rag.store.base import Found, KVStore, get_many
+from blockattn_rag.store.deadlines import Readers, check_seconds, deadline, outcome, remaining
+from blockattn_rag.store.tier import TierStats, is_damage
+from blockattn_rag.store.tiered import TieredStore
+
+logger = logging.getLogger("blockattn_rag")
+
+_MISSING: dict[Keep, str] = {
+    "store": "no store that answers holds it",
+    "memory": "no store that answers holds it, nor this server's memory (private_memory) any more",
+    "private": "no store that answers holds it, nor this server's memory (private_memory) any more",
+    "private-store": "no store that answers holds it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderStats:
+    """Figures of a loader since it was made.
+
+    Args:
+        loads: prompts of which all blocks were loaded.
+        failures: prompts of which some were not.
+        blocks, tokens, nbytes: what was loaded; bytes as they lie in memory.
+        misses: blocks that were in no store, or could not be used.
+        load_s: seconds from ``start`` to the end of loads, failed ones included.
+        tiers: of the ``TieredStore`` that is read, fastest first; else none.
+    """
+
+    loads: int = 0
+    failures: int = 0
+    blocks: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    misses: int = 0
+    load_s: float = 0.0
+    tiers: tuple[TierStats, ...] = ()
+
+
+class BlockLoader:
+    """Loads blocks by threads of its own, each prompt's with a deadline.
+
+    What it gives is checked: the keys and values are those of the tokens that were asked for, of
+    this model, and of the shape that the rank holds.
+
+    Args:
+        store: what this rank reads: ``open_share``, with nearer tiers before it. A
+            ``TieredStore`` reads no entry twice at once.
+        profile: of the model.
+        share: what this rank holds of each block.
+        deadline_s: seconds that a load may take, waiting for a thread included.
+        threads: loads at once, at most.
+        kept: where blocks are that may not be stored: in this process's memory.
+        most_waiting: loads that go on or wait, at most; further ones fail at once.
+
+    Raises:
+        ValueError: a number that is not positive.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        profile: ModelProfile,
+        share: Share,
+        deadline_s: float = 10.0,
+        threads: int = 8,
+        most_waiting: int = 1024,
+        kept: KVStore | None = None,
+    ) -> None:
+        self.store = store
+        self._kept = kept
+        self._outline = share.token_outline(profile)
+        self._deadline_s = check_seconds("deadline_s", deadline_s)
+        if most_waiting < 1:
+            raise ValueError(f"expected room for at least one load, found {most_waiting}")
+        self._most_waiting = most_waiting
+        # A store may hang. So some threads read, and others wait for them until the deadline.
+        self._readers = Readers(threads, "blockattn-rag-loader")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blockattn-rag-load")
+        self._lock = threading.Lock()
+        self._stats = LoaderStats()
+        self._waiting = 0
+        self._is_closed = False
+
+    def start(self, blocks: Sequence[BlockId]) -> Future[list[BlockKV]]:
+        """Begin to load a prompt's blocks; raises nothing.
+
+        Returns:
+            What will hold them, in order, or a LoadError, before the deadline. They may lie in the
+            memory of a store: they must not be written to.
+        """
+        blocks = tuple(blocks)
+        with self._lock:
+            waiting, is_closed = self._waiting, self._is_closed
+            is_taken = waiting < self._most_waiting and not is_closed
+            if is_taken:
+                self._waiting += 1
+                load = self._pool.submit(self._load, blocks, deadline(self._deadline_s))
+        if is_taken:
+            load.add_done_callback(self._note_end)  # called here and now if it has ended
+            return load
+        self._count(failures=1)
+        refused: Future[list[BlockKV]] = Future()
+        why = "the loader is closed" if is_closed else f"{waiting} loads wait or go on already"
+        places = tuple(one.place for one in blocks)
+        refused.set_exception(LoadError(f"the blocks of the prompt are not loaded: {why}", places))
+        return refused
+
+    def stats(self) -> LoaderStats:
+        tiers = self.store.tier_stats() if isinstance(self.store, TieredStore) else ()
+        with self._lock:
+            return replace(self._stats, tiers=tiers)
+
+    def close(self) -> None:
+        """Begin no further load. Those that go on end in time; those that wait are cancelled."""
+        with self._lock:
+            self._is_closed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _load(self, blocks: Sequence[BlockId], until: float) -> list[BlockKV]:
+        try:
+            found = self._look_up(blocks, until)
+        except LoadError as error:
+            self._count(failures=1, misses=len(error.blocks), load_s=self._since(until))
+            raise
+        except Exception as error:
+            if not isinstance(error, StoreError):
+                # The engine serves other requests, and must not end for what no store should raise.
+                logger.exception("loading blocks failed in a way that was not foreseen")
+            self._count(failures=1, load_s=self._since(until))
+            places = tuple(one.place for one in blocks)
+            raise LoadError(f"the blocks of the prompt are not loaded: {error}", places) from error
+        self._count(
+            loads=1,
+            blocks=len(blocks),
+            tokens=sum(len(one.ids) for one in blocks),
+            nbytes=sum(kv.nbytes for kv in found.values()),
+            load_s=self._since(until),
+        )
+        return [found[one.place] for one in blocks]
+
+    def _look_up(self, blocks: Sequence[BlockId], until: float) -> dict[int, BlockKV]:
+        """The blocks by their places in the prompt.
+
+        Raises:
+            LoadError: some are missing; says which and why.
+            StoreError: the store did not answer in time.
+        """
+        if not remaining(until):
+            raise StoreError("other loads took until the deadline")
+        found = self._look_up_kept(blocks)
+        missing = {one.place: _MISSING[one.keep] for one in blocks if one.place not in found}
+        damaged: list[str] = []
+        for turn in range(max((len(one.keys) for one in blocks), default=0)):
+            asked = [one for one in blocks if one.place in missing and turn < len(one.keys)]
+            keys = [*dict.fromkeys(one.keys[turn] for one in asked)]
+            if not keys:
+                break
+            read = self._readers.start(get_many, self.store, keys)
+            said: list[Found] = outcome(read, until, f"ask {self.store!r}")
+            answers = dict(zip(keys, said, strict=True))
+            for one in asked:
+                key = one.keys[turn]
+                answer = self._checked(answers[key], one, key)
+                if isinstance(answer, BlockKV):
+                    found[one.place] = answer
+                    del missing[one.place]
+                elif answer is not None:
+                    missing[one.place] = str(answer)
+                    damaged += [key] * (is_damage(answer) or answers[key] is not answer)
+        if missing:
+            raise _failure(blocks, missing, damaged)
+        return found
+
+    def _look_up_kept(self, blocks: Sequence[BlockId]) -> dict[int, BlockKV]:
+        """By their places, the blocks that are in memory because they might not be stored when they
+        were encoded."""
+        found: dict[int, BlockKV] = {}
+        if self._kept is None:
+            return found
+        for one in blocks:
+            kv = self._checked(self._kept.get(one.key), one, one.key)
+            if isinstance(kv, BlockKV):
+                found[one.place] = kv
+        return found
+
+    def _checked(self, answer: Found, one: BlockId, key: str) -> Found:
+        """What a store said; a StoreError in place of a block that is not the one asked for."""
+        if not isinstance(answer, BlockKV):
+            return answer
+        if answer.key != key:
+            return StoreError(f"the store holds another block under {key}")
+        if answer.token_ids.tolist() != [*one.ids]:
+            return StoreError(f"the store holds under {key} the keys and values of other tokens")
+        if answer.token_outline != self._outline:
+            return StoreError(
+                f"the store holds under {key} keys and values of another shape or number type than "
+                "the profile tells for this rank; a disk tier belongs to one rank of one model"
+            )
+        return answer
+
+    def _since(self, until: float) -> float:
+        """Seconds since a load was asked for that must end by ``until``."""
+        return deadline(self._deadline_s) - until
+
+    def _count(self, **more: float) -> None:
+        with self._lock:
+            sums = {name: getattr(self._stats, name) + number for name, number in more.items()}
+            self._stats = replace(self._stats, **sums)
+
+    def _note_end(self, _load: Future[list[BlockKV]]) -> None:
+        with self._lock:
+            self._waiting -= 1
+
+
+def _failure(
+    blocks: Sequence[BlockId], missing: dict[int, str], damaged: Sequence[str]
+) -> LoadError:
+    """What names the first of the blocks that are missing, and why it is."""
+    first = next(one for one in blocks if one.place in missing)
+    others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return LoadError(
+        f"block {first.place} of the prompt ({len(first.ids)} tokens from token {first.start} on)"
+        f"{others} cannot be loaded: {missing[first.place]}",
+        tuple(sorted(missing)),
+        tuple(dict.fromkeys(damaged)),
+    )

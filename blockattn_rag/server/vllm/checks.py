@@ -1,0 +1,119 @@
+"""What an engine must be like for block mode to be exact: seen when it starts."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    UniformTypeKVCacheSpecs,
+)
+
+from blockattn_rag.errors import ServingError
+from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.profile import ModelProfile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+logger = logging.getLogger("blockattn_rag")
+
+
+def check_engine(
+    engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig, profile: ModelProfile
+) -> None:
+    """Refuse an engine whose answers in block mode would be wrong, or come from elsewhere.
+
+    Raises:
+        ServingError: says all that is in the way, and what to do.
+    """
+    found = [*_transfer(engine), *_parallel(engine, config), *_model(engine, profile)]
+    found += [*_cache(engine, cache, config)]
+    if found:
+        raise ServingError("block mode is not possible on this engine: " + "; ".join(found))
+    speculative = engine.speculative_config
+    if speculative is not None and speculative.method not in ("ngram", "suffix"):
+        logger.warning(
+            "speculative decoding by %s: its draft layers get no keys and values of the blocks, "
+            "so that fewer of its tokens will be accepted; answers are not affected",
+            speculative.method,
+        )
+
+
+def _transfer(engine: VllmConfig) -> Iterator[str]:
+    transfer = engine.kv_transfer_config
+    parent = get_current_vllm_config_or_none()
+    of_all = parent.kv_transfer_config if parent is not None else None
+    if transfer is None or (of_all is not None and of_all.kv_connector == "MultiConnector"):
+        yield (
+            "it is one of several connectors (MultiConnector), of which some do not keep the pages "
+            "of block mode apart; make it the only one"
+        )
+        return
+    if transfer.kv_load_failure_policy != "fail":
+        yield (
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, by which a request "
+            "goes on in a mix of block and full mode when a block is lost; set it to 'fail'"
+        )
+    if not transfer.is_kv_consumer:
+        yield f"kv_role is {transfer.kv_role!r}, by which nothing is loaded; set it to 'kv_both'"
+
+
+def _parallel(engine: VllmConfig, config: ServingConfig) -> Iterator[str]:
+    parallel = engine.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            yield f"{name} is {getattr(parallel, name)}: ranks share out tokens; set it to 1"
+    if parallel.pipeline_parallel_size > 1 and not config.read_only:
+        yield (
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: no rank has all layers "
+            "of a block to store; set read_only, and encode on another server"
+        )
+
+
+def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
+    model = engine.model_config
+    if model.use_mla:
+        yield "the model has latent attention (MLA), whose cache holds no keys"
+    if model.dtype != profile.torch_dtype:
+        yield (
+            f"the engine computes in {model.dtype}, and the profile is of a model in "
+            f"{profile.torch_dtype}; start it with --dtype {profile.dtype}"
+        )
+    text = model.hf_text_config
+    for name, expected in (
+        ("num_hidden_layers", profile.num_layers),
+        ("vocab_size", profile.vocab_size),
+    ):
+        if getattr(text, name, expected) != expected:
+            yield (
+                f"the model has {name} {getattr(text, name)}, and the profile's ({profile.name}) "
+                f"{expected}; make the profile of the model that is served"
+            )
+    if model.max_model_len > profile.max_positions:
+        yield (
+            f"max_model_len is {model.max_model_len}, and the model's keys are exact for "
+            f"{profile.max_positions} positions; set --max-model-len {profile.max_positions}"
+        )
+
+
+def _cache(engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig) -> Iterator[str]:
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec | UniformTypeKVCacheSpecs):
+        kinds = ", ".join(type(spec).__name__ for spec in specs)
+        yield (
+            f"the cache has {len(specs)} groups ({kinds}), expected one that keeps all tokens of "
+            "attention layers; set --disable-hybrid-kv-cache-manager, or use a model without "
+            "recurrent layers whose layers do not all have a sliding window"
+        )
+    dtype = engine.cache_config.cache_dtype
+    as_computed = ("auto", str(engine.model_config.dtype).removeprefix("torch."))
+    if dtype not in as_computed and config.encodes:
+        yield (
+            f"the cache holds {dtype}, and blocks are kept as the model computes them; set "
+            "--kv-cache-dtype auto, or read_only and private_memory '0', and encode on another "
+            "server"
+        )

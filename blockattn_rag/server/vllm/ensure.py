@@ -1,0 +1,380 @@
+"""Having blocks encoded before a prompt needs them: in the API server's process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from vllm import SamplingParams
+
+from blockattn_rag.errors import MissError, ServingError, StoreError
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.prompts.blocks import Keep, is_private, may_store
+from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.profile import ModelProfile
+from blockattn_rag.server.protocol import BlockId, BlockPlan, block_keys
+from blockattn_rag.server.shares import Share
+from blockattn_rag.server.vllm.kept import KeptBlocks
+from blockattn_rag.server.vllm.orders import UNSAVED, new_encode_name
+from blockattn_rag.server.vllm.room import Room
+from blockattn_rag.server.vllm.saver import QUEUE_BYTES
+from blockattn_rag.store.base import KVStore, get_or_error, touch
+from blockattn_rag.store.breaker import CircuitBreaker
+from blockattn_rag.store.tier import is_damage
+
+logger = logging.getLogger("blockattn_rag")
+
+_AT_ONCE = 64
+"""Blocks that are encoded at once; further ones wait here, where they hold no pages."""
+
+_ANSWERED_WITHIN_S = 30.0
+_STORED_WITHIN_S = 60.0
+_FIRST_ASKED_S, _ASKED_EVERY_S = 0.1, 0.5
+"""When the engine is asked whether a block that is not in the store yet could not be stored."""
+_FAILURES, _PAUSE_S = 3, 30.0
+_THREADS = 16
+
+
+_Name = tuple[str, bool]
+
+
+class Encodable(NamedTuple):
+    """A block, and the request that encodes it: its prompt is the block, maybe after the sink."""
+
+    block: BlockId
+    token_ids: list[int]
+    plan: BlockPlan
+
+    @property
+    def key(self) -> str:
+        """Where it is kept."""
+        return self.block.key
+
+    @property
+    def in_store(self) -> bool:
+        """Whether it may be stored; else it is kept in the memory of the engine's workers."""
+        return may_store(self.block.keep)
+
+    @property
+    def name(self) -> _Name:
+        """What tells it from others, which may have the same key and stay in memory."""
+        return self.key, self.in_store
+
+    @property
+    def tokens(self) -> int:
+        """Its tokens."""
+        return len(self.block.ids)
+
+    def for_memory(self) -> Encodable:
+        """The same block, encoded for the memory of the engine's workers."""
+        keep: Keep = "private" if is_private(self.block.keep) else "memory"
+        plan = replace(self.plan, keep=(keep,))
+        return Encodable(self.block._replace(keep=keep), self.token_ids, plan)
+
+
+class NotStoredError(ServingError):
+    """A block was not stored; the engine can keep it in memory."""
+
+
+def encodables(
+    blocks: Sequence[Sequence[int]],
+    namespace: str,
+    profile: ModelProfile,
+    read_namespaces: Sequence[str] = (),
+    *,
+    opens_prompt: bool,
+    keep: Sequence[Keep] = (),
+) -> list[Encodable]:
+    """Blocks by their token ids; ``opens_prompt``: the first one is encoded alone, as the first of
+    its prompt; ``keep``: as ``BlockPlan.keep``. Raises ProtocolError."""
+    found = []
+    for place, ids in enumerate(blocks):
+        before = () if opens_prompt and place == 0 else profile.sink_ids
+        token_ids = [*before, *ids]
+        own = tuple(keep[place : place + 1])
+        plan = BlockPlan("encode", (len(ids),), namespace, own)
+        (block,) = block_keys(token_ids, plan, profile, read_namespaces)
+        found.append(Encodable(block, token_ids, plan))
+    return found
+
+
+class _Flight:
+    """An encoding that goes on.
+
+    ``waiting``: how many wait for it; ``is_asked``: whether the engine was asked for it yet.
+    """
+
+    def __init__(self, encode: Callable[[_Flight], Coroutine[Any, Any, None]]) -> None:
+        self.waiting = 0
+        self.is_asked = False
+        self.task = asyncio.create_task(encode(self))
+
+
+class BlockEnsurer:
+    """Looks blocks up in the home, and has the engine encode those that are not there.
+
+    Several requests that need one block cause one encoding of it.
+
+    Args:
+        engine_client: vLLM's.
+        home: the store that the engine's workers write to.
+    """
+
+    def __init__(
+        self, engine_client: Any, home: KVStore, config: ServingConfig, profile: ModelProfile
+    ) -> None:
+        self._engine_client = engine_client
+        self._home = home
+        self._config = config
+        self._profile = profile
+        self._secret = config.tenant_secret
+        self._outline = Share.of(profile).token_outline(profile)
+        self._kept = KeptBlocks(config.private_tokens(profile))
+        self._later: set[asyncio.Task[None]] = set()
+        self._flights: dict[_Name, _Flight] = {}
+        # Workers drop what they encode faster than it is stored. So blocks wait here instead.
+        self._room = Room(_AT_ONCE, QUEUE_BYTES)
+        # Who waits for a store that takes nothing waits long, and the engine computes for nothing.
+        self._storing = CircuitBreaker(_FAILURES, _PAUSE_S)
+        self._why_unstored = ""
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="blockattn-rag-ensure")
+
+    async def found(self, blocks: Sequence[Encodable], *, thorough: bool = False) -> list[bool]:
+        """Whether each block is there; it counts as used now.
+
+        Args:
+            thorough: read it all. An entry that is damaged is deleted, as it could not be loaded;
+                and what should be in the workers' memory is taken for lost.
+
+        Raises:
+            StoreError: the store does not say.
+        """
+        distinct = {one.name: one for one in blocks}
+        looks = (self._is_found(one, thorough) for one in distinct.values())
+        there = dict(zip(distinct, await asyncio.gather(*looks), strict=True))
+        return [there[one.name] for one in blocks]
+
+    async def _is_found(self, one: Encodable, thorough: bool) -> bool:
+        if not one.in_store and thorough:
+            self._kept.forget(one.key)
+        if not one.in_store and self._kept.use(one.key):
+            return True
+        return await self._asked(self._is_sound if thorough else self._is_there, one.block)
+
+    async def ensure(
+        self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False
+    ) -> list[bool]:
+        """Have all blocks encoded; says of each whether it had to be.
+
+        A block that the store does not take is kept in the memory of the engine's workers, as far
+        as there is room: a full store is no reason not to answer.
+
+        Args:
+            thorough: as ``found``.
+            must_store: fail where a block that may be stored is not.
+
+        Raises:
+            MissError: some that may be stored are missing, and this server stores nothing.
+            ProtocolError: those that may not be stored are more than this server keeps in memory.
+            ServingError: one could not be encoded; or one was not stored, and ``must_store`` or
+                the lack of room in memory rules out to keep it there.
+            StoreError: the store does not say what it has.
+        """
+        found = await self.found(blocks, thorough=thorough)
+        absent = {one.name: one for one, there in zip(blocks, found, strict=True) if not there}
+        late = [one for one in absent.values() if not thorough and self._kept.use(one.key)]
+        missing = {name: one for name, one in absent.items() if one not in late}
+        unstored = sum(one.in_store for one in missing.values())
+        if unstored and self._config.read_only:
+            raise MissError(
+                f"{unstored} of {len(blocks)} blocks are not stored and this server is "
+                "read_only; encode them on one that is not"
+            )
+        in_memory = {
+            one.key: one.tokens
+            for one in blocks
+            if not one.in_store and (one.name in missing or self._kept.use(one.key))
+        }
+        self._kept.check_room(sum(in_memory.values()))
+        failures = await asyncio.gather(*(self._unstored(one) for one in missing.values()))
+        failed = [one for one, failure in zip(missing.values(), failures, strict=True) if failure]
+        in_memory |= {one.key: one.tokens for one in [*failed, *late]}
+        if failed and (must_store or sum(in_memory.values()) > self._kept.most_tokens):
+            raise next(filter(None, failures))
+        await asyncio.gather(*(self._encoded(one.for_memory()) for one in failed))
+        self._store_later(late)
+        return [one.name in missing for one in blocks]
+
+    async def _unstored(self, one: Encodable) -> NotStoredError | None:
+        """Have a block encoded; why it was not stored, None if it was."""
+        try:
+            await self._encoded(one)
+        except NotStoredError as error:
+            return error
+        return None
+
+    def _store_later(self, blocks: Iterable[Encodable]) -> None:
+        """Have blocks stored that may be by now and are in the workers' memory, which is enough for
+        the answer."""
+        for one in blocks if not self._config.read_only else ():
+            task = asyncio.create_task(self._encoded(one))
+            self._later.add(task)
+            task.add_done_callback(self._later.discard)
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # was told
+
+    async def _encoded(self, one: Encodable) -> None:
+        """Join the encoding of a block, or begin it. It ends early when nobody waits for it any
+        more and the engine was not asked yet."""
+        flight = self._flights.get(one.name)
+        if flight is None:
+            flight = self._flights[one.name] = _Flight(partial(self._encode, one))
+            flight.task.add_done_callback(lambda _: self._land(one.name, flight))
+        flight.waiting += 1
+        try:
+            await asyncio.shield(flight.task)
+        finally:
+            flight.waiting -= 1
+            if not flight.waiting and not flight.is_asked:
+                self._forget(one.name, flight)  # at once: it is none to join
+                flight.task.cancel()
+
+    def _land(self, name: _Name, flight: _Flight) -> None:
+        self._forget(name, flight)
+        # Logged here, because all who asked may be gone; but not that the store is left alone,
+        # which each request would log.
+        if flight.is_asked and not flight.task.cancelled() and (error := flight.task.exception()):
+            logger.warning("a block is not encoded: %s", error)
+
+    def _forget(self, name: _Name, flight: _Flight) -> None:
+        if self._flights.get(name) is flight:
+            del self._flights[name]
+
+    async def _encode(self, one: Encodable, flight: _Flight) -> None:
+        asked = one.plan.to_dict(self._secret, self._config.namespace)
+        sampling = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            extra_args={"kv_transfer_params": asked},
+        )
+        request_id = new_encode_name()
+        async with self._room.taken(one.tokens * self._profile.bytes_per_token):
+            if one.in_store and not self._storing.allows():
+                raise NotStoredError(
+                    "the store took none of the blocks that were encoded last "
+                    f"({self._why_unstored}); one is tried every {_PAUSE_S:g} s"
+                )
+            flight.is_asked, reason = True, None
+            outputs = self._engine_client.generate(
+                {"prompt_token_ids": one.token_ids}, sampling, request_id
+            )
+            async for output in outputs:
+                reason = output.outputs[0].finish_reason
+            if reason not in ("length", "stop"):
+                raise ServingError(
+                    f"a block of {one.tokens} tokens was not encoded (request {request_id} "
+                    f"ended by {reason!r}); the server's log says why"
+                )
+            if one.in_store:
+                await self._stored(one.block, request_id)
+            else:  # the workers keep it before they begin a load that was asked for from now on
+                self._kept.add(one.key, one.tokens)
+
+    async def _stored(self, block: BlockId, request_id: str) -> None:
+        """Wait until a block that was encoded is stored: workers write it when it is finished.
+
+        Raises:
+            NotStoredError: they could not, or not in time.
+        """
+        pause, began = 0.005, time.monotonic()
+        asking = asyncio.create_task(self._why_not_stored(request_id))
+        try:
+            while not await self._asked(self._is_in_own, block):
+                why = None
+                if asking.done():
+                    why = f"not stored: {asking.result()}"
+                elif time.monotonic() > began + _STORED_WITHIN_S:
+                    why = f"not stored within {_STORED_WITHIN_S:g} s; the server's log says why"
+                if why is not None:
+                    self._why_unstored = why
+                    self._storing.failed()
+                    raise NotStoredError(
+                        f"a block of {len(block.ids)} tokens was encoded and {why} "
+                        f"(request {request_id})"
+                    )
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 0.2)
+        finally:
+            asking.cancel()
+        self._storing.succeeded()
+
+    async def _why_not_stored(self, request_id: str) -> str:
+        """Ask the engine until it answers why a block could not be stored.
+
+        Its workers report this with their steps, and make none while there is nothing to compute.
+        So each question is a request of two tokens: the first one fetches the reports.
+        """
+        sampling = SamplingParams(
+            max_tokens=2,
+            min_tokens=2,
+            temperature=0.0,
+            detokenize=False,
+            extra_args={"kv_transfer_params": {UNSAVED: request_id}},
+        )
+        pause = _FIRST_ASKED_S
+        while True:
+            await asyncio.sleep(pause)
+            name = f"blockattn-unsaved-{uuid.uuid4().hex}"
+            outputs = self._engine_client.generate({"prompt_token_ids": [0]}, sampling, name)
+            async for output in outputs:
+                if why := (output.kv_transfer_params or {}).get(UNSAVED):
+                    return str(why)
+            pause = _ASKED_EVERY_S
+
+    async def _asked(self, look: Callable[[BlockId], bool], block: BlockId) -> bool:
+        """What a look at the store says, which may take it long.
+
+        Raises:
+            StoreError: it fails, or says nothing in time. Clients read this, so it tells nothing of
+                the store's place, and no key: the log does.
+        """
+        asked = asyncio.get_running_loop().run_in_executor(self._threads, look, block)
+        try:
+            return await asyncio.wait_for(asked, _ANSWERED_WITHIN_S)
+        except TimeoutError:
+            logger.warning("no answer within %g s from %r", _ANSWERED_WITHIN_S, self._home)
+            raise StoreError(
+                f"the server's store did not answer within {_ANSWERED_WITHIN_S:g} s"
+            ) from None
+        except StoreError as error:
+            logger.warning("a look at the store failed: %s", error)
+            raise type(error)("the server's store failed; the server's log says how") from None
+
+    def _is_in_own(self, block: BlockId) -> bool:
+        return block.key in self._home
+
+    def _is_there(self, block: BlockId) -> bool:
+        return any(touch(self._home, key) for key in block.keys)
+
+    def _is_sound(self, block: BlockId) -> bool:
+        for key in block.keys:
+            found = get_or_error(self._home, key)
+            if isinstance(found, StoreError):
+                if not is_damage(found):
+                    raise found
+            elif found is not None and self._fits(found, block):
+                return True
+            if found is not None and key == block.key and not self._config.read_only:
+                self._home.delete(key)
+        return False
+
+    def _fits(self, kv: BlockKV, block: BlockId) -> bool:
+        """Whether a loader would take an entry for the block."""
+        return tuple(kv.token_ids.tolist()) == block.ids and kv.token_outline == self._outline

@@ -1,0 +1,268 @@
+"""The connector's half in each of vLLM's workers: blocks into pages, and out of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed import get_pp_group, get_tp_group
+from vllm.model_executor.models.utils import extract_layer_index
+
+from blockattn_rag.errors import LoadError, ServingError
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.context import PlacedBlock, joined_states
+from blockattn_rag.kv.rope import Angles
+from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.loader import BlockLoader, LoaderStats
+from blockattn_rag.server.profile import ModelProfile
+from blockattn_rag.server.protocol import BlockId, block_keys
+from blockattn_rag.server.shares import Share, open_share
+from blockattn_rag.server.vllm.metrics import Counters, Fetch, Fetches, ServingStats, count_loads
+from blockattn_rag.server.vllm.orders import Load, Orders, Save
+from blockattn_rag.server.vllm.pages import LayerPages
+from blockattn_rag.server.vllm.saver import BlockSaver
+from blockattn_rag.store import MemoryStore, TieredStore, open_store
+
+logger = logging.getLogger("blockattn_rag")
+
+_NAP_S = 0.002
+
+_PAUSE_S = 0.5
+"""How long a store that failed several times in a row is left alone. Requests whose blocks only the
+home has fail meanwhile: it must not be long after the home is back."""
+
+
+@dataclass(slots=True)
+class Done:
+    """Ids of requests whose blocks were stored or loaded in a step; ``failed`` are also among
+    ``loaded``, which is how vLLM wants it."""
+
+    saved: set[str] = field(default_factory=set)
+    loaded: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """A load that was begun: its order, the blocks that hold tokens which are not computed yet."""
+
+    order: Load
+    wanted: Sequence[BlockId]
+    blocks: Future[list[BlockKV]]
+    since: float
+
+
+class WorkerSide:
+    """Loads and saves of one rank.
+
+    All that touches pages runs on the worker's own thread, between its steps: threads only read
+    from stores and write to them.
+
+    Args:
+        config: the connector's options.
+        profile: of the served model.
+        page_tokens: tokens of a page, as the scheduler counts them.
+    """
+
+    def __init__(self, config: ServingConfig, profile: ModelProfile, page_tokens: int) -> None:
+        self._config = config
+        self._profile = profile
+        self._page_tokens = page_tokens
+        self._pages: list[LayerPages] = []
+        self._loading: dict[str, _Loading] = {}
+        self._done = Done()
+        self._spoilt: set[int] = set()
+        self._fetches: dict[str, Fetch] = {}
+        self._loaded = LoaderStats()
+        self.stats = Counters()
+
+    def register(self, layers: Mapping[str, Any]) -> None:
+        """Take this rank's attention layers, by name, and open its stores.
+
+        Raises:
+            ServingError: they are not those of the profile.
+            StoreError, ValueError: a store cannot be opened.
+        """
+        config, profile = self._config, self._profile
+        by_index = {extract_layer_index(name): layer for name, layer in layers.items()}
+        # Draft layers of speculative decoding come after the model's own.
+        indices = sorted(index for index in by_index if index < profile.num_layers)
+        pipe, group = get_pp_group(), get_tp_group()
+        own = _own_layers(indices, pipe.world_size, profile.num_layers)
+        share = Share.of(profile, group.rank_in_group, group.world_size, own)
+        self._share = share
+        self._pages = [LayerPages(by_index[index]) for index in indices]
+        for index, pages in zip(indices, self._pages, strict=True):
+            _check_layer(index, pages, by_index[index], share, profile)
+        home = open_store(config.store)
+        tiers = config.nearer_tiers(profile, share)
+        self._store = TieredStore(*tiers, open_share(home, share, profile), pause_s=_PAUSE_S)
+        # As many tokens on each rank, so that all ranks drop the same blocks.
+        private_bytes = config.private_tokens(profile) * share.bytes_per_token(profile)
+        kept = MemoryStore(max(private_bytes, 1), on_host=True)
+        self._loader = BlockLoader(self._store, profile, share, config.load_deadline_s, kept=kept)
+        self._saver = (
+            BlockSaver(self._pages, profile, share, home, kept, config.kv_dtype, self.stats)
+            if config.encodes
+            else None
+        )
+
+    def obey(self, orders: Orders) -> None:
+        """Begin the loads of a step, and end those that its forward pass needs; copy what is to be
+        saved out of the pages."""
+        for request_id in orders.refused:
+            self._fail(request_id)
+        for save in orders.saves:  # first, because a load may need what stays in memory
+            self._save(save)
+        for load in orders.loads:
+            self._start(load)
+        for load in orders.loads:
+            if not load.is_async:
+                self._finish(self._loading.pop(load.request_id))
+        if orders.is_idle and self._loading:
+            futures = [one.blocks for one in self._loading.values()]
+            wait(futures, _NAP_S, FIRST_COMPLETED)
+
+    def done(self) -> Done:
+        """What was done since this was last asked. Writes what arrived meanwhile to its pages."""
+        for request_id in [key for key, one in self._loading.items() if one.blocks.done()]:
+            self._finish(self._loading.pop(request_id))
+        done, self._done = self._done, Done()
+        return done
+
+    def spoilt_pages(self) -> set[int]:
+        """Pages that the forward pass needed and that could not be filled."""
+        spoilt, self._spoilt = self._spoilt, set()
+        return spoilt
+
+    def news(self) -> Fetches | None:
+        """How the loads went that are done since this was last asked, and saves that failed."""
+        unsaved = self._saver.unsaved() if self._pages and self._saver is not None else {}
+        if not self._fetches and not unsaved:
+            return None
+        fetches, self._fetches = self._fetches, {}
+        return Fetches(fetches, unsaved)
+
+    def counted(self) -> ServingStats | None:
+        """What was counted since this was last asked."""
+        if self._pages:
+            before, self._loaded = self._loaded, self._loader.stats()
+            count_loads(self.stats, before, self._loaded, self._config.tier_names)
+        return self.stats.taken()
+
+    def close(self) -> None:
+        """Write what waits to be stored, and end the threads."""
+        if self._pages:
+            if self._saver is not None:
+                self._saver.close()
+            self._loader.close()
+            self._store.close()
+
+    def _start(self, load: Load) -> None:
+        blocks = block_keys(load.token_ids, load.plan, self._profile, self._config.read_namespaces)
+        wanted = [one for one in blocks if one.start + len(one.ids) > load.computed]
+        began = time.monotonic()
+        self._loading[load.request_id] = _Loading(load, wanted, self._loader.start(wanted), began)
+
+    def _finish(self, loading: _Loading) -> None:
+        """Write the blocks of a load to its pages, once they are there; or have its request
+        fail."""
+        order = loading.order
+        try:
+            blocks = loading.blocks.result()
+        except LoadError as error:
+            logger.warning("request %s fails: %s", order.request_id, error)
+            if order.is_async:
+                self._fail(order.request_id)
+            else:
+                self._spoilt.update(order.pages[order.computed // self._page_tokens :])
+            return
+        seconds = time.monotonic() - loading.since
+        self._write(order, loading.wanted, blocks)
+        self._fetches[order.request_id] = Fetch(
+            seconds, sum(one.scales is not None for one in blocks)
+        )
+        if order.is_async:
+            self._done.loaded.add(order.request_id)
+
+    def _write(self, order: Load, wanted: Sequence[BlockId], blocks: Sequence[BlockKV]) -> None:
+        """Write to the slots past what is computed: those before may be others' as well."""
+        device = self._pages[0].device
+        placed = [
+            PlacedBlock(_on(device, kv), one.start, one.start)
+            for one, kv in zip(wanted, blocks, strict=True)
+        ]
+        skipped = order.computed - wanted[0].start  # tokens of the first one
+        slots = self._slots(order.pages, order.plan.context_tokens)[order.computed :]
+        angles: Angles = {}
+        for index, pages in enumerate(self._pages):
+            layout = self._profile.layouts[self._share.layers[index]]
+            keys, values = joined_states(placed, index, layout, angles)
+            pages.write(keys[:, skipped:], values[:, skipped:], slots)
+
+    def _save(self, save: Save) -> None:
+        if self._saver is None:
+            raise ServingError("a worker that encodes nothing was told to save a block")
+        self._saver.save(save, self._slots(save.pages, len(save.token_ids)))
+        self._done.saved.add(save.request_id)
+
+    def _fail(self, request_id: str) -> None:
+        self._done.loaded.add(request_id)
+        self._done.failed.add(request_id)
+
+    def _slots(self, pages: Sequence[int], tokens: int) -> Tensor:
+        """Where the first tokens of a request lie, ``[tokens]`` int64."""
+        device = self._pages[0].device
+        starts = torch.tensor(pages, dtype=torch.int64, device=device) * self._page_tokens
+        places = torch.arange(self._page_tokens, device=device)
+        return (starts[:, None] + places).flatten()[:tokens]
+
+
+def _on(device: torch.device, kv: BlockKV) -> BlockKV:
+    """A block on the device of the pages. Where that is a GPU, the copy is ordered with all that
+    the worker's thread gives it to do, and the thread goes on."""
+    if kv.device == device:
+        return kv
+    layers = [kv.tensors(layer) for layer in range(kv.num_layers)]
+    return kv.with_tensors([[t.to(device, non_blocking=True) for t in layer] for layer in layers])
+
+
+def _own_layers(indices: Sequence[int], ranks: int, num_layers: int) -> range:
+    """The layers of a pipeline-parallel rank, which follow each other: of a single one, all."""
+    found = range(indices[0], indices[-1] + 1) if indices else range(0)
+    if list(found) != list(indices) or (ranks == 1 and len(found) != num_layers):
+        raise ServingError(
+            f"found attention layers {list(indices)}, expected all from a first to a last one: "
+            "the model has layers without keys and values, which block mode does not know"
+        )
+    return found
+
+
+def _check_layer(
+    index: int, pages: LayerPages, layer: Any, share: Share, profile: ModelProfile
+) -> None:
+    """Refuse a layer whose pages do not hold what the profile says, or hold another's."""
+    told, heads = profile.layers[index], share.heads[share.layers.index(index)]
+    expected = (len(heads), told.key_size, told.value_size)
+    if pages.sizes != expected:
+        raise ServingError(
+            f"layer {index} has (heads, key size, value size) {pages.sizes} here, expected "
+            f"{expected} of the profile ({profile.name}); make the profile of the model that is "
+            "served"
+        )
+    if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+        raise ServingError(
+            f"layer {index} has the keys and values of another layer, which block mode in vLLM "
+            "does not know"
+        )
+    if not hasattr(layer.impl, "do_kv_cache_update"):
+        raise ServingError(
+            f"{type(layer.impl).__name__} writes pages as a part of attention alone, so that "
+            "nothing can be loaded; use another attention backend (VLLM_ATTENTION_BACKEND)"
+        )

@@ -1,1 +1,0 @@
-"""What a server's engine and its clients share, whichever engine it is: plans, profiles, shares."""

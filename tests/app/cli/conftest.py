@@ -1,0 +1,87 @@
+"""A tiny model on disk, a folder of documents, and the command line as a function."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from blockattn_rag.app.cli import app
+from tests.models import tiny_model, tiny_tokenizer
+from tests.store.conftest import s3 as s3
+from tests.store.conftest import s3_url as s3_url
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a command left behind."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.stdout)
+
+
+Command = Callable[..., Output]
+
+
+@pytest.fixture(scope="session")
+def cli() -> Command:
+    """Run a command in this process; arguments may be paths and numbers. ``given``: its input."""
+
+    def run(*arguments: object, given: str | None = None) -> Output:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=given)
+        return Output(result.exit_code, result.stdout, result.stderr)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny random Llama with a byte tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    """A folder with two readable files and a binary one."""
+    folder = tmp_path / "documents"
+    (folder / "more").mkdir(parents=True)
+    (folder / "tower.txt").write_text("Halden Tower is 214 metres high.\n", encoding="utf-8")
+    (folder / "more" / "river.md").write_text(
+        "# Rivers\n\nThe Ossa River is long.\n", encoding="utf-8"
+    )
+    (folder / "picture.raw").write_bytes(b"\x00\x01\x02")
+    (folder / ".hidden.txt").write_text("not to be read", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def filled(cli: Command, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database that is never written to; copy it with ``database`` to change it."""
+    folder = tmp_path_factory.mktemp("filled")
+    text = folder / "tower.txt"
+    text.write_text("Halden Tower is 214 metres high.\n", encoding="utf-8")
+    output = cli("ingest", text, "--db", folder / "db", "--model", model)
+    assert output.status == 0, output.stderr
+    return folder / "db"
+
+
+@pytest.fixture
+def database(filled: Path, tmp_path: Path) -> Path:
+    """A database of one passage, to be changed."""
+    copy = tmp_path / "db"
+    shutil.copytree(filled, copy)
+    return copy

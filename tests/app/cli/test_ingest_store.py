@@ -1,0 +1,52 @@
+"""``ingest --store``: keys and values elsewhere than in the database's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.store import DirectoryStore
+from tests.app.cli.conftest import Command
+
+
+def test_passages_are_stored_where_the_option_says_and_found_there(
+    cli: Command, model: Path, documents: Path, tmp_path: Path
+) -> None:
+    db, elsewhere = tmp_path / "db", tmp_path / "elsewhere"
+    command = ("ingest", documents, "--db", db, "--model", model, "--json")
+    report = cli(*command, "--store", f"file://{elsewhere}").json
+    assert report["store"] == f"file://{elsewhere}"
+    assert not (db / "kv").exists()
+    assert DirectoryStore(elsewhere).stats().entries >= 2
+    again = cli("ingest", documents, "--db", db, "--json").json
+    assert (again["computed"], again["reused"]) == (0, 2)
+    answer = cli("ask", "How high is Halden Tower?", "--db", db, "--json").json
+    assert answer["hits"] > 0
+
+
+def test_a_folder_is_noted_whole(
+    cli: Command, model: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ("ingest", documents, "--db", tmp_path / "db", "--model", model, "--json")
+    assert cli(*command, "--store", "near").json["store"] == str(tmp_path / "near")
+
+
+@pytest.mark.parametrize(
+    ("store", "message"),
+    [
+        ("memory:", "ends with this command"),
+        ("s3:/bucket/kv", "two slashes"),
+        ("ftp://host/kv", "found ftp://"),
+        ("s3://me:secret@bucket/kv", "holds no user, password"),
+    ],
+)
+def test_what_no_database_can_use_is_refused(
+    cli: Command, model: Path, documents: Path, tmp_path: Path, store: str, message: str
+) -> None:
+    output = cli("ingest", documents, "--db", tmp_path / "db", "--model", model, "--store", store)
+    assert output.status != 0
+    assert message in " ".join(output.stderr.replace("│", " ").split())
+    assert "secret" not in output.stderr
+    assert not (tmp_path / "db" / "blockattn.json").exists()

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from rich.console import Console
+
+from blockattn_rag.app.cli.bench.report import spread
+from blockattn_rag.app.cli.evaluate import _table
+from blockattn_rag.app.cli.figures import count, duration, size
+from blockattn_rag.app.cli.output import _width, emit, fail, note, plain, stages, table, waiting
+from blockattn_rag.engine.results import ReuseStats
+from blockattn_rag.lab.evaluation import Interval, ModeResult
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (None, "-"),
+        (0.0042, "4.2 ms"),
+        (0.35, "350 ms"),
+        (12.345, "12.35 s"),
+        (400, "6.7 min"),
+        (20_000, "5.6 h"),
+        (353_944.74, "4.1 days"),
+    ],
+)
+def test_durations_are_told_in_units_that_people_use(seconds: float | None, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_sizes_are_told_in_powers_of_1024() -> None:
+    assert [size(n) for n in (12, 2048, 3 << 20, 5 << 30)] == [
+        "12 B", "2.0 KiB", "3.0 MiB", "5.00 GiB",
+    ]  # fmt: skip
+
+
+def test_one_thing_is_named_in_the_singular() -> None:
+    assert [count(n, "block") for n in (0, 1, 2_000)] == ["0 blocks", "1 block", "2,000 blocks"]
+
+
+HOSTILE = "\x1b]0;owned\x07 a\rb \x9b2J \u202ecod\u2069 \udcff"
+TOLD = r"\x1b]0;owned\x07 a\rb \x9b2J \u202ecod\u2069 \udcff"
+
+
+def test_what_a_terminal_would_obey_is_written_out_wherever_text_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockattn_rag.app.cli.output.stdout", Console(width=160))
+    monkeypatch.setattr("blockattn_rag.app.cli.output.stderr", Console(width=160, stderr=True))
+    assert plain(HOSTILE) == TOLD
+    assert plain("Straße\t東京 [bold]\n") == "Straße\t東京 [bold]\n"
+    fail(HOSTILE)
+    note(HOSTILE)
+    emit(False, {}, HOSTILE, table(HOSTILE, ("a",), [(HOSTILE,)]))
+    shown = capsys.readouterr()
+    assert [shown.err.count(TOLD), shown.out.count(TOLD)] == [2, 3]
+    assert not {"\x1b", "\x07", "\r", "\x9b"} & set(shown.out + shown.err)
+
+
+def test_the_widest_table_of_eval_breaks_no_number_on_a_terminal_of_80_columns() -> None:
+    whole = Interval(1.0, 1.0, 1.0)
+    result = ModeResult(
+        mode="block-composite", samples=500, accuracy=whole, exact_match=whole, f1=whole,
+        difference=Interval(-0.125, -0.2, -0.1), agreement=1.0, cut_off=9, ttft_s=0.123,
+        stats=ReuseStats("block", hits=9, misses=1, reused_tokens=999, computed_tokens=1),
+    )  # fmt: skip
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(_table("bundled on questions.jsonl", [result]))
+    lines = [line for line in capture.get().splitlines() if line.strip(" ─")]
+    assert len(lines) == 3  # title, columns, the row
+    shown = ["block-composite", "100.0 (100.0-100.0)", "100.0", "-12.5", "123 ms", "99.9"]
+    assert [cell in lines[2] for cell in shown] == [True] * len(shown)
+
+
+def test_a_path_in_the_first_column_is_folded_and_no_number_lost() -> None:
+    path = "/home/somebody/projects/documents/databases/mydb/recipe"
+    numbers = ["100.0", "99.5", "-12.5", "97.5", "123 ms", "99.9", "0.1234"]
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table("t", ("recipe", *"abcdefg"), [(path, *numbers)]))
+    shown = capture.get()
+    assert [number in shown for number in numbers] == [True] * len(numbers)
+    folded = [line.split("  ")[0] for line in shown.splitlines()[3:]]
+    assert "".join(folded) == path
+
+
+class Clock:
+    """Time as a test sets it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr("blockattn_rag.app.cli.output.time.monotonic", found.monotonic)
+    return found
+
+
+def test_a_long_stage_tells_the_time_that_is_left_in_lines(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stages() as tell:
+        for done, seconds in ((100, 0), (101, 1), (150, 25), (160, 5), (200, 20)):
+            clock.now += seconds
+            tell("encoding", done, 200)
+        tell("adding", 0, 1)
+        tell("adding", 1, 1)
+    assert capsys.readouterr().err.splitlines() == [
+        "encoding (200)",
+        "encoding: 150 of 200 after 26.00 s, about 26.00 s left",
+        "encoding: 200 of 200 in 51.00 s",
+        "adding (1)",
+    ]
+
+
+def test_the_time_left_is_not_guessed_from_the_first_of_many(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stages() as tell:
+        for done, seconds in ((0, 0), (1, 60), (100, 30), (200, 30), (200, 5)):
+            clock.now += seconds
+            tell("encoding", done, 200)
+    assert capsys.readouterr().err.splitlines() == [
+        "encoding (200)",
+        "encoding: 1 of 200 after 60.00 s",
+        "encoding: 100 of 200 after 90.00 s, about 90.00 s left",
+        "encoding: 200 of 200 in 120.00 s",
+    ]
+
+
+def test_a_terminal_shows_bars_with_the_remaining_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Console(width=100, stderr=True, force_terminal=True)
+    monkeypatch.setattr("blockattn_rag.app.cli.output.stderr", terminal)
+    with stages() as tell:
+        tell("encoding", 5, 10)
+    shown = capsys.readouterr().err
+    assert "encoding" in shown
+    assert "5/10" in shown
+    assert "left:" in shown
+
+
+def test_a_wait_is_told_if_it_is_long(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with waiting("loading"):
+        clock.now += 1
+    assert capsys.readouterr().err == ""
+    with waiting("loading"):
+        clock.now += 3
+    assert capsys.readouterr().err == "loading: 3.00 s\n"
+
+
+def test_a_wait_without_a_terminal_is_told_while_it_lasts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockattn_rag.app.cli.output._PATIENCE_S", 0.01)
+    with waiting("loading"):
+        time.sleep(0.3)
+        assert capsys.readouterr().err == "loading ...\n"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "columns", "width"),
+    [(None, "", 160), (None, "wide", 160), (None, "72", None), (1, "", None), (2, "", None)],
+)
+def test_where_nothing_tells_the_width_it_is_not_taken_for_80_columns(
+    terminal: int | None, columns: str, width: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.isatty", lambda fd: fd == terminal)
+    monkeypatch.setenv("COLUMNS", columns)
+    assert _width() == width
+
+
+def test_a_title_is_not_folded_to_the_width_of_its_table() -> None:
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table("/a/path/that/is/longer/than/the/table", ("a",), [("1",)]))
+    assert capture.get().splitlines()[0].rstrip() == "/a/path/that/is/longer/than/the/table"
+
+
+def test_a_spread_tells_its_unit_once_where_that_is_enough() -> None:
+    row = {"copy_s": 0.101, "copy_min_s": 0.093, "copy_max_s": 0.177}
+    assert spread(row, "copy") == "101 ms\n93-177 ms"
+    assert spread(row | {"copy_max_s": 1.5}, "copy") == "101 ms\n93 ms-1.50 s"
+    assert spread(dict.fromkeys(row), "copy") == "-\n---"

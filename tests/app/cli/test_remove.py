@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.app.cli.conftest import Command
+
+
+@pytest.fixture
+def database(cli: Command, model: Path, documents: Path, tmp_path: Path) -> Path:
+    """A database of two documents, whose files are there."""
+    assert cli("ingest", documents, "--db", tmp_path / "db", "--model", model).status == 0
+    return tmp_path / "db"
+
+
+def test_a_removed_file_answers_no_more_and_gc_frees_its_blocks(
+    cli: Command, database: Path, documents: Path
+) -> None:
+    report = cli("remove", documents / "tower.txt", "--db", database, "--json").json
+    assert report["removed"] == 1
+    assert report["sources"] == [str(documents / "tower.txt")]
+    freed = cli("store", "gc", database, "--grace", "0s", "--json").json
+    # One passage, and the words before passages, which no passage refers to.
+    assert freed["deleted"]["count"] == 2
+    command = ("ask", "How high is Halden Tower?", "--db", database, "--max-new-tokens", 2)
+    found = cli(*command, "--json").json
+    assert all("Halden" not in source["text"] for source in found["sources"])
+
+
+def test_a_deleted_file_is_named_by_the_next_ingestion_and_removed_by_its_old_path(
+    cli: Command, database: Path, documents: Path
+) -> None:
+    gone = documents / "tower.txt"
+    gone.unlink()
+    output = cli("ingest", documents, "--db", database)
+    assert f"still answering from {database}: {gone}" in output.stderr
+    assert cli("ingest", documents, "--db", database, "--json").json["orphaned"] == [str(gone)]
+    assert cli("remove", gone, "--db", database, "--json").json["removed"] == 1
+    assert cli("ingest", documents, "--db", database, "--json").json["orphaned"] == []
+
+
+def test_a_folder_stands_for_all_that_was_read_below_it(
+    cli: Command, database: Path, documents: Path
+) -> None:
+    assert cli("remove", documents, "--db", database, "--json").json["removed"] == 2
+    output = cli("ask", "How?", "--db", database)
+    assert output.status == 1
+    assert "holds no passage" in output.stderr
+
+
+def test_what_was_never_ingested_is_an_error_and_nothing_is_removed(
+    cli: Command, database: Path, documents: Path, tmp_path: Path
+) -> None:
+    output = cli("remove", documents / "tower.txt", tmp_path / "other.txt", "--db", database)
+    assert output.status == 1
+    assert f"has nothing from {tmp_path / 'other.txt'}" in output.stderr
+    report = cli("remove", documents / "tower.txt", "--db", database, "--json")
+    assert json.loads(report.stdout)["removed"] == 1
+    assert cli("remove", "x.txt", "--db", tmp_path).status == 1  # no database
+
+
+def test_a_file_that_holds_no_text_any_more_is_named_and_can_be_removed(
+    cli: Command, database: Path, documents: Path
+) -> None:
+    emptied = documents / "tower.txt"
+    emptied.write_text("")
+    report = cli("ingest", documents, "--db", database, "--json").json
+    assert report["orphaned"] == [str(emptied)]
+    assert cli("remove", emptied, "--db", database, "--json").json["removed"] == 1
+
+
+def test_a_link_is_removed_by_the_name_it_was_ingested_under(
+    cli: Command, database: Path, documents: Path
+) -> None:
+    link = documents / "link.txt"
+    link.symlink_to(documents / "tower.txt")
+    assert cli("ingest", documents, "--db", database).status == 0
+    assert cli("remove", link, "--db", database, "--json").json["sources"] == [str(link)]
+
+
+def test_a_file_that_a_link_out_of_the_folder_replaced_is_named(
+    cli: Command, database: Path, documents: Path, tmp_path: Path
+) -> None:
+    replaced, outside = documents / "tower.txt", tmp_path / "outside.txt"
+    replaced.rename(outside)
+    replaced.symlink_to(outside)
+    output = cli("ingest", documents, "--db", database)
+    assert f"left out: 1 link out of the folders given, such as {replaced};" in output.stderr
+    assert f"still answering from {database}: {replaced}" in output.stderr
+
+
+def test_the_command_that_is_suggested_frees_everything(
+    cli: Command, database: Path, documents: Path
+) -> None:
+    suggestion = cli("remove", documents, "--db", database).stdout.split("blockattn-rag ")[1]
+    words = suggestion.replace("\n", "").split()
+    assert cli(*words, "--json").json["deleted"]["count"] == 3  # two, and the words before them

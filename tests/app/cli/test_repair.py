@@ -1,0 +1,163 @@
+"""``blockattn-rag repair``: of a database and of files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from blockattn_rag.app.cli.app import app
+from blockattn_rag.app.cli.repair import _Lexical
+from blockattn_rag.app.rag.database import MANIFEST
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.lab.repair import run
+from blockattn_rag.prompts.formats import Passage
+from blockattn_rag.store import DirectoryStore
+from tests.app.cli.conftest import Command
+from tests.lab.repair.runs import FAST, QUICK
+
+PASSAGES = [{"title": f"t{n}", "text": f"fact {n} is {n * 7 % 5}"} for n in range(6)]
+
+
+def lines(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repairs take seconds, and are the same on every machine."""
+    own = run.repair
+
+    def repair(*args: Any, **options: Any) -> Any:
+        return own(*args, **options, limits=replace(QUICK, passages=2, samples=4))
+
+    monkeypatch.setattr(run, "repair", repair)
+    monkeypatch.setattr(run._Run, "_speeds", lambda *_: FAST)
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    records = [{"question": f"how high is tower {n}?", "answers": ["e", "a"]} for n in range(12)]
+    return lines(tmp_path / "questions.jsonl", records)
+
+
+def test_a_database_is_repaired_and_asked_with_its_recipe(
+    cli: Command, model: Path, documents: Path, questions: Path, tmp_path: Path
+) -> None:
+    db = tmp_path / "db"
+    ingested = cli("ingest", documents, "--db", db, "--model", model, "--recipe", "none", "--json")
+    assert ingested.status == 0, ingested.stderr
+    output = cli("repair", "--db", db, "--questions", questions)
+    assert output.status == 0, output.stderr
+    written, divergence, agreement, right, use = output.stdout.splitlines()
+    recipe = Recipe.load(db / "recipe")
+    assert written.startswith(f"Recipe {recipe} written to {db / 'recipe'} in ")
+    assert divergence.startswith("Divergence from full mode (KL), 3 held-out questions: 0.")
+    assert agreement.startswith("Tokens that full mode would choose too: ")
+    assert right.startswith("Right answers: full ")
+    assert use == "2 of 2 passages re-encoded. `ask` uses the recipe now."
+    # Without a terminal, each stage is a line when it starts.
+    stages = ["full mode's answers", "fitting in closed form", "training", "choosing",
+              "measuring", "right answers", "re-encoding passages"]  # fmt: skip
+    begun = [line.partition(" (")[0] for line in output.stderr.splitlines()]
+    # A machine that got faster has more answers computed before the training.
+    assert list(dict.fromkeys(name for name in begun if name in stages)) == stages
+    assert recipe.prompt_format == "ask"
+    assert not (db / "recipe.work").exists()
+    assert json.loads((db / MANIFEST).read_text())["recipe"] == "auto"
+    answer = cli("ask", "How high is it?", "--db", db, "--max-new-tokens", 2, "--json")
+    assert answer.json["misses"] <= 1  # the head of the prompt, which is no passage
+    assert answer.json["hits"] >= 2
+    assert "recipe" not in answer.stderr
+
+
+def test_the_report_names_the_model_and_dtype_that_the_recipe_belongs_to(
+    cli: Command, model: Path, documents: Path, questions: Path, tmp_path: Path
+) -> None:
+    db, half = tmp_path / "db", ("--dtype", "bfloat16")
+    cli("ingest", documents, "--db", db, "--model", model)
+    output = cli("repair", "--db", db, "--questions", questions, "--model", model, *half)
+    assert output.status == 0, output.stderr
+    asked = f"`ask --model {model} --dtype bfloat16` uses the recipe now."
+    assert output.stdout.splitlines()[-1].endswith(asked)
+    asking = ("ask", "How high is it?", "--db", db, "--max-new-tokens", 2)
+    assert "Skipped" not in cli(*asking, "--model", model, *half).stderr
+
+
+def test_blocks_of_other_recipes_do_not_stay_in_the_database(
+    cli: Command, model: Path, documents: Path, questions: Path, tmp_path: Path
+) -> None:
+    db = tmp_path / "db"
+    cli("ingest", documents, "--db", db, "--model", model)
+    before = set(DirectoryStore(db / "kv").keys())
+    output = cli("repair", "--db", db, "--questions", questions, "--output", tmp_path / "r",
+                 "--json")  # fmt: skip
+    assert output.status == 0, output.stderr
+    assert set(DirectoryStore(db / "kv").keys()) == before
+    assert output.json["encoded_passages"] is None
+    assert output.json["output"] == str(tmp_path / "r")
+    assert output.json["report"]["questions"] == 12
+    assert not (db / "recipe").exists()
+
+
+def test_a_model_is_repaired_with_passages_of_a_file(
+    cli: Command, model: Path, questions: Path, tmp_path: Path
+) -> None:
+    passages = lines(tmp_path / "passages.jsonl", PASSAGES)
+    command = ("repair", "--model", model, "--passages", passages, "--questions", questions)
+    output = cli(*command, "--output", tmp_path / "recipe")
+    assert output.status == 0, output.stderr
+    folder = tmp_path / "recipe"
+    assert f'Use it: recipe="{folder}"' in output.stdout
+    assert f"--recipe {folder}" in output.stdout
+    assert Recipe.load(folder).prompt_format == "chat"
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "message"),
+    [
+        ((), 2, "expected --db FOLDER, or --model NAME with --passages FILE"),
+        (("--model", "MODEL"), 2, "expected --db FOLDER, or --model NAME with --passages FILE"),
+        (("--db", "db", "--passages", "p.jsonl"), 2, "found --db and --passages"),
+        (("--db", "nowhere"), 1, "nowhere is no database"),
+        (("--questions", "q.jsonl", "--model", "MODEL"), 1, "line 1: found a question without"),
+        (("--passages", "none.jsonl", "--model", "MODEL"), 1, "found no file none.jsonl"),
+        (("--passages", "p.jsonl", "--model", "MODEL"), 1, "wrote no question about any of 6"),
+    ],
+)
+def test_what_cannot_be_done_is_reported_in_one_line(
+    cli: Command,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: tuple[str, ...],
+    status: int,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines(tmp_path / "q.jsonl", [{"question": "what?"}])
+    lines(tmp_path / "p.jsonl", PASSAGES)
+    arguments = [str(model) if one == "MODEL" else one for one in given]
+    output = cli("repair", *arguments, *(("--output", "out") if status == 1 else ()))
+    shown = " ".join(output.stderr.replace("│", " ").split())
+    assert (output.status, message in shown) == (status, True), shown
+    assert not (tmp_path / "out.work").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_there_are_at_most_ten_options() -> None:
+    command = typer.main.get_command(app)
+    options = [one.name for one in command.commands["repair"].params]  # type: ignore[attr-defined]
+    assert len(options) <= 10
+
+
+def test_the_nearest_passages_share_words_with_the_question() -> None:
+    passages = [Passage("Tower", "It is high."), Passage("", "The river Teme"), Passage("Sea", "")]
+    nearest = _Lexical(passages)
+    assert nearest("How long is the river Teme?", 1) == [passages[1]]
+    assert len(nearest("the tower", 5)) == 3

@@ -1,0 +1,119 @@
+"""Ingesting and asking through a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.model import BlockModel
+from blockattn_rag.server.endpoint import COMPLETIONS, ENCODE
+from tests.app.cli.conftest import Command
+from tests.recipes import recipe_of
+from tests.server.client.fake_server import FakeServer
+
+
+@pytest.fixture(scope="module")
+def loaded(model: Path) -> BlockModel:
+    return BlockModel.from_pretrained(model, device="cpu")
+
+
+@pytest.fixture
+def server(loaded: BlockModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    fake = FakeServer(loaded, api_key="the-secret")
+    monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "the-secret")
+    with fake.listening():
+        yield fake
+
+
+def test_a_database_is_ingested_and_asked_through_a_server(
+    cli: Command, server: FakeServer, model: Path, documents: Path, tmp_path: Path
+) -> None:
+    db, here = tmp_path / "db", tmp_path / "here"
+    made = cli("ingest", documents, "--db", db, "--model", model, "--server", server.url, "--json")
+    assert made.status == 0, made.stderr
+    expected = cli("ingest", documents, "--db", here, "--model", model, "--json").json
+    same = ("passages", "computed", "computed_tokens", "stored_bytes", "fingerprint", "recipe")
+    assert {name: made.json[name] for name in same} == {name: expected[name] for name in same}
+    assert made.json["server"] == server.url
+    assert not (db / "kv").exists()
+
+    again = cli("ingest", documents, "--db", db, "--json").json  # by the server that is noted
+    assert (again["computed"], again["reused"]) == (0, made.json["computed"])
+
+    question = ("ask", "How high is Halden Tower?", "--max-new-tokens", 6, "--json")
+    found, wanted = (cli(*question, "--db", folder) for folder in (db, here))
+    assert found.status == 0, found.stderr
+    assert found.json["answer"] == wanted.json["answer"]
+    assert found.json["misses"] == wanted.json["misses"] == 0
+    assert len(server.bodies(COMPLETIONS)) == 1
+    other = cli(*question, "--db", here, "--server", server.url)
+    assert other.json["answer"] == wanted.json["answer"]
+    assert len(server.bodies(COMPLETIONS)) == 2
+    assert "the-secret" not in made.stdout + made.stderr + (db / "blockattn.json").read_text()
+
+
+def test_a_recipe_that_a_server_does_not_apply_is_refused(
+    cli: Command, server: FakeServer, loaded: BlockModel, model: Path, documents: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    db, recipe = tmp_path / "db", tmp_path / "recipe"
+    cli("ingest", documents, "--db", db, "--model", model, "--recipe", "head:4")
+    recipe_of(loaded).save(recipe)
+    asking = ("ask", "How high?", "--db", db, "--server", server.url, "--max-new-tokens", 2)
+    assert cli(*asking).status == 0  # the recipe is the server's own
+    output = cli(*asking, "--recipe", recipe)
+    assert output.status == 1
+    assert "a server applies the sink of a recipe alone" in " ".join(output.stderr.split())
+    output = cli(*asking, "--recipe", "bos")
+    assert output.status == 1
+    assert "found sink='bos'" in output.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--store", "kv"), "a server has its own store"),
+        (("--recipe", "head:4", "--kv-dtype", "int8"), "a server has its own recipe and kv_dtype"),
+        (("--dtype", "bfloat16"), "has the model and decides on them"),
+    ],
+)
+def test_what_a_server_decides_is_refused(
+    cli: Command,
+    server: FakeServer,
+    model: Path,
+    documents: Path,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    command = ("ingest", documents, "--db", tmp_path / "db", "--model", model)
+    output = cli(*command, "--server", server.url, *arguments)
+    assert output.status != 0
+    assert message in " ".join(output.stderr.replace("│", " ").split())
+    assert server.bodies(ENCODE) == []
+
+
+def test_a_server_that_is_not_there_leaves_no_database(
+    cli: Command, model: Path, documents: Path, tmp_path: Path
+) -> None:
+    db = tmp_path / "db"
+    output = cli(
+        "ingest", documents, "--db", db, "--model", model, "--server", "http://127.0.0.1:9"
+    )
+    assert output.status == 1
+    assert "cannot reach http://127.0.0.1:9" in output.stderr
+    assert not (db / "blockattn.json").exists()
+
+
+def test_what_needs_the_model_here_says_so(
+    cli: Command, database: Path, server: FakeServer
+) -> None:
+    path = database / "blockattn.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "server": server.url}))
+    output = cli("repair", "--db", database)
+    assert output.status == 1
+    assert "this needs the model in this process; name one by --model" in output.stderr

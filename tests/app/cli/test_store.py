@@ -1,0 +1,401 @@
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import chromadb
+import pytest
+from chromadb.config import Settings
+
+from blockattn_rag.app.cli.store import _bytes, _shown
+from blockattn_rag.app.rag.database import MANIFEST, chroma_client
+from blockattn_rag.store import DirectoryStore
+from tests.app.cli.conftest import Command
+from tests.store.kvs import key_of, make_kv
+
+NO_TELEMETRY = Settings(anonymized_telemetry=False)
+
+
+@pytest.fixture
+def database(database: Path, cli: Command) -> Path:
+    """A database whose store holds its passage alone, not the words before passages."""
+    assert cli("store", "gc", database, "--grace", "0", "--json").json["deleted"]["count"] == 1
+    return database
+
+
+def entries(database: Path) -> list[Path]:
+    return sorted((database / "kv").rglob("*.safetensors"))
+
+
+def add_orphan(database: Path) -> Path:
+    """An entry that no passage refers to, such as the instructions before them."""
+    kv = make_kv("instructions")
+    store = DirectoryStore(database / "kv")
+    store.put(key_of(kv), kv)
+    return store.entry_path(key_of(kv))
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+def test_stats_count_entries_tokens_and_bytes_by_model(cli: Command, database: Path) -> None:
+    stats = cli("store", "stats", database, "--json").json
+    assert stats["entries"] == len(entries(database)) == 1
+    assert stats["bytes"] == sum(path.stat().st_size for path in entries(database))
+    assert [model["tokens"] for model in stats["models"].values()] == [stats["tokens"]]
+    # The KV folder itself serves as well.
+    assert cli("store", "stats", database / "kv", "--json").json["entries"] == 1
+    assert "1" in cli("store", "stats", database).stdout
+
+
+def test_stats_tell_tenants_and_number_types_apart(cli: Command, database: Path) -> None:
+    store = DirectoryStore(database / "kv")
+    for kv in (make_kv(namespace="one"), make_kv(namespace="one", quantised=True, tokens=5)):
+        kv = replace(kv, digest=f"of {kv.num_tokens} tokens")
+        store.put(key_of(kv), kv)
+    stats = cli("store", "stats", database, "--json").json
+    assert {name: one["entries"] for name, one in stats["namespaces"].items()} == {"": 1, "one": 2}
+    assert {name: one["entries"] for name, one in stats["kv_dtypes"].items()} == {
+        "model": 2,
+        "int8": 1,
+    }
+    assert stats["kv_dtypes"]["int8"]["tokens"] == 5
+    assert stats["namespaces"]["one"]["tokens"] == 8
+    shown = cli("store", "stats", database).stdout
+    assert "one" in shown
+    assert "int8" in shown
+
+
+def test_a_folder_that_is_no_store_is_refused_and_left_as_it_is(
+    cli: Command, tmp_path: Path
+) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert cli("store", "stats", folder).status == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_verify_finds_damage_and_deletes_it_when_asked(cli: Command, database: Path) -> None:
+    assert cli("store", "verify", database).status == 0
+    [entry] = entries(database)
+    damage(entry)
+    output = cli("store", "verify", database, "--json")
+    assert output.status == 1
+    assert list(output.json["damaged"]["first"]) == [entry.stem]
+    assert cli("store", "verify", database, "--delete").status == 0
+    assert not entries(database)
+
+
+def test_a_damaged_entry_stops_neither_stats_nor_gc(cli: Command, database: Path) -> None:
+    [entry] = entries(database)
+    entry.write_bytes(b"short")
+    stats = cli("store", "stats", database, "--json")
+    assert (stats.status, stats.json["entries"]) == (0, 0)
+    assert list(stats.json["unreadable"]["first"]) == [entry.stem]
+    assert "1 more cannot be used" in stats.stderr
+    collected = cli("store", "gc", database, "--json")
+    assert (collected.status, collected.json["errors"]["count"]) == (1, 1)
+
+
+def test_verify_tells_what_it_could_not_read_and_does_not_delete_it(
+    cli: Command, database: Path
+) -> None:
+    [entry] = entries(database)
+    entry.unlink()
+    entry.mkdir()
+    output = cli("store", "verify", database, "--delete", "--json")
+    assert (output.status, output.json["damaged"]["count"], output.json["deleted"]) == (1, 0, 0)
+    assert "Is a directory" in output.json["unread"]["first"][entry.stem]
+    assert entry.is_dir()
+
+
+def test_a_fingerprint_cannot_steer_the_terminal() -> None:
+    assert _shown("\x1b[2Jcleared") == "\\x1b[2Jclear"
+
+
+def test_shrink_deletes_what_was_not_used_for_the_longest_time(
+    cli: Command, database: Path
+) -> None:
+    [new] = entries(database)
+    old = add_orphan(database)
+    os.utime(old, (0, 0))
+    most = new.stat().st_size
+    dry = cli("store", "shrink", database, "--max-bytes", most, "--dry-run", "--json").json
+    assert (dry["deleted"], len(entries(database))) == ([old.stem], 2)
+    done = cli("store", "shrink", database, "--max-bytes", f"{most}B", "--json").json
+    assert (done["deleted"], done["left_bytes"]) == ([old.stem], most)
+    assert entries(database) == [new]
+    assert "deleted 0 entries" in cli("store", "shrink", database, "--max-bytes", "1GiB").stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("7", 7), ("1.5k", 1500), ("500MB", 500 * 10**6), ("20 GiB", 20 << 30), ("1tib", 1 << 40)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, expected: int) -> None:
+    assert _bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0", "0.5", "-1", "much", "1PB", "1ib", "GB"])
+def test_a_size_that_is_none_is_a_usage_error(cli: Command, database: Path, text: str) -> None:
+    output = cli("store", "shrink", database, f"--max-bytes={text}")
+    assert (output.status, len(entries(database))) == (2, 1)
+
+
+def test_gc_keeps_what_chroma_refers_to(cli: Command, database: Path) -> None:
+    add_orphan(database)
+    young = cli("store", "gc", database, "--json").json
+    assert (young["kept"], young["kept_young"], young["deleted"]["count"]) == (1, 1, 0)
+    dry = cli("store", "gc", database, "--grace", "0", "--dry-run", "--json").json
+    assert dry["deleted"]["count"] == 1
+    assert len(entries(database)) == 2
+    done = cli("store", "gc", database, "--grace", "0s", "--json").json
+    assert done["deleted"] == dry["deleted"]
+    assert done["live_handles"] == 1
+    assert len(entries(database)) == 1
+    assert cli("ask", "How?", "--db", database, "--max-new-tokens", 1, "--json").json["hits"] == 2
+
+
+def test_gc_refuses_to_delete_everything_unless_forced(cli: Command, database: Path) -> None:
+    store = database / "kv"
+    output = cli("store", "gc", store, "--grace", "0")
+    assert output.status == 1
+    assert "every entry would be deleted" in output.stderr
+    assert len(entries(database)) == 1
+    kept = cli("store", "gc", store, "--chroma-path", database / "chroma", "--grace", "0", "--json")
+    assert kept.json["kept"] == 1
+    assert cli("store", "gc", store, "--db", database, "--grace", "0", "--json").json["kept"] == 1
+    assert cli("store", "gc", store, "--grace", "0", "--force").status == 0
+    assert not entries(database)
+
+
+def test_gc_keeps_what_a_chroma_server_refers_to(
+    cli: Command, database: Path, chroma_server: int
+) -> None:
+    [entry] = entries(database)
+    embedded = chroma_client(database / "chroma").get_collection("passages")
+    found: Any = embedded.get(include=["embeddings", "metadatas", "documents"])
+    client = chromadb.HttpClient("127.0.0.1", chroma_server, settings=NO_TELEMETRY)
+    name = f"served-{uuid4().hex}"
+    served = client.create_collection(name, embedding_function=None)
+    served.add(**{key: found[key] for key in ("ids", "embeddings", "metadatas", "documents")})
+    server = ("--host", "127.0.0.1", "--port", chroma_server, "--collection", name)
+    kept = cli("store", "gc", database / "kv", *server, "--grace", "0", "--json").json
+    assert (kept["kept"], kept["deleted"]["count"], kept["collections"]) == (1, 0, [name])
+    served.delete(found["ids"])
+    served.add("other", embeddings=found["embeddings"][0], documents="other", metadatas={"a": 1})
+    output = cli("store", "gc", database / "kv", *server, "--grace", "0")
+    assert (output.status, "every entry would be deleted" in output.stderr) == (1, True)
+    assert entries(database) == [entry]
+
+
+def test_gc_refuses_chroma_folders_and_collections_that_are_not_there(
+    cli: Command, database: Path, tmp_path: Path
+) -> None:
+    output = cli("store", "gc", database, "--chroma-path", tmp_path / "typo")
+    assert (output.status, "holds no Chroma database" in output.stderr) == (1, True)
+    assert not (tmp_path / "typo").exists()
+    output = cli("store", "gc", database, "--collection", "typo")
+    assert (output.status, "no such collection: typo" in output.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("grace", ["1y", "", "-1", "h"])
+def test_a_grace_period_that_is_no_time_is_a_usage_error(
+    cli: Command, database: Path, grace: str
+) -> None:
+    assert cli("store", "gc", database, f"--grace={grace}").status == 2
+
+
+# -- addresses, lists of handles, samples -----------------------------------------------------
+
+
+def test_a_store_is_named_by_folder_address_or_database(
+    cli: Command, database: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(database / "kv", elsewhere)
+    manifest = database / MANIFEST
+    manifest.write_text(
+        manifest.read_text().replace('"store": null', f'"store": "file://{elsewhere}"')
+    )
+    for name in (database, elsewhere, f"file://{elsewhere}"):
+        assert cli("store", "stats", name, "--json").json["entries"] == 1
+        assert cli("store", "verify", name).status == 0
+    kept = cli("store", "gc", database, "--grace", "0", "--json").json
+    assert (kept["kept"], kept["deleted"]["count"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("memory:", "is a cache"),
+        ("redis://me:secret@127.0.0.1:1/0", "is a cache"),
+        ("file:///no/such/folder", "no such KV store"),
+        ("ftp://host/kv", "found ftp://"),
+        ("s3:/bucket/kv", "two slashes"),
+    ],
+)
+@pytest.mark.parametrize("command", ["stats", "ls", "verify", "gc"])
+def test_what_cannot_be_looked_after_is_refused(
+    cli: Command, command: str, address: str, message: str
+) -> None:
+    output = cli("store", command, address)
+    assert (output.status, output.stdout) == (1, "")
+    assert message in " ".join(output.stderr.split())
+    assert "secret" not in output.stderr
+
+
+def test_ls_shows_each_entry_on_a_line_or_as_one_object(cli: Command, database: Path) -> None:
+    [entry] = entries(database)
+    orphan = add_orphan(database)
+    lines = cli("store", "ls", database).stdout.splitlines()
+    assert sorted(line.split()[0] for line in lines) == sorted([entry.stem, orphan.stem])
+    listed = cli("store", "ls", database, "--long", "--json").json["entries"]
+    assert {row["key"]: row["bytes"] for row in listed} == {
+        path.stem: path.stat().st_size for path in (entry, orphan)
+    }
+    assert make_kv("instructions").handle in {row["handle"] for row in listed}
+    assert len(cli("store", "ls", database, "--limit", 1, "--json").json["entries"]) == 1
+
+
+def test_gc_keeps_what_a_file_lists_and_refuses_a_cut_one(
+    cli: Command, database: Path, tmp_path: Path
+) -> None:
+    [entry] = entries(database)
+    orphan = add_orphan(database)
+    printed = cli("store", "live", "--db", database)
+    live = tmp_path / "live"
+    live.write_text(printed.stdout)
+    assert (printed.status, len(printed.stdout.splitlines())) == (0, 3)
+    done = cli("store", "gc", database / "kv", "--live", live, "--grace", "0", "--json").json
+    assert (done["kept"], list(done["deleted"]["first"])) == (1, [orphan.stem])
+    live.write_text("".join(printed.stdout.splitlines(keepends=True)[:-1]))
+    output = cli("store", "gc", database / "kv", "--live", live, "--grace", "0")
+    assert (output.status, "cut short" in output.stderr) == (1, True)
+    assert entries(database) == [entry]
+
+
+def test_what_was_used_after_the_handles_were_looked_up_is_kept(
+    cli: Command, database: Path, tmp_path: Path
+) -> None:
+    live = tmp_path / "live"
+    live.write_text(cli("store", "live", "--db", database).stdout)
+    orphan = add_orphan(database)
+    kept = cli("store", "gc", database / "kv", "--live", live, "--grace", "0", "--json").json
+    assert (kept["kept"], kept["kept_young"]) == (1, 1)
+    assert orphan.exists()
+
+
+def test_gc_takes_handles_of_any_vector_store_from_a_pipe(cli: Command, database: Path) -> None:
+    [entry] = entries(database)
+    orphan = add_orphan(database)
+    printed = cli("store", "live", "--db", database).stdout.splitlines()
+    gc = ("store", "gc", database / "kv", "--handles", "-", "--grace", "0", "--json")
+    done = cli(*gc, given=printed[1] + "\n").json
+    assert (done["kept"], done["live_handles"], done["deleted"]["count"]) == (1, 1, 1)
+    assert (entries(database), orphan.exists()) == ([entry], False)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("kv_handle\n", "standard input: expected a handle, 32 hex digits, found 'kv_handle'"),
+        ("a" * 32 + "\n" + "b" * 31 + "\n", "after 1 handles"),
+        ("a" * 32 + "\n# end of 2 handles\n", "standard input was cut short"),
+        ("", "no handle found in the list -, so that"),
+        ("\r\n\r\n", "no handle found in the list -, so that"),
+        ("\x00\ufeff\n", "expected a handle"),
+    ],
+)
+def test_a_broken_list_of_handles_deletes_nothing(
+    cli: Command, database: Path, given: str, told: str
+) -> None:
+    add_orphan(database)
+    output = cli("store", "gc", database / "kv", "--handles", "-", "--grace", "0", given=given)
+    assert (output.status, len(entries(database))) == (1, 2)
+    assert told in output.stderr
+
+
+def test_an_empty_list_beside_one_that_is_whole_deletes_nothing(
+    cli: Command, database: Path, tmp_path: Path
+) -> None:
+    add_orphan(database)
+    (tmp_path / "failed").write_text("")
+    gc = ("store", "gc", database, "--handles", tmp_path / "failed", "--grace", "0")
+    output = cli(*gc)
+    assert (output.status, len(entries(database))) == (1, 2)
+    assert "failed, so that whatever it was to name would be deleted" in output.stderr
+    assert (cli(*gc, "--force").status, len(entries(database))) == (0, 1)
+
+
+def test_a_list_of_handles_judges_one_tenant_at_a_time(cli: Command, database: Path) -> None:
+    store = DirectoryStore(database / "kv")
+    for name in ("one", "two"):
+        kv = make_kv("passage", namespace=name)
+        store.put(kv.key, kv)
+    gc = ("store", "gc", database / "kv", "--handles", "-", "--grace", "0", "--json")
+    done = cli(*gc, "--namespace", "one", given="a" * 32).json
+    assert (done["namespaces"], done["other"], done["deleted"]["count"]) == (["one"], 2, 1)
+
+
+def test_live_asks_for_a_chroma_database(cli: Command) -> None:
+    output = cli("store", "live")
+    assert (output.status, "name the Chroma databases" in output.stderr) == (1, True)
+
+
+def test_gc_leaves_entries_of_other_tenants_alone(cli: Command, database: Path) -> None:
+    [own] = entries(database)
+    store = DirectoryStore(database / "kv")
+    for name in ("one", "two"):
+        kv = make_kv("passage", namespace=name)
+        store.put(kv.key, kv)
+    command = ("store", "gc", database / "kv", "--ttl", "0s", "--grace", "0", "--json")
+    done = cli(*command, "--namespace", "one").json
+    assert (done["namespaces"], done["other"], done["deleted"]["count"]) == (["one"], 2, 1)
+    assert own in entries(database)
+    done = cli(*command).json
+    assert (done["namespaces"], done["other"], done["deleted"]["count"]) == ([""], 1, 1)
+    told = cli("store", "gc", database, "--db", database, "--grace", "0").stdout
+    assert "1 entry of other namespaces left alone" in " ".join(told.split())
+    assert cli("store", "gc", database / "kv", "--ttl", "0s", "--namespace", "a/b").status == 1
+    done = cli(*command, "--all-namespaces").json
+    assert (done["namespaces"], done["deleted"]["count"]) == (None, 1)
+
+
+def test_by_time_to_live_alone_no_chroma_is_needed(cli: Command, database: Path) -> None:
+    [entry] = entries(database)
+    os.utime(add_orphan(database), (0, 0))
+    done = cli("store", "gc", database / "kv", "--ttl", "30d", "--json").json
+    assert (done["kept"], done["deleted"]["count"]) == (1, 1)
+    assert entries(database) == [entry]
+    refused = cli("store", "gc", database / "kv", "--ttl", "1m")
+    assert (refused.status, "shorter than the grace period" in refused.stderr) == (1, True)
+    assert cli("store", "gc", database, "--ttl", "soon").status == 2
+
+
+def test_verify_reads_a_share(cli: Command, database: Path) -> None:
+    add_orphan(database)
+    parts = [
+        cli("store", "verify", database, "--sample", "50%", "--seed", seed, "--json").json
+        for seed in (0, 1)
+    ]
+    assert [part["sample"] for part in parts] == [0.5, 0.5]
+    assert sum(part["ok"] for part in parts) == 2
+    assert sum(part["skipped"] for part in parts) == 2
+    for share in ("0", "101%", "2", "half"):
+        assert cli("store", "verify", database, "--sample", share).status == 2
+
+
+def test_quick_stats_count_without_reading(cli: Command, database: Path) -> None:
+    [entry] = entries(database)
+    size = entry.stat().st_size
+    entry.write_bytes(b"?" * size)
+    found = cli("store", "stats", database, "--quick", "--json").json
+    assert (found["entries"], found["bytes"]) == (1, size)

@@ -1,0 +1,128 @@
+"""Questions to a database: what answers them, and what does not keep them from being answered."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.app.rag.ask import Assistant
+from blockattn_rag.app.rag.database import Database, Manifest
+from blockattn_rag.app.rag.documents import load_documents
+from blockattn_rag.app.rag.history import Turn
+from blockattn_rag.app.rag.ingest import ingest_documents
+from blockattn_rag.app.rag.passages import retriever
+from blockattn_rag.prompts.blocks import BlockPrompt
+from tests.holding import FEW, holding
+
+
+def test_a_store_that_fails_after_ingestion_costs_a_warning_and_never_an_answer(
+    model: Path, documents: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "db"
+    database = Database.create(folder, Manifest(str(model), fingerprint=""))
+    ingest_documents(database, load_documents([documents], exclude=folder).documents)
+    question = "How high is Halden Tower?"
+    expected = Assistant(Database.open(folder), max_new_tokens=4).ask(question)
+
+    assistant = Assistant(Database.open(folder), max_new_tokens=4)
+    shutil.rmtree(folder / "kv")
+    (folder / "kv").write_text("in the way")
+    with caplog.at_level(logging.WARNING, "blockattn_rag.app.rag"):
+        answer = assistant.ask(question)
+    assert answer.answer == expected.answer
+    assert (answer.stats.hits, expected.stats.misses) == (0, 0)
+    told = [one.getMessage() for one in caplog.records if one.name == "blockattn_rag.app.rag"]
+    assert len(told) == 1
+    assert told[0].endswith("The answer is not affected.")
+    assert str(folder / "kv") in told[0]
+    assistant.ask(question)
+    assert len([one for one in caplog.records if one.name == "blockattn_rag.app.rag"]) == 1
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[BlockPrompt]:
+    """The prompts that reach the engine."""
+    prompts: list[BlockPrompt] = []
+    original = BlockAttentionEngine.stream
+
+    def stream(self: BlockAttentionEngine, prompt: Any, **options: Any) -> Any:
+        prompts.append(prompt)
+        return original(self, prompt, **options)
+
+    monkeypatch.setattr(BlockAttentionEngine, "stream", stream)
+    return prompts
+
+
+def ingested(model: Path, documents: Path, folder: Path) -> Database:
+    database = Database.create(folder, Manifest(str(model), fingerprint=""))
+    ingest_documents(database, load_documents([documents], exclude=folder).documents)
+    return database
+
+
+def test_a_question_of_bytes_that_are_no_text_is_refused(
+    model: Path, documents: Path, tmp_path: Path
+) -> None:
+    assistant = Assistant(ingested(model, documents, tmp_path / "db"), max_new_tokens=2, top_k=1)
+    with pytest.raises(ValueError, match=r"in UTF-8, found bytes that are none after 2 characters"):
+        assistant.ask("a \udcff?")
+
+
+def test_earlier_turns_stand_behind_the_passages_which_stay_hits(
+    model: Path, documents: Path, tmp_path: Path, asked: list[BlockPrompt]
+) -> None:
+    assistant = Assistant(ingested(model, documents, tmp_path / "db"), max_new_tokens=2, top_k=1)
+    first = assistant.ask("How high is Halden Tower?")
+    turns = [Turn("How high is Halden Tower?", "214 metres.")]
+    second = assistant.ask("Why?", history=turns)
+    assert second.question == "Why?"
+    assert [source.text for source in second.sources] == [source.text for source in first.sources]
+    [found], [alone] = second.sources, assistant.ask("Why?").sources
+    assert (found.score or 0) > (alone.score or 0)  # found by the question before it
+    assert second.stats.misses == 0
+    assert asked[1].context == asked[0].context
+    assert "A: 214 metres.\n\nThis question: Why?" in asked[1].final
+    assert 0 < second.stats.ttft_s <= second.waited_s
+
+
+def test_an_answer_that_is_stopped_leaves_the_model_free(
+    model: Path, documents: Path, tmp_path: Path
+) -> None:
+    assistant = Assistant(ingested(model, documents, tmp_path / "db"), max_new_tokens=2000)
+
+    def stop(text: str) -> None:
+        raise KeyboardInterrupt
+
+    with holding() as held:
+        held.let_go(FEW)
+        with pytest.raises(KeyboardInterrupt):
+            assistant.ask("How high is Halden Tower?", on_text=stop)
+        held.wait_for_end()
+    assert held.tokens <= FEW + 1
+
+
+def test_equal_texts_take_one_place_among_the_passages(
+    model: Path, documents: Path, tmp_path: Path
+) -> None:
+    for copy in range(4):
+        (documents / f"copy{copy}").mkdir()
+        (documents / f"copy{copy}" / "tower.txt").write_text("Halden Tower is 214 metres high.\n")
+    database = ingested(model, documents, tmp_path / "db")
+    assistant = Assistant(database, max_new_tokens=2, top_k=2)
+    texts = [source.text for source in assistant.ask("How high is Halden Tower?").sources]
+    assert texts[0] == "Halden Tower is 214 metres high."
+    assert len(set(texts)) == len(texts) == 2
+    assert len(retriever(database)("How high is Halden Tower?", 2)) == 2
+
+
+def test_the_recipe_of_an_answer_is_in_its_json(
+    model: Path, documents: Path, tmp_path: Path
+) -> None:
+    database = ingested(model, documents, tmp_path / "db")
+    assistant = Assistant(database, max_new_tokens=2)
+    assert assistant.ask("How high?").to_dict()["recipe"] == str(database.engine.recipe) != ""
+    assert assistant.ask("How high?", mode="full").to_dict()["recipe"] == ""

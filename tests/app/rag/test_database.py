@@ -1,0 +1,121 @@
+"""The database behind the command line: what is found is the same every time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from blockattn_rag.app.demo.corpus import bundled_corpus, bundled_questions
+from blockattn_rag.app.rag.database import MANIFEST, Database, Manifest
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.errors import DatabaseError
+
+
+def test_the_nearest_passages_are_found_whatever_graph_chroma_drew(
+    model: Path, tmp_path: Path
+) -> None:
+    for number in range(4):  # the graph has a random part
+        database = Database.create(tmp_path / f"{number}", Manifest(str(model), fingerprint=""))
+        texts = [f"title: {p.title}\n\n{p.text}" for p in bundled_corpus()]
+        vectors = np.array(database.embedding.get_text_embedding_batch(texts))
+        database.collection.add([str(i) for i in range(len(vectors))], embeddings=vectors)
+        questions = [turn.question for turn in bundled_questions()]
+        wanted = np.array(database.embedding.get_text_embedding_batch(questions))
+        found = database.collection.query(wanted, n_results=5)["ids"]
+        exact = np.argsort(-wanted @ vectors.T, axis=1, kind="stable")[:, :5]
+        assert [{int(i) for i in ids} for ids in found] == [set(row) for row in exact.tolist()]
+
+
+def test_a_database_keeps_its_namespace(model: Path, tmp_path: Path) -> None:
+    wanted = Manifest(str(model), fingerprint="", namespace="one", recipe="head:2")
+    Database.create(tmp_path / "db", wanted)
+    engine = Database.open(tmp_path / "db").local_engine
+    assert (engine.access.namespace, engine.recipe.sink) == ("one", "head:2")
+    manifest = tmp_path / "db" / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"one"', '"o/ne"'))
+    with pytest.raises(DatabaseError, match="a namespace is named by"):
+        Database.open(tmp_path / "db")
+
+
+def test_a_recipe_that_is_no_text_is_reported_with_its_file(model: Path, tmp_path: Path) -> None:
+    Database.create(tmp_path, Manifest(str(model), fingerprint=""))
+    manifest = tmp_path / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"auto"', "5"))
+    with pytest.raises(DatabaseError, match=r"blockattn.json is damaged \(recipe 5\)"):
+        Database.open(tmp_path)
+
+
+def test_a_database_of_a_fine_tuned_model_runs_as_the_model_was_trained(
+    model: Path, tmp_path: Path
+) -> None:
+    tuned = tmp_path / "tuned"
+    shutil.copytree(model, tuned)
+    config = json.loads((tuned / "config.json").read_text())
+    config["block_attention"] = {"version": 1, "sink": "head:3"}
+    (tuned / "config.json").write_text(json.dumps(config))
+    for recipe, sink in (("auto", "head:3"), ("none", "none")):
+        folder = tmp_path / recipe
+        created = Database.create(folder, Manifest(str(tuned), fingerprint="", recipe=recipe))
+        assert created.manifest.recipe == recipe
+        assert created.local_engine.recipe.sink == sink
+        assert Database.open(folder).local_engine.recipe.sink == sink
+
+
+def test_a_database_keeps_what_its_blocks_are_kept_in(model: Path, tmp_path: Path) -> None:
+    wanted = Manifest(str(model), fingerprint="", kv_dtype="int8", recipe="head:2")
+    assert Database.create(tmp_path / "db", wanted).local_engine.kv_dtype == "int8"
+    assert Database.open(tmp_path / "db").local_engine.kv_dtype == "int8"
+    manifest = tmp_path / "db" / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"int8"', '"int4"'))
+    with pytest.raises(DatabaseError, match=r"is damaged .*int4"):
+        Database.open(tmp_path / "db")
+
+
+def test_a_database_keeps_the_address_of_its_store(model: Path, tmp_path: Path) -> None:
+    wanted = Manifest(str(model), fingerprint="", store=f"file://{tmp_path}/elsewhere")
+    Database.create(tmp_path / "db", wanted)
+    store = Database.open(tmp_path / "db").local_engine.store
+    assert repr(store) == f"DirectoryStore({str(tmp_path / 'elsewhere')!r})"
+    assert not (tmp_path / "db" / "kv").exists()
+
+
+def test_databases_that_share_a_store_have_recipes_of_their_own(
+    model: Path, tmp_path: Path
+) -> None:
+    wanted = Manifest(str(model), fingerprint="", store=str(tmp_path / "store"))
+    first, second, third = (
+        Database.create(tmp_path / name, wanted) for name in ("first", "second", "third")
+    )
+    for database, sink in ((first, "head:2"), (second, "head:3")):
+        Recipe(sink).save(database.path / "recipe")
+    databases = (first, second, third)
+    found = [Database.open(one.path).local_engine.recipe.sink for one in databases]
+    assert found == ["head:2", "head:3", "head:4"]
+    # A later ingestion uses the database's own, too.
+    assert Database.create(second.path, wanted).local_engine.recipe.sink == "head:3"
+    assert Database.open(second.path, recipe="none").local_engine.recipe == Recipe()
+
+
+def test_a_database_that_was_made_with_another_recipe_takes_up_its_own(
+    model: Path, tmp_path: Path
+) -> None:
+    wanted = Manifest(str(model), fingerprint="", recipe="none")
+    database = Database.create(tmp_path / "db", wanted)
+    Recipe("head:2").save(tmp_path / "db" / "recipe")
+    assert Database.open(tmp_path / "db").local_engine.recipe.sink == "none"
+    database.use_own_recipe()
+    assert Database.open(tmp_path / "db").local_engine.recipe.sink == "head:2"
+
+
+def test_a_database_of_an_earlier_version_is_read(model: Path, tmp_path: Path) -> None:
+    Database.create(tmp_path / "db", Manifest(str(model), fingerprint=""))
+    path = tmp_path / "db" / MANIFEST
+    fields = json.loads(path.read_text())
+    del fields["recipe"]
+    path.write_text(json.dumps({**fields, "sink": "head:2", "version": 1}))
+    manifest = Database.open(tmp_path / "db").manifest
+    assert (manifest.recipe, manifest.version) == ("auto", 2)

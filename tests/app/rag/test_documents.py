@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core.schema import MetadataMode
+
+from blockattn_rag.app.rag.documents import UnreadableFileError, load_documents
+
+
+def test_files_below_a_folder_are_read_but_hidden_and_binary_ones(documents: Path) -> None:
+    loaded = load_documents([documents])
+    assert [Path(d.metadata["source"]).name for d in loaded.documents] == ["river.md", "tower.txt"]
+    [(file, reason)] = loaded.skipped
+    assert file.name == "picture.raw"
+    assert "binary" in reason
+
+
+def test_the_model_and_the_embedder_never_see_where_a_file_lies(documents: Path) -> None:
+    for document in load_documents([documents]).documents:
+        for mode in (MetadataMode.LLM, MetadataMode.EMBED):
+            assert str(documents) not in document.get_content(mode)
+
+
+def test_links_out_of_a_folder_are_not_followed_but_those_within_and_those_named_are(
+    documents: Path, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    secret = outside / "secret.txt"
+    secret.write_text("The key is 1234.", encoding="utf-8")
+    (documents / "file.txt").symlink_to(secret)
+    (documents / "folder").symlink_to(outside)
+    (documents / "gone.txt").symlink_to(outside / "never.txt")
+    (documents / "within.txt").symlink_to("tower.txt")
+    (documents / "circle.txt").symlink_to("circle.txt")
+    loaded = load_documents([documents])
+    names = [Path(d.metadata["source"]).name for d in loaded.documents]
+    assert names == ["river.md", "tower.txt", "within.txt"]
+    assert [link.name for link in loaded.links] == ["file.txt", "folder", "gone.txt"]
+    for named in (documents / "file.txt", documents / "folder"):
+        [document] = load_documents([named]).documents
+        assert document.metadata["source"] == str(secret)
+
+
+def test_a_link_does_not_lead_into_the_folder_that_is_left_out(documents: Path) -> None:
+    (documents / "link.md").symlink_to(documents / "more" / "river.md")
+    found = load_documents([documents], exclude=documents / "more").documents
+    assert [Path(d.metadata["source"]).name for d in found] == ["tower.txt"]
+
+
+def test_a_pdf_is_read_page_by_page(tmp_path: Path) -> None:
+    path = tmp_path / "pages.pdf"
+    path.write_bytes(two_pages("First page.", "Second page."))
+    found = load_documents([path]).documents
+    assert [d.text.strip() for d in found] == ["First page.", "Second page."]
+    assert {d.metadata["source"] for d in found} == {str(path)}
+
+
+PAGE = """<!doctype html><html><head><title>Towers &amp; spires</title>
+<script>var tracking = 1;</script><style>p {color: red}</style></head>
+<body><!-- hidden --><script>alert(1)</script><h1>Halden
+Tower</h1><p>It is <b>214</b> metres high.<br>It is <i>old</i>.</p><svg><text>logo</text></svg>
+<table><tr><th>Year</th><th>Height</th></tr><tr><td>1889</td><td>214</td></tr></table>
+<pre>if high:
+    climb()</pre></body></html>"""
+
+
+def test_html_is_read_without_tags_scripts_and_styles(tmp_path: Path) -> None:
+    (tmp_path / "page.HTM").write_text(PAGE, encoding="utf-8")
+    [document] = load_documents([tmp_path]).documents
+    assert document.text.splitlines() == [
+        "Towers & spires",
+        "Halden Tower",
+        "It is 214 metres high.",
+        "It is old.",
+        "Year | Height",
+        "1889 | 214",
+        "if high:",
+        "    climb()",
+    ]
+    assert Path(document.metadata["source"]).name == "page.HTM"
+
+
+def test_html_is_decoded_as_it_declares(tmp_path: Path) -> None:
+    page = '<meta charset="iso-8859-1"><p>Stra\u00dfe</p>'
+    (tmp_path / "old.html").write_bytes(page.encode("latin-1"))
+    assert [d.text for d in load_documents([tmp_path]).documents] == ["Stra\u00dfe"]
+    (tmp_path / "old.html").write_text("<script>only()</script>", encoding="utf-8")
+    with pytest.raises(UnreadableFileError, match="holds no text"):
+        load_documents([tmp_path / "old.html"])
+
+
+def test_a_named_file_must_be_readable_and_exist(documents: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text(" \n", encoding="utf-8")
+    damaged = tmp_path / "damaged.pdf"
+    damaged.write_bytes(b"%PDF-1.4 no more")
+    for path, message in (
+        (documents / "picture.raw", "binary"),
+        (empty, "holds no text"),
+        (damaged, "cannot be read"),
+    ):
+        with pytest.raises(UnreadableFileError, match=message):
+            load_documents([path])
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        load_documents([tmp_path / "nothing"])
+
+
+def test_a_folder_without_text_is_an_error_and_a_folder_can_be_left_out(
+    documents: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UnreadableFileError, match="no readable document"):
+        load_documents([tmp_path / "empty"])
+    found = load_documents([documents], exclude=documents / "more").documents
+    assert [Path(d.metadata["source"]).name for d in found] == ["tower.txt"]
+
+
+def two_pages(*texts: str) -> bytes:
+    """A PDF with one line of text on each page."""
+    from io import BytesIO
+
+    from pypdf import PdfWriter
+    from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
+
+    writer: Any = PdfWriter()
+    font = DictionaryObject(
+        {
+            NameObject("/Type"): NameObject("/Font"),
+            NameObject("/Subtype"): NameObject("/Type1"),
+            NameObject("/BaseFont"): NameObject("/Helvetica"),
+        }
+    )
+    for text in texts:
+        page = writer.add_blank_page(200, 200)
+        stream = DecodedStreamObject()
+        stream.set_data(f"BT /F1 12 Tf 20 100 Td ({text}) Tj ET".encode())
+        fonts = DictionaryObject({NameObject("/F1"): writer._add_object(font)})
+        page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): fonts})
+        page[NameObject("/Contents")] = writer._add_object(stream)
+    buffer = BytesIO()
+    writer.write(buffer)
+    return buffer.getvalue()
+
+
+def test_text_that_is_not_utf8_is_refused_and_not_thinned_out(tmp_path: Path) -> None:
+    file = tmp_path / "old.txt"
+    file.write_bytes("Stra\u00dfe".encode("latin-1"))
+    with pytest.raises(UnreadableFileError, match=r"cannot be read .*utf-8"):
+        load_documents([file])
+    (tmp_path / "good.txt").write_text("Text.", encoding="utf-8")
+    assert [file.name for file, _ in load_documents([tmp_path]).skipped] == ["old.txt"]
+
+
+def test_a_folder_of_unreadable_files_says_why(documents: Path) -> None:
+    (documents / "tower.txt").unlink()
+    (documents / "more" / "river.md").unlink()
+    with pytest.raises(UnreadableFileError, match=r"no readable document .*picture\.raw: binary"):
+        load_documents([documents])

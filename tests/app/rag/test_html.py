@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from blockattn_rag.app.rag.html import html_text
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<head><title>T</title><body><p>Hello</p>",
+        "<title>T</title><p>Hello</p>",
+        "<html><head><title>\n T\n</title></head><p>Hello</html>",
+        "<svg><title>Icon</title></svg><title>T</title>Hello<title>again</title>",
+        "<TITLE lang='>'>T</TITLE >Hello",
+    ],
+)
+def test_title_and_body_are_read_once_without_optional_tags(page: str) -> None:
+    assert html_text(page.encode()) == "T\nHello"
+
+
+def test_tabs_of_the_source_are_spaces() -> None:
+    assert html_text(b"<p>Hello\n\t\tworld\t!<p>\n\t<b>a</b>\t<i>b</i>") == "Hello world !\na b"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<table><tr><td>a<td>b<tr><th>c<th>d</table>",
+        "<table><tr><td>a</td>\n\t<td>b</td></tr><tr><th>c</th><td></td><th>d</th></tr></table>",
+    ],
+)
+def test_cells_are_separated_with_and_without_end_tags(page: str) -> None:
+    assert html_text(page.encode()) == "a | b\nc | d"
+
+
+def test_bars_of_the_text_are_kept() -> None:
+    assert html_text(b"<p>| x | y |</p>") == "| x | y |"
+
+
+def test_preformatted_text_keeps_its_lines_and_indentation() -> None:
+    page = (
+        b"<p>Run\n<pre class=code>\r\nif <b>a</b> &lt; b:\r\n\tgo()\r\n\r\n&nbsp; end\r\n</pre>now"
+    )
+    assert html_text(page) == "Run\nif a < b:\n        go()\n\n  end\nnow"
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        "<script>if (a < b) '<p>x</p>'</script>",
+        "<SCRIPT src=x></script\n>",
+        '<script src="x"/>',
+        "<style>p > a {}</style>",
+        "<noscript><p>x</noscript>",
+        "<template><template>x</template><p>x</template>",
+        "<svg><g><text>x</text></g></svg>",
+        '<svg width="1"/>',
+        "<!-- <p>x</p> > -->",
+        "<!-->",
+        "<!doctype html>",
+        "<?php x ?>",
+        "<![if IE]>",
+        "</>",
+        "</ x>",
+        "<a title=\"a > b\" data-x='>' href=it's>",
+    ],
+)
+def test_what_a_reader_does_not_see_is_left_out(hidden: str) -> None:
+    assert html_text(f"<p>be{hidden}fore</p>".encode()) == "before"
+
+
+def test_characters_that_start_no_tag_are_text() -> None:
+    assert html_text(b"1 < 2 & 3 <4 &amp;lt; &eacute;&#8364;") == "1 < 2 & 3 <4 &lt; \u00e9\u20ac"
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        (b"<p>a</p>\x80\xff", "a\n\u20ac\u00ff"),
+        ("<p>\u017e \u20ac".encode(), "\u017e \u20ac"),
+        ("\ufeff<meta charset=latin1>\u017e".encode(), "\u017e"),
+        ("\ufeff<p>\u017e".encode("utf-16-le"), "\u017e"),
+        ("\ufeff<p>\u017e".encode("utf-16-be"), "\u017e"),
+        (b"<meta charset='ISO-8859-1'>\x80\xe9", "\u20ac\u00e9"),
+        (b"<meta charset=utf-16>\xc5\xbe", "\u017e"),
+        (
+            b'<META content="text/html; charset=iso-8859-2" http-equiv=Content-Type>\xbe',
+            "\u017e",
+        ),
+        ("<meta charset=gb2312>\u9555".encode("gbk"), "\u9555"),
+        (b'<?xml version="1.0" encoding="iso-8859-2"?><p>\xbe</p>', "\u017e"),
+        (b"<!-- <meta charset=koi8-r> --><meta name=x content='charset=koi8-r'>\xe9", "\u00e9"),
+        (b"<meta charset=unheard-of>\xc5\xbe", "\u017e"),
+    ],
+)
+def test_pages_are_decoded_as_browsers_do(page: bytes, text: str) -> None:
+    assert html_text(page) == text
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        (b"<p>\x81\xff", "declares no encoding.*windows-1252"),
+        (b"<meta charset=utf-8>\xff", "utf-8"),
+        (b"<meta charset=unheard-of>\xff", "'unheard-of'"),
+        (b"<meta charset=base64>\xff", "'base64'"),
+        ("<p>\u017e".encode("utf-16-le"), "UTF-16"),
+    ],
+)
+def test_bytes_that_are_not_in_the_encoding_are_refused(page: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=f"{message}.*save .*as UTF-8"):
+        html_text(page)
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["<p>unclosed", "<td>", "<b>", "<!--", "<a ", "<a b='", "<a b=", "<![CDATA[", "</", "<svg>",
+     "<script>", "<title>", "<pre>", "<", "&#", "<meta charset="],
+)  # fmt: skip
+def test_time_is_linear_in_the_size_of_a_page(part: str) -> None:
+    page = (part * 20_000).encode()
+    start = time.process_time()
+    html_text(page)
+    assert time.process_time() - start < 2

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from blockattn_rag.lab.efficiency import measure_decode, measure_ttft
+from blockattn_rag.lab.efficiency.shapes import random_prompt
+from blockattn_rag.model.repetition import TEXT_TOKENS
+from tests.lab.efficiency.engines import repeating_engine, tiny_engine
+
+
+def test_rows_hold_medians_spreads_ratios_and_operations() -> None:
+    steps: list[tuple[int, int]] = []
+    rows = measure_ttft(
+        tiny_engine(),
+        [32, 64],
+        block_tokens=16,
+        question_tokens=8,
+        repeats=2,
+        on_progress=lambda done, total: steps.append((done, total)),
+    )
+    assert [(row["length"], row["blocks"]) for row in rows] == [(32, 2), (64, 4)]
+    assert steps == [(i, 24) for i in range(1, 25)]
+    for row in rows:
+        for path in ("full", "copy", "relay", "floor"):
+            assert 0 < row[f"{path}_min_s"] <= row[f"{path}_s"] <= row[f"{path}_max_s"]
+        assert row["full_over_copy"] == row["full_s"] / row["copy_s"]
+        assert row["relay_over_floor"] == row["relay_s"] / row["floor_s"]
+        assert row["flops_ratio"] > 1
+
+
+def test_nothing_is_computed_on_the_copy_path() -> None:
+    engine = tiny_engine()
+    measure_ttft(engine, [32], block_tokens=16, question_tokens=8, repeats=1)
+    prompt = random_prompt(32, 16, 8, 512)
+    stats = engine.generate(prompt, max_new_tokens=1, on_miss="error").stats
+    assert (stats.hits, stats.misses, stats.computed_tokens) == (2, 0, 8)
+
+
+@pytest.mark.parametrize("option", ["block_tokens", "question_tokens", "repeats"])
+def test_sizes_below_one_are_refused(option: str) -> None:
+    sizes: dict[str, Any] = {option: 0}
+    with pytest.raises(ValueError, match=option):
+        measure_ttft(tiny_engine(), [32], **sizes)
+    with pytest.raises(ValueError, match="length"):
+        measure_ttft(tiny_engine(), [])
+
+
+def test_every_length_and_block_size_has_a_row() -> None:
+    rows = measure_decode(
+        tiny_engine(), [32, 64], block_tokens=[8, 16], question_tokens=4, new_tokens=3, repeats=1
+    )
+    sizes = [(row["length"], row["block_tokens"]) for row in rows]
+    assert sizes == [(32, 8), (32, 16), (64, 8), (64, 16)]
+    for row in rows:
+        assert all(row[f"{path}_s"] > 0 for path in ("full", "copy", "relay"))
+        assert row["relay_over_copy"] == row["relay_s"] / row["copy_s"]
+
+
+def test_an_answer_that_repeats_itself_is_measured_in_full() -> None:
+    engine = repeating_engine()
+    new_tokens = TEXT_TOKENS + 2
+    prompt = random_prompt(16, 16, 4, 512)
+    assert engine.generate(prompt, max_new_tokens=new_tokens).finish_reason == "repetition"
+    sizes: dict[str, Any] = {"block_tokens": [16], "question_tokens": 4, "repeats": 1}
+    (row,) = measure_decode(engine, [16], **sizes, new_tokens=new_tokens)
+    assert row["full_s"] > 0
+
+
+def test_an_answer_that_ends_early_is_an_error() -> None:
+    engine = tiny_engine()
+    every_token = list(range(512))
+    engine.model.hf_model.generation_config.eos_token_id = every_token
+    with pytest.raises(ValueError, match="ended after 1 of 3 tokens"):
+        measure_decode(engine, [32], block_tokens=[16], new_tokens=3, repeats=1)
+
+
+def test_one_new_token_leaves_nothing_to_measure() -> None:
+    with pytest.raises(ValueError, match="new_tokens"):
+        measure_decode(tiny_engine(), [32], new_tokens=1)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag.errors import DataError
+from blockattn_rag.lab.evaluation import read_samples
+from tests.lab.evaluation.samples import record, write_jsonl
+
+
+def test_records_are_read_in_order_plain_and_zipped(tmp_path: Path) -> None:
+    plain = write_jsonl(tmp_path / "data.jsonl", [record(1), record(2)])
+    zipped = tmp_path / "data.anything"
+    zipped.write_bytes(gzip.compress(plain.read_bytes()))
+    samples = read_samples(plain)
+    assert [s.id for s in samples] == ["q1", "q2"]
+    assert samples[0].answers == ("100 metres",)
+    assert [p.gold for p in samples[0].passages] == [False, False, True]
+    assert read_samples(zipped) == samples
+    assert read_samples(zipped, limit=1) == samples[:1]
+
+
+def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(f"\n{json.dumps(record(1))}\n\n[]\n", encoding="utf-8")
+    with pytest.raises(
+        DataError, match=r"data.jsonl, line 4: found a record of a list, expected an object"
+    ):
+        read_samples(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"question": " "}, "found an empty 'question'"),
+        ({"question": 3}, "found 'question' of a number, expected a string"),
+        ({"answers": []}, "found an empty list 'answers'"),
+        ({"answers": ["x", ""]}, r"found an empty 'answers\[1\]'"),
+        ({"answers": "x"}, "found 'answers' of a string, expected a list"),
+        ({"passages": [{"title": "t"}]}, r"found no 'passages\[0\].text'"),
+        ({"passages": ["p"]}, r"found passages\[0\] of a string, expected an object"),
+        ({"passages": [{"title": "t", "text": "x", "gold": 1}]}, "expected true or false"),
+        ({"id": None}, "found 'id' of null, expected a string"),
+        ({"kind": 1}, "found 'kind' of a number, expected a string"),
+        ({"question": "\ud800?"}, "half of a surrogate pair"),
+    ],
+)
+def test_a_malformed_record_is_named_by_line_and_field(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", [record(1), {**record(2), **change}])
+    with pytest.raises(DataError, match=rf"line 2: .*{message}"):
+        read_samples(path)
+
+
+def test_bad_json_bad_utf8_repeated_ids_and_empty_files_are_data_errors(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    for content, message in (
+        (b'{"id": ', "line 1"),
+        (b'{"id": "\xff"}', "line 1"),
+        (b"", "found no line"),
+        (json.dumps(record(1)).encode() + b"\n" + json.dumps(record(1)).encode(), "used before"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            read_samples(path)
+
+
+def test_a_truncated_gzip_file_is_reported_with_its_last_sound_line(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl.gz"
+    text = "".join(json.dumps(record(i)) + "\n" for i in range(500))
+    path.write_bytes(gzip.compress(text.encode())[:-200])
+    with pytest.raises(DataError, match=r"after line \d+: damaged gzip file"):
+        read_samples(path)
+
+
+def test_fewer_passages_keep_the_gold_one_and_the_order(tmp_path: Path) -> None:
+    sample = read_samples(write_jsonl(tmp_path / "data.jsonl", [record(1)]))[0]
+    assert [p.title for p in sample.with_passages(2).passages] == ["Other 1", "Tower 1"]
+    assert [p.title for p in sample.with_passages(1).passages] == ["Tower 1"]
+    assert sample.with_passages(9) == sample
+    with pytest.raises(ValueError, match="at least 1"):
+        sample.with_passages(0)

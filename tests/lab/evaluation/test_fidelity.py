@@ -1,0 +1,190 @@
+"""Fidelity: figures against the oracle by hand, modes, files, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockattn_rag.check.oracle import oracle_logits
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.errors import ContextOverflowError, DataError
+from blockattn_rag.lab.evaluation import EvaluationSample, fidelity, measure_fidelity, read_samples
+from blockattn_rag.lab.evaluation.fidelity import FidelityReport, full_answer
+from blockattn_rag.lab.evaluation.run import make_prompt
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.formats import CHAT
+from blockattn_rag.prompts.sinks import sink_ids
+from tests.engines import tuned_engine
+from tests.lab.evaluation.samples import record, write_jsonl
+
+NEW = 4
+
+
+@pytest.fixture(scope="module")
+def engine() -> BlockAttentionEngine:
+    return tuned_engine()
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> list[EvaluationSample]:
+    return read_samples(write_jsonl(tmp_path / "d.jsonl", map(record, range(1, 4))))
+
+
+def measure(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample], *recipes: str, **options: object
+) -> FidelityReport:
+    return measure_fidelity(engine, samples, recipes, max_new_tokens=NEW, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sink", ["none", "head:4"])
+def test_divergence_and_agreement_are_those_of_the_oracle(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample], sink: str
+) -> None:
+    model = engine.model
+    report = measure(engine, samples, sink)
+    for sample, found in zip(samples, report.records[len(samples) :], strict=True):
+        prompt = make_prompt(engine, CHAT, sample)
+        ids = model.tokenizer.prompt_ids(prompt)
+        answer = engine.generate(prompt, mode="full", max_new_tokens=NEW).token_ids
+        final = [*ids.final, *answer[:-1]]
+        full, block = (
+            torch.log_softmax(oracle_logits(model.hf_model, blocks, before)[-len(answer) :], -1)
+            for blocks, before in (
+                ([[*ids.flat, *answer[:-1]]], ()),
+                ([*ids.context, final], sink_ids(sink, model.tokenizer)),
+            )
+        )
+        kl = (full.exp() * (full - block)).sum(-1)
+        # The oracle's logits are exact to 1e-4 (the design's law), and KL moves by twice as much.
+        assert found.kl == pytest.approx(float(kl.mean()), rel=1e-3, abs=2e-4)
+        assert found.first_kl == pytest.approx(float(kl[0]), rel=1e-3, abs=2e-4)
+        same = (block.argmax(-1) == torch.tensor(answer)).float()
+        assert found.agreement == float(same.mean())
+        assert found.tokens == len(answer)
+
+
+def test_the_floor_is_rounding_and_block_mode_is_not(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
+    report = measure(engine, samples, "none", "head:4", closed_book=True)
+    assert [row.mode for row in report.results] == ["floor", "none", "head:4", "closed-book"]
+    assert report["floor"].kl.high < 1e-8
+    assert (report["floor"].agreement.mean, report["floor"].identical.mean) == (1, 1)
+    assert report["none"].kl.low > 1e-3
+    assert report["closed-book"].kl.mean > report["none"].kl.mean
+    assert report["closed-book"].agreement.mean < report["none"].agreement.mean
+    assert report["closed-book"].identical.mean < 1
+    assert report["none"].recovery is report["closed-book"].recovery is None
+    difference = report["none"].kl.mean - report["head:4"].kl.mean
+    recovered = report["head:4"].recovery
+    assert recovered is not None
+    assert recovered.mean == pytest.approx(difference / report["none"].kl.mean, rel=1e-4)
+    row = report.to_dict()["rows"][2]
+    assert set(row["recovery"]) == set(row["kl"]) == {"mean", "low", "high"}
+
+
+def test_where_block_mode_equals_full_mode_nothing_is_recovered(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
+    bare = [replace(sample, passages=()) for sample in samples]
+    report = measure(engine, bare, "none", "head:4")
+    assert [row.recovery for row in report.results] == [None] * 3
+    assert report["head:4"].kl.high < 1e-8
+
+
+def test_rows_are_the_same_whatever_the_engines_own_recipe(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
+    sunk = BlockAttentionEngine(engine.model, recipe="head:4")
+    recipes = ("none", "head:4")
+    assert measure(sunk, samples, *recipes).records == measure(engine, samples, *recipes).records
+
+
+def test_blocks_are_rounded_as_the_engine_keeps_them(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
+    half = BlockAttentionEngine(engine.model, recipe="none", kv_dtype="int8")
+    plain, rounded = (measure(one, samples, "none") for one in (engine, half))
+    difference = abs(plain["none"].kl.mean - rounded["none"].kl.mean)
+    assert 0 < difference < 0.1 * plain["none"].kl.mean
+    assert rounded.settings["kv_dtype"] == "int8"
+
+
+def test_without_plain_block_mode_nothing_is_recovered(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
+    assert measure(engine, samples, "bos")["bos"].recovery is None
+
+
+def test_a_stopped_run_goes_on_where_it_was(
+    engine: BlockAttentionEngine,
+    samples: list[EvaluationSample],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = measure(engine, samples, "none")
+    path = tmp_path / "records.jsonl"
+
+    def stop(done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(engine, samples, "none", records_path=path, on_progress=stop)
+    asked: list[str] = []
+
+    def noted(of: BlockAttentionEngine, prompt: BlockPrompt, limit: int) -> Any:
+        asked.append(prompt.final)
+        return full_answer(of, prompt, limit)
+
+    monkeypatch.setattr(fidelity, "full_answer", noted)
+    resumed = measure(engine, samples, "none", records_path=path)
+    assert len(asked) == 1
+    assert resumed.records == expected.records
+    more = measure(engine, samples, "none", "bos", records_path=path)
+    assert len(asked) == 4  # the new recipe alone is compared, with full mode's answer as before
+    assert more.records[: len(resumed.records)] == resumed.records
+    with pytest.raises(DataError, match="other settings"):
+        measure(engine, samples, "none", records_path=path, num_passages=1)
+    changed = [EvaluationSample("q1", "Another question?", (), samples[0].passages)]
+    with pytest.raises(DataError, match="other questions"):
+        measure(engine, changed, "none", records_path=path)
+
+
+def test_records_made_with_another_recipe_of_the_same_name_are_refused(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample], tmp_path: Path
+) -> None:
+    path, folder = tmp_path / "records.jsonl", tmp_path / "recipe"
+    Recipe("bos").save(folder)
+    measure(engine, samples, "none", str(folder), records_path=path)
+    measure(engine, samples, str(folder), records_path=path)
+    Recipe("head:4").save(folder)
+    with pytest.raises(DataError, match="made with another recipe"):
+        measure(engine, samples, str(folder), records_path=path)
+    measure(engine, samples, "none", records_path=path)
+
+
+def test_what_cannot_be_measured_is_refused(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
+    for recipes in (("none", "none"), ("full",), ("closed-book", "none")):
+        with pytest.raises(ValueError, match="expected distinct names other than 'full'"):
+            measure(engine, samples, *recipes)
+    for recipe in ("blocks", "sink=head:4"):
+        with pytest.raises(ValueError, match="Found no recipe at"):
+            measure(engine, samples, recipe)
+    with pytest.raises(ValueError, match="at least one sample"):
+        measure(engine, [], "none")
+
+
+def test_an_answer_that_does_not_fit_is_refused(engine: BlockAttentionEngine) -> None:
+    room = engine.model.max_context_tokens
+    with pytest.raises(ContextOverflowError, match="there is room for 2 of 3 answer tokens"):
+        engine.answer_logits(["a", "b" * (room - 4)], [1, 2, 3])
+    with pytest.raises(ValueError, match="no token to predict"):
+        engine.answer_logits(["a", "b"], [])

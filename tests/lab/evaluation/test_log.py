@@ -1,0 +1,94 @@
+"""Logged prompts, replayed in full mode and in block mode."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.errors import DataError
+from blockattn_rag.lab.evaluation import read_log, replay
+from tests.engines import tuned_engine
+
+PROMPTS = [["You answer.\n", f"Tower {n} is {n}00 metres high.\n", f"How high is {n}?"]
+           for n in range(1, 4)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine() -> BlockAttentionEngine:
+    return tuned_engine()
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def test_predictions_along_full_modes_answer_are_compared(
+    engine: BlockAttentionEngine, tmp_path: Path
+) -> None:
+    log = read_log(write(tmp_path / "log.jsonl", *({"prompt": one} for one in PROMPTS)))
+    report = replay(engine, log, ("none", "head:4"), max_new_tokens=4)
+    assert [row.mode for row in report.results] == ["floor", "none", "head:4"]
+    for prompt, record in zip(PROMPTS, report.records[3:6], strict=True):
+        full = engine.generate(prompt, mode="full", max_new_tokens=4)
+        block = engine.answer_logits(prompt, full.token_ids, recipe="none").argmax(-1)
+        agreement = (block.tolist()[i] == token for i, token in enumerate(full.token_ids))
+        assert record.agreement == pytest.approx(sum(agreement) / len(full.token_ids))
+    assert report["floor"].identical.mean == 1
+    assert report["none"].kl.mean > 1e-4
+
+
+def test_a_stopped_replay_resumes_from_its_records(
+    engine: BlockAttentionEngine, tmp_path: Path
+) -> None:
+    log = read_log(write(tmp_path / "log.jsonl", *({"prompt": one} for one in PROMPTS)))
+    path = tmp_path / "records.jsonl"
+
+    def stop(done: int, _: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replay(engine, log, ("none",), max_new_tokens=3, records_path=path, on_progress=stop)
+    done: list[int] = []
+    resumed = replay(
+        engine, log, ("none",), max_new_tokens=3, records_path=path,
+        on_progress=lambda number, _: done.append(number),
+    )  # fmt: skip
+    assert resumed.records == replay(engine, log, ("none",), max_new_tokens=3).records
+    assert len(path.read_text("utf-8").splitlines()) == 1 + 2 * 3
+
+
+def test_ids_are_the_logs_own_or_numbers_of_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "log", {"prompt": ["a", "b"], "id": "x"}, {"prompt": ["c"]})
+    log = read_log(path)
+    assert [(one.id, one.texts) for one in log] == [("x", ("a", "b")), ("2", ("c",))]
+    assert len(read_log(path, limit=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([], "expected one JSON object a line, found no line"),
+        ([{"blocks": ["a"]}], "line 1: found no 'prompt' among the keys 'blocks'"),
+        ([{"prompt": []}], "line 1: found an empty list 'prompt'"),
+        ([{"prompt": "text"}], "line 1: found 'prompt' of a string, expected a list"),
+        ([{"prompt": ["a", " "]}], r"line 1: found an empty 'prompt\[1\]'"),
+        ([{"prompt": ["a"], "id": []}], "line 1: found 'id' of a list"),
+        ([{"prompt": ["a"], "id": 1}, {"prompt": ["b"], "id": "1"}], "line 2: the id '1' was used"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(
+    tmp_path: Path, records: list[Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        read_log(write(tmp_path / "log.jsonl", *records))
+
+
+def test_an_empty_log_is_refused(engine: BlockAttentionEngine) -> None:
+    with pytest.raises(ValueError, match="Found no prompt to replay"):
+        replay(engine, [])

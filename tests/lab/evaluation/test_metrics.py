@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+
+from blockattn_rag.lab.evaluation import (
+    bootstrap_mean,
+    contains_answer,
+    exact_match,
+    f1_score,
+    normalize_answer,
+)
+from blockattn_rag.lab.evaluation.metrics import bootstrap_ratio
+
+
+def test_normalising_drops_case_punctuation_articles_and_extra_spaces() -> None:
+    assert normalize_answer("  The  Tower, of\tA. Hill! ") == "tower of hill"
+
+
+def test_an_answer_made_of_articles_alone_is_not_normalised_away() -> None:
+    assert normalize_answer("A") == "a"
+    assert contains_answer("nothing of the kind: b", ["A"]) == 0.0
+
+
+def test_accuracy_asks_whether_any_answer_occurs_in_the_output() -> None:
+    assert contains_answer("It is 214 metres, I think.", ["300", "214 Metres"]) == 1.0
+    assert contains_answer("It is 215 metres.", ["300", "214 metres"]) == 0.0
+    # As in the papers: characters, not words.
+    assert contains_answer("in 1970", ["7"]) == 1.0
+
+
+def test_exact_match_asks_for_nothing_but_the_answer() -> None:
+    assert exact_match("The Morvale.", ["Morvale"]) == 1.0
+    assert exact_match("In Morvale", ["Morvale"]) == 0.0
+
+
+def test_f1_is_the_best_overlap_of_words() -> None:
+    assert f1_score("214 metres", ["metres 214"]) == 1.0
+    assert f1_score("about 214 metres", ["214 metres", "x"]) == pytest.approx(0.8)
+    assert f1_score("x", ["y"]) == 0.0
+    assert f1_score("", ["y"]) == 0.0
+
+
+def test_the_bootstrap_is_deterministic_and_covers_the_mean() -> None:
+    values = [1.0] * 60 + [0.0] * 40
+    interval = bootstrap_mean(values)
+    assert interval == bootstrap_mean(values)
+    assert interval != bootstrap_mean(values, seed=1)
+    assert interval.mean == 0.6
+    # The normal approximation gives 0.504 and 0.696.
+    assert interval.low == pytest.approx(0.504, abs=0.02)
+    assert interval.high == pytest.approx(0.696, abs=0.02)
+
+
+def test_equal_values_have_no_spread() -> None:
+    assert bootstrap_mean([1.0, 1.0]) == (1.0, 1.0, 1.0)
+
+
+def test_the_bootstrap_refuses_no_values_and_odd_levels() -> None:
+    with pytest.raises(ValueError, match="at least one value"):
+        bootstrap_mean([])
+    with pytest.raises(ValueError, match="level must lie"):
+        bootstrap_mean([1.0], level=95)
+
+
+def test_resamples_without_a_difference_to_share_are_left_out() -> None:
+    found = bootstrap_ratio([0.5, 0.0], [1.0, 0.0])
+    assert found == (0.5, 0.5, 0.5)

@@ -1,0 +1,56 @@
+"""Files of records: what is written, what is read, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.engine.results import ReuseStats
+from blockattn_rag.errors import DataError
+from blockattn_rag.lab.evaluation import EvaluationRecord, RecordFile
+
+LINES = """\
+{"settings": {"model": "m", "limit": null}}
+{"id": "q1", "digest": "00ff", "mode": "head:4", "kind": "even", "question": "How high?", \
+"answers": ["á", "b"], "output": "It is.", "accuracy": 1.0, "exact_match": 0.0, "f1": 0.5, \
+"recipe": "0a", "hits": 3, "misses": 1, "reused_tokens": 30, "computed_tokens": 12, \
+"generated_tokens": 4, "finish_reason": "length", "ttft_s": 0.125}
+"""
+RECORD = EvaluationRecord(
+    id="q1",
+    digest="00ff",
+    mode="head:4",
+    kind="even",
+    question="How high?",
+    answers=("á", "b"),
+    output="It is.",
+    accuracy=1.0,
+    exact_match=0.0,
+    f1=0.5,
+    stats=ReuseStats("block", 3, 1, 30, 12, generated_tokens=4, ttft_s=0.125),
+    finish_reason="length",
+    recipe="0a",
+)
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    settings = {"model": "m", "limit": None}
+    RecordFile(tmp_path / "new.jsonl", settings, EvaluationRecord.from_dict).append([RECORD])
+    assert (tmp_path / "new.jsonl").read_text("utf-8") == LINES
+    assert RecordFile(tmp_path / "new.jsonl", settings, EvaluationRecord.from_dict).records == {
+        ("q1", "head:4"): RECORD
+    }
+
+
+def test_records_of_another_recipe_are_refused(tmp_path: Path) -> None:
+    full = replace(RECORD, mode="full", recipe="", stats=ReuseStats("full"))
+    path = tmp_path / "new.jsonl"
+    RecordFile(path, {}, EvaluationRecord.from_dict).append([RECORD, full])
+    file = RecordFile(path, {}, EvaluationRecord.from_dict)
+    assert [record.recipe for record in file.records.values()] == ["0a", ""]
+    assert [record.stats.mode for record in file.records.values()] == ["block", "full"]
+    file.check_recipes({"head:4": "0a", "full": "", "new": "0b"})
+    with pytest.raises(DataError, match="records of 'head:4' made with another recipe"):
+        file.check_recipes({"head:4": "0b"})

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.find_recipe import RecipeLike
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine.results import Generation, ReuseStats
+from blockattn_rag.errors import ContextOverflowError, DataError
+from blockattn_rag.lab.evaluation import EvaluationSample, evaluate, read_samples
+from blockattn_rag.lab.evaluation.run import make_prompt
+from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.formats import prompt_format
+from tests.engines import tuned_engine
+from tests.lab.evaluation.samples import record, write_jsonl
+from tests.models import tiny_model, tiny_tokenizer
+
+
+class FakeEngine:
+    """Answers from a table by mode; notes every prompt it was given."""
+
+    kv_dtype = "model"
+
+    def __init__(self, answers: dict[str, dict[str, str]], fail_after: int = 1000) -> None:
+        self.answers = answers
+        self.fail_after = fail_after
+        self.asked: list[tuple[str, BlockPrompt]] = []
+        self.encoded = 0
+        tokenizer = SimpleNamespace(
+            tokenizer=SimpleNamespace(chat_template=None), prompt_ids=lambda _: ([[1]], [2])
+        )
+        self.model = SimpleNamespace(
+            name="fake", fingerprint="f" * 64, tokenizer=tokenizer, max_context_tokens=3,
+            checkpoint=None, tuned_with={},
+        )  # fmt: skip
+        self.store = None
+
+    def precompute(self, blocks: Sequence[Any], *, as_prompt: bool, **_: Any) -> None:
+        assert as_prompt
+        self.encoded += len(blocks)
+
+    def generate_batch(
+        self, prompts: Sequence[BlockPrompt], *, mode: str, recipe: Recipe | None = None, **_: Any
+    ) -> list[Generation]:
+        self.fail_after -= 1
+        if self.fail_after < 0:
+            raise KeyboardInterrupt
+        name = "composite" if recipe and recipe.positions == "composite" else mode
+        if not any(prompt.context for prompt in prompts):
+            name = "closed-book"
+        self.asked += [(name, prompt) for prompt in prompts]
+        stats = ReuseStats(mode="block", hits=3, reused_tokens=30, computed_tokens=10, ttft_s=0.5)
+        return [Generation(self._answer(name, p), [1], "stop", stats) for p in prompts]
+
+    def _answer(self, name: str, prompt: BlockPrompt) -> str:
+        table = self.answers.get(name, {})
+        return next((a for q, a in table.items() if f"Tower {q}?" in prompt.final), "no idea")
+
+
+def samples(tmp_path: Path, count: int = 4) -> list[EvaluationSample]:
+    return read_samples(write_jsonl(tmp_path / "d.jsonl", [record(i) for i in range(1, count + 1)]))
+
+
+def run(engine: FakeEngine, *args: Any, **options: Any) -> Any:
+    as_engine: Any = engine
+    return evaluate(as_engine, *args, **options)
+
+
+def test_recipes_are_scored_and_compared_with_full_mode(tmp_path: Path) -> None:
+    right = {str(i): f"It is {i}00 metres." for i in range(1, 5)}
+    engine = FakeEngine(
+        {"full": right, "block": {**right, "2": "?"}, "closed-book": {"1": "100 metres"}}
+    )
+    recipes = {"none": Recipe(), "composite": Recipe(positions="composite")}
+    report = run(engine, samples(tmp_path), recipes, closed_book=True, batch_size=3)
+    assert [r.mode for r in report.results] == ["full", "none", "composite", "closed-book"]
+    assert [r.accuracy.mean for r in report.results] == [1.0, 0.75, 0.0, 0.25]
+    assert [r.agreement for r in report.results] == [1.0, 0.75, 0.0, 0.0]
+    assert report["none"].difference.mean == -0.25
+    assert report["closed-book"].exact_match.mean == 0.25
+    assert report["none"].stats.reused_tokens == 120
+    assert report.cut_off == 0
+    assert report.results is report.results  # bootstrapped once
+    assert {k: [r.samples for r in v] for k, v in report.by_kind.items()} == {
+        "even": [2, 2, 2, 2],
+        "odd": [2, 2, 2, 2],
+    }
+    assert json.loads(json.dumps(report.to_dict()))["rows"][1]["accuracy"]["mean"] == 0.75
+
+
+def test_blocks_are_encoded_before_block_mode_answers_and_not_for_full_mode(tmp_path: Path) -> None:
+    engine = FakeEngine({})
+    run(engine, samples(tmp_path, 1), (), closed_book=True)
+    assert engine.encoded == 0
+    run(engine, samples(tmp_path, 1), ("none",))
+    assert engine.encoded == 4  # the instructions and three passages
+
+
+def test_closed_book_prompts_hold_the_question_and_no_passage(tmp_path: Path) -> None:
+    engine = FakeEngine({})
+    run(engine, samples(tmp_path, 1), (), closed_book=True)
+    _, (_, prompt) = engine.asked
+    assert prompt.text == "Question: How high is Tower 1?\nAnswer: "
+
+
+def test_num_passages_shortens_the_prompt(tmp_path: Path) -> None:
+    engine = FakeEngine({})
+    run(engine, samples(tmp_path, 1), (), num_passages=1, prompt="block-attention")
+    [(_, prompt)] = engine.asked
+    assert [block.text for block in prompt.context[1:]] == [
+        "Title: Tower 1\nIt is 100 metres high."
+    ]
+
+
+def test_a_stopped_run_goes_on_from_its_records(tmp_path: Path) -> None:
+    path, data = tmp_path / "out" / "records.jsonl", samples(tmp_path)
+    engine = FakeEngine({"full": {"1": "100 metres"}}, fail_after=3)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, data, ("none",), batch_size=2, records_path=path)
+    # Killed while writing: half a line.
+    path.write_bytes(path.read_bytes() + b'{"id": "q4", "mo')
+    again = FakeEngine({})
+    report = run(again, data, ("none",), batch_size=2, records_path=path)
+    assert len(again.asked) == 2
+    assert report["full"].accuracy.mean == 0.25
+    assert report["none"].samples == 4
+    # One line of settings, eight of records.
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 9
+    nothing = FakeEngine({})
+    assert run(nothing, data, ("none",), batch_size=2, records_path=path) == report
+    assert not nothing.asked
+
+
+def test_records_of_other_settings_are_refused(tmp_path: Path) -> None:
+    path, data = tmp_path / "records.jsonl", samples(tmp_path, 1)
+    run(FakeEngine({}), data, (), records_path=path)
+    with pytest.raises(DataError, match="other settings"):
+        run(FakeEngine({}), data, (), records_path=path, max_new_tokens=9)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["what is this\n", "my only notes, no newline", '{"id": 1}\n{"id": 2}', "[1, 2]", '{"set up'],
+)
+def test_a_file_that_holds_no_records_is_refused_and_left_as_it_is(
+    tmp_path: Path, text: str
+) -> None:
+    path, data = tmp_path / "records.jsonl", samples(tmp_path, 1)
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match="line 1: not a record file"):
+        run(FakeEngine({}), data, (), records_path=path)
+    assert path.read_text(encoding="utf-8") == text
+
+
+def test_a_run_killed_while_it_wrote_its_settings_starts_anew(tmp_path: Path) -> None:
+    path, data = tmp_path / "records.jsonl", samples(tmp_path, 1)
+    run(FakeEngine({}), data, (), records_path=path)
+    whole = path.read_bytes()
+    for length in (0, 9, whole.index(b"\n")):
+        path.write_bytes(whole[:length])
+        run(FakeEngine({}), data, (), records_path=path)
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("key", ["question", "answers", "passages"])
+def test_records_of_other_samples_with_the_same_ids_are_refused(tmp_path: Path, key: str) -> None:
+    path, data = tmp_path / "records.jsonl", samples(tmp_path, 3)
+    run(FakeEngine({}), data[:2], (), records_path=path)
+    kept = path.read_bytes()
+    changed = [data[0], replace(data[1], **{key: getattr(data[2], key)}), data[2]]
+    for recipes in ((), ("none",)):
+        with pytest.raises(DataError, match="other passages, under the ids q2"):
+            run(FakeEngine({}), changed, recipes, records_path=path)
+    assert path.read_bytes() == kept
+    named = [replace(sample, kind="new") for sample in data]
+    report = run(FakeEngine({}), named, (), records_path=path)
+    assert [r.samples for r in report.by_kind["new"]] == [3]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recipes": ("fulll",)},
+        {"recipes": ("full",)},
+        {"recipes": ("none", "none")},
+        {"batch_size": 0},
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_answered(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    engine = FakeEngine({})
+    with pytest.raises(ValueError, match=r"recipe|batch_size"):
+        run(engine, samples(tmp_path, 1), **options)
+    with pytest.raises(ValueError, match="at least one sample"):
+        run(engine, [])
+    assert not engine.asked
+
+
+def test_a_real_engine_reuses_blocks_and_answers_alike_in_batches(tmp_path: Path) -> None:
+    engine = tuned_engine()
+    data = samples(tmp_path, 3)
+    recipes: dict[str, RecipeLike] = {
+        "none": "none",
+        "composite": Recipe(positions="composite"),
+        "head:4": "head:4",
+    }
+    batched = evaluate(engine, data, recipes, max_new_tokens=4, batch_size=3)
+    single = evaluate(engine, data, recipes, max_new_tokens=4, batch_size=1)
+    assert [r.output for r in batched.records] == [r.output for r in single.records]
+    assert single["full"].stats.reused_tokens == 0
+    assert (single["full"].ttft_s or 0) > 0
+    assert [result.ttft_s for result in batched.results] == [None] * 4  # each waits for all
+    assert [single[name].stats.misses for name in recipes] == [0, 0, 0]
+    assert single["none"].stats.reused_tokens > 0
+
+
+def test_samples_that_do_not_fit_in_the_context_window_are_named(tmp_path: Path) -> None:
+    engine = tuned_engine()
+    long = record(2)
+    long["passages"][0]["text"] = "A lake is deep. " * 2_000
+    data = read_samples(write_jsonl(tmp_path / "d.jsonl", [record(1), long, record(3)]))
+    path = tmp_path / "records.jsonl"
+    with pytest.raises(ContextOverflowError, match="1 of 3 prompts do not fit") as raised:
+        evaluate(engine, data, (), max_new_tokens=4, batch_size=3, records_path=path)
+    assert "the ids q2, up to" in str(raised.value)
+    assert not path.exists()
+    evaluate(engine, data, (), max_new_tokens=1, num_passages=1, records_path=path)
+
+
+def test_answers_that_the_context_window_cuts_off_are_counted(tmp_path: Path) -> None:
+    # Too little room for the guard of answers that repeat themselves, too.
+    model = BlockModel(tiny_model(max_position_embeddings=720), tiny_tokenizer())
+    model.config.block_attention = {"tuned": True}
+    engine = BlockAttentionEngine(model)
+    data = samples(tmp_path, 2)
+    prompt = make_prompt(engine, prompt_format("chat"), data[0])
+    context, final = engine.model.tokenizer.prompt_ids(prompt)
+    room = engine.model.max_context_tokens - sum(map(len, context)) - len(final)
+    report = evaluate(engine, data, (), max_new_tokens=room + 50)
+    assert [r.stats.generated_tokens for r in report.records] == [room, room]
+    assert report.cut_off == report["full"].cut_off == 2

@@ -1,0 +1,100 @@
+"""What tests of repairs share: a tiny model, questions with passages, quick limits.
+
+As a program it starts a repair and kills itself, at a step of the training (its number) or at a
+comparison ("comparing")::
+
+    python -m tests.lab.repair.runs OUTPUT STAGE
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.lab.repair.comparing import Comparer
+from blockattn_rag.lab.repair.plan import LIMITS, Speeds
+from blockattn_rag.lab.repair.run import Material, Progress, repair
+from blockattn_rag.lab.repair.samples import Question
+from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.formats import CHAT, Passage
+from tests.models import tiny_model, tiny_tokenizer
+
+PASSAGES = [Passage(f"t{n}", f"fact {n} is {n * 37 % 11}") for n in range(6)]
+QUESTIONS = [
+    Question(f"what is {n}?", (PASSAGES[n % 6], *(p for p in PASSAGES if p != PASSAGES[n % 6])))
+    for n in range(16)
+]
+PROMPT = CHAT.prompt("what is 2?", PASSAGES[:3], tiny_tokenizer())
+QUICK = replace(
+    LIMITS, passages=3, answer_tokens=5, held_out=6, held_out_share=0.5, closed_form=8, samples=8,
+    fewest_samples=4, promotion_needs=3, store_bytes=1 << 26,
+)  # fmt: skip
+FAST = Speeds(1.0, 1.0, 1.0, 1.0)
+"""Speeds of which every plan is the same: it is bounded by ``QUICK`` alone."""
+
+
+def block_model(**config: Any) -> BlockModel:
+    """A tiny Llama whose weights are its own, because repairs freeze them."""
+    return BlockModel(tiny_model(num_hidden_layers=2, **config), tiny_tokenizer(), name="tiny")
+
+
+def nearest(_: str, count: int) -> Sequence[Passage]:
+    return PASSAGES[:count]
+
+
+def material(model: BlockModel, **changes: Any) -> Material:
+    tokenizer = model.tokenizer.tokenizer
+    settings: dict[str, Any] = {
+        "prompt": lambda question, passages: CHAT.prompt(question, passages, tokenizer),
+        "prompt_format": "chat",
+        "questions": QUESTIONS,
+        **changes,
+    }
+    return Material(**settings)
+
+
+def repaired(
+    model: BlockModel, output: Path, on_progress: Progress = lambda *_: None, **changes: Any
+) -> Recipe:
+    """A quick repair."""
+    torch.manual_seed(0)
+    return repair(model, material(model, **changes), output, limits=QUICK, on_progress=on_progress)
+
+
+def _die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _run_and_die(output: Path, stage: str) -> None:
+    from blockattn_rag.lab.repair import run, trainer
+
+    run._Run._speeds = lambda *_: FAST  # type: ignore[method-assign]
+    if stage == "comparing":
+        compare, calls = Comparer._compare, iter((None, _die))
+
+        def compare_or_die(self: Any, *args: Any) -> Any:
+            return (next(calls) or compare)(self, *args)
+
+        Comparer._compare = compare_or_die  # type: ignore[method-assign, assignment]
+    else:
+        step, proceed = int(stage), trainer.CorrectionTrainer.training_step
+
+        def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.state.global_step == step:
+                _die()
+            return proceed(self, *args, **kwargs)
+
+        trainer.CorrectionTrainer.training_step = training_step  # type: ignore[method-assign]
+    repaired(block_model(), output)
+
+
+if __name__ == "__main__":
+    _run_and_die(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,97 @@
+"""What fits into the time of a repair."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from blockattn_rag.errors import DataError
+from blockattn_rag.lab.repair.plan import LIMITS, Plan, Speeds
+
+SMOLLM2 = Speeds(answer=2.5, encode=1.6, fetch=0.4, step=1.0)
+"""Seconds of SmolLM2 on two cores."""
+
+
+def plan(seconds: float, questions: int = 240, speeds: Speeds = SMOLLM2, **limits: Any) -> Plan:
+    bounds = replace(LIMITS, **limits)
+    return Plan.made(seconds, speeds, questions, recipes=5, batch=4, limits=bounds)
+
+
+def seconds_of(found: Plan, speeds: Speeds) -> float:
+    """What a plan takes, at the speeds that it was made with."""
+    return (
+        found.held_out * speeds.held_out(5)
+        + found.closed_form * speeds.closed_form
+        + found.samples * speeds.sample(LIMITS.epochs)
+        + (found.training_s - LIMITS.epochs * found.samples * speeds.step)
+    )
+
+
+@pytest.mark.parametrize("seconds", [300, 900, 3600])
+@pytest.mark.parametrize("factor", [0.1, 1, 3])
+def test_a_plan_fits_into_its_time_and_uses_it(seconds: float, factor: float) -> None:
+    speeds = Speeds(*(factor * getattr(SMOLLM2, name) for name in SMOLLM2.__slots__))
+    found = plan(seconds, speeds=speeds)
+    assert seconds_of(found, speeds) <= seconds
+    if found.samples < min(LIMITS.samples, LIMITS.draws * (240 - found.held_out)):
+        assert seconds_of(found, speeds) > 0.9 * seconds or found.samples == 0
+
+
+def test_more_time_gives_more_of_everything_up_to_its_bound() -> None:
+    short, long, endless = plan(300), plan(900), plan(1e6)
+    assert short.samples < long.samples < endless.samples == LIMITS.samples
+    assert short.held_out <= long.held_out <= endless.held_out == 60  # a quarter of 240
+    assert endless.closed_form == LIMITS.closed_form
+    assert endless.steps == LIMITS.epochs * LIMITS.samples / 4
+
+
+def test_halves_of_held_out_questions_are_equal() -> None:
+    for questions in range(5, 60):
+        found = plan(900, questions)
+        assert found.held_out % 2 == 0
+        assert found.held_out < questions
+
+
+def test_few_questions_are_drawn_several_times_and_no_more() -> None:
+    found = plan(1e6, questions=20)
+    assert found.held_out == 4
+    assert found.samples == LIMITS.draws * 16
+
+
+def test_a_training_that_is_too_short_is_left_out() -> None:
+    held_s = LIMITS.fewest_held_out * SMOLLM2.held_out(5)
+    found = plan(held_s + 30, questions=8)
+    assert (found.samples, found.steps, found.training_s) == (0, 0, 0)
+    assert found.closed_form == 9  # 30 seconds, 3.2 each
+
+
+def test_too_few_questions_and_too_little_time_are_refused() -> None:
+    with pytest.raises(DataError, match="found 4 distinct questions, expected at least 5"):
+        plan(900, questions=4)
+    with pytest.raises(DataError, match=r"give at least 2 minutes more \(--minutes\)"):
+        plan(1)
+
+
+def test_too_little_time_is_refused_with_the_times() -> None:
+    with pytest.raises(DataError, match=r"found 0.0 minutes left, expected 0.\d .* takes 2.5 s"):
+        plan(1)
+
+
+@pytest.mark.parametrize(("factor", "more"), [(0.25, True), (2, False)])
+def test_training_is_planned_again_at_new_speeds(factor: float, more: bool) -> None:
+    first = plan(900)
+    speeds = Speeds(*(factor * getattr(SMOLLM2, name) for name in SMOLLM2.__slots__))
+    left = first.training_s + 60
+    again = first.trained(left, speeds, 240, batch=4, limits=LIMITS)
+    assert (again.samples > first.samples) is more
+    new = max(0, again.samples - first.samples)
+    assert again.training_s + new * (speeds.answer + speeds.fetch) <= left
+    assert again.steps == -(-LIMITS.epochs * again.samples // 4)
+    assert (again.held_out, again.closed_form) == (first.held_out, first.closed_form)
+
+
+def test_a_training_without_time_left_is_left_out() -> None:
+    again = plan(900).trained(1.0, SMOLLM2, 240, batch=4, limits=LIMITS)
+    assert (again.samples, again.steps, again.training_s) == (0, 0, 0.0)

@@ -1,0 +1,540 @@
+"""Whole repairs of a tiny model: what is fitted, written and measured, and what survives a kill."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain, count, repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockattn_rag.engine import find_recipe
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.find_recipe import resolve_recipe
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.errors import DataError, DivergedError
+from blockattn_rag.lab.evaluation.metrics import contains_answer
+from blockattn_rag.lab.repair import questions, run, trainer
+from blockattn_rag.lab.repair.comparing import Comparer
+from blockattn_rag.lab.repair.plan import Plan, Speeds
+from blockattn_rag.lab.repair.report import figures
+from blockattn_rag.lab.repair.samples import distinct
+from blockattn_rag.lab.repair.teacher import Teacher
+from blockattn_rag.lab.repair.work import ReadThroughStore
+from blockattn_rag.lab.training.correction import no_correction
+from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.formats import BLANK_LINE, PromptFormat
+from blockattn_rag.store import MemoryStore
+from tests.lab.repair.runs import (
+    FAST,
+    PASSAGES,
+    PROMPT,
+    QUESTIONS,
+    QUICK,
+    block_model,
+    material,
+    nearest,
+    repaired,
+)
+from tests.models import tiny_model, tiny_tokenizer
+
+NAMES = ["none", "head:4", "head:4 + closed form", "head:4 + trained"]
+STAGES = ["full mode's answers", "fitting in closed form", "training", "choosing", "measuring"]
+
+
+@pytest.fixture(autouse=True)
+def equal_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans do not depend on the speed of the machine."""
+    monkeypatch.setattr(run._Run, "_speeds", lambda *_: FAST)
+
+
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    return block_model()
+
+
+@pytest.fixture(scope="module")
+def finished(
+    model: BlockModel, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Recipe, dict[str, tuple[int, int]]]:
+    """A repair's folder, its recipe, and its stages."""
+    output = tmp_path_factory.mktemp("finished") / "recipe"
+    stages: dict[str, tuple[int, int]] = {}
+
+    def tell(stage: str, done: int, total: int) -> None:
+        stages[stage] = done, total
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(run._Run, "_speeds", lambda *_: FAST)
+        return output, repaired(model, output, tell), stages
+
+
+def measured_steps(report: Mapping[str, Any]) -> list[float]:
+    return [entry["step"] for entry in report["curve"] if "eval_loss" in entry]
+
+
+class TestResult:
+    def test_a_recipe_that_answers_nearer_to_full_mode_is_written(
+        self, model: BlockModel, finished: tuple[Path, Recipe, Any]
+    ) -> None:
+        output, recipe, _ = finished
+        assert recipe.adapter is not None
+        assert recipe.sink == "head:4"
+        assert recipe.fingerprints == (model.fingerprint,)
+        assert (recipe.model, recipe.prompt_format) == ("tiny", "chat")
+        assert Recipe.load(output) == recipe
+        assert not output.with_name("recipe.work").exists()
+        logits = {
+            name: BlockAttentionEngine(model, recipe=given).answer_logits(PROMPT, [70, 80])
+            for name, given in (("none", "none"), ("recipe", output))
+        }
+        full = BlockAttentionEngine(model).answer_logits(PROMPT, [70, 80], mode="full")
+        assert (logits["recipe"] - full).norm() < 0.5 * (logits["none"] - full).norm()
+
+    def test_every_candidate_is_measured_on_questions_that_nothing_was_chosen_on(
+        self, finished: tuple[Path, Recipe, Any]
+    ) -> None:
+        output, recipe, _ = finished
+        report = json.loads((output / "report.json").read_text("utf-8"))
+        assert report == json.loads(json.dumps(recipe.report))
+        names = [one["name"] for one in report["candidates"]]
+        assert names[:4] == NAMES
+        assert names[4].endswith(" + promote 1")
+        assert report["chosen"] in names
+        assert (report["chosen_on"], report["measured_on"], report["questions"]) == (3, 3, 16)
+        assert report["candidates"][0]["recovery"] is None
+        assert 0 < report["candidates"][2]["recovery"]["mean"] <= 1
+        assert report["plan"]["samples"] == 8
+        assert measured_steps(report) == [0, 1, 2, 3]
+        assert not report["written"]
+        assert (output / "report.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_a_good_recipe_in_use_is_kept_unless_another_is_better(
+        self, finished: tuple[Path, Recipe, Any], model: BlockModel, tmp_path: Path
+    ) -> None:
+        """As that of the package is, when too little time is left for a good one."""
+        _, good, _ = finished
+        hasty = replace(QUICK, samples=0, closed_form=2)
+        kept = run.repair(model, material(model, in_use=good), tmp_path / "recipe", limits=hasty)
+        assert "in use" in [one["name"] for one in kept.report["candidates"]]
+        assert kept.adapter is not None
+        assert figures(kept.report)[0].endswith(
+            " These questions are too few to rely on. There was no time to train the adapter. Give "
+            "more minutes (--minutes) and questions (--questions)."
+        )
+        assert kept.adapter.digest == good.adapter.digest  # type: ignore[union-attr]
+
+    def test_stages_are_reported_to_their_end(
+        self, finished: tuple[Path, Recipe, dict[str, tuple[int, int]]]
+    ) -> None:
+        *_, stages = finished
+        assert list(stages) == STAGES
+        assert all(done == total for done, total in stages.values())
+        assert stages["full mode's answers"][0] <= 14  # equal prompts are answered once
+
+    def test_figures_are_three_lines(self, finished: tuple[Path, Recipe, Any]) -> None:
+        divergence, agreement, right = figures(finished[1].report)
+        assert divergence.startswith("Divergence from full mode (KL), 3 held-out questions: 0.")
+        assert "% recovered (" in divergence
+        assert agreement.startswith("Tokens that full mode would choose too: ")
+        assert right == "Right answers: not measured, because the questions have no right answers."
+
+    def test_right_answers_are_counted_where_they_are_known(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        answers = ("zzzz", *map(chr, range(97, 122)))  # whatever letters a random model writes
+        known = [replace(question, answers=answers) for question in QUESTIONS]
+        report = repaired(model, tmp_path / "recipe", questions=known).report
+        assert report["answered"] == 3
+        assert report["right"].keys() == {"full", "block", "recipe"}
+        engine = BlockAttentionEngine(model)
+        teacher = Teacher(model, tmp_path / "answers", QUICK.answer_tokens, QUICK.top_k)
+        decode = model.tokenizer.tokenizer.decode
+        right = 0
+        for sample in held_out(model, tmp_path / "again", report["plan"]["held_out"])[3:]:
+            prompt = material(model).prompt(sample.question, sample.passages)
+            text = decode(teacher(prompt).ids.tolist(), skip_special_tokens=True)
+            assert (
+                text
+                == engine.generate(prompt, mode="full", max_new_tokens=QUICK.answer_tokens).text
+            )
+            right += int(contains_answer(text, answers))
+        assert report["right"]["full"] == right
+        assert figures(report)[2].startswith(f"Right answers: full {right}, block ")
+
+    def test_without_matplotlib_there_is_a_warning_and_no_plot(
+        self,
+        model: BlockModel,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        repaired(model, tmp_path / "recipe")
+        assert "report.png is left out: it needs matplotlib" in caplog.text
+        assert not (tmp_path / "recipe" / "report.png").exists()
+
+    def test_where_nothing_is_lost_no_recipe_is_chosen(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Candidates that are all the same leave the simplest."""
+
+        def alike(self: Any, asked: Any, rows: Any) -> Any:
+            found = compare(self, asked, rows)
+            return [replace(one, kl=0.5, first_kl=0.5) for one in found]
+
+        compare = Comparer._compare
+        monkeypatch.setattr(Comparer, "_compare", alike)
+        recipe = repaired(model, tmp_path / "recipe")
+        assert str(recipe) == "none"
+        assert recipe.report["chosen"] == "none"
+
+    def test_a_model_without_relay_attention_gets_a_recipe_without_promotion(
+        self, tmp_path: Path
+    ) -> None:
+        windows = tiny_model("gemma3_text", num_hidden_layers=2, sliding_window=16)
+        sliding = BlockModel(windows, tiny_tokenizer(), name="tiny")
+        assert not sliding.supports_relay
+        report = repaired(sliding, tmp_path / "recipe").report
+        assert [one["name"] for one in report["candidates"]] == NAMES
+
+    def test_promotion_is_not_chosen_on_a_few_questions(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        few = replace(QUICK, promotion_needs=4)
+        report = run.repair(model, material(model), tmp_path / "recipe", limits=few).report
+        assert [one["name"] for one in report["candidates"]] == NAMES
+
+    def test_a_model_without_a_sink_is_repaired_without_one(self, tmp_path: Path) -> None:
+        bare = BlockModel(tiny_model(num_hidden_layers=2), tiny_tokenizer(bos=False), name="tiny")
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(find_recipe, "_STOCK_SINKS", ("bos", "none"))
+            report = repaired(bare, tmp_path / "recipe").report
+        names = [one["name"] for one in report["candidates"]]
+        assert names[:3] == ["none", "closed form", "trained"]
+
+    def test_the_best_of_the_measured_states_is_the_trained_adapter(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(trainer, "_LEARNING_RATE", 1.0)
+        report = repaired(model, tmp_path / "recipe").report
+        losses = [entry["eval_loss"] for entry in report["curve"] if "eval_loss" in entry]
+        trained = next(one for one in report["candidates"] if one["name"] == "head:4 + trained")
+        # Measured on the same three questions, by another path.
+        assert trained["loss"] == pytest.approx(min(losses[1:]), rel=0.01)
+        assert report["chosen"] != "head:4 + trained"
+
+    def test_a_loss_that_is_not_finite_ends_the_repair(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(trainer, "_LEARNING_RATE", 1e30)
+        monkeypatch.setattr(trainer, "_MAX_GRAD_NORM", 1e30)
+        with pytest.raises(DivergedError):
+            repaired(model, tmp_path / "recipe")
+
+
+def held_out(model: BlockModel, work: Path, number: int) -> Any:
+    plan = Plan(number, 8, 8, 4, 1.0, 1.0)
+    found = run._Run(model, material(model), work, 60.0, QUICK, lambda *_: None)
+    return found._samples(distinct(QUESTIONS, run._SEED), plan)[1]
+
+
+class TestMaterial:
+    def test_the_model_writes_questions_from_passages(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # The tiny model writes no question, so one is made of whatever it says.
+        numbers = count()
+        monkeypatch.setattr(questions, "clean_question", lambda _: f"what is {next(numbers)}?")
+        many = [*PASSAGES, *(replace(one, title=f"more {one.title}") for one in PASSAGES)]
+        report = repaired(
+            model, tmp_path / "recipe", questions=None, passages=many, nearest=nearest
+        ).report
+        assert report["written"]
+        assert report["questions"] == 12
+
+    def test_blocks_of_a_lender_are_used_and_none_is_left_there(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lender = MemoryStore(1 << 26)
+        engine = BlockAttentionEngine(model, lender, recipe="head:4", namespace="tenant")
+        every = material(model).prompt("?", PASSAGES).context
+        engine.precompute(every, as_prompt=True)
+        before = set(lender.keys())
+        computed: list[tuple[int, ...]] = []
+        encode = model.encode
+
+        def noting(requests: Any, **options: Any) -> Any:
+            computed.extend(tuple(one.sink_ids) for one in requests if one.sink_ids)
+            return encode(requests, **options)
+
+        monkeypatch.setattr(model, "encode", noting)
+        monkeypatch.setattr(run, "fit_correction", lambda m, *_, **k: (
+            no_correction(m, k["sink"]), None
+        ))  # fmt: skip
+        repaired(model, tmp_path / "recipe", lender=lender, namespace="tenant")
+        assert set(lender.keys()) == before
+        assert not computed  # no passage was encoded after the sink again
+
+    def test_rounded_blocks_of_a_lender_are_not_used(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        lender = MemoryStore(1 << 26)
+        BlockAttentionEngine(model, lender, recipe="head:4", kv_dtype="int8").encode(["a", "b"])
+        BlockAttentionEngine(model, lender, recipe="head:4").encode(["c"])
+        store = ReadThroughStore(tmp_path / "kv", 1 << 20, lender)
+        keys = list(lender.keys())
+        [exact] = [key for key in keys if lender.get(key).scales is None]  # type: ignore[union-attr]
+        assert len(keys) == 3
+        assert [key for key in keys if store.get(key) is not None] == [exact]
+        found = zip(keys, store.get_many(keys), strict=True)
+        assert [key for key, kv in found if kv is not None] == [exact]
+        assert [key for key in keys if key in store] == [exact]
+
+    @pytest.mark.parametrize("number", [1, 4])
+    def test_too_few_questions_are_refused_and_leave_nothing(
+        self, model: BlockModel, tmp_path: Path, number: int
+    ) -> None:
+        with pytest.raises(DataError, match=f"found {number} distinct questions, expected"):
+            repaired(model, tmp_path / "recipe", questions=QUESTIONS[:number])
+        assert list(tmp_path.iterdir()) == []
+
+    def test_no_questions_and_no_passages_are_refused(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        with pytest.raises(DataError, match="no questions, and no passages to write"):
+            repaired(model, tmp_path / "recipe", questions=None)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_prompts_of_one_block_are_refused(self, tmp_path: Path) -> None:
+        bare = PromptFormat("bare", "", "", "{text}", BLANK_LINE, "{question}")
+        plain = tiny_tokenizer(chat=False)
+        model = BlockModel(tiny_model(num_hidden_layers=2), plain, name="tiny")
+
+        def prompt(question: str, passages: Any) -> Any:
+            return bare.prompt(question, passages[:1], plain)
+
+        with pytest.raises(DataError, match="a prompt of one context block"):
+            repaired(model, tmp_path / "recipe", prompt=prompt)
+
+
+class TestChecks:
+    def test_a_block_fine_tuned_model_needs_no_recipe(self, tmp_path: Path) -> None:
+        tuned = block_model()
+        tuned.config.block_attention = {"version": 1}
+        with pytest.raises(DataError, match="tiny is block-fine-tuned and needs no recipe"):
+            repaired(tuned, tmp_path / "recipe")
+
+    def test_a_folder_of_something_else_is_not_replaced(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        (tmp_path / "note.txt").write_text("mine")
+        with pytest.raises(DataError, match="exists and is not a recipe"):
+            repaired(model, tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+
+    def test_the_current_folder_is_not_replaced(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "note.txt").write_text("mine")
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(DataError, match="exists and is not a recipe"):
+            repaired(model, Path())
+
+    def test_a_missing_package_is_reported_before_anything_is_computed(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+        with pytest.raises(ImportError, match="`repair` needs accelerate, which is not installed"):
+            repaired(model, tmp_path / "recipe")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_full_disk_is_reported_before_anything_is_computed(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+        with pytest.raises(OSError, match=r"found 0.0 GB free .* of 6 passages"):
+            repaired(model, tmp_path / "recipe", passages=PASSAGES)
+
+    def test_too_little_time_is_refused(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(run._Run, "_speeds", lambda *_: Speeds(60.0, 60.0, 60.0, 60.0))
+        with pytest.raises(DataError, match=r"give at least \d+ minutes more \(--minutes\)"):
+            repaired(model, tmp_path / "recipe")
+
+
+class TestInterruption:
+    @pytest.mark.parametrize("stage", ["2", "comparing"])
+    def test_a_killed_repair_ends_as_if_uninterrupted(
+        self, finished: tuple[Path, Recipe, Any], tmp_path: Path, stage: str
+    ) -> None:
+        output = tmp_path / "recipe"
+        _kill(output, stage)
+        assert not output.exists()
+        assert output.with_name("recipe.work").is_dir()
+        recipe, expected = repaired(block_model(), output), finished[1]
+        assert recipe.report["chosen"] == expected.report["chosen"]
+        assert recipe.adapter is not None
+        assert expected.adapter is not None
+        # An answer comes from another batch of the teacher, and rounds otherwise.
+        for found, tensors in zip(recipe.adapter.layers, expected.adapter.layers, strict=True):
+            for one, other in zip(found, tensors, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+        assert not output.with_name("recipe.work").exists()
+
+    def test_what_was_done_is_not_done_again(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fails(*_: Any, **__: Any) -> None:
+            raise InterruptedError
+
+        output = tmp_path / "recipe"
+        with monkeypatch.context() as patched:
+            patched.setattr(Recipe, "save", fails)
+            with pytest.raises(InterruptedError):
+                repaired(model, output)
+        for owner, name in ((Teacher, "_compute"), (Comparer, "_compare")):
+            monkeypatch.setattr(owner, name, fails)
+        for name in ("fit_correction", "CorrectionTrainer"):
+            monkeypatch.setattr(run, name, fails)
+        assert repaired(model, output).adapter is not None
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"questions": QUESTIONS[1:]}, r"questions \(16 \(sha256 .*, now 15 \(sha256"),
+            ({"passages": PASSAGES}, r"passages \(0 \(sha256 .*, now 6 \(sha256"),
+            ({"prompt_format": "other"}, r"prompt format \(chat, now other\)"),
+        ],
+    )
+    def test_other_inputs_are_reported_and_no_resumption(
+        self,
+        model: BlockModel,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        changes: dict[str, Any],
+        message: str,
+    ) -> None:
+        output = tmp_path / "recipe"
+        with monkeypatch.context() as patched:
+            patched.setattr(run._Run, "_closed_form", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                repaired(model, output)
+        with pytest.raises(DataError, match=f"other inputs: {message}") as raised:
+            repaired(model, output, **changes)
+        assert "or delete that folder to start again" in str(raised.value)
+
+    def test_other_minutes_are_refused_only_once_there_is_a_plan(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        output, asked = tmp_path / "recipe", material(model)
+        slow = Speeds(60.0, 60.0, 60.0, 60.0)
+
+        def answers_and_slow(self: Any, *_: Any) -> Speeds:
+            self.teacher(PROMPT)
+            return slow
+
+        with monkeypatch.context() as patched:
+            patched.setattr(run._Run, "_speeds", answers_and_slow)
+            with pytest.raises(DataError, match="too little time"):
+                run.repair(model, asked, output, minutes=5, limits=QUICK)
+        assert output.with_name("recipe.work").exists()
+        with monkeypatch.context() as patched:
+            patched.setattr(run._Run, "_closed_form", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                run.repair(model, asked, output, minutes=20, limits=QUICK)
+        with pytest.raises(DataError, match="repair of 20 minutes, found 30: give the same"):
+            run.repair(model, asked, output, minutes=30, limits=QUICK)
+
+    def test_more_minutes_give_more_questions_after_too_little_time(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        numbers = count()
+        monkeypatch.setattr(questions, "clean_question", lambda _: f"what is {next(numbers)}?")
+        output = tmp_path / "recipe"
+        many = [replace(one, title=f"{n} {one.title}") for one in PASSAGES for n in range(4)]
+        asked = material(model, questions=None, passages=many, nearest=nearest)
+        slow = Speeds(60.0, 60.0, 60.0, 60.0)
+
+        def answers_and_slow(self: Any, *_: Any) -> Speeds:
+            self.teacher(PROMPT)
+            return slow
+
+        def first_batch_alone(*args: Any) -> Any:
+            times = chain([False], repeat(True))
+            return write(*args[:-1], lambda: next(times))
+
+        write: Any = questions.write_questions
+        with monkeypatch.context() as patched:
+            patched.setattr(run._Run, "_speeds", answers_and_slow)
+            patched.setattr(run, "write_questions", first_batch_alone)
+            with pytest.raises(DataError, match="too little time"):
+                run.repair(model, asked, output, minutes=5, limits=QUICK)
+        assert output.with_name("recipe.work").exists()
+        report = run.repair(model, asked, output, minutes=20, limits=QUICK).report
+        assert report["questions"] == 24
+
+    def test_a_machine_that_gets_faster_trains_more(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        speeds = iter([Speeds(20.0, 1.0, 1.0, 20.0), FAST])
+        monkeypatch.setattr(run._Run, "_speeds", lambda *_: next(speeds))
+        report = repaired(model, tmp_path / "recipe").report
+        assert report["plan"]["samples"] == 8
+        assert measured_steps(report)[-1] == 3
+
+    def test_two_repairs_of_one_output_are_refused(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        output = tmp_path / "recipe"
+
+        def second(*_: Any) -> None:
+            with pytest.raises(DataError, match=r"another repair is running in .*recipe\.work"):
+                repaired(model, output)
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(run._Run, "_closed_form", second)
+        with pytest.raises(ZeroDivisionError):
+            repaired(model, output)
+        monkeypatch.undo()
+        assert repaired(model, output).report["chosen"]
+
+    def test_a_training_that_takes_too_long_ends_and_is_measured(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(run, "_LATEST", 0.0)
+        report = repaired(model, tmp_path / "recipe").report
+        assert measured_steps(report) == [0, 1]
+
+    def test_an_earlier_recipe_is_replaced(self, model: BlockModel, tmp_path: Path) -> None:
+        output = tmp_path / "recipe"
+        Recipe("bos").save(output)
+        recipe = repaired(model, output)
+        assert resolve_recipe(output, model, MemoryStore(1)) == recipe
+
+    def test_a_recipe_of_another_model_is_not_replaced(
+        self, model: BlockModel, tmp_path: Path
+    ) -> None:
+        output = tmp_path / "recipe"
+        Recipe("bos", fingerprints=("f" * 64,), model="other").save(output)
+        with pytest.raises(DataError, match=r"holds a recipe of other \(fingerprints f{12}\)"):
+            repaired(model, output)
+        assert Recipe.load(output).sink == "bos"
+
+
+def _kill(output: Path, stage: str) -> None:
+    command = [sys.executable, "-m", "tests.lab.repair.runs", str(output), stage]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from transformers import LlamaConfig, MambaConfig
+
+from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.lab.efficiency.shapes import SHAPES, prefill_flops
+from blockattn_rag.lab.planning import Machine, footprint, plan
+from blockattn_rag.model import BlockModel, EncodeRequest
+from tests.lab.efficiency.engines import tiny_engine
+from tests.models import tiny_model, tiny_tokenizer
+
+LLAMA_8B = LlamaConfig(**SHAPES["8b"])
+GIB = 1 << 30
+
+
+def test_an_8b_llama_takes_128_kib_a_token_in_16_bits() -> None:
+    found = footprint(LLAMA_8B, torch.bfloat16)
+    assert found.bytes_per_token == 128 * 1024
+    assert found.weight_bytes == pytest.approx(16.06e9, rel=0.001)
+
+
+def test_the_footprint_is_that_of_the_model_itself() -> None:
+    model = tiny_engine().model
+    found = footprint(model.config, torch.float32)
+    assert found.bytes_per_token == model.bytes_per_token
+    weights = sum(p.numel() * p.element_size() for p in model.hf_model.parameters())
+    assert found.weight_bytes == weights
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi"])
+def test_an_int8_block_takes_what_is_planned_for_it(family: str) -> None:
+    model = BlockModel(tiny_model(family), tiny_tokenizer())
+    [[kv]] = model.encode([EncodeRequest([*range(30)], "", "")])
+    planned = footprint(model.config, torch.float32, "int8")
+    assert planned.block_bytes(30) == kv.quantised().nbytes
+    assert planned.dequantised_bytes_per_token == model.bytes_per_token
+    assert footprint(model.config, torch.float32).block_bytes(30) == kv.nbytes
+
+
+def test_int8_takes_half_the_bytes_from_disk_and_some_reading() -> None:
+    machine = Machine(
+        memory_bytes=64 * GIB,
+        disk_bytes=1000 * GIB,
+        operations_per_s=1e18,
+        device_bytes_per_s=1e10,
+        disk_bytes_per_s=1e9,
+    )
+    sizes = {"passages": 1000, "passage_tokens": 512, "top_k": 4}
+    found = plan(LLAMA_8B, torch.bfloat16, machine, **sizes, kv_dtype="int8")
+    layers, heads, channels = 32, 8, 128
+    codes = 2 * layers * heads * channels * 512
+    assert found.passage_bytes == codes + layers * heads * 4 * (512 + channels)
+    assert found.passage_bytes / (64 << 20) == pytest.approx(0.51, abs=0.001)
+    read = 4 * found.passage_bytes + 2 * 4 * (64 << 20)  # dequantised: written, and read again
+    memory, disk = found.tiers
+    assert memory.ttft_s == pytest.approx((found.footprint.weight_bytes + read) / 1e10)
+    assert disk.ttft_s == pytest.approx(memory.ttft_s + 4 * found.passage_bytes / 1e9)
+    with pytest.raises(ValueError, match="found 'int4'"):
+        plan(LLAMA_8B, torch.bfloat16, machine, **sizes, kv_dtype="int4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox", "mixtral"])
+def test_other_families_are_measured_not_assumed(family: str) -> None:
+    model = tiny_model(family)
+    found = footprint(model.config, torch.float32)
+    assert found.weight_bytes == sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_times_and_room_follow_from_operations_bytes_and_speeds() -> None:
+    machine = Machine(
+        memory_bytes=64 * GIB,
+        disk_bytes=1000 * GIB,
+        gpu_bytes=80 * GIB,
+        operations_per_s=1e12,
+        device_bytes_per_s=1e15,
+        transfer_bytes_per_s=10e9,
+        disk_bytes_per_s=1e9,
+    )
+    found = plan(LLAMA_8B, torch.bfloat16, machine, passages=1000, passage_tokens=512, top_k=4)
+    assert found.passage_bytes == 64 << 20
+    assert found.total_bytes == 1000 * (64 << 20)
+    assert found.full_ttft_s == pytest.approx(prefill_flops(LLAMA_8B, 2048 + 50) / 1e12)
+    assert found.ingest_s == pytest.approx(1000 * prefill_flops(LLAMA_8B, 512) / 1e12)
+    gpu, memory, disk = found.tiers
+    reuse = prefill_flops(LLAMA_8B, 50, 2048) / 1e12
+    moved = 4 * (64 << 20)
+    assert gpu.ttft_s == pytest.approx(reuse)
+    assert memory.ttft_s == pytest.approx(reuse + moved / 10e9)
+    assert disk.ttft_s == pytest.approx(reuse + moved / 10e9 + moved / 1e9)
+    assert gpu.passages == int((0.9 * 80 * GIB - found.footprint.weight_bytes) // (64 << 20))
+    assert (memory.passages, disk.passages) == (1024, 16000)
+
+
+def test_reading_the_weights_bounds_a_short_forward() -> None:
+    machine = Machine(64 * GIB, GIB, operations_per_s=1e18, device_bytes_per_s=1e10)
+    found = plan(LLAMA_8B, torch.bfloat16, machine, passages=1, passage_tokens=8, top_k=1)
+    assert found.full_ttft_s == pytest.approx(found.footprint.weight_bytes / 1e10)
+
+
+def test_weights_take_their_part_of_a_memory_that_may_be_too_small() -> None:
+    found = plan(LLAMA_8B, torch.bfloat16, Machine(8 * GIB, GIB), passages=1, passage_tokens=512)
+    assert [tier.name for tier in found.tiers] == ["memory", "disk"]
+    assert found.tiers[0].passages == 0
+
+
+def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="passages must be at least 1"):
+        plan(LLAMA_8B, torch.bfloat16, Machine(1, 1), passages=0, passage_tokens=8)
+
+
+def test_speeds_of_zero_are_refused_by_name() -> None:
+    machine = Machine(GIB, GIB, disk_bytes_per_s=0)
+    with pytest.raises(ValueError, match="disk_bytes_per_s must be above 0, found 0"):
+        plan(LLAMA_8B, torch.bfloat16, machine, passages=1, passage_tokens=8)
+
+
+def test_a_model_without_keys_and_values_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="mamba model has layers without keys"):
+        footprint(MambaConfig(num_hidden_layers=1, hidden_size=16), torch.float32)
+
+
+def test_a_store_pays_from_the_speed_on_at_which_reading_takes_as_long_as_computing() -> None:
+    machine = Machine(
+        memory_bytes=GIB,
+        disk_bytes=GIB,
+        operations_per_s=6e14,
+        device_bytes_per_s=2e12,
+        network_bytes_per_s=1.2e9,
+    )
+    planned = partial(plan, LLAMA_8B, torch.bfloat16, passages=1000, passage_tokens=512, top_k=10)
+    found = planned(machine=machine)
+    memory, _, network = found.tiers
+    moved = 10 * found.passage_bytes
+    assert network.name == "network"
+    assert network.passages == 1000
+    assert network.ttft_s == pytest.approx(memory.ttft_s + 0.1 + moved / 1.2e9)
+    assert (memory.pays, network.pays) == (True, False)
+    speed = found.break_even_bytes_per_s
+    assert speed is not None
+    # An 8B model at 600 * 10^12 operations/s: 128 KiB a token in some 23.5 microseconds.
+    assert speed == pytest.approx(5.6e9, rel=0.1)
+    for factor, pays in ((1.01, True), (0.99, False)):
+        there = replace(machine, disk_bytes_per_s=factor * speed)
+        assert planned(machine=there).tiers[1].pays is pays
+
+
+def test_reuse_that_saves_nothing_has_no_break_even() -> None:
+    slow = Machine(memory_bytes=GIB, disk_bytes=GIB, operations_per_s=1e18, device_bytes_per_s=1e9)
+    found = plan(LLAMA_8B, torch.bfloat16, slow, passages=10, passage_tokens=512)
+    assert found.break_even_bytes_per_s is None
+    assert not any(tier.pays for tier in found.tiers)
+
+
+def test_a_network_of_no_speed_is_refused() -> None:
+    machine = Machine(memory_bytes=GIB, disk_bytes=GIB, network_bytes_per_s=0)
+    with pytest.raises(ValueError, match="network_bytes_per_s must be above 0"):
+        plan(LLAMA_8B, torch.bfloat16, machine, passages=10, passage_tokens=512)

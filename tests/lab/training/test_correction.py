@@ -1,0 +1,121 @@
+"""Fitting a correction: the least squares, what they are fitted to, and what they explain."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from itertools import chain
+
+import pytest
+import torch
+
+from blockattn_rag.kv.context import assemble, place
+from blockattn_rag.kv.rope import relative_error
+from blockattn_rag.lab.training import correction as fitting
+from blockattn_rag.lab.training.correction import fit_correction
+from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model.correction import NUM_PLACES, Correction, places
+from blockattn_rag.prompts.sinks import sink_ids
+from tests.models import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    return BlockModel(tiny_model(), tiny_tokenizer())
+
+
+def contexts_of(prompts: int, seed: int = 0) -> list[list[list[int]]]:
+    """Random prompts: a beginning, and three passages of twelve tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (prompts, 4, 12)
+    return torch.randint(256, shape, generator=generator).tolist()
+
+
+def test_a_linear_difference_is_found_again_and_explained() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = 0.3 * torch.randn(2, 6, 6, generator=generator)
+    bias = torch.randn(2, NUM_PLACES, 6, generator=generator)
+    sums = fitting._Sums(2, 6)
+    for _ in range(40):
+        block = torch.randn(2, 80, 6, generator=generator)
+        sums.add(block, block + block @ weight + bias[:, places(80)])
+    solution = sums.solve(1e-9)
+    assert relative_error(solution[:, :6].float(), weight) < 1e-3
+    assert relative_error(solution[:, 6:].float(), bias) < 0.05  # held back by the prior
+    assert float(sums.left(solution).sum() / sums.yy.sum()) < 1e-3
+    nothing = torch.zeros_like(solution)
+    assert torch.equal(sums.left(nothing), sums.yy)
+
+
+def test_what_is_left_is_the_squared_difference_written_out() -> None:
+    generator = torch.Generator().manual_seed(1)
+    block, full = torch.randn(2, 1, 5, 4, generator=generator)
+    sums = fitting._Sums(1, 4)
+    sums.add(block, full)
+    solution = torch.randn(1, 4 + NUM_PLACES, 4, generator=generator, dtype=torch.float64)
+    change = block.double() @ solution[:, :4] + solution[:, 4:][:, places(5)]
+    expected = (full - block - change).square().sum(dim=1)
+    assert torch.allclose(sums.left(solution), expected)
+
+
+def test_a_corrected_context_is_nearer_to_full_attention(model: BlockModel) -> None:
+    """On prompts that it was not fitted to; the report tells by how much."""
+    every = contexts_of(60)
+    correction, report = fit_correction(model, every[:48], every[48:], sink="head:2")
+    assert report.tokens == 48 * 36
+    assert (correction.sink, correction.fingerprint) == ("head:2", model.fingerprint)
+    plain, corrected = (distances(model, every[48:], one) for one in (None, correction))
+    assert report.keys_explained[0] == report.values_explained[0] == 0  # they do not differ there
+    assert corrected[0] == pytest.approx(plain[0], abs=1e-6)
+    for layer, explained in [*enumerate(report.keys_explained)][1:]:
+        assert 1 - corrected[layer] / plain[layer] == pytest.approx(explained, abs=1e-4)
+    assert min(report.keys_explained[1:] + report.values_explained[1:]) > 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_rounding_of_16_bits_is_not_fitted(dtype: torch.dtype) -> None:
+    """In the first layer only rounded rotations differ, and values do not differ at all."""
+    rounded = BlockModel(tiny_model().to(dtype), tiny_tokenizer())  # type: ignore[arg-type]
+    every = contexts_of(10)
+    correction, report = fit_correction(rounded, every[:8], every[8:], sink="head:2")
+    assert report.keys_explained[0] == report.values_explained[0] == 0
+    assert not any(tensor.any() for tensor in correction.layers[0])
+    assert all(layer.weight.any() for layer in correction.layers[1:])
+    json.dumps(asdict(report), allow_nan=False)
+
+
+def distances(
+    model: BlockModel, contexts: list[list[list[int]]], correction: Correction | None
+) -> list[float]:
+    """Squared differences between full attention's keys and the placed blocks', by layer."""
+    before = sink_ids("head:2", model.tokenizer)
+    sums = [0.0] * len(model.profile.layouts)
+    for context in contexts:
+        requests = [
+            EncodeRequest(ids, str(i), "", before if i else ()) for i, ids in enumerate(context)
+        ]
+        encoded = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
+        first, *others = [encoded[str(i)] for i in range(len(context))]
+        if correction is not None:
+            others = [correction.corrected(kv, model.profile.layouts) for kv in others]
+        placed = place([first, *others])
+        [[full]] = model.encode([EncodeRequest([*chain(*context)], "", "")])
+        for layer, (keys, _) in enumerate(assemble(placed, model.profile.layouts)):
+            difference = (full.keys[layer] - keys)[:, len(context[0]) :]
+            sums[layer] += float(difference.square().sum())
+    return sums
+
+
+def test_too_few_prompts_are_refused(model: BlockModel) -> None:
+    with pytest.raises(ValueError, match=r"judged by another.*found 1 and 0 prompts"):
+        fit_correction(model, contexts_of(1), [])
+    with pytest.raises(ValueError, match="each with a passage behind its beginning"):
+        fit_correction(model, contexts_of(1), [[[1, 2]]])
+
+
+def test_progress_is_told(model: BlockModel) -> None:
+    told: list[tuple[int, int]] = []
+    fit_correction(
+        model, contexts_of(2), contexts_of(1), on_progress=lambda *both: told.append(both)
+    )
+    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]

@@ -1,0 +1,543 @@
+"""Block fine-tuning end to end on tiny models: results, resuming after kill -9, bad data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from blockattn_rag.check.oracle import oracle_logits
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.errors import DataError, DivergedError, UnsupportedModelError
+from blockattn_rag.lab.training.batches import Collator, ModeDataset, layout_of
+from blockattn_rag.lab.training.config import LoraConfig
+from blockattn_rag.lab.training.data import SampleEncoder
+from blockattn_rag.lab.training.finetune import _arguments, finetune
+from blockattn_rag.lab.training.masks import BlockLengths, ModelMasks, TokenLayout, row_layout
+from blockattn_rag.lab.training.trainer import BlockTrainer
+from blockattn_rag.lab.training.work import check_folders, last_checkpoint
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.loading import load_config
+from blockattn_rag.prompts.sinks import sink_ids
+from blockattn_rag.server.measured_profile import profile_of
+from tests.lab.training.runs import config, settings, write_data, write_model
+from tests.models import tiny_model, tiny_tokenizer
+
+# peft asks transformers for an attribute that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a tiny Llama in ``model`` and data in ``train.jsonl`` and ``eval.jsonl``."""
+    write_model(tmp_path / "model")
+    write_data(tmp_path / "train.jsonl")
+    write_data(tmp_path / "eval.jsonl", count=1, seed=1)
+    return tmp_path
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
+class TestResult:
+    def test_training_lowers_the_loss_in_both_modes_and_documents_itself(
+        self, folder: Path
+    ) -> None:
+        evaluated: dict[str, Any] = {"eval_data": [str(folder / "eval.jsonl")], "eval_steps": 6}
+        report = finetune(config(settings(folder, **evaluated, epochs=4.0)))
+        first, *_, last = [e for e in report.history if "eval_block_loss" in e]
+        assert last["eval_block_loss"] < first["eval_block_loss"] - 0.5
+        assert last["eval_full_loss"] < first["eval_full_loss"] - 0.5
+        assert [e["step"] for e in report.history if "loss" in e][-1] == report.steps == 24
+        output = folder / "out"
+        card = (output / "README.md").read_text(encoding="utf-8")
+        assert f"| block | {first['eval_block_loss']:.4f} | {last['eval_block_loss']:.4f} |" in card
+        assert "| training | `train.jsonl` | 12 |" in card
+        assert json.loads((output / "training_log.json").read_text()) == report.history
+        assert (output / "training_curves.png").stat().st_size > 1000
+        assert not (folder / "out.work").exists()
+
+    def test_the_result_is_an_ordinary_model_that_is_known_to_be_block_tuned(
+        self, folder: Path
+    ) -> None:
+        finetune(config(settings(folder, max_steps=1)))
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "out")
+        marker = {"version": 1, "modes": ["block", "full"], "positions": "reordered"}
+        assert loaded.config.block_attention == {**marker, "sink": "none"}
+        assert loaded.config.use_cache
+        assert BlockModel.from_pretrained(folder / "out").is_block_tuned
+
+    @pytest.mark.parametrize("sink", ["bos", "head:4"])
+    def test_a_model_that_was_trained_after_a_sink_says_so(self, folder: Path, sink: str) -> None:
+        plain = finetune(config(settings(folder, "plain", max_steps=1)))
+        report = finetune(config(settings(folder, max_steps=1, sink=sink)))
+        assert report.loss != plain.loss  # the sink was seen
+        assert load_config(folder / "out").block_attention["sink"] == sink
+        tuned = BlockModel.from_pretrained(folder / "out")
+        assert BlockAttentionEngine(tuned).recipe.sink == sink
+        assert profile_of(tuned).sink == sink
+
+    def test_full_mode_alone_leaves_no_mark(self, folder: Path) -> None:
+        finetune(config(settings(folder, max_steps=1, modes=("full",))))
+        assert not BlockModel.from_pretrained(folder / "out").is_block_tuned
+
+    def test_adapters_load_by_path_with_a_mark_and_a_fingerprint_of_their_own(
+        self, folder: Path
+    ) -> None:
+        finetune(config(settings(folder, max_steps=2, lora={"rank": 4})))
+        assert not (folder / "out" / "model.safetensors").exists()
+        base, tuned = (BlockModel.from_pretrained(folder / name) for name in ("model", "out"))
+        assert tuned.is_block_tuned
+        assert not base.is_block_tuned
+        assert tuned.fingerprint != base.fingerprint
+
+    @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
+    def test_every_file_has_the_mode_that_new_files_have_here(
+        self, folder: Path, lora: dict[str, Any] | None
+    ) -> None:
+        before = os.umask(0o027)
+        try:
+            finetune(config(settings(folder, max_steps=1, lora=lora)))
+        finally:
+            os.umask(before)
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (folder / "out").iterdir()}
+        assert set(modes.values()) == {0o640}, modes
+
+    def test_adapters_of_full_mode_alone_take_the_mark_of_their_base_away(
+        self, folder: Path
+    ) -> None:
+        given: dict[str, Any] = {"model": "bundled", "lora": {"rank": 2}, "max_steps": 1}
+        finetune(config(settings(folder, **given, modes=("full",))))
+        finetune(config(settings(folder, "both", **given)))
+        assert not BlockModel.from_pretrained(folder / "out").is_block_tuned
+        assert BlockModel.from_pretrained(folder / "both").is_block_tuned
+        # peft finds the base by its path; we do by name where that is another machine's.
+        adapter = folder / "both" / "adapter_config.json"
+        written = json.loads(adapter.read_text())
+        assert Path(written["base_model_name_or_path"]).is_dir()
+        adapter.write_text(json.dumps({**written, "base_model_name_or_path": "/gone/model"}))
+        assert BlockModel.from_pretrained(folder / "both").is_block_tuned
+        assert load_config(folder / "both").num_hidden_layers == 4
+
+    def test_a_run_that_never_gets_warm_is_told_of(
+        self, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        finetune(config(settings(folder, max_steps=3)))
+        assert "warm-up" not in caplog.text
+        finetune(config(settings(folder, "short", max_steps=2)))
+        assert "the run has 2 steps and the warm-up 2: the learning rate of 0.001" in caplog.text
+        caplog.clear()
+        finetune(config(settings(folder, "flat", max_steps=2, lr_scheduler="constant")))
+        assert "warm-up" not in caplog.text
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"modes": ("block",), "positions": "composite", "context_loss_weight": 0.3},
+            {"packing": True, "attention": "sdpa", "group_by_length": False},
+            {"gradient_checkpointing": True, "bf16": True, "lora": {"rank": 2}},
+            {"blocks_per_turn": 3, "max_tokens": 900, "keep_checkpoints": True},
+        ],
+        ids=["no re-encoding", "packing", "bf16 with checkpointing", "cut turns"],
+    )
+    def test_options_run(self, folder: Path, changes: dict[str, Any]) -> None:
+        report = finetune(config(settings(folder, max_steps=2, **changes)))
+        assert report.steps == 2
+        assert 0 < report.loss < 20
+
+    def test_settings_reach_the_trainer(self, folder: Path) -> None:
+        changes: dict[str, Any] = {
+            "lr_scheduler": "cosine", "weight_decay": 0.25, "adam_beta2": 0.75,
+            "max_grad_norm": 0.5, "seed": 3, "eval_steps": 7, "save_steps": 9, "epochs": 1.5,
+            "learning_rate": 0.125, "warmup_steps": 5, "bf16": True, "logging_steps": 6,
+        }  # fmt: skip
+        changed = settings(folder, eval_data=[str(folder / "eval.jsonl")], **changes)
+        found = _arguments(config(changed))
+        names = {"lr_scheduler": "lr_scheduler_type", "epochs": "num_train_epochs"}
+        for name, value in changes.items():
+            assert getattr(found, names.get(name, name)) == value, name
+
+    def test_settings_of_adapters_reach_peft(self, folder: Path) -> None:
+        lora = {"rank": 2, "alpha": 6, "dropout": 0.25, "target_modules": ("q_proj", "v_proj")}
+        finetune(config(settings(folder, max_steps=1, lora=lora)))
+        written = json.loads((folder / "out" / "adapter_config.json").read_text())
+        assert (written["r"], written["lora_alpha"], written["lora_dropout"]) == (2, 6, 0.25)
+        assert set(written["target_modules"]) == {"q_proj", "v_proj"}
+
+    def test_adapters_find_their_base_from_any_folder(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(folder)
+        changes = {"model": "model", "output": "out", "train_data": ["train.jsonl"]}
+        finetune(config({**settings(folder, max_steps=1, lora={"rank": 2}), **changes}))
+        monkeypatch.chdir(folder.parent)
+        assert BlockModel.from_pretrained(folder / "out").is_block_tuned
+
+    def test_checkpoints_stay_if_asked(self, folder: Path) -> None:
+        for _ in range(2):  # and do not stand in the way of the next run
+            finetune(config(settings(folder, max_steps=4, keep_checkpoints=True, overwrite=True)))
+            names = [path.name for path in (folder / "out.work" / "checkpoints").iterdir()]
+            assert names == ["checkpoint-4"]
+            assert not (folder / "out.work" / "replaced").exists()
+
+    def test_accumulating_and_packing_do_not_change_what_is_learned(self, folder: Path) -> None:
+        results = []
+        for name, changes in {
+            "whole": {"per_device_batch_size": 4},
+            "by one": {"per_device_batch_size": 1},
+            "packed": {"per_device_batch_size": 4, "packing": True},
+        }.items():
+            finetune(config(settings(folder, name, max_steps=3, **changes)))
+            results.append(weights(folder / name))
+        for key, expected in results[0].items():
+            for other in results[1:]:
+                torch.testing.assert_close(other[key], expected, rtol=1e-3, atol=1e-5)
+
+
+class TestResume:
+    @pytest.mark.parametrize(
+        ("family", "lora"), [("llama", None), ("qwen3", {"rank": 4})], ids=["llama", "qwen3-lora"]
+    )
+    def test_a_run_killed_and_resumed_ends_as_if_uninterrupted(
+        self, tmp_path: Path, family: str, lora: dict[str, Any] | None
+    ) -> None:
+        write_model(tmp_path / "model", family)
+        write_data(tmp_path / "train.jsonl")
+        killed = settings(tmp_path, "killed", lora=lora)
+        command = [sys.executable, "-m", "tests.lab.training.runs", json.dumps(killed), "9"]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        assert not (tmp_path / "killed").exists()
+        with pytest.raises(FileExistsError, match="interrupted run"):
+            finetune(config(killed))
+        resumed = finetune(config({**killed, "resume": True}))
+        whole = finetune(config(settings(tmp_path, "whole", lora=lora)))
+        assert resumed.steps == whole.steps == 12
+        assert resumed.loss == pytest.approx(whole.loss, rel=1e-4)
+        found, expected = weights(tmp_path / "killed"), weights(tmp_path / "whole")
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
+
+    def test_a_half_written_checkpoint_is_passed_over(self, tmp_path: Path) -> None:
+        for step, state in ((4, '{"global_step": 4}'), (12, '{"glob'), (8, None)):
+            (tmp_path / f"checkpoint-{step}").mkdir()
+            if state is not None:
+                (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+        assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+        assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-4"]
+
+    @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "lora"])
+    def test_a_run_that_ended_before_its_result_was_written_takes_no_further_step(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any] | None
+    ) -> None:
+        # Half an epoch: at the end of a whole one, there is no further step to take.
+        short: dict[str, Any] = {"epochs": 0.5, "lr_scheduler": "constant", "lora": lora}
+        with monkeypatch.context() as patched:
+            patched.setattr("blockattn_rag.lab.training.finetune._publish", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                finetune(config(settings(folder, **short)))
+        resumed = finetune(config(settings(folder, **short, resume=True)))
+        whole = finetune(config(settings(folder, "whole", **short)))
+        assert resumed.steps == whole.steps == 3
+        assert resumed.history == whole.history
+        for name, tensor in weights(folder / "whole").items():
+            torch.testing.assert_close(weights(folder / "out")[name], tensor, rtol=0, atol=0)
+
+    def test_a_resumed_run_reports_as_often_as_it_is_asked_to(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        proceed = BlockTrainer.training_step
+
+        def interrupted(trainer: Any, *args: Any, **named: Any) -> Any:
+            assert trainer.state.global_step < 5
+            return proceed(trainer, *args, **named)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(BlockTrainer, "training_step", interrupted)
+            with pytest.raises(AssertionError):
+                finetune(config(settings(folder)))
+        report = finetune(config(settings(folder, resume=True, logging_steps=2)))
+        assert [e["step"] for e in report.history] == [3, 6, 8, 10, 12]
+
+    def test_resuming_with_other_settings_is_refused(self, folder: Path) -> None:
+        (folder / "out.work").mkdir()
+        (folder / "out.work" / "run.json").write_text("{}")
+        with pytest.raises(ValueError, match=r"other settings for .*learning_rate"):
+            finetune(config(settings(folder, resume=True)))
+
+    @pytest.mark.parametrize(("file", "name"), [("train", "training"), ("eval", "evaluation")])
+    def test_resuming_with_other_data_is_refused(self, folder: Path, file: str, name: str) -> None:
+        wanted = settings(folder, eval_data=[str(folder / "eval.jsonl")])
+        noted = check_folders(config(wanted))
+        (folder / "out.work").mkdir()
+        (folder / "out.work" / "run.json").write_text(json.dumps(noted))
+        write_data(folder / f"{file}.jsonl", seed=9)
+        with pytest.raises(ValueError, match=f"other settings for {name} data;"):
+            finetune(config({**wanted, "resume": True}))
+
+    @pytest.mark.parametrize("text", ["", "null", "[1]"])
+    def test_a_run_whose_settings_are_damaged_is_not_resumed(self, folder: Path, text: str) -> None:
+        (folder / "out.work").mkdir()
+        (folder / "out.work" / "run.json").write_text(text)
+        with pytest.raises(ValueError, match=r"run\.json is damaged .* start again"):
+            finetune(config(settings(folder, resume=True)))
+
+
+class TestRefusals:
+    def test_bad_data_stop_the_run_and_leave_nothing(self, folder: Path) -> None:
+        with (folder / "train.jsonl").open("a") as file:
+            file.write('{"prompt": 3}\n')
+        before = sorted(folder.iterdir())
+        with pytest.raises(DataError, match="line 13"):
+            finetune(config(settings(folder)))
+        assert sorted(folder.iterdir()) == before
+
+    def test_bad_data_may_be_left_out_of_the_run(self, folder: Path) -> None:
+        with (folder / "train.jsonl").open("a") as file:
+            file.write('{"prompt": 3}\n')
+        report = finetune(config(settings(folder, max_steps=1, on_error="skip")))
+        assert (report.train.samples, len(report.train.skipped)) == (12, 1)
+        assert "| `train.jsonl` | 12 |" in (folder / "out" / "README.md").read_text()
+
+    def test_data_without_a_usable_sample_are_refused(self, folder: Path) -> None:
+        (folder / "train.jsonl").write_text("{}\n")
+        with pytest.raises(DataError, match="no usable sample"):
+            finetune(config(settings(folder, on_error="skip")))
+
+    def test_an_existing_output_is_kept(self, folder: Path) -> None:
+        (folder / "out").mkdir()
+        with pytest.raises(FileExistsError, match="choose another output"):
+            finetune(config(settings(folder)))
+
+    def test_an_earlier_result_is_replaced_if_asked(self, folder: Path) -> None:
+        (folder / "out").mkdir()
+        for name in ("old", "training_log.json"):
+            (folder / "out" / name).touch()
+        finetune(config(settings(folder, max_steps=1, overwrite=True)))
+        assert not (folder / "out" / "old").exists()
+        assert not (folder / "out.work").exists()
+
+    @pytest.mark.parametrize("kind", ["folder", "file", "link"])
+    def test_nothing_but_an_earlier_result_is_replaced(self, folder: Path, kind: str) -> None:
+        out = folder / "out"
+        if kind == "folder":
+            out.mkdir()
+            (out / "mine").touch()
+        elif kind == "file":
+            out.touch()
+        else:
+            (folder / "model" / "training_log.json").touch()
+            out.symlink_to(folder / "model")
+        with pytest.raises(FileExistsError, match="no earlier result"):
+            finetune(config(settings(folder, overwrite=True)))
+        assert (out / "mine").is_file() or out.is_file() or out.is_symlink()
+
+    @pytest.mark.parametrize("used", ["model", "train.jsonl", "eval.jsonl"])
+    def test_what_a_run_reads_is_not_replaced(self, folder: Path, used: str) -> None:
+        out = folder / "out"
+        out.mkdir()
+        (out / "training_log.json").touch()
+        (folder / used).rename(out / used)
+        paths: dict[str, dict[str, Any]] = {
+            "model": {"model": str(out / "model")},
+            "train.jsonl": {"train_data": [str(out / "train.jsonl")]},
+            "eval.jsonl": {"eval_data": [str(out / "eval.jsonl")]},
+        }
+        with pytest.raises(ValueError, match="which is used"):
+            finetune(config(settings(folder, overwrite=True, **paths[used])))
+        assert (out / used).exists()
+
+    @pytest.mark.parametrize("overwrite", [True, False])
+    def test_a_folder_that_is_no_work_folder_is_kept(self, folder: Path, overwrite: bool) -> None:
+        (folder / "out.work").mkdir()
+        (folder / "out.work" / "mine").touch()
+        with pytest.raises(FileExistsError, match="move it away"):
+            finetune(config(settings(folder, overwrite=overwrite)))
+        assert (folder / "out.work" / "mine").is_file()
+
+    def test_a_run_that_fails_before_its_first_checkpoint_leaves_nothing(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = sorted(folder.iterdir())
+        with monkeypatch.context() as patched:
+            patched.setattr(BlockTrainer, "training_step", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                finetune(config(settings(folder)))
+        assert sorted(folder.iterdir()) == before
+
+    @pytest.mark.parametrize(
+        ("changes", "expected"),
+        [({"max_steps": 3}, "loss is nan at step"), ({"max_steps": 1}, "weights are not finite")],
+        ids=["loss", "weights"],
+    )
+    def test_a_run_that_diverges_publishes_nothing(
+        self, folder: Path, changes: dict[str, Any], expected: str
+    ) -> None:
+        finetune(config(settings(folder, max_steps=1)))
+        kept = weights(folder / "out")
+        far: dict[str, Any] = {"learning_rate": 1e38, "warmup_steps": 0, "overwrite": True}
+        with pytest.raises(DivergedError, match=expected):
+            finetune(config(settings(folder, **far, **changes)))
+        for name, tensor in weights(folder / "out").items():
+            torch.testing.assert_close(tensor, kept[name], rtol=0, atol=0)
+
+    def test_block_mode_is_not_trained_without_any_context(self, folder: Path) -> None:
+        turns = [{"role": "user", "content": "A?\n\nB?"}, {"role": "assistant", "content": "C."}]
+        (folder / "train.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+        with pytest.raises(DataError, match="no sample has a context"):
+            finetune(config(settings(folder)))
+        finetune(config(settings(folder, "full", max_steps=1, modes=("full",))))
+        report = finetune(config(settings(folder, "cut", max_steps=1, blocks_per_turn=2)))
+        assert report.train.with_context == 1
+
+    def test_samples_without_a_context_are_told_of(
+        self, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        finetune(config(settings(folder, max_steps=1)))
+        assert "have a context" not in caplog.text
+        with (folder / "train.jsonl").open("a") as file:
+            file.write('{"blocks": [], "prompt": "a", "response": "b"}\n' * 20)
+        finetune(config(settings(folder, "more", max_steps=1)))
+        assert "only 12 of 32 samples have a context" in caplog.text
+
+    def test_adapters_of_layers_that_the_model_lacks_are_refused(self, folder: Path) -> None:
+        lora = {"rank": 2, "target_modules": ("q_proj", "queries")}
+        with pytest.raises(ValueError, match="no layers queries to adapt"):
+            finetune(config(settings(folder, lora=lora)))
+
+    def test_a_model_that_cannot_be_cut_in_blocks_is_refused(self, folder: Path) -> None:
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        write_model(folder / "dynamic", rope_parameters=rope)
+        with pytest.raises(UnsupportedModelError, match="dynamic"):
+            finetune(config(settings(folder, model=str(folder / "dynamic"))))
+
+    @pytest.mark.parametrize(
+        ("changes", "expected"),
+        [
+            ({"batch_size": 3}, "a multiple of 2"),
+            ({"max_tokens": 10_000}, "the model holds 4096"),
+            ({"modes": ()}, "modes"),
+            ({"modes": ("blocks",)}, "modes"),
+            ({"modes": ("block", "block")}, "modes must be distinct"),
+            ({"positions": "none"}, "positions"),
+            ({"sink": "tail"}, "Unknown sink 'tail': expected 'none', 'bos' or 'head:N'"),
+            ({"sink": "bos", "modes": ("full",)}, "sink is 'bos', but modes has no 'block'"),
+            ({"sink": "head:999"}, "the head of a prompt has"),
+            ({"attention": "flash"}, "attention"),
+            ({"on_error": "ignore"}, "on_error"),
+            ({"context_loss_weight": 2.0}, "context_loss_weight"),
+            ({"train_data": "a.jsonl"}, "a list of files"),
+            ({"resume": True, "overwrite": True}, "exclude each other"),
+            ({"epochs": 0.0}, "epochs is 0.0, expected above 0"),
+            ({"epochs": math.inf}, "epochs is inf"),
+            ({"learning_rate": math.nan}, "learning_rate is nan"),
+            ({"learning_rate": -1e-3}, "learning_rate is -0.001"),
+            ({"adam_beta2": 1.0}, "adam_beta2 is 1.0, expected 0 to below 1"),
+            ({"batch_size": 0}, "batch_size is 0, expected 1 or more"),
+            ({"seed": -1}, "seed is -1"),
+            ({"seed": 2**32}, "seed is 4294967296, expected 0 to 4294967295"),
+            ({"dtype": "int8"}, "dtype must be of"),
+            ({"lr_scheduler": "cosine_with_min_lr"}, "lr_scheduler must be of"),
+            ({"lora": {"dropout": 1.0}}, "dropout is 1.0"),
+            ({"lora": {"rank": 0}}, "rank is 0"),
+            ({"lora": {"target_modules": ("all-linear", "q_proj")}}, "stands for all layers"),
+        ],
+    )
+    def test_settings_that_make_no_sense_are_refused(
+        self, folder: Path, changes: dict[str, Any], expected: str
+    ) -> None:
+        with pytest.raises(ValueError, match=expected):
+            finetune(config(settings(folder, **changes)))
+
+    @pytest.mark.parametrize("output", ["", ".", "..", "a/.."])
+    def test_an_output_without_a_name_is_refused(self, folder: Path, output: str) -> None:
+        with pytest.raises(ValueError, match="output must name a folder"):
+            config({**settings(folder), "output": output})
+
+    def test_adapters_without_peft_are_refused_with_the_name_of_the_extra(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "peft", None)
+        with pytest.raises(ImportError, match=r"LoRA needs peft, which is not .*\[train\]"):
+            finetune(config(settings(folder, lora={"rank": 4})))
+
+    def test_training_on_top_of_adapters_is_refused(self, folder: Path) -> None:
+        (folder / "model" / "adapter_config.json").write_text("{}")
+        with pytest.raises(ValueError, match="is a LoRA adapter"):
+            finetune(config(settings(folder, lora={"rank": 4})))
+
+
+@pytest.mark.parametrize("positions", ["reordered", "composite"])
+@pytest.mark.parametrize("mode", ["block", "full"])
+def test_training_computes_what_the_engine_computes(mode: Any, positions: Any) -> None:
+    """The first token that the engine would answer, from training's tokens, positions and mask."""
+    model: Any = tiny_model("llama")
+    model.set_attn_implementation("eager")
+    tokenizer = tiny_tokenizer()
+    engine = BlockAttentionEngine.from_pretrained(tiny_model("llama"), tokenizer=tokenizer)
+    for number in range(8):
+        texts = [f"fact {number} is here. ", f"and {number * 7} there. ", f"what is {number}?"]
+        record = {"blocks": texts[:-1], "prompt": texts[-1], "response": "x"}
+        sample = SampleEncoder(tokenizer).encode_record(record)
+        lengths = sample.block_lengths if mode == "block" else [len(sample.input_ids)]
+        row = row_layout([BlockLengths(lengths)], len(sample.input_ids), positions)
+        layout = TokenLayout(*(part[None] for part in row))
+        mask = ModelMasks(model.config, "eager")(layout, torch.float32)
+        ids = torch.tensor([sample.input_ids])
+        with torch.no_grad():
+            out = model(input_ids=ids, attention_mask=mask, position_ids=layout.position_ids)
+        answered = next(i for i, label in enumerate(sample.labels) if label != -100)
+        expected = int(out.logits[0, answered - 1].argmax())
+        recipe = Recipe(positions=positions)
+        found = engine.generate(texts, mode=mode, recipe=recipe, max_new_tokens=1)
+        assert [*found.token_ids, *engine.model.end_token_ids][0] == expected
+
+
+@pytest.mark.parametrize("positions", ["reordered", "composite"])
+@pytest.mark.parametrize("sink", ["none", "bos", "head:3"])
+def test_after_a_sink_training_computes_the_logits_of_the_engine_and_of_the_oracle(
+    sink: str, positions: Any
+) -> None:
+    model: Any = tiny_model("llama")
+    model.set_attn_implementation("eager")
+    encoder = SampleEncoder(tiny_tokenizer())
+    texts = ["You answer.", "fact 1 is here. ", "and 7 there. ", "what is 1?"]
+    record = {"blocks": texts[:-1], "prompt": texts[-1], "response": "xyz"}
+    sample = dataclasses.asdict(encoder.encode_record(record))
+    before = sink_ids(sink, encoder.tokenizer)
+    item = ModeDataset([sample], ["block"], sink=before)[0]
+    batch = Collator(0, positions)([item])
+    mask = ModelMasks(model.config, "eager")(layout_of(batch), torch.float32)
+    with torch.no_grad():
+        logits = model(
+            input_ids=batch["input_ids"], attention_mask=mask, position_ids=batch["position_ids"]
+        ).logits[0]
+    answer = [label for label in item.labels if label != -100]
+    found = logits[-len(answer) - 1 : -1]
+    engine = BlockAttentionEngine.from_pretrained(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    expected = engine.answer_logits(texts, answer, recipe=Recipe(sink, positions=positions))
+    # The law of the design: logits in float32 agree to 1e-4.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    if positions == "reordered":
+        ids = encoder.tokenizer.prompt_ids(encoder.parse(record).prompt)
+        blocks = [*ids.context, [*ids.final, *answer[:-1]]]
+        expected = oracle_logits(model, blocks, before)
+        torch.testing.assert_close(found, expected[-len(answer) :], rtol=1e-4, atol=1e-4)
+
+
+def test_lora_settings_default_to_all_linear_layers() -> None:
+    assert LoraConfig().target_modules == "all-linear"

@@ -1,0 +1,154 @@
+"""Grammars of calls: what they let a model write is what the parser reads, and fits the schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema
+import pytest
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from blockattn_rag.output import FORMATS, ToolFormat, parse_answer
+from blockattn_rag.output.call_grammar import calls_grammar
+from blockattn_rag.output.compiler import GrammarCompiler, Matcher
+from blockattn_rag.output.grammar import parse_grammar
+from tests.models import tiny_tokenizer
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"$ref": "#/$defs/City"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 5},
+    },
+    "required": ["city"],
+    "$defs": {"City": {"enum": ["Paris", "Köln"]}},
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now"}},
+]
+WRITTEN = {
+    "hermes": [
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
+        "</tool_call>",
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    ],
+    "llama3": [
+        '{"name": "get_weather", "parameters": {"city": "Köln"}}',
+        '{"name": "now", "parameters": {}}',
+    ],
+    "mistral": [
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]',
+        '[TOOL_CALLS][{"name": "now", "arguments": {}}]',
+    ],
+    "mistral_args": ['[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}', "[TOOL_CALLS]now[ARGS]{}"],
+    "granite": [
+        '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]',
+        '<|tool_call|>[{"name": "now", "arguments": {}}]',
+    ],
+}
+SEVERAL = {
+    "hermes": "\n".join(WRITTEN["hermes"]),
+    "mistral": ('[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'),
+    "mistral_args": "".join(WRITTEN["mistral_args"]),
+    "granite": (
+        '<|tool_call|>[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'
+    ),
+}
+
+
+def tokenizer_of(form: ToolFormat, *, special: bool) -> PreTrainedTokenizerFast:
+    tokenizer = tiny_tokenizer()
+    marks: Any = [AddedToken(mark, special=special, normalized=False) for mark in form.marks]
+    tokenizer.add_tokens(marks, special_tokens=special)
+    return tokenizer
+
+
+def matcher_of(tokenizer: PreTrainedTokenizerFast, grammar: str) -> Matcher:
+    parsed = parse_grammar(None, {"grammar": grammar})
+    assert parsed is not None
+    return GrammarCompiler(tokenizer, [257], "tiny").matcher(parsed)
+
+
+def fits(form: ToolFormat, text: str, *, special: bool = True, several: bool = True) -> bool:
+    tokenizer = tokenizer_of(form, special=special)
+    grammar = calls_grammar(form, TOOLS, tokenizer, several=several)
+    matcher = matcher_of(tokenizer, grammar)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return matcher.follow(ids) and matcher.is_complete()
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_in_the_documented_form_fit(name: str, special: bool) -> None:
+    for text in WRITTEN[name]:
+        assert fits(FORMATS[name], text, special=special)
+        (call,) = parse_answer(text, FORMATS[name]).calls
+        if call.name == "get_weather":
+            jsonschema.validate(call.arguments, CITY)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("sound", "bad"),
+    [
+        ("Paris", "Rome"),
+        ("city", "town"),
+        ("get_weather", "get_rain"),
+        ('{"city"', '{"x": 1, "city"'),
+        ('"Paris"', '"Paris", "x": 1'),
+    ],
+)
+def test_arguments_that_do_not_fit_the_schema_do_not_fit(name: str, sound: str, bad: str) -> None:
+    text = WRITTEN[name][0].replace("Köln", "Paris")
+    assert fits(FORMATS[name], text)
+    assert not fits(FORMATS[name], text.replace(sound, bad))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_neither_text_nor_the_end_stands_in_the_place_of_a_call(name: str) -> None:
+    assert not fits(FORMATS[name], "")
+    assert not fits(FORMATS[name], "Well.")
+    assert not fits(FORMATS[name], WRITTEN[name][0] + " Well.")
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_calls_fit_only_where_they_may_be_made(name: str) -> None:
+    assert fits(FORMATS[name], SEVERAL[name])
+    assert len(parse_answer(SEVERAL[name], FORMATS[name]).calls) == 2
+    assert not fits(FORMATS[name], SEVERAL[name], several=False)
+
+
+def test_a_tool_whose_name_needs_escapes_is_called_by_it() -> None:
+    tools = [{"type": "function", "function": {"name": 'say "hi"'}}]
+    tokenizer = tiny_tokenizer()
+    text = '{"name": "say \\"hi\\"", "parameters": {}}'
+    matcher = matcher_of(
+        tokenizer, calls_grammar(FORMATS["llama3"], tools, tokenizer, several=False)
+    )
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert matcher.follow(ids)
+    assert matcher.is_complete()
+
+
+@pytest.mark.parametrize("special", [True, False, None])
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_answer_of_text_or_calls_is_decided_where_it_begins(
+    name: str, special: bool | None
+) -> None:
+    form = FORMATS[name]
+    tokenizer = tiny_tokenizer() if special is None else tokenizer_of(form, special=special)
+    grammar = calls_grammar(form, TOOLS, tokenizer, several=True, or_text=True)
+
+    def fits_now(text: str) -> bool:
+        matcher = matcher_of(tokenizer, grammar)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return matcher.follow(ids) and matcher.is_complete()
+
+    quoted = f"It says {WRITTEN[name][0]}." if special is None else "It says {}, <tool> [TOOL]."
+    for text in ("", "Well.", " \n", "Ünï 🙂\n\nWell", quoted, *WRITTEN[name]):
+        assert fits_now(text)
+    opened = [form.opening, f" \n\x1c{form.opening}", f"{form.opening}x", "<think>x", " <think>"]
+    for text in [*opened, *(["{", ' {"a": 1}'] if form.is_bare else [])]:
+        assert not fits_now(text)

@@ -1,0 +1,273 @@
+"""Compiled grammars: what may come next, whatever order answers are looked at in."""
+
+from __future__ import annotations
+
+import json
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from blockattn_rag.errors import GrammarError, UnsupportedModelError
+from blockattn_rag.output.compiler import GrammarCompiler, Matcher
+from blockattn_rag.output.grammar import Grammar, parse_grammar
+from tests.holding import LONGEST_S
+from tests.models import tiny_tokenizer
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TAGS = {
+    "triggers": ["<find"],
+    "structures": [{"begin": "<find>", "schema": SCHEMA, "end": "</find>"}],
+}
+TOKENIZER: Any = tiny_tokenizer()
+END = TOKENIZER.eos_token_id
+VOCABULARY = len(TOKENIZER)
+
+
+def grammar(**outputs: Any) -> Grammar:
+    found = parse_grammar(None, outputs)
+    assert found is not None
+    return found
+
+
+def compiler(tokenizer: Any = TOKENIZER) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, [END], "tiny")
+
+
+def matcher(**outputs: Any) -> Matcher:
+    return compiler().matcher(grammar(**outputs))
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    return found
+
+
+def next_of(one: Matcher) -> set[str]:
+    allowed = np.flatnonzero(one.allowed(VOCABULARY, [END]))
+    return {TOKENIZER.decode([token], skip_special_tokens=False) for token in allowed}
+
+
+def fits(one: Matcher, text: str) -> bool:
+    return one.fresh().follow(ids(text))
+
+
+def test_tokens_that_may_come_next_are_those_of_the_grammar() -> None:
+    one = matcher(choice=["ja", "jb"])
+    assert next_of(one) == {"j"}
+    assert one.follow(ids("j"))
+    assert next_of(one) == {"a", "b"}
+    assert not one.is_complete()
+
+
+def test_an_end_may_come_when_the_answer_is_complete_and_only_then() -> None:
+    one = matcher(regex="ab?")
+    assert not one.allowed(VOCABULARY, [END])[END]
+    assert one.follow(ids("a"))
+    assert one.is_complete()
+    allowed = one.allowed(VOCABULARY, [END])
+    assert allowed[END]
+    assert allowed[ids("b")].all()
+
+
+def test_another_end_takes_the_place_of_the_model_s_own() -> None:
+    one = matcher(regex="a")
+    assert one.follow(ids("a"))
+    other = ids("z")[0]
+    assert np.flatnonzero(one.allowed(VOCABULARY, [other])).tolist() == [other]
+
+
+def test_answers_that_go_back_are_followed() -> None:
+    one = matcher(choice=["abc", "axy"])
+    assert one.follow(ids("abc"))
+    assert one.follow(ids("ax"))
+    assert next_of(one) == {"y"}
+    assert not one.follow(ids("aq"))
+    assert one.follow(ids("a"))
+    assert next_of(one) == {"b", "x"}
+
+
+def test_a_fresh_matcher_shares_nothing_with_the_one_that_it_came_from() -> None:
+    one = matcher(choice=["ab"])
+    one.follow(ids("a"))
+    other = one.fresh()
+    assert (next_of(one), next_of(other)) == ({"b"}, {"a"})
+
+
+def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    compile_one = GrammarCompiler._compile
+
+    def noted(self: GrammarCompiler, given: Grammar) -> Matcher:
+        compiled.append(given.text)
+        return compile_one(self, given)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", noted)
+    one = compiler()
+    for _ in range(3):
+        one.matcher(grammar(json=SCHEMA))
+        one.matcher(grammar(regex="a"))
+    assert compiled == [json.dumps(SCHEMA), "a"]
+
+
+def test_a_slow_grammar_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    compile_one = GrammarCompiler._compile
+
+    def slow(self: GrammarCompiler, given: Grammar) -> Matcher:
+        if given.text == "slow":
+            begun.set()
+            assert may_end.wait(LONGEST_S)
+        return compile_one(self, given)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", slow)
+    one = compiler()
+    found: list[Matcher] = []
+    waiting = threading.Thread(target=lambda: found.append(one.matcher(grammar(regex="slow"))))
+    other = threading.Thread(target=lambda: found.append(one.matcher(grammar(regex="fast"))))
+    waiting.start()
+    assert begun.wait(LONGEST_S)
+    other.start()
+    other.join(5)
+    overtook = list(found)
+    may_end.set()
+    waiting.join()
+    other.join()
+    assert [next_of(each) for each in overtook] == [{"f"}]
+    assert next_of(found[1]) == {"s"}
+
+
+def test_thousands_of_choices_constrain_an_answer() -> None:
+    one = matcher(choice=[f"Street {i} of Halden" for i in range(20_000)])
+    assert next_of(one) == {"S"}
+    assert one.follow(ids("Street 1999"))
+    assert next_of(one) == {" ", *"0123456789"}
+    assert one.follow(ids("Street 19999"))
+    assert next_of(one) == {" "}
+    assert one.follow(ids("Street 19999 of Halden"))
+    assert one.is_complete()
+    assert not fits(one, "Street 20000")
+
+
+def test_a_choice_that_begins_another_ends_or_goes_on() -> None:
+    one = matcher(choice=["ab", "abc", 'say "ö"\n', "🏰"])
+    assert one.follow(ids("ab"))
+    assert one.allowed(VOCABULARY, [END])[[END, ids("c")[0]]].all()
+    for text in ("abc", 'say "ö"\n', "🏰"):
+        assert one.follow(ids(text))
+        assert one.is_complete()
+
+
+def _alternatives(number: int, begin: str) -> str:
+    """A grammar whose parser has so many items after ``begin``, a rule."""
+    cases = " | ".join(f"c{i}" for i in range(number))
+    rules = "\n".join(f'c{i}: "x" "{i}"' for i in range(number))
+    return f"start: {begin} case\ncase: {cases}\n{rules}"
+
+
+def test_a_grammar_that_cannot_begin_is_refused_when_it_is_compiled() -> None:
+    with pytest.raises(GrammarError, match=r"the grammar cannot be followed.* max is 10000"):
+        matcher(grammar=_alternatives(10_001, '"a"'))
+
+
+def test_an_error_of_the_parser_is_no_answer_that_does_not_fit() -> None:
+    one = matcher(grammar=_alternatives(10_001, '/a+/ "b"'))
+    assert not one.follow(ids("b"))
+    with pytest.raises(GrammarError, match=r"cannot be followed: .* max is 10000") as raised:
+        one.follow(ids("aabx"))
+    assert "\n" not in str(raised.value)
+    with pytest.raises(GrammarError, match="max is 10000"):  # nor is it forgotten
+        one.follow(ids("aabx1"))
+
+
+def test_too_many_optional_properties_are_refused_at_once() -> None:
+    properties = {f"p{i}": {"type": "integer"} for i in range(10_000)}
+    with pytest.raises(
+        GrammarError, match="has 10,000 optional properties, expected at most 2,000"
+    ):
+        matcher(json={"items": {"type": "object", "properties": properties}})
+
+
+@pytest.mark.parametrize(
+    ("outputs", "text"),
+    [
+        ({"json": SCHEMA}, '{"a": 12}'),
+        ({"json_object": True}, '{"ö": [1, null, "x"]}'),
+        ({"regex": "[0-9]{4}"}, "1931"),
+        ({"choice": ["蓝", "ja"]}, "蓝"),
+        ({"grammar": 'start: "a" /b+/'}, "abb"),
+    ],
+)
+def test_every_kind_is_compiled(outputs: dict[str, Any], text: str) -> None:
+    one = matcher(**outputs)
+    assert one.follow(ids(text))
+    assert one.is_complete()
+    assert not fits(one, "?")
+
+
+def test_a_structural_tag_leaves_text_free_and_holds_what_it_opens() -> None:
+    one = matcher(structural_tag=TAGS)
+    assert fits(one, "Any < text {]")
+    assert fits(one, 'I look: <find>{"a": 3}</find> and more, <find>{"a": 4}</find>.')
+    assert not fits(one, '<find>{"b"')
+    assert not fits(one, '<find>{"a": 3} more')
+    assert not fits(one, "<finder>")
+    assert one.follow(ids('<find>{"a": 3'))
+    assert not one.is_complete()
+
+
+def test_a_tag_that_no_trigger_opens_is_refused() -> None:
+    with pytest.raises(GrammarError, match="'<find>' begins with none of the triggers <call"):
+        matcher(structural_tag={**TAGS, "triggers": ["<call"]})
+
+
+def test_a_schema_that_no_answer_fits_is_told_in_a_line() -> None:
+    with pytest.raises(GrammarError, match="what no answer can be") as raised:
+        matcher(json={"$ref": "#"}).allowed(VOCABULARY, [END])
+    assert "\n" not in str(raised.value)
+
+
+def _deep(levels: int) -> dict[str, Any]:
+    return {"items": _deep(levels - 1)} if levels else {}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "said"),
+    [
+        ({"json": {"title": "T", "not": {}}}, "the JSON schema 'T' cannot be compiled"),
+        ({"regex": "(a"}, r"the regular expression '\(a' cannot be compiled"),
+        ({"json": {"title": "T", **_deep(400)}}, "'T' cannot be compiled.*recursion"),
+        ({"structural_tag": {"x": 1}}, r"expected \{'triggers'.*found \{\"x\": 1\}"),
+        ({"structural_tag": [1]}, r"expected \{'triggers'.*found \[1\]"),
+        ({"grammar": "start: nothing"}, "the grammar cannot be compiled.*nothing"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_by_its_name(outputs: Any, said: str) -> None:
+    with pytest.raises(GrammarError, match=said):
+        matcher(**outputs)
+
+
+def test_a_tokenizer_of_another_kind_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="tiny has a SimpleNamespace"):
+        compiler(SimpleNamespace()).matcher(grammar(regex="a"))
+
+
+def test_long_chains_of_references_do_not_overflow_the_stack() -> None:
+    """An overflow ends the process."""
+    definitions: dict[str, Any] = {
+        f"d{i}": {"properties": {"k": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["k"]}
+        for i in range(3_000)
+    }
+    definitions["d3000"] = {"type": "string"}
+    before = threading.stack_size()
+    one = matcher(json={"$defs": definitions, "$ref": "#/$defs/d0"})
+    assert one.follow(ids('{"k":{"k":'))
+    assert threading.stack_size() == before
+
+
+def test_a_structural_tag_of_numbers_is_refused() -> None:
+    tag = {"triggers": ["<f"], "structures": [{"begin": 3, "schema": {}, "end": ">"}]}
+    with pytest.raises(GrammarError, match="the structural tag cannot be compiled"):
+        matcher(structural_tag=tag)

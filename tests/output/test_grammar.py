@@ -1,0 +1,137 @@
+"""What a call may ask for, and what is refused before anything is compiled."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from blockattn_rag.errors import GrammarError
+from blockattn_rag.output.grammar import Grammar, parse_grammar
+
+SCHEMA = {"title": "Tower", "type": "object", "properties": {"höhe": {"type": "integer"}}}
+
+
+class Tower(BaseModel):
+    höhe: int
+
+
+def asked(response_format: Any = None, structured_outputs: Any = None) -> Grammar:
+    found = parse_grammar(response_format, structured_outputs)
+    assert found is not None
+    return found
+
+
+def test_a_schema_is_taken_as_openai_and_as_vllm_write_it() -> None:
+    given = {"type": "json_schema", "json_schema": {"name": "T", "schema": SCHEMA, "strict": True}}
+    by_format = asked(given)
+    by_outputs = asked(None, {"json": SCHEMA})
+    assert json.loads(by_format.text) == json.loads(by_outputs.text) == SCHEMA
+    assert (by_format.kind, by_outputs.kind) == ("json", "json")
+    assert by_format.asked == {"response_format": given}
+    assert by_outputs.asked == {"structured_outputs": {"json": SCHEMA}}
+    assert asked(None, {"json": json.dumps(SCHEMA)}).text == by_outputs.text
+
+
+def test_a_schema_is_called_by_its_name_or_its_title() -> None:
+    named = {"name": "T", "schema": SCHEMA}
+    assert str(asked({"type": "json_schema", "json_schema": named})) == "the JSON schema 'T'"
+    assert str(asked(None, {"json": SCHEMA})) == "the JSON schema 'Tower'"
+    assert str(asked(None, {"json": {}})) == "the JSON schema"
+
+
+def test_a_pydantic_class_is_its_schema() -> None:
+    found = asked(Tower)
+    assert json.loads(found.text) == Tower.model_json_schema()
+    assert str(found) == "the JSON schema 'Tower'"
+    sent = found.asked["response_format"]
+    assert sent["json_schema"] == {"name": "Tower", "schema": Tower.model_json_schema()}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "text"),
+    [
+        ({"json_object": True}, '{"type":"object"}'),
+        ({"regex": "[0-9]+"}, "[0-9]+"),
+        ({"choice": ["ja", "nö"]}, '["ja", "nö"]'),
+        ({"grammar": 'start: "x"'}, 'start: "x"'),
+        ({"json": None, "regex": "a", "json_object": False}, "a"),
+    ],
+)
+def test_other_kinds_are_taken_in_vllms_words(outputs: dict[str, Any], text: str) -> None:
+    found = asked(None, outputs)
+    assert found.text == text
+    assert found.kind in outputs
+    assert found.asked == {"structured_outputs": outputs}
+
+
+def test_structural_tags_are_sent_to_a_server_as_text() -> None:
+    tags = {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}]}
+    sent = asked(None, {"structural_tag": tags}).asked["structured_outputs"]["structural_tag"]
+    assert json.loads(sent) == tags
+    assert asked(None, {"structural_tag": sent}).text == sent
+
+
+def test_text_and_nothing_ask_for_no_grammar() -> None:
+    assert parse_grammar({"type": "text"}, None) is None
+    assert parse_grammar(None, None) is None
+
+
+def test_grammars_are_known_by_what_they_say_and_go_to_other_processes() -> None:
+    one, other = asked(Tower), asked(Tower)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert one != asked(None, {"regex": "a"})
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(100_000):
+    DEEP = {"items": DEEP}
+
+
+def test_a_grammar_that_is_too_large_is_refused_with_the_limit() -> None:
+    choices = [f"Street {i} of Halden" for i in range(200_000)]
+    with pytest.raises(GrammarError, match=r"characters, expected at most 2,000,000. Offer less"):
+        parse_grammar(None, {"choice": choices})
+    with pytest.raises(GrammarError, match=r"2,000,006 characters, expected at most 2,000,000"):
+        parse_grammar(None, {"regex": "a" * 2_000_006})
+
+
+@pytest.mark.parametrize(
+    ("response_format", "outputs", "message"),
+    [
+        (Tower, {"regex": "a"}, "not both"),
+        ("json", None, "response_format must be a pydantic class.*found 'json'"),
+        (Tower(höhe=3), None, r"must be a pydantic class.*found Tower\(höhe=3\)"),
+        ({"json_schema": {}}, None, "a mapping with a type"),
+        ({"type": "yaml"}, None, "must be json_schema, json_object or text; found 'yaml'"),
+        ({"type": "json_schema"}, None, "must have the schema in"),
+        ({"type": "json_schema", "json_schema": {"name": "T"}}, None, "must have the schema in"),
+        (None, {}, "must hold one of json, json_object"),
+        (None, {"regex": "a", "choice": ["b"]}, "must hold one of"),
+        (None, {"yaml": "a"}, "must hold one of"),
+        (None, "a", "structured_outputs must be a mapping"),
+        (None, {"json": [1]}, "must be an object; found"),
+        (None, {"json": "{"}, "is no JSON"),
+        (None, {"json": {"enum": [{1, 2}]}}, "must be plain JSON"),
+        (None, {"json": DEEP}, "nested too deeply, expected fewer than 100 levels"),
+        (None, {"json": '{"items":' * 100_000}, "nested too deeply"),
+        ({"type": "json_schema", "json_schema": {"schema": DEEP}}, None, "nested too deeply"),
+        ({"type": "json_schema", "json_schema": DEEP}, None, "must have the schema in"),
+        (DEEP, None, "a mapping with a type"),
+        (None, DEEP, "must hold one of"),
+        (None, {"choice": [DEEP]}, "choice must be a list of texts"),
+        (None, {"choice": "abc"}, "choice must be a list of texts; found 'abc'"),
+        (None, {"choice": []}, "choice must be a list of texts"),
+        (None, {"choice": ["a", ""]}, "choice must be a list of texts"),
+        (None, {"regex": 3}, "regex must be a text; found 3"),
+        (None, {"grammar": ""}, "grammar must be a text; found ''"),
+    ],
+)
+def test_other_forms_are_refused(response_format: Any, outputs: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        parse_grammar(response_format, outputs)

@@ -1,5 +1,0 @@
-"""The folder of documents and the tiny model of the command line's tests."""
-
-from tests.cli.conftest import documents, model
-
-__all__ = ["documents", "model"]

@@ -1,0 +1,114 @@
+"""A server's options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.shares import Share
+from blockattn_rag.store import RedisStore
+from blockattn_rag.store.namespaces import Access
+from tests.server.profiles import make_profile
+
+PROFILE = make_profile()
+GIVEN: dict[str, Any] = {"store": "s3://kv/llama", "profile": "llama.json"}
+
+
+def test_what_is_not_given_has_a_default() -> None:
+    config = ServingConfig.parse(GIVEN)
+    assert config.access == Access()
+    assert config.tenant_secret is None
+    assert config.nearer_tiers(PROFILE, Share.of(PROFILE)) == ["memory:8GiB"]
+
+
+def test_each_rank_has_tiers_of_its_own() -> None:
+    config = ServingConfig.parse(GIVEN | {"memory": "1GiB", "disk": "/nvme"})
+    folder = f"/nvme/{'f' * 16}/layers-0-2-heads-1-2"
+    assert config.nearer_tiers(PROFILE, Share.of(PROFILE, 1, 2)) == ["memory:1GiB", folder]
+
+
+def test_what_ranks_of_another_model_or_with_other_shares_keep_lies_elsewhere() -> None:
+    config = ServingConfig.parse(GIVEN | {"disk": "/nvme"})
+    other = make_profile(fingerprint="0" * 64)
+    shares = [Share.of(PROFILE, rank, 2) for rank in (0, 1)]
+    shares += [Share.of(PROFILE, 0, 2, range(1)), Share.of(PROFILE, 0, 2, range(1, 2))]
+    folders = {config.nearer_tiers(PROFILE, share)[1] for share in shares}
+    assert len({*folders, config.nearer_tiers(other, shares[0])[1]}) == 5
+
+
+@pytest.mark.parametrize("more", [{}, {"disk": "/nvme"}, {"cache": "redis://valkey"}])
+@pytest.mark.parametrize("also", [{}, {"disk": "/nvme", "cache": "redis://valkey"}])
+def test_tiers_are_named_as_they_are_there(more: dict[str, str], also: dict[str, str]) -> None:
+    config = ServingConfig.parse(GIVEN | more | also)
+    assert config.tier_names == ("memory", *sorted(also | more, reverse=True), "home")
+    assert len(config.tier_names) == len(config.nearer_tiers(PROFILE, Share.of(PROFILE))) + 1
+
+
+def test_ranks_have_names_of_their_own_in_a_cache() -> None:
+    config = ServingConfig.parse(GIVEN | {"cache": "redis://valkey:6379/0"})
+    tiers = [config.nearer_tiers(PROFILE, Share.of(PROFILE, rank, 2)) for rank in (0, 1)]
+    assert [tier[0] for tier in tiers] == ["memory:8GiB"] * 2
+    caches = [tier[-1] for tier in tiers]
+    assert [repr(one) for one in caches] == ["RedisStore('redis://valkey:6379/0')"] * 2
+    assert len({one._prefix for one in caches if isinstance(one, RedisStore)}) == 2
+
+
+def test_private_memory_is_so_many_tokens_of_a_model() -> None:
+    profile = make_profile()  # 2 layers of 2 heads of 4 keys and 4 values: 128 bytes a token
+    config = ServingConfig.parse(GIVEN | {"private_memory": "1KiB"})
+    assert config.private_tokens(profile) == 8
+    assert ServingConfig.parse(GIVEN).private_tokens(profile) == (4 << 30) // 128
+
+
+def test_a_server_that_stores_nothing_may_yet_encode_for_its_memory() -> None:
+    assert ServingConfig.parse(GIVEN).encodes
+    assert ServingConfig.parse(GIVEN | {"private_memory": "0"}).encodes
+    assert ServingConfig.parse(GIVEN | {"read_only": True}).encodes
+    assert not ServingConfig.parse(GIVEN | {"read_only": True, "private_memory": "0"}).encodes
+
+
+def test_a_list_names_namespaces() -> None:
+    config = ServingConfig.parse(GIVEN | {"read_namespaces": ["shared"]})
+    assert config.access.read_namespaces == ("shared",)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"storre": "x"}, "unknown option 'storre'"),
+        ({"store": "memory:1GiB"}, "seen by all its processes"),
+        ({"memory": 8}, "memory must be a text"),
+        ({"private_memory": "much"}, "expected a size such as 2GiB"),
+        ({"private_memory": 8}, "private_memory must be a text"),
+        ({"disk": ""}, "disk must be a text or null"),
+        ({"cache": "s3://kv"}, "cache must be the address of a Redis or Valkey server"),
+        ({"read_only": 1}, "read_only must be true or false"),
+        ({"read_namespaces": "shared"}, "read_namespaces must be a list of texts"),
+        ({"read_namespaces": ["a b"]}, "a namespace is named by"),
+        ({"load_deadline_s": True}, "load_deadline_s must be a number"),
+        ({"load_deadline_s": 0}, "load_deadline_s must be positive"),
+        ({"kv_dtype": "fp8"}, "kv_dtype must be"),
+    ],
+)
+def test_a_wrong_option_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ServingConfig.parse(GIVEN | changed)
+
+
+def test_a_store_and_a_profile_must_be_given() -> None:
+    with pytest.raises(ValueError, match="found no 'profile'"):
+        ServingConfig.parse({"store": "kv"})
+
+
+def test_the_secret_stands_in_the_environment_and_must_be_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = ServingConfig.parse(GIVEN | {"tenant_secret_env": "SECRET_OF_TENANTS"})
+    monkeypatch.setenv("SECRET_OF_TENANTS", "s3cret")
+    assert config.tenant_secret == "s3cret"
+    assert "s3cret" not in repr(config)
+    monkeypatch.setenv("SECRET_OF_TENANTS", "")
+    with pytest.raises(ValueError, match="SECRET_OF_TENANTS, which is empty"):
+        _ = config.tenant_secret

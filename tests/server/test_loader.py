@@ -1,0 +1,360 @@
+"""BlockLoader: all blocks of a prompt in time, or an error that says which and why."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockattn_rag.errors import CorruptEntryError, LoadError, StoreError
+from blockattn_rag.kv.block_kv import BlockKV, store_key, token_digest
+from blockattn_rag.server.loader import BlockLoader, LoaderStats
+from blockattn_rag.server.protocol import BlockId, BlockPlan, block_keys
+from blockattn_rag.server.shares import Share, open_share
+from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, TieredStore
+from blockattn_rag.store.base import Found
+from tests.holding import LONGEST_S
+from tests.server.profiles import make_profile
+from tests.store.kvs import make_kv, same
+
+PROFILE = make_profile(vocab_size=1000)
+WHOLE = Share.of(PROFILE)
+PROMPT = [1, 2, 3, 4, 5, 4, 5, 9]
+PLAN = BlockPlan("complete", (3, 2, 2), "tenant")
+BLOCKS = block_keys(PROMPT, PLAN, PROFILE, ["shared"])
+
+
+def kv_of(block: BlockId, namespace: str = "tenant") -> BlockKV:
+    """What an engine would store for a block."""
+    kv = make_kv(str(block.ids), tokens=len(block.ids))
+    return replace(kv, token_ids=torch.tensor(block.ids), digest=block.digest, namespace=namespace)
+
+
+def filled(store: KVStore, *namespaces: str) -> KVStore:
+    for block in BLOCKS:
+        for namespace in namespaces or ("tenant",):
+            kv = kv_of(block, namespace)
+            store.put(kv.key, kv)
+    return store
+
+
+class Scripted(MemoryStore):
+    """A store that says what it is told to say, and holds its answers back until it may speak."""
+
+    def __init__(self, answer: Callable[[str], Found] | None = None) -> None:
+        super().__init__(1 << 24)
+        self.answer = answer or super().get
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.go.set()
+        self.asked: list[list[str]] = []
+
+    def get_many(self, keys: Sequence[str]) -> list[Found]:
+        self.asked.append([*keys])
+        self.begun.set()
+        assert self.go.wait(LONGEST_S)
+        return [self.answer(key) for key in keys]
+
+
+Make = Callable[..., BlockLoader]
+
+
+@pytest.fixture
+def loader() -> Iterator[Make]:
+    """Makes loaders, and closes them."""
+    made: list[BlockLoader] = []
+
+    def make(store: KVStore, share: Share = WHOLE, **options: Any) -> BlockLoader:
+        made.append(BlockLoader(store, PROFILE, share, **{"deadline_s": LONGEST_S, **options}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def failure(loader: BlockLoader, blocks: Sequence[BlockId] = BLOCKS) -> LoadError:
+    with pytest.raises(LoadError) as caught:
+        loader.start(blocks).result(2 * LONGEST_S)
+    return caught.value
+
+
+def told(loader: BlockLoader) -> tuple[int, int, int]:
+    stats = loader.stats()
+    return stats.loads, stats.failures, stats.misses
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+def test_a_prompt_s_blocks_come_in_order_by_one_call(loader: Make) -> None:
+    store = Scripted()
+    filled(store)
+    one = loader(store)
+    found = one.start(BLOCKS).result()
+    assert all(same(kv, kv_of(block)) for kv, block in zip(found, BLOCKS, strict=True))
+    assert store.asked == [[BLOCKS[0].key, BLOCKS[1].key]], "the third block is the second again"
+    stats = one.stats()
+    nbytes = sum(kv.nbytes for kv in found)
+    expected = LoaderStats(1, 0, 3, 7, nbytes, load_s=stats.load_s)
+    assert stats == expected
+    assert stats.load_s > 0
+
+
+def test_a_prompt_of_no_blocks_is_loaded_without_asking(loader: Make) -> None:
+    store = Scripted()
+    assert loader(store).start([]).result() == []
+    assert store.asked == []
+
+
+def test_a_rank_loads_its_share_through_its_tiers(loader: Make, tmp_path: Path) -> None:
+    home = filled(DirectoryStore(tmp_path / "kv"))
+    share = Share.of(PROFILE, 1, 2)
+    tiers = TieredStore("memory:1MiB", open_share(home, share, PROFILE))
+    one = loader(tiers, share)
+    for _ in range(2):
+        found = one.start(BLOCKS).result()
+        assert all(same(kv, share.cut(kv_of(b))) for kv, b in zip(found, BLOCKS, strict=True))
+    memory, far = one.stats().tiers
+    assert (memory.hits, far.hits) == (2, 2)
+    assert far.read_bytes == sum(kv.nbytes for kv in found[:2])
+    assert (one.stats().loads, one.stats().tokens) == (2, 14)
+
+
+def test_what_the_tenant_has_not_comes_from_where_tenants_share(loader: Make) -> None:
+    store = Scripted()
+    filled(store, "shared")
+    own = kv_of(BLOCKS[0])
+    store.put(own.key, own)
+    found = loader(store).start(BLOCKS).result()
+    assert [kv.namespace for kv in found] == ["tenant", "shared", "shared"]
+    assert store.asked == [[BLOCKS[0].keys[0], BLOCKS[1].keys[0]], [BLOCKS[1].keys[1]]]
+
+
+def test_a_quantised_block_is_of_the_model_s_shape(loader: Make) -> None:
+    store = MemoryStore(1 << 20)
+    kv = kv_of(BLOCKS[0]).quantised()
+    store.put(kv.key, kv)
+    (found,) = loader(store).start(BLOCKS[:1]).result()
+    assert found.scales is not None
+
+
+# -- what may not be stored ---------------------------------------------------------------------
+
+KEPT = block_keys(
+    PROMPT, BlockPlan("complete", (3, 2, 2), "tenant", ("memory", "private", "store")), PROFILE
+)
+
+
+def test_what_may_not_be_stored_comes_from_memory_and_is_not_asked_for_elsewhere(
+    loader: Make,
+) -> None:
+    store, kept = Scripted(), MemoryStore(1 << 20)
+    for block in KEPT:
+        kv = kv_of(block, block.namespaces[0])
+        (store if block.keep == "store" else kept).put(kv.key, kv)
+    found = loader(store, kept=kept).start(KEPT).result()
+    assert [kv.namespace for kv in found] == ["tenant", "tenant/private", "tenant"]
+    assert store.asked == [[KEPT[2].key]]
+
+
+def test_what_memory_has_dropped_may_be_stored_but_private_blocks_are_found_apart(
+    loader: Make,
+) -> None:
+    store = filled(MemoryStore(1 << 20))
+    one = loader(store, kept=MemoryStore(1 << 20))
+    error = failure(one, KEPT)
+    assert error.blocks == (1,)
+    assert "nor this server's memory (private_memory) any more" in str(error)
+    private = kv_of(KEPT[1], "tenant/private")
+    store.put(private.key, private)  # as one that was encoded on purpose
+    assert len(one.start(KEPT).result()) == 3
+
+
+def test_what_lies_in_memory_is_checked_as_what_is_stored(loader: Make) -> None:
+    kept = MemoryStore(1 << 20)
+    kv = other_shape(kv_of(KEPT[1], "tenant/private"))
+    kept.put(kv.key, kv)
+    one = loader(filled(MemoryStore(1 << 20)), kept=kept)
+    assert failure(one, KEPT).blocks == (1,)
+
+
+def test_a_block_that_may_be_stored_by_now_is_taken_from_memory_meanwhile(loader: Make) -> None:
+    store = Scripted()
+    assert len(loader(store, kept=filled(MemoryStore(1 << 20))).start(BLOCKS).result()) == 3
+    assert store.asked == []
+
+
+# -- what cannot be loaded -------------------------------------------------------------------------
+
+
+def test_a_missing_block_is_named_by_its_place(loader: Make) -> None:
+    store = filled(MemoryStore(1 << 20))
+    store.delete(BLOCKS[1].key)
+    one = loader(store)
+    error = failure(one)
+    assert str(error) == (
+        "block 1 of the prompt (2 tokens from token 3 on), and 1 more cannot be loaded: no store "
+        "that answers holds it"
+    )
+    assert (error.blocks, error.damaged) == ((1, 2), ())
+    assert told(one) == (0, 1, 2)
+    assert "block 0 of the prompt (3 tokens from token 0 on) cannot" in str(
+        failure(loader(MemoryStore(1)), BLOCKS[:1])
+    )
+
+
+def other_tokens(kv: BlockKV) -> BlockKV:
+    return replace(kv, token_ids=kv.token_ids + 1)
+
+
+def other_shape(kv: BlockKV) -> BlockKV:
+    return Share.of(PROFILE, 0, 2).cut(kv)
+
+
+def other_type(kv: BlockKV) -> BlockKV:
+    return kv.with_tensors([[t.half() for t in kv.tensors(layer)] for layer in range(2)])
+
+
+def other_digest(kv: BlockKV) -> BlockKV:
+    return replace(kv, digest=token_digest([7]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        (other_tokens, "keys and values of other tokens"),
+        (other_shape, "another shape or number type"),
+        (other_type, "another shape or number type"),
+        (other_digest, "holds another block under"),
+    ],
+)
+def test_what_is_not_the_block_that_was_asked_for_is_not_loaded(
+    loader: Make, changed: Callable[[BlockKV], BlockKV], why: str
+) -> None:
+    bad = changed(kv_of(BLOCKS[1]))
+    sound = filled(MemoryStore(1 << 20))
+    store = Scripted(lambda key: bad if key == BLOCKS[1].key else sound.get(key))
+    error = failure(loader(store))
+    assert why in str(error)
+    assert (error.blocks, error.damaged) == ((1, 2), (BLOCKS[1].key,))
+
+
+def test_a_damaged_entry_is_told_by_its_key_so_that_it_can_be_mended(
+    loader: Make, tmp_path: Path
+) -> None:
+    home = DirectoryStore(tmp_path / "kv")
+    filled(home)
+    path = home.entry_path(BLOCKS[0].key)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    one = loader(TieredStore("memory:1MiB", home))
+    error = failure(one)
+    assert "is damaged" in str(error)
+    assert (error.blocks, error.damaged) == ((0,), (BLOCKS[0].key,))
+    kv = kv_of(BLOCKS[0])
+    home.put(kv.key, kv)
+    assert len(one.start(BLOCKS).result()) == 3
+
+
+def test_a_sound_entry_that_tenants_share_stands_in_for_a_damaged_one(loader: Make) -> None:
+    shared = filled(MemoryStore(1 << 20), "shared")
+    own = {block.key for block in BLOCKS}
+    store = Scripted(lambda key: CorruptEntryError("bad") if key in own else shared.get(key))
+    assert len(loader(store).start(BLOCKS).result()) == 3
+
+
+@pytest.mark.parametrize("error", [StoreError("the disk is away"), RuntimeError("a mistake")])
+def test_a_store_that_fails_fails_the_load_and_no_other(
+    loader: Make, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    sound = filled(MemoryStore(1 << 20))
+    errors: list[Exception] = [error]
+
+    def fails_once(key: str) -> Found:
+        if errors:
+            raise errors.pop()
+        return sound.get(key)
+
+    one = loader(Scripted(fails_once))
+    with caplog.at_level(logging.ERROR, "blockattn_rag"):
+        found = failure(one)
+    assert str(error) in str(found)
+    assert (found.blocks, found.damaged) == ((0, 1, 2), ())
+    assert found.__cause__ is error
+    assert len(caplog.records) == isinstance(error, RuntimeError)
+    assert len(one.start(BLOCKS).result()) == 3
+    assert told(one) == (1, 1, 0)
+
+
+def test_a_store_error_of_one_entry_is_no_damage(loader: Make) -> None:
+    store = Scripted(lambda _: StoreError("no answer"))
+    error = failure(loader(store))
+    assert "no answer" in str(error)
+    assert error.damaged == ()
+
+
+# -- deadlines and bounds --------------------------------------------------------------------------
+
+
+def test_loads_end_by_their_deadline_though_the_store_hangs(loader: Make) -> None:
+    store = Scripted()
+    filled(store)
+    store.go.clear()
+    one = loader(store, deadline_s=0.2, threads=2)
+    loads = [one.start(BLOCKS) for _ in range(6)]
+    errors = [load.exception(LONGEST_S) for load in loads]
+    assert all(isinstance(error, LoadError) for error in errors)
+    assert all("deadline" in str(error) for error in errors)
+    assert told(one) == (0, 6, 0)
+    store.go.set()
+    assert len(store.asked) <= 2, "no thread is given to reads that nobody waits for"
+    one._deadline_s = LONGEST_S
+    assert len(one.start(BLOCKS).result()) == 3
+
+
+def test_more_loads_than_may_wait_fail_at_once(loader: Make) -> None:
+    store = Scripted()
+    filled(store)
+    store.go.clear()
+    one = loader(store, threads=1, most_waiting=2)
+    taken = [one.start(BLOCKS) for _ in range(2)]
+    refused = one.start(BLOCKS)
+    assert refused.done()
+    assert "2 loads wait or go on already" in str(refused.exception())
+    store.go.set()
+    assert [len(load.result()) for load in taken] == [3, 3]
+    assert len(one.start(BLOCKS).result()) == 3
+    assert told(one) == (3, 1, 0)
+
+
+def test_a_closed_loader_begins_no_load_and_ends_those_that_go_on(loader: Make) -> None:
+    store = Scripted()
+    filled(store)
+    store.go.clear()
+    one = loader(store, threads=1)
+    going, waiting = one.start(BLOCKS), one.start(BLOCKS)
+    assert store.begun.wait(LONGEST_S)
+    one.close()
+    assert waiting.cancelled()
+    assert "the loader is closed" in str(failure(one))
+    store.go.set()
+    assert len(going.result()) == 3
+
+
+@pytest.mark.parametrize("options", [{"deadline_s": 0}, {"threads": 0}, {"most_waiting": 0}])
+def test_numbers_that_are_not_positive_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"positive|at least one|greater than 0"):
+        BlockLoader(MemoryStore(1), PROFILE, WHOLE, **options)  # type: ignore[arg-type]
+
+
+def test_keys_of_blocks_are_those_of_their_tokens() -> None:
+    digest = token_digest([4, 5])
+    names = ("tenant", "shared")
+    assert BLOCKS[1].keys == tuple(store_key("f" * 64, digest, name) for name in names)

@@ -1,0 +1,339 @@
+"""Shares: what ranks read of blocks is all of them together, bit by bit, checked as it is read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.server.profile import LayerProfile, ModelProfile, Rotary
+from blockattn_rag.server.shares import Share, ShareStore, open_share
+from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, ObjectStore, TieredStore
+from blockattn_rag.store.base import RangeStore, get_many, touch
+from tests.server.profiles import make_profile
+from tests.store.kvs import FLOATS, kvs, make_kv, same
+
+NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def profile_of_block(kv: BlockKV) -> ModelProfile:
+    """The profile of a model that computes such blocks."""
+    dtype = kv.token_outline[0][2]
+    return ModelProfile(
+        fingerprint="f" * 64,
+        tokenizer="e" * 64,
+        name="made-up",
+        dtype=next(name for name, known in NAMES.items() if known == dtype),
+        layers=tuple(
+            LayerProfile(keys.shape[0], keys.shape[2], values.shape[2], 0)
+            for keys, values in zip(kv.keys, kv.values, strict=True)
+        ),
+        rotary=(Rotary("half", ()),),
+        vocab_size=1 << 40,
+        max_positions=1 << 20,
+    )
+
+
+def put_together(whole: BlockKV, parts: Sequence[tuple[Share, BlockKV]]) -> BlockKV:
+    """The block that ranks hold parts of; heads that several hold are taken from the last one."""
+    layers: list[list[Tensor]] = [
+        [torch.zeros_like(t) for t in whole.tensors(layer)] for layer in range(whole.num_layers)
+    ]
+    for share, kv in parts:
+        for place, (layer, heads) in enumerate(zip(share.layers, share.heads, strict=True)):
+            for into, tensor in zip(layers[layer], kv.tensors(place), strict=True):
+                into[heads.start : heads.stop] = tensor
+    assert all(kv.token_ids.tolist() == whole.token_ids.tolist() for _, kv in parts)
+    return parts[0][1].with_tensors(layers)
+
+
+def shares_of(profile: ModelProfile, ranks: int, stages: int) -> list[Share]:
+    """Of each tensor-parallel rank of each pipeline stage."""
+    count = profile.num_layers
+    cuts = [stage * count // stages for stage in range(stages + 1)]
+    return [
+        Share.of(profile, rank, ranks, range(start, stop))
+        for start, stop in itertools.pairwise(cuts)
+        if start < stop
+        for rank in range(ranks)
+    ]
+
+
+@pytest.fixture(scope="module")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, KVStore]:
+    obstore = pytest.importorskip("obstore.store")
+    return {
+        "directory": DirectoryStore(tmp_path_factory.mktemp("kv")),
+        "objects": ObjectStore("memory://kv", backend=obstore.MemoryStore()),
+        "memory": MemoryStore(1 << 30),
+    }
+
+
+# -- which share -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "expected"),
+    [
+        (8, 1, [range(8)]),
+        (8, 4, [range(2), range(2, 4), range(4, 6), range(6, 8)]),
+        (2, 4, [range(1), range(1), range(1, 2), range(1, 2)]),
+        (1, 2, [range(1), range(1)]),
+    ],
+)
+def test_ranks_share_out_heads_as_engines_do(heads: int, ranks: int, expected: list[range]) -> None:
+    profile = make_profile(heads=(heads, heads))
+    found = [Share.of(profile, rank, ranks) for rank in range(ranks)]
+    assert [share.heads for share in found] == [(own, own) for own in expected]
+    assert [share.is_whole(profile) for share in found] == [heads == 1 or ranks == 1] * ranks
+
+
+def test_layers_of_differing_heads_are_shared_out_each_for_itself() -> None:
+    profile = make_profile(heads=(4, 2, 1))
+    assert Share.of(profile, 1, 2).heads == (range(2, 4), range(1, 2), range(1))
+    assert Share.of(profile, 1, 2, range(1, 3)) == Share(range(1, 3), (range(1, 2), range(1)))
+
+
+def test_shares_that_differ_have_names_that_differ() -> None:
+    even, odd = make_profile(heads=(4, 4)), make_profile(heads=(4, 2))
+    shares = [
+        Share.of(profile, rank, ranks, layers)
+        for profile, ranks in ((even, 2), (even, 4), (odd, 2))
+        for rank in range(ranks)
+        for layers in (range(1), range(2))
+    ]
+    assert len({share.name for share in shares}) == len(set(shares))
+    assert shares[1].name == "layers-0-2-heads-0-2"
+
+
+@pytest.mark.parametrize("layers", [range(0), range(1, 3), range(-1, 1), range(0, 2, 2)])
+def test_layers_that_the_model_does_not_have_are_refused(layers: range) -> None:
+    with pytest.raises(ValueError, match=r"for layers, expected some of range\(0, 2\)"):
+        Share.of(make_profile(), 0, 1, layers)
+
+
+def test_a_rank_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        Share.of(make_profile(), 2, 2)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+@given(
+    kvs(FLOATS[:3]).flatmap(lambda kv: st.sampled_from([kv, kv.quantised()])),
+    st.sampled_from([1, 2, 3, 4, 8]),
+    st.sampled_from([1, 2, 3]),
+)
+@settings(max_examples=40)
+def test_what_all_ranks_read_is_the_whole_block_bit_by_bit(
+    homes: dict[str, KVStore], kv: BlockKV, ranks: int, stages: int
+) -> None:
+    profile = profile_of_block(kv)
+    for home in homes.values():
+        home.put(kv.key, kv)
+        parts = []
+        for share in shares_of(profile, ranks, stages):
+            found = ShareStore(home, share, profile).get(kv.key)
+            assert found is not None
+            assert found.key == kv.key
+            assert found.token_outline == share.token_outline(profile)
+            parts.append((share, found))
+        assert same(put_together(kv, parts), kv), home
+
+
+@pytest.fixture(params=["directory", "objects", "memory"])
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
+    obstore = pytest.importorskip("obstore.store")
+    stores: dict[str, Any] = {
+        "directory": lambda: DirectoryStore(tmp_path / "kv"),
+        "objects": lambda: ObjectStore(
+            "file:///kv", backend=obstore.LocalStore(DirectoryStore(tmp_path / "kv").path)
+        ),
+        "memory": lambda: MemoryStore(1 << 20),
+    }
+    return stores[request.param]()  # type: ignore[no-any-return]
+
+
+PROFILE = make_profile()
+KV = make_kv(tokens=40)
+SECOND = Share.of(PROFILE, 1, 2)
+
+
+def test_a_whole_share_is_the_home_itself(home: KVStore) -> None:
+    assert open_share(home, Share.of(PROFILE), PROFILE) is home
+    store = open_share(home, SECOND, PROFILE)
+    assert isinstance(store, ShareStore)
+    assert store.home is home
+
+
+def test_a_share_of_the_home_is_looked_for_as_in_the_home(home: KVStore) -> None:
+    store = ShareStore(home, SECOND, PROFILE)
+    assert isinstance(store, KVStore)
+    assert (store.get(KV.key), KV.key in store, touch(store, KV.key)) == (None, False, False)
+    home.put(KV.key, KV)
+    assert (KV.key in store, touch(store, KV.key), list(store.keys())) == (True, True, [KV.key])
+    assert store.stats() == home.stats()
+
+
+def test_a_share_is_only_read(home: KVStore) -> None:
+    home.put(KV.key, KV)
+    store = ShareStore(home, SECOND, PROFILE)
+    with pytest.raises(StoreError, match="it is only read; use"):
+        store.put(KV.key, KV)
+    with pytest.raises(StoreError, match="it is only read; use"):
+        store.delete(KV.key)
+    assert KV.key in home
+
+
+def test_a_share_holds_no_more_memory_than_it_tells(home: KVStore) -> None:
+    home.put(KV.key, KV)
+    found = ShareStore(home, SECOND, PROFILE).get(KV.key)
+    assert found is not None
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found.keys}
+    kept |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found.values}
+    ids = 8 * KV.num_tokens  # which are read with the share
+    assert sum(kept.values()) <= found.nbytes + ids == KV.nbytes // 2 + ids
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        make_profile(heads=(2, 2, 2)),
+        make_profile(heads=(4, 4)),
+        make_profile(heads=(2, 4)),
+        make_profile(value_size=8),
+        make_profile(dtype="bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("quantised", [False, True])
+def test_an_entry_of_another_shape_is_not_the_model_s(
+    home: KVStore, profile: ModelProfile, quantised: bool
+) -> None:
+    kv = make_kv(tokens=40, quantised=quantised)
+    home.put(kv.key, kv)
+    store = ShareStore(home, Share.of(profile, 1, 2), profile)
+    with pytest.raises(FingerprintMismatchError, match="of another shape or number type"):
+        store.get(kv.key)
+
+
+class Counting:
+    """A backend that counts what is asked of it."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.asked = 0
+
+    def get(self, path: str, *, options: Any) -> Any:
+        self.asked += 1
+        return self.backend.get(path, options=options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("more_heads", [0, 1])
+@pytest.mark.parametrize("tokens", [1, 7, 1000])
+def test_a_tensor_parallel_share_takes_two_requests_however_large_the_header(
+    quantised: bool, more_heads: int, tokens: int
+) -> None:
+    obstore = pytest.importorskip("obstore.store")
+    kv = make_kv(layers=40, heads=8, tokens=tokens, more_heads=more_heads, quantised=quantised)
+    profile = profile_of_block(kv)
+    backend = Counting(obstore.MemoryStore())
+    home = ObjectStore("memory://kv", backend=backend)  # type: ignore[arg-type]
+    home.put(kv.key, kv)
+    for rank in range(8):
+        backend.asked = 0
+        share = Share.of(profile, rank, 8)
+        found = ShareStore(home, share, profile).get(kv.key)
+        assert found is not None
+        assert same(found, share.cut(kv))
+        assert backend.asked <= 2
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore(tmp_path / "kv")
+
+
+@pytest.fixture(params=["directory", "objects"])
+def ranges(request: pytest.FixtureRequest, folder: DirectoryStore) -> RangeStore:
+    if request.param == "directory":
+        return folder
+    obstore = pytest.importorskip("obstore.store")
+    return ObjectStore("file:///kv", backend=obstore.LocalStore(folder.path))
+
+
+def flip(folder: DirectoryStore, key: str, byte: int) -> None:
+    path = folder.entry_path(key)
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_damage_is_told_of_its_entry_alone_and_to_whom_it_concerns(
+    ranges: RangeStore, folder: DirectoryStore, quantised: bool
+) -> None:
+    kv, other = (make_kv(name, tokens=40, quantised=quantised) for name in ("one", "other"))
+    for one in (kv, other):
+        ranges.put(one.key, one)
+    flip(folder, kv.key, -1)  # the values of the last head
+    first, second = (ShareStore(ranges, Share.of(PROFILE, rank, 2), PROFILE) for rank in (0, 1))
+    damaged, sound = second.get_many([kv.key, other.key])
+    assert isinstance(damaged, CorruptEntryError)
+    assert "values of head 1 in layer 1 are damaged" in str(damaged)
+    assert kv.key in str(damaged)
+    assert isinstance(sound, BlockKV)
+    assert first.get(kv.key) is not None
+    with pytest.raises(CorruptEntryError):
+        second.get(kv.key)
+
+
+def test_damaged_token_ids_are_found_by_every_rank(
+    ranges: RangeStore, folder: DirectoryStore
+) -> None:
+    ranges.put(KV.key, KV)
+    start = folder.entry_path(KV.key).stat().st_size - KV.nbytes - 8 * KV.num_tokens
+    flip(folder, KV.key, start)
+    for rank in (0, 1):
+        with pytest.raises(CorruptEntryError, match="token ids are damaged"):
+            ShareStore(ranges, Share.of(PROFILE, rank, 2), PROFILE).get(KV.key)
+
+
+# -- tiers -----------------------------------------------------------------------------------------
+
+
+def test_a_rank_s_tiers_hold_its_share_and_the_home_is_asked_once(
+    home: KVStore, tmp_path: Path
+) -> None:
+    home.put(KV.key, KV)
+    local = DirectoryStore(tmp_path / "rank-1-of-2")
+    tiers = TieredStore("memory:1MiB", local, ShareStore(home, SECOND, PROFILE))
+    expected = SECOND.cut(KV)
+    for _ in range(2):
+        [found] = get_many(tiers, [KV.key])
+        assert isinstance(found, BlockKV)
+        assert same(found, expected)
+        tiers.flush()  # what waits to be written to the disk is answered from there
+    [memory, disk, far] = tiers.tier_stats()
+    assert (memory.hits, disk.hits, far.hits) == (1, 0, 1)
+    assert (disk.written, far.written) == (1, 0)
+    again = TieredStore("memory:1MiB", local, ShareStore(MemoryStore(1), SECOND, PROFILE))
+    kept = again.get(KV.key)
+    assert kept is not None
+    assert same(kept, expected)
