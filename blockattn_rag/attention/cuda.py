@@ -1,13 +1,7 @@
-"""All code for CUDA. *None of it has run on a GPU yet*: tests run it on one where there is one.
-
-Two independent parts: attention kernels with their log-sum-exp, and a stream for copies alongside
-the model's work (for ``engine.transfer``).
-"""
+"""Attention kernels for CUDA, with their log-sum-exp. None of them has run on a GPU yet."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -75,42 +69,3 @@ def flash_attn() -> Any:
     except ImportError:
         return None
     return flash_attn_with_kvcache
-
-
-class CopyStream:
-    """A stream of copies to a device, beside the model's stream.
-
-    Args:
-        device: a CUDA device.
-        targets: tensors that own the memory which the copies fill.
-    """
-
-    def __init__(self, device: torch.device, targets: Sequence[Tensor]) -> None:
-        self._device = device
-        self._layers: list[Any] = []  # an event of CUDA for each layer that was copied
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # The memory of the targets may still be in use on the model's stream, and must not be
-        # given to others before the copies end.
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        for target in targets:
-            target.record_stream(self._stream)
-
-    def entered(self) -> AbstractContextManager[Any]:
-        """Surrounds the copies, in the thread that makes them."""
-        return torch.cuda.stream(self._stream)
-
-    def mark(self) -> None:
-        """The copies of one more layer have been started."""
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        self._layers.append(event)
-
-    def wait(self, layer: int) -> None:
-        """Let the current stream wait until a layer is copied."""
-        if not self._layers[layer].query():
-            torch.cuda.current_stream(self._device).wait_event(self._layers[layer])
-
-
-def pinned(states: Tensor) -> Tensor:
-    """States in page-locked memory, from where CUDA copies without waiting."""
-    return states.pin_memory() if states.device.type == "cpu" else states

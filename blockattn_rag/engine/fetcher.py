@@ -13,7 +13,6 @@ from blockattn_rag.engine.options import OnMiss
 from blockattn_rag.engine.prefetch import Prefetched
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.tokenised import remembering
-from blockattn_rag.engine.transfer import to_device
 from blockattn_rag.errors import MissError, StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import (
     BlockKV,
@@ -344,11 +343,10 @@ class BlockFetcher:
                 if (kv := self._sound(answer, key, one)) is not None:
                     read[one.name] = kv
         device = self._model.device
-        elsewhere = [name for name, kv in read.items() if kv.device != device]
-        moved = to_device([read[name] for name in elsewhere], device)
-        for name, kv in zip(elsewhere, moved, strict=True):
-            keep(self._cache, kv.key, kv)
-            read[name] = kv
+        for name, kv in read.items():
+            if kv.device != device:
+                read[name] = kv.to(device)
+                keep(self._cache, kv.key, read[name])
         return read
 
     def _sound(self, answer: Found, key: str, one: Wanted) -> BlockKV | None:

@@ -1,6 +1,6 @@
 """Keys and values of one block, and where they stand in a prompt."""
 
-from blockattn_rag.kv.block_kv import BlockKV, PendingCopy, store_key, token_digest
+from blockattn_rag.kv.block_kv import BlockKV, store_key, token_digest
 from blockattn_rag.kv.context import Assembly, Context, PlacedBlock, Positions, assemble, place
 from blockattn_rag.kv.quantization import KVDtype, KVScales
 from blockattn_rag.kv.rope import RotaryLayout, relative_error, rotate
@@ -11,7 +11,6 @@ __all__ = [
     "Context",
     "KVDtype",
     "KVScales",
-    "PendingCopy",
     "PlacedBlock",
     "Positions",
     "RotaryLayout",

@@ -6,23 +6,11 @@ import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from blockattn_rag.kv.quantization import KVScales, dequantise, quantise
-
-
-class PendingCopy(Protocol):
-    """A copy of keys and values to a device, made layer by layer while the model runs."""
-
-    def wait(self, layer: int) -> None:
-        """Return when the layer's copy may be read by what the caller does next."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether some layers will never be copied."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -38,7 +26,6 @@ class BlockKV:
         digest: ``token_digest`` of what was encoded.
         handle: ``Block.handle`` of each text that was encoded to these tokens, see
             ``joined_handles``; lets ``store gc`` find the entries of a passage.
-        pending_copy: the copy that fills keys, values and scales, if it may not be complete yet.
         scales: of a quantised block's keys and values; None: they are as the model computed them.
         namespace: for whom it is stored; see ``store.namespaces``.
     """
@@ -49,12 +36,11 @@ class BlockKV:
     fingerprint: str
     digest: str
     handle: str
-    pending_copy: PendingCopy | None = None
     scales: KVScales | None = None
     namespace: str = ""
 
     def states(self, layer: int, *, exact_keys: bool = False) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values in the model's dtype; waits for a pending copy of that layer.
+        """A layer's keys and values in the model's dtype.
 
         Those of a quantised block are new tensors, dequantised and rounded once. With
         ``exact_keys`` its keys come in float32, for a caller who rotates them and rounds then.
@@ -70,21 +56,16 @@ class BlockKV:
         )
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values as they lie in memory, int8 in a quantised block; waits for a
-        pending copy of that layer."""
-        if self.pending_copy is not None:
-            self.pending_copy.wait(layer)
+        """A layer's keys and values as they lie in memory: int8 in a quantised block."""
         return self.keys[layer], self.values[layer]
 
     def tensors(self, layer: int) -> tuple[Tensor, ...]:
         """A layer's keys and values, and the scales of both in a quantised block, as they lie in
-        memory. Does not wait for a pending copy."""
+        memory."""
         of_scales = self.scales and (self.scales.keys[layer], self.scales.values[layer])
         return self.keys[layer], self.values[layer], *(of_scales or ())
 
-    def with_tensors(
-        self, layers: Sequence[Sequence[Tensor]], pending_copy: PendingCopy | None = None
-    ) -> BlockKV:
+    def with_tensors(self, layers: Sequence[Sequence[Tensor]]) -> BlockKV:
         """This block in other memory: ``layers`` are as from ``tensors``, its token ids a copy."""
         keys, values, *scales = zip(*layers, strict=True)
         return replace(
@@ -93,7 +74,6 @@ class BlockKV:
             values=values,
             scales=self.scales and replace(self.scales, keys=scales[0], values=scales[1]),
             token_ids=self.token_ids.clone(),
-            pending_copy=pending_copy,
         )
 
     def quantised(self) -> BlockKV:
@@ -106,7 +86,7 @@ class BlockKV:
             return self
         states = [self.states(layer) for layer in range(self.num_layers)]
         keys, values, scales = quantise(*zip(*states, strict=True))
-        return replace(self, keys=keys, values=values, scales=scales, pending_copy=None)
+        return replace(self, keys=keys, values=values, scales=scales)
 
     @property
     def key(self) -> str:
@@ -145,8 +125,6 @@ class BlockKV:
 
     def copy_to(self, device: torch.device) -> BlockKV:
         """A copy on ``device`` that shares no memory with this one, not even its token ids."""
-        for layer in range(self.num_layers):
-            self.stored(layer)  # waits for it
         layers = [self.tensors(layer) for layer in range(self.num_layers)]
         copies = iter(_copies([t for layer in layers for t in layer], device))
         return self.with_tensors([[next(copies) for _ in layer] for layer in layers])

@@ -123,7 +123,7 @@ class Correction:
             self._apply(index, *kv.states(index), layout) for index, layout in enumerate(layouts)
         ]
         keys, values = zip(*states, strict=True)
-        return replace(kv, keys=keys, values=values, scales=None, pending_copy=None)
+        return replace(kv, keys=keys, values=values, scales=None)
 
     def _layers_on(self, device: torch.device) -> Sequence[LayerCorrection]:
         """The layers on a device, which get there once."""

@@ -76,9 +76,8 @@ class DeviceCache:
 
     def _resident(self, key: str) -> BlockKV | None:
         kv = self._kept.get(key)
-        if kv is None or (kv.pending_copy is not None and kv.pending_copy.failed):
-            return None
-        self._tell_of_use(key)
+        if kv is not None:
+            self._tell_of_use(key)
         return kv
 
     def _read(self, keys: Sequence[str]) -> list[Found]:

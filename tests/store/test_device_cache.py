@@ -36,15 +36,6 @@ class Recorded(DirectoryStore):
         return super().touch(key)
 
 
-class Failed:
-    """A transfer that did not end."""
-
-    failed = True
-
-    def wait(self, layer: int) -> None:
-        raise RuntimeError("the transfer failed")
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Recorded:
     return Recorded(tmp_path / "kv")
@@ -93,15 +84,6 @@ def test_a_copy_that_is_kept_replaces_what_was_read(cache: DeviceCache) -> None:
     copy = replace(KV)
     cache.keep(KEY, copy)
     assert cache.get(KEY) is copy
-
-
-def test_a_copy_whose_transfer_failed_is_read_again(cache: DeviceCache, store: Recorded) -> None:
-    cache.put(KEY, KV)
-    cache.keep(KEY, replace(KV, pending_copy=Failed()))
-    found = cache.get(KEY)
-    assert found is not None
-    assert found.pending_copy is None
-    assert store.asked == ["get"]
 
 
 def test_the_store_learns_once_in_a_while_of_uses_that_are_no_reads(
