@@ -25,8 +25,7 @@ from jsonschema import Draft202012Validator
 from blockattn_rag import BlockAttentionEngine, MemoryStore
 from blockattn_rag.engine.results import Generation
 from blockattn_rag.errors import GrammarError
-from blockattn_rag.output.call_grammar import calls_grammar
-from blockattn_rag.output.formats import FORMATS
+from blockattn_rag.output.tool_formats import FORMATS, calls_grammar
 
 PROMPTS = [
     ["The height of Halden Tower is 214 metres.", "What is the height of Halden Tower?"],

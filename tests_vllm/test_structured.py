@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from blockattn_rag.errors import IncompleteAnswerError, ServingError
 from blockattn_rag.output import FORMATS, parse_answer
-from blockattn_rag.output.call_grammar import calls_grammar
+from blockattn_rag.output.tool_formats import calls_grammar
 from blockattn_rag.server.client import RemoteEngine
 from blockattn_rag.server.endpoint import CHAT_COMPLETIONS, COMPLETIONS
 from tests_vllm.reference import Reference

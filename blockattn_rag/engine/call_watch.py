@@ -6,10 +6,9 @@ from typing import Any
 
 from blockattn_rag.engine.results import GenerationChunk, Marks, marks_at_end
 from blockattn_rag.model.sampling import Sampling
-from blockattn_rag.output.answers import has_no_thoughts
-from blockattn_rag.output.use import AnswerReader
+from blockattn_rag.output.thinking import ThoughtReader, has_no_thoughts
+from blockattn_rag.output.tool_use import AnswerReader
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.thoughts import ThoughtReader
 
 
 class CallWatch:

@@ -21,8 +21,7 @@ from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.caches import add_states, empty_cache
-from blockattn_rag.prompts.blocks import Block, BlockPrompt
-from blockattn_rag.prompts.promotion import promoted
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, promoted
 
 
 class _Chosen(NamedTuple):

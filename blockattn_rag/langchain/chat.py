@@ -25,17 +25,16 @@ from blockattn_rag.langchain.messages import as_template_messages
 from blockattn_rag.langchain.profile import SourceProfile
 from blockattn_rag.langchain.structured_output import Method, structured_chat
 from blockattn_rag.output import tool_template
-from blockattn_rag.output.answers import has_no_thoughts
-from blockattn_rag.output.use import (
+from blockattn_rag.output.thinking import has_no_thoughts
+from blockattn_rag.output.tool_use import (
     TOOL_OPTIONS,
     ToolUse,
     prompt_spans,
     with_default_calls,
 )
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.chat_template import has_chat_template
+from blockattn_rag.prompts.chat_template import check_template_kwargs, has_chat_template
 from blockattn_rag.prompts.markers import strip_markers
-from blockattn_rag.prompts.template_kwargs import check_template_kwargs
 
 Configs = RunnableConfig | list[RunnableConfig] | None
 
@@ -139,7 +138,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
                 decides between text and calls from the first token on, which needs ``structured``.
 
         Raises:
-            ValueError: the model's chat template knows no tools and no call is required, or
+            ValueError: the model's chat template supports no tools and no call is required, or
                 ``tool_choice`` or ``tool_calls`` is none of the above.
         """
         definitions = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
@@ -204,7 +203,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
 
         Raises:
             ValueError: the tokenizer has no chat template, the template does not read one of
-                ``chat_template_kwargs`` or knows no tools, or a message is more than text.
+                ``chat_template_kwargs`` or supports no tools, or a message is more than text.
         """
         definitions = [convert_to_openai_tool(tool) for tool in tools or ()]
         use = self._tools({"tools": definitions})

@@ -14,10 +14,10 @@ from blockattn_rag.engine.results import Generation, GenerationChunk, marks_at_e
 from blockattn_rag.langchain.fields import GenerationFields
 from blockattn_rag.langchain.messages import message_figures
 from blockattn_rag.output import InvalidToolCall, ReadAnswer, ToolCall
-from blockattn_rag.output.parser import Piece
-from blockattn_rag.output.use import AnswerReader
+from blockattn_rag.output.thinking import ThoughtReader
+from blockattn_rag.output.tool_parser import Piece
+from blockattn_rag.output.tool_use import AnswerReader
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.thoughts import ThoughtReader
 
 # In LangChain's standard content, version 1, texts of a stream have numbers too, from 0 on, and
 # parts of one number become one part.

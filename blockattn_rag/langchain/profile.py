@@ -10,7 +10,7 @@ from langchain_core.language_models.model_profile import ModelProfile
 
 from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.output import tool_template
-from blockattn_rag.prompts.thoughts import marks_thoughts
+from blockattn_rag.output.thinking import marks_thoughts
 
 
 class SourceProfile(Mapping[str, Any]):

@@ -21,8 +21,8 @@ from llama_index.core.llms.llm import ToolSelection
 from blockattn_rag.engine.results import Marks
 from blockattn_rag.errors import ToolCallError
 from blockattn_rag.output import ReadAnswer
-from blockattn_rag.output.parser import Piece
-from blockattn_rag.output.use import AnswerReader
+from blockattn_rag.output.tool_parser import Piece
+from blockattn_rag.output.tool_use import AnswerReader
 
 INVALID_CALLS = "invalid_tool_calls"
 """Key of a message's ``additional_kwargs`` with the malformed calls of an answer: for each its

@@ -11,9 +11,8 @@ from llama_index_instrumentation import get_dispatcher
 from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.engine.results import Generation, GenerationChunk, Marks, marks_at_end
 from blockattn_rag.llama_index.events import BlockReuseEvent, usage_of
-from blockattn_rag.output.answers import has_no_thoughts
+from blockattn_rag.output.thinking import Said, ThoughtReader, has_no_thoughts
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.thoughts import Said, ThoughtReader
 
 dispatcher = get_dispatcher(__name__)
 

@@ -35,7 +35,7 @@ from blockattn_rag.llama_index.chat import ChatReader, tool_selections
 from blockattn_rag.llama_index.exchange import Exchange
 from blockattn_rag.llama_index.prompting import PROMPT_OPTIONS, PromptLike, PromptMaking
 from blockattn_rag.llama_index.structured_output import StructuredPrediction
-from blockattn_rag.output.use import ToolUse, with_default_calls, without_tool_options
+from blockattn_rag.output.tool_use import ToolUse, with_default_calls, without_tool_options
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import KVStore

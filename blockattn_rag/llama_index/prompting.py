@@ -16,12 +16,11 @@ from llama_index.core.prompts import BasePromptTemplate
 from blockattn_rag.llama_index.chat import as_template_messages
 from blockattn_rag.llama_index.source import EngineComponent
 from blockattn_rag.output import tool_template
-from blockattn_rag.output.use import ToolUse, prompt_spans
+from blockattn_rag.output.tool_use import ToolUse, prompt_spans
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
-from blockattn_rag.prompts.chat_template import has_chat_template, trace
+from blockattn_rag.prompts.chat_template import check_template_kwargs, has_chat_template, trace
 from blockattn_rag.prompts.marked_text import close_cut_passages
 from blockattn_rag.prompts.markers import strip_markers
-from blockattn_rag.prompts.template_kwargs import check_template_kwargs
 
 PromptLike = str | Sequence[ChatMessage]
 

@@ -205,7 +205,7 @@ class JsonStrings:
 
 
 class Matching(Protocol):
-    """What holds one answer to a grammar; see ``structured.compiler.Matcher``."""
+    """What holds one answer to a grammar; see ``blockattn_rag.output.compiler.Matcher``."""
 
     def fresh(self) -> Matching: ...
 

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from blockattn_rag.output.grammar import Grammar
-from blockattn_rag.output.use import CallReading
+from blockattn_rag.output.tool_use import CallReading
 
 # Arguments of transformers' `generate` that would undo what the engine does.
 _OWNED = frozenset(

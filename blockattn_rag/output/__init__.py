@@ -27,11 +27,10 @@ A structural tag leaves the text free until one of its triggers comes. ``Generat
 the object of a whole answer; an answer that was cut raises there.
 """
 
-from blockattn_rag.output.calls import InvalidToolCall, ToolCall
-from blockattn_rag.output.formats import FORMATS, ToolFormat
-from blockattn_rag.output.marks import mark_ids
-from blockattn_rag.output.parser import ReadAnswer, ToolCallParser, parse_answer
-from blockattn_rag.output.templates import ToolTemplate, tool_template
+from blockattn_rag.output.tool_calls import InvalidToolCall, ToolCall
+from blockattn_rag.output.tool_formats import FORMATS, ToolFormat, mark_ids
+from blockattn_rag.output.tool_parser import ReadAnswer, ToolCallParser, parse_answer
+from blockattn_rag.output.tool_templates import ToolTemplate, tool_template
 
 __all__ = [
     "FORMATS",

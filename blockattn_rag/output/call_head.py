@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from blockattn_rag.output.formats import ToolFormat
 from blockattn_rag.output.marks import PRIVATE
+from blockattn_rag.output.tool_formats import ToolFormat
 
 _VISIBLE = re.compile(r"\S")
 _NO_NAME = re.compile(rf"[\[\]{{}}{PRIVATE}]")

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
-from blockattn_rag.output.formats import ToolFormat
+from blockattn_rag.output.tool_formats import ToolFormat
 
 Marks = Sequence[tuple[int, int]]
 """Where control tokens are in a text: index of the first character, and behind the last."""
@@ -21,13 +20,6 @@ PRIVATE = f"{chr(_FIRST)}-{chr(_FIRST + 3)}"
 """Private characters, for regular expressions: one for each mark of a format."""
 
 _PRIVATE = re.compile(f"[{PRIVATE}]")
-
-
-def mark_ids(form: ToolFormat, tokenizer: Any) -> dict[str, int]:
-    """Token ids of the marks that a transformers tokenizer has as one added token each."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    numbers = {str(token): number for number, token in added.items()}
-    return {mark: numbers[mark] for mark in form.marks if mark in numbers}
 
 
 class PrivateMarks:

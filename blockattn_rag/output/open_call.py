@@ -8,15 +8,15 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from blockattn_rag.output.call_head import CallHead
-from blockattn_rag.output.calls import (
+from blockattn_rag.output.json_end import JsonEnd
+from blockattn_rag.output.marks import PrivateMarks
+from blockattn_rag.output.tool_calls import (
     InvalidToolCall,
     ToolCall,
     new_call_id,
     read_call,
     strict_json,
 )
-from blockattn_rag.output.json_end import JsonEnd
-from blockattn_rag.output.marks import PrivateMarks
 
 Calls = list[ToolCall | InvalidToolCall]
 

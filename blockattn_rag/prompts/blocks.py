@@ -63,7 +63,8 @@ def may_store(keep: Keep) -> bool:
 
 def handle_of(text: str) -> str:
     """Content address of a block's canonical text: 32 hex digits."""
-    return _sha256(text)[:HANDLE_LENGTH]
+    # surrogatepass: a string from outside may hold lone surrogates, which have a digest, too.
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:HANDLE_LENGTH]
 
 
 class Span(NamedTuple):
@@ -241,6 +242,25 @@ class BlockPrompt:
         return "".join(block.rendered for block in self.context) + self.final
 
 
-def _sha256(text: str) -> str:
-    # surrogatepass: a str from outside may hold lone surrogates; the digest must still exist.
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+def promoted(
+    context: Sequence[Block], attention: Sequence[float], count: int
+) -> tuple[list[Block], list[Block]]:
+    """Split context blocks into those that stay and passages that move into the final block.
+
+    A promoted passage is computed with the question, after the reused blocks and attending to all
+    of them, as in full attention. It costs as many tokens as it has, and choosing passages costs
+    one forward pass of the question over the blocks.
+
+    Args:
+        context: Context blocks of a prompt.
+        attention: Attention of the question to each of them.
+        count: Number of passages to promote; all if there are fewer.
+
+    Returns:
+        The blocks that stay, in order, and the promoted passages, the best last.
+    """
+    places = [place for place, block in enumerate(context) if block.is_passage]
+    places.sort(key=lambda place: -attention[place])
+    best = places[:count]
+    stay = [block for place, block in enumerate(context) if place not in best]
+    return stay, [context[place] for place in reversed(best)]

@@ -1,10 +1,11 @@
-"""From chat messages to the text that a model is given, by the model's own chat template.
+"""Rendering chat messages by a model's chat template, keeping track of who wrote which text.
 
-A chat template is a program: it trims contents, escapes them, leaves some out. Afterwards nobody
-can tell what the template wrote from what stood in a message, and a question that quotes
-``<|im_end|>`` would end its turn. So every template runs twice: once on the contents, which gives
-the text, and once on slots in their place, which tells what the template wrote. A content is then
-looked for between the two pieces of template around its slot, trimmed or escaped as templates do.
+A chat template is a program: it trims contents, escapes them, or drops them. Its output alone does
+not show whether the template or a message wrote ``<|im_end|>``, but a question that quotes a
+control token must not end its turn. So every template is rendered twice: once with the contents,
+which gives the text, and once with a slot in place of each content, which gives what the template
+wrote. Each content is then searched between the pieces of template around its slot: whole, trimmed
+or escaped, as templates do.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
+from jinja2.meta import find_undeclared_variables
 
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.prompts.blocks import PASSAGES, Origin, Span, merged, text_of
@@ -26,25 +28,36 @@ from blockattn_rag.prompts.marked_text import content_spans
 logger = logging.getLogger("blockattn_rag")
 
 Message: TypeAlias = Mapping[str, Any]
-Render: TypeAlias = Callable[[list[dict[str, Any]]], str]
+Render: TypeAlias = Callable[..., str]
 Spans: TypeAlias = tuple[Span, ...]
 
-# Templates compare and count these fields (roles, names of tools, ids), and so must see them as
-# they are. A value of harmless characters is left in place; other characters of ids are replaced.
+# Templates compare and count the values of these fields, so they must see them unchanged. A value
+# of harmless characters stays in place; other characters of ids are replaced.
 _COMPARED_FIELDS = ("role", "type", "name", "id", "tool_call_id")
 _ID_FIELDS = ("id", "tool_call_id")
 _HARMLESS = re.compile(r"[\w.:/ -]{0,128}")
 _HARMFUL_CHARACTER = re.compile(r"[^\w.:/ -]")
 
+# Template variables that this package or transformers sets.
+_RESERVED = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"),
+        *("raise_exception", "strftime_now", "tojson", "chat_template", "tokenize", "return_dict"),
+    }
+)
+_GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag of transformers alone
+
 
 def has_chat_template(tokenizer: Any) -> bool:
+    """Whether a tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 def render_chat(
     tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True
 ) -> str:
-    """Messages as one string; see ``chat_spans``."""
+    """The prompt for messages as one string; see ``chat_spans``."""
     return text_of(chat_spans(tokenizer, messages, add_generation_prompt=add_generation_prompt))
 
 
@@ -57,21 +70,21 @@ def chat_spans(
     add_generation_prompt: bool = True,
     **template_kwargs: Any,
 ) -> Spans:
-    """The prompt that messages become in the chat template of ``tokenizer``, by who wrote what.
+    """The prompt for messages in the chat template of ``tokenizer``, as spans by origin.
 
-    Neighbouring messages of one role are merged, since many templates insist on alternation, and
-    a system message goes into the first user message where the template knows no system role.
+    Consecutive messages of one role are merged, because many templates require alternating roles. A
+    system message goes into the first user message if the template has no system role.
 
     Args:
-        messages: with ``role`` and ``content``, and what else the template knows. A content is a
-            string, in which passages stand between markers, or spans.
-        tools: definitions of tools. In a definition that spells a control token, it is text.
-        tools_variable: the template's variable that takes them.
-        add_generation_prompt: whether the text ends where the answer starts.
-        template_kwargs: further variables of the template, such as ``enable_thinking``.
+        messages: Messages with ``role``, ``content`` and any other fields of the template. A
+            content is spans, or a string in which passages stand between markers.
+        tools: Definitions of tools. Control tokens that a definition spells are text.
+        tools_variable: Variable of the template that takes ``tools``.
+        add_generation_prompt: Whether the prompt ends where the answer starts.
+        template_kwargs: Other variables of the template, such as ``enable_thinking``.
 
     Raises:
-        ValueError: no message, or a role that is no plain word.
+        ValueError: there is no message, or a role is not a plain word.
         SegmentationError: the template changes contents beyond recognition.
         jinja2.TemplateError: the template refuses the messages.
     """
@@ -91,11 +104,11 @@ def chat_spans(
     try:
         spans, shown = _trace(render, turns, defined, control)
     except (TemplateError, SegmentationError):
-        # The template refuses the messages, or drops passages: only a system role is mended.
+        # The template refuses the messages or drops passages; only a system role can move.
         if not has_system:
             raise
     else:
-        # Some templates drop a system message without a word.
+        # Some templates drop a system message silently.
         if not has_system or 0 in shown or not text_of(turns[0]["content"]).strip():
             return spans
     system, first, *rest = turns
@@ -104,23 +117,25 @@ def chat_spans(
 
 
 def trace(render: Render, messages: Sequence[Message]) -> Spans:
-    """What ``render`` makes of messages, by who wrote what; see the head of this file.
+    """The prompt that ``render`` makes of messages, as spans by origin.
 
     Args:
-        render: gives the prompt of messages whose contents are strings.
+        render: Renders messages whose contents are strings.
     """
     return _trace(render, [_with_spans(message) for message in messages])[0]
 
 
 def _trace(
-    render: Callable[..., str],
+    render: Render,
     turns: Sequence[Message],
     variables: Mapping[str, Any] | None = None,
     control_tokens: Sequence[str] = (),
 ) -> tuple[Spans, set[int]]:
-    """A prompt, and the numbers of the slots that the template shows; the first content's is 0.
+    """A prompt as spans, and the numbers of the slots that it shows. The first content has slot 0.
 
-    ``variables``: of the template, in which only what spells a control token is a content.
+    Args:
+        variables: Variables of the template. Strings in them that spell one of
+            ``control_tokens`` are contents, too.
     """
     slots, given = _Slots(), variables or {}
     slotted = [slots.put_in(turn) for turn in turns]
@@ -132,14 +147,14 @@ def _trace(
     _check_passages_are_shown(turns, slots, shown)
     contents = _find(asked, text, template)
     if contents is None:
-        # This template does more to a content than is known here. The contents then stand in their
-        # slots as they are: nothing of them may ever pass for the template's.
+        # The template changes a content in an unknown way. The contents then go into their slots
+        # unchanged, so that no part of them is ever taken for the template's.
         if not set(slots.of_turn.values()) <= shown:
             raise SegmentationError(
                 "the chat template changes contents so that they cannot be found in its output, or "
-                "leaves some out; use a template that shows every message's content as it is"
+                "drops some; use a template that renders every message's content unchanged"
             )
-        logger.debug("contents are not where the chat template has its slots; put in as they are")
+        logger.debug("the chat template changes contents; using them unchanged")
         contents = [
             _escaped(spans) if before.endswith('"') else spans
             for before, spans in zip(template, asked, strict=False)
@@ -151,30 +166,38 @@ def _trace(
 
 
 def _check_passages_are_shown(turns: Sequence[Message], slots: _Slots, shown: set[int]) -> None:
-    """Refuse a template that leaves out a message with passages: nobody would notice."""
+    """Refuse a template that drops a message with passages, which nobody would notice."""
     for turn in turns:
         number = slots.of_turn.get(id(turn))
         if number not in shown and any(span.origin in PASSAGES for span in turn["content"]):
             raise SegmentationError(
-                f"the chat template shows no message of the role {turn['role']!r}, and so none of "
-                "its passages; use a template that does, or put the passages into a message of "
-                "the user"
+                f"the chat template renders no message of the role {turn['role']!r}, so its "
+                "passages are lost; use a template that does, or put the passages into a user "
+                "message"
             )
 
 
 def _with_spans(message: Message) -> dict[str, Any]:
-    """A message whose content is spans, its markers read."""
-    role, content = message["role"], message.get("content")
+    """A message with its content as spans."""
+    role = message["role"]
     if not isinstance(role, str) or not _HARMLESS.fullmatch(role):
         raise ValueError(f"found the role {role!r:.60}; a role is a plain word, such as 'user'")
+    return {**_plain_ids(message), "content": spans_of(message)}
+
+
+def spans_of(message: Message) -> Spans:
+    """The content of a message as spans; markers in a string become passages."""
+    content = message.get("content")
     if not isinstance(content, tuple):
-        content = content_spans(str(content or ""), origin_of(role))
-    return {**_plain_ids(message), "content": merged(content)}
+        content = content_spans(str(content or ""), origin_of(message["role"]))
+    return merged(content)
 
 
 def _plain_ids(message: Any) -> Any:
-    """A message whose ids of tool calls are plain words of the same length, 128 characters at most,
-    because templates count their characters and ask for nothing else."""
+    """A message whose ids of tool calls are plain words of the same length, at most 128 characters.
+
+    Templates check the length of ids and nothing else.
+    """
     if isinstance(message, (list, tuple)) and not isinstance(message, Span):
         return type(message)(_plain_ids(item) for item in message)
     if not isinstance(message, Mapping):
@@ -183,13 +206,13 @@ def _plain_ids(message: Any) -> Any:
     for key, value in message.items():
         if key in _ID_FIELDS and isinstance(value, str):
             plain[key] = _HARMFUL_CHARACTER.sub("_", value)[:128]
-        elif key != "arguments":  # arguments have keys of their own
+        elif key != "arguments":  # arguments have any keys
             plain[key] = _plain_ids(value)
     return plain
 
 
 def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
-    """An answer and its thoughts apart, for templates that write what stands around thoughts."""
+    """An answer with its thoughts in a field of their own, for templates that frame thoughts."""
     text = text_of(turn["content"])
     if turn["role"] != "assistant" or "</think>" not in text or "reasoning_content" in turn:
         return turn
@@ -200,7 +223,7 @@ def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def origin_of(role: str) -> Origin:
-    """Who wrote the messages of a role."""
+    """Origin of the messages of a role."""
     return "system" if role in ("system", "developer") else "conversation"
 
 
@@ -210,7 +233,7 @@ def _merge_same_role(messages: Sequence[Message]) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     for message in map(_with_spans, messages):
         last = turns[-1] if turns else {}
-        # Messages that carry more than their text stay apart: tool calls must not be lost.
+        # Messages with other fields, such as tool calls, are not merged.
         if last.get("role") == message["role"] and {*last, *message} == {"role", "content"}:
             between = Span("\n\n", origin_of(message["role"]))
             last["content"] = merged([*last["content"], between, *message["content"]])
@@ -220,16 +243,16 @@ def _merge_same_role(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 class _Slots:
-    """Slots in place of contents, and what belongs in each. Nobody can guess how one is spelled."""
+    """Slots in place of contents, and the content of each. Their names cannot be guessed."""
 
     def __init__(self) -> None:
         self._name = f"Kv{secrets.token_hex(8)}"
         self.pattern = re.compile(rf"{self._name}x(\d+)x")
         self.spans: list[Spans] = []
-        self.of_turn: dict[int, int] = {}  # the content's slot, by the message's identity
+        self.of_turn: dict[int, int] = {}  # slot of the content, by id(message)
 
     def put_in(self, turn: Message) -> dict[str, Any]:
-        """A message with slots in place of its content and of all that others may have written."""
+        """A message with slots in place of its content and of every other untrusted string."""
         if text_of(turn["content"]).strip():
             self.of_turn[id(turn)] = len(self.spans)
         content = self._slot(turn["content"])
@@ -237,7 +260,7 @@ class _Slots:
         return rest | {"content": content}
 
     def instead_of(self, value: Any, tokens: Sequence[str]) -> Any:
-        """A value with slots in place of the strings in it that hold one of the tokens."""
+        """A value with slots in place of the strings that contain one of the tokens."""
         if isinstance(value, Mapping):
             pairs = value.items()
             return {self.instead_of(k, tokens): self.instead_of(v, tokens) for k, v in pairs}
@@ -255,19 +278,19 @@ class _Slots:
             return [self._replaced(item, name) for item in value]
         if not isinstance(value, str) or (name in _COMPARED_FIELDS and _HARMLESS.fullmatch(value)):
             return value
-        # Passages have no place in a call; what marks them is not for the model to see.
+        # A call has no passages, so their markers are removed.
         text = text_of(tuple(content_spans(value, "conversation")))
         return self._slot((Span(text, "conversation"),))
 
     def _slot(self, spans: Spans) -> str:
         if not (text := text_of(spans)).strip():
-            return text  # templates ask whether there is a content
+            return text  # templates check whether a content is empty
         self.spans.append(spans)
         return f"{self._name}x{len(self.spans) - 1}x"
 
 
 def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list[Spans] | None:
-    """The contents as ``text`` has them between the pieces of template; None if it has not."""
+    """The contents as ``text`` shows them between the pieces of template. None: they differ."""
     if not text.startswith(template[0]):
         return None
     found, at = [], len(template[0])
@@ -283,7 +306,7 @@ def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list
 
 
 def _as_templates_show(spans: Spans) -> Iterator[Spans]:
-    """A content as templates are known to show it: whole, trimmed, less its thinking; escaped."""
+    """The known ways to render a content: whole, trimmed, without its thoughts, or escaped."""
     text, end = text_of(spans), "</think>"
     starts = [0, text.rfind(end) + len(end)] if end in text else [0]
     parts = [part for start in starts for part in _trimmed(text, start)]
@@ -293,14 +316,14 @@ def _as_templates_show(spans: Spans) -> Iterator[Spans]:
 
 
 def _trimmed(text: str, start: int) -> Iterator[tuple[int, int]]:
-    """Where ``text[start:]`` begins and ends: whole, and without blanks at both ends or at one."""
+    """Bounds of ``text[start:]``: whole, and stripped at both ends or at one."""
     end, right = len(text), len(text.rstrip())
     left, line = (end - len(text[start:].lstrip(blanks)) for blanks in (None, "\n"))
     yield from ((start, end), (left, right), (left, end), (start, right), (line, end))
 
 
 def _cut(spans: Spans, start: int, stop: int) -> Spans:
-    """``[start:stop]`` of the spans' text."""
+    """The spans of ``text_of(spans)[start:stop]``."""
     kept, at = [], 0
     for span in spans:
         part = span.text[max(0, start - at) : max(0, stop - at)]
@@ -310,7 +333,7 @@ def _cut(spans: Spans, start: int, stop: int) -> Spans:
 
 
 def _escaped(spans: Spans, *, ensure_ascii: bool = False) -> Spans:
-    """Spans as the inside of a JSON string."""
+    """The spans escaped as in a JSON string."""
     dump = partial(json.dumps, ensure_ascii=ensure_ascii)
     return merged(_changed(span, dump(span.text)[1:-1]) for span in spans)
 
@@ -318,3 +341,50 @@ def _escaped(spans: Spans, *, ensure_ascii: bool = False) -> Spans:
 def _changed(span: Span, text: str) -> Span:
     altered = span.origin == "passage" and text != span.text
     return Span(text, "altered" if altered else span.origin)
+
+
+def check_template_kwargs(tokenizer: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Validate template variables that an application sets, such as ``enable_thinking``.
+
+    Args:
+        tokenizer: Tokenizer with the chat template.
+        given: Variables by name. Control tokens in their values are parsed, so the values must come
+            from the application, never from its users.
+
+    Raises:
+        TypeError: ``given`` is not a mapping with names.
+        ValueError: the template does not read a variable, or this package sets it.
+    """
+    if not given:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise TypeError(
+            "chat_template_kwargs must be a mapping of names, such as {'enable_thinking': False}, "
+            f"found {given!r:.80}"
+        )
+    if taken := sorted(_RESERVED & {*given}):
+        raise ValueError(
+            f"chat_template_kwargs sets {', '.join(taken)}, which this package sets itself: "
+            "messages, tools and passages come with the call"
+        )
+    known = template_variables(tokenizer)
+    if unknown := sorted({*given} - known):
+        names = ", ".join(sorted(known)) or "none"
+        raise ValueError(
+            f"chat_template_kwargs sets {', '.join(unknown)}, which the chat template of this "
+            f"model does not read; it reads: {names}"
+        )
+    return dict(given)
+
+
+def template_variables(tokenizer: Any) -> frozenset[str]:
+    """Variables that the chat template of a tokenizer reads and an application may set."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    sources = template.values() if isinstance(template, Mapping) else [template]
+    return frozenset[str]().union(*map(_variables, sources)) - _RESERVED
+
+
+@lru_cache(maxsize=64)
+def _variables(source: str) -> frozenset[str]:
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    return frozenset(find_undeclared_variables(environment.parse(_GENERATION_TAG.sub("", source))))

@@ -12,10 +12,9 @@ import pytest
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import GrammarError
 from blockattn_rag.model import BlockModel
-from blockattn_rag.output.call_grammar import calls_grammar
 from blockattn_rag.output.compiler import GrammarCompiler, Matcher
-from blockattn_rag.output.formats import FORMATS
 from blockattn_rag.output.grammar import Grammar
+from blockattn_rag.output.tool_formats import FORMATS, calls_grammar
 from blockattn_rag.store import MemoryStore
 from tests.holding import LONGEST_S
 from tests.models import tiny_model, tiny_tokenizer

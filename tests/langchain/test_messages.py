@@ -18,7 +18,7 @@ from langchain_core.messages import (
 
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from blockattn_rag.langchain.messages import as_template_messages
-from blockattn_rag.output.history import without_tools
+from blockattn_rag.output.tool_templates import without_tools
 from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.langchain.conftest import passages
 

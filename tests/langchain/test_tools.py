@@ -221,9 +221,9 @@ def test_a_template_without_tools_is_refused_by_the_model_s_name(
     engine: BlockAttentionEngine,
 ) -> None:
     chat = ChatBlockAttention(engine=engine)
-    with pytest.raises(ValueError, match=r"knows no tools.*RetrieveFirst"):
+    with pytest.raises(ValueError, match=r"supports no tools.*RetrieveFirst"):
         chat.bind_tools([look_up])
-    with pytest.raises(ValueError, match=f"template of {chat.model_name} knows no tools"):
+    with pytest.raises(ValueError, match=f"template of {chat.model_name} supports no tools"):
         chat.invoke("Hi", tools=[{"type": "function", "function": {"name": "f"}}])
 
 

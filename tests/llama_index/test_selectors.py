@@ -98,7 +98,7 @@ async def test_a_selector_s_choice_is_a_call_by_grammar_where_the_template_knows
     for found in (selector.select(CHOICES, query), await selector.aselect(CHOICES, query)):
         assert (found.ind, found.reason) == (1, "It is wet.")
     assert '{"name": "SingleSelection", "description": ' in engine.prompts[0]
-    with pytest.raises(ValueError, match="knows no tools"):  # a model that is free to call none
+    with pytest.raises(ValueError, match="supports no tools"):  # a model that is free to call none
         llm.chat_with_tools(tools_of(llm), "How deep?")
 
 

@@ -16,7 +16,7 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import ToolCallError
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor, BlockKVTransform
 from blockattn_rag.llama_index.chat import INVALID_CALLS, as_template_messages
-from blockattn_rag.output.history import without_tools
+from blockattn_rag.output.tool_templates import without_tools
 from tests.llama_index.retrieving import Fixed
 from tests.scripted import Script, ScriptedEngine, tool_model
 
@@ -102,7 +102,7 @@ def test_a_template_tells_whether_this_is_a_function_calling_model(
     assert scripted("").metadata.is_function_calling_model
     plain = BlockAttentionLLM(engine=engine)
     assert not plain.metadata.is_function_calling_model
-    with pytest.raises(ValueError, match="knows no tools"):
+    with pytest.raises(ValueError, match="supports no tools"):
         plain.chat_with_tools([ADD], "1 + 2?")
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from blockattn_rag.errors import IncompleteAnswerError
-from blockattn_rag.output.answers import complete_json, has_no_thoughts
+from blockattn_rag.output.answers import complete_json
+from blockattn_rag.output.thinking import has_no_thoughts
 
 
 @pytest.mark.parametrize(

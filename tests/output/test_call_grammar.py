@@ -10,9 +10,9 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from blockattn_rag.output import FORMATS, ToolFormat, parse_answer
-from blockattn_rag.output.call_grammar import calls_grammar
 from blockattn_rag.output.compiler import GrammarCompiler, Matcher
 from blockattn_rag.output.grammar import parse_grammar
+from blockattn_rag.output.tool_formats import calls_grammar
 from tests.models import tiny_tokenizer
 
 CITY = {

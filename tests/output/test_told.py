@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.output.formats import HERMES
-from blockattn_rag.output.told import ToldTools
+from blockattn_rag.output.tool_formats import HERMES
+from blockattn_rag.output.tool_templates import ToolTemplate
 from blockattn_rag.prompts.blocks import text_of
 from blockattn_rag.prompts.markers import wrap
 from tests.models import tiny_tokenizer
@@ -22,7 +22,9 @@ TOLD = (
 
 def prompt_of(*messages: tuple[str, str]) -> Any:
     turns = [{"role": role, "content": content} for role, content in messages]
-    return ToldTools(HERMES).spans(tiny_tokenizer(), turns, [{"function": FUNCTION}])
+    return ToolTemplate(HERMES, variable=None).spans(
+        tiny_tokenizer(), turns, [{"function": FUNCTION}]
+    )
 
 
 def test_definitions_stand_behind_the_question() -> None:

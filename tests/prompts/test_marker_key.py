@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from blockattn_rag.prompts import marker_key
+from blockattn_rag.prompts import markers as marker_key
 
 PROGRAM = "from blockattn_rag.prompts.markers import wrap; print(wrap('text'))"
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from blockattn_rag.prompts.blocks import Block, Span
-from blockattn_rag.prompts.promotion import promoted
+from blockattn_rag.prompts.blocks import Block, Span, promoted
 
 HEAD = Block.of([Span("You answer.", "system")])
 A, B, C = Block("first"), Block("second"), Block("third")

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.prompts.chat_template import render_chat
-from blockattn_rag.prompts.template_kwargs import check_template_kwargs, template_variables
+from blockattn_rag.prompts.chat_template import (
+    check_template_kwargs,
+    render_chat,
+    template_variables,
+)
 from tests.output import chat_templates
 from tests.saying import thinking_tokenizer
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from blockattn_rag.output.thinking import Said, ThoughtReader, marks_thoughts
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.thoughts import Said, ThoughtReader, marks_thoughts
 
 THINKS = SimpleNamespace(chat_template="{% if enable_thinking %}<think>\n</think>{% endif %}")
 PLAIN = SimpleNamespace(chat_template="{{ messages }}")

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.output.formats import FORMATS
-from blockattn_rag.output.parser import ReadAnswer
-from blockattn_rag.output.use import CallReading, ToolUse, choice_of, prompt_spans
+from blockattn_rag.output.tool_formats import FORMATS
+from blockattn_rag.output.tool_parser import ReadAnswer
+from blockattn_rag.output.tool_use import CallReading, ToolUse, choice_of, prompt_spans
+from blockattn_rag.prompts.blocks import text_of
 from tests.models import tiny_tokenizer
 from tests.output.chat_templates import QWEN25
 
@@ -20,7 +21,8 @@ def tool(name: str) -> dict[str, Any]:
 def use(*names: str, template: str | None = QWEN25, **options: Any) -> ToolUse | None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
-    return ToolUse.of(tokenizer, "small", [tool(name) for name in names], **options)
+    call = {"tools": [tool(name) for name in names], **options}
+    return ToolUse.of_call(call, lambda: tokenizer, "small")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_another_choice_is_refused(choice: Any) -> None:
 
 def test_two_tools_may_have_one_name() -> None:
     # LangChain's standard tests bind several; a call of it may be of either.
-    held = use("add", "add", choice="add")
+    held = use("add", "add", tool_choice="add")
     assert held is not None
     assert "call_1" in held.engine_options(tiny_tokenizer(), {})["structured_outputs"]["grammar"]
 
@@ -56,20 +58,20 @@ def test_two_tools_may_have_one_name() -> None:
 @pytest.mark.parametrize("definition", [{}, "add", {"function": {}}, {"name": "add"}])
 def test_what_defines_no_tool_is_refused(definition: Any) -> None:
     with pytest.raises(TypeError, match=r"a tool's definition must be \{'type': 'function'.*found"):
-        ToolUse.of(tiny_tokenizer(), "small", [definition])
+        ToolUse.of_call({"tools": [definition]}, tiny_tokenizer, "small")
 
 
 def test_a_required_call_needs_no_template_that_knows_tools() -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    held = use("add", template=template, choice="any")
+    held = use("add", template=template, tool_choice="any")
     assert held is not None
-    assert '"name": "add"' in "".join(
-        one.text for one in held.spans(_tokenizer(template), [{"role": "user", "content": "?"}])
+    assert '"name": "add"' in text_of(
+        prompt_spans(_tokenizer(template), [{"role": "user", "content": "?"}], held)
     )
-    with pytest.raises(ValueError, match=r"template of small knows no tools.*require a call"):
+    with pytest.raises(ValueError, match=r"template of small supports no tools.*require a call"):
         use("add", template=template)
-    with pytest.raises(ValueError, match="knows no tools"):
-        use("add", template=None, choice="any")
+    with pytest.raises(ValueError, match="supports no tools"):
+        use("add", template=None, tool_choice="any")
 
 
 def _tokenizer(template: str) -> Any:
@@ -80,23 +82,23 @@ def _tokenizer(template: str) -> Any:
 
 @pytest.mark.parametrize("choice", ["any", "add"])
 def test_a_required_call_beside_a_grammar_that_forbids_it_is_refused(choice: str) -> None:
-    held = use("add", choice=choice)
+    held = use("add", tool_choice=choice)
     assert held is not None
-    with pytest.raises(ValueError, match="the regular expression 'a' beside tools"):
+    with pytest.raises(ValueError, match="the regular expression 'a' with tools"):
         held.engine_options(tiny_tokenizer(), {"structured_outputs": {"regex": "a"}})
 
 
 def test_constrained_calls_beside_another_grammar_are_refused() -> None:
-    held = use("add", calls="constrained")
+    held = use("add", tool_calls="constrained")
     assert held is not None
-    with pytest.raises(ValueError, match="the regular expression 'a' beside tools"):
+    with pytest.raises(ValueError, match="the regular expression 'a' with tools"):
         held.engine_options(tiny_tokenizer(), {"structured_outputs": {"regex": "a"}})
     with pytest.raises(ValueError, match="tool_calls must be 'free' or 'constrained'; found 'all'"):
-        use("add", calls="all")
+        use("add", tool_calls="all")
 
 
 def test_nothing_counts_behind_the_only_call_that_is_allowed() -> None:
-    held = use("add", parallel=False)
+    held = use("add", parallel_tool_calls=False)
     assert held is not None
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     reader = held.reader({})
@@ -150,5 +152,5 @@ def test_true_and_one_are_different_arguments() -> None:
 def test_results_go_before_the_question_where_the_template_would_drop_them() -> None:
     template = "{# tool #}{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     turns = [{"role": "user", "content": "1 + 2?"}, {"role": "tool", "content": "3"}]
-    text = "".join(one.text for one in prompt_spans(_tokenizer(template), turns, None))
+    text = text_of(prompt_spans(_tokenizer(template), turns, None))
     assert text == "3\n\n1 + 2?"

@@ -14,7 +14,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from blockattn_rag.output import ToolTemplate, tool_template
-from blockattn_rag.output.templates import shows_results
+from blockattn_rag.output.tool_templates import shows_results
 from blockattn_rag.prompts.blocks import Span, text_of
 from blockattn_rag.prompts.chat_template import chat_spans
 from blockattn_rag.prompts.markers import wrap

@@ -1,8 +1,9 @@
-"""What a chat template does with tools: found by showing it one tool, one call and its result."""
+"""What a chat template does with tools, found by rendering one tool, one call and its result."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import string
@@ -10,12 +11,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from blockattn_rag.output.calls import ID_LENGTH, ToolCall
-from blockattn_rag.output.formats import GRANITE, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolFormat
-from blockattn_rag.output.parser import parse_answer
+from blockattn_rag.output.tool_calls import ID_LENGTH, ToolCall
+from blockattn_rag.output.tool_formats import (
+    GRANITE,
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_ARGS,
+    ToolFormat,
+)
+from blockattn_rag.output.tool_parser import parse_answer
 from blockattn_rag.prompts.blocks import Span, merged
-from blockattn_rag.prompts.chat_template import Message, Spans, chat_spans, origin_of
-from blockattn_rag.prompts.marked_text import content_spans
+from blockattn_rag.prompts.chat_template import Message, Spans, chat_spans, spans_of
 
 _CALL = ToolCall("kvprobe", {"kvkey": "kvvalue"}, "kvcall000")
 _FUNCTION = {
@@ -25,12 +32,17 @@ _FUNCTION = {
 }
 _TOOL: dict[str, Any] = {"type": "function", "function": _FUNCTION}
 _RESULT = "kvresult"
-_THOUGHTS = re.compile(r"<think>\s*(</think>\s*)?\Z")  # opened, or left out, by the template
+_THOUGHTS = re.compile(r"<think>\s*(</think>\s*)?\Z")  # opened, or skipped, by the template
 
-# Where two read a call back, the first one is the form: the second takes more than it writes.
+# The first format that reads a call back is the template's: later ones accept more than they write.
 _READERS = (HERMES, MISTRAL, MISTRAL_ARGS, GRANITE, LLAMA3)
 
 _ID_CHARACTERS = frozenset(string.ascii_letters + string.digits)
+
+_IN_WORDS = (
+    "Answer with a call of one of these functions, written as\n{opening}\n"
+    '{{"name": ..., "{arguments}": ...}}\n{closing}\nThe functions:\n{functions}'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +50,17 @@ class ToolTemplate:
     """What a chat template does with tools.
 
     Args:
-        form: how the model writes calls.
-        variable: the template's variable that takes the definitions of tools.
-        is_wrapped: whether it expects ``{"type": "function", "function": ...}``, or the function.
-        shows_calls: whether it shows the calls of earlier messages. If not, these are put into the
-            messages' contents, as the model would write them.
+        form: How the model writes calls.
+        variable: Variable of the template that takes the definitions of tools. None: the template
+            supports no tools, so the definitions follow the last message of the user, in words.
+        is_wrapped: Whether the template expects ``{"type": "function", "function": ...}`` for each
+            tool, or the function alone.
+        shows_calls: Whether it renders the calls of earlier messages. If not, they are written into
+            the messages' contents.
     """
 
     form: ToolFormat
-    variable: str = "tools"
+    variable: str | None = "tools"
     is_wrapped: bool = True
     shows_calls: bool = True
 
@@ -57,32 +71,33 @@ class ToolTemplate:
         tools: Sequence[Mapping[str, Any]],
         **template_kwargs: Any,
     ) -> Spans:
-        """The prompt that messages become with tools; see ``chat_spans``.
+        """The prompt for messages and tools; see ``chat_spans``.
 
         Args:
-            messages: with ``role``, ``content``, and where they have them ``tool_calls``,
-                ``tool_call_id`` and ``name``, as transformers knows them.
-            tools: definitions, each ``{"type": "function", "function": {"name", "description",
+            messages: Messages with ``role``, ``content``, and optionally ``tool_calls``,
+                ``tool_call_id`` and ``name``, as in transformers.
+            tools: Definitions, each ``{"type": "function", "function": {"name", "description",
                 "parameters"}}``.
         """
-        shown = tools if self.is_wrapped else [tool["function"] for tool in tools]
+        if self.variable is None:
+            return chat_spans(tokenizer, self._with_tools(messages, tools), **template_kwargs)
         return chat_spans(
             tokenizer,
             self.ready(messages),
-            tools=shown,
+            tools=tools if self.is_wrapped else [tool["function"] for tool in tools],
             tools_variable=self.variable,
             **template_kwargs,
         )
 
     def ready(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages with calls and results as the template takes them."""
+        """The messages with calls and results in the form that the template takes."""
         turns = [self._with_ids(message) for message in messages]
         if self.form.one_a_message:
             turns = _one_call_each(turns)
         return turns if self.shows_calls else [self._with_written_calls(turn) for turn in turns]
 
     def _with_ids(self, message: Message) -> Message:
-        """A message whose ids are of the form that Mistral's templates insist on."""
+        """The message with ids of the form that Mistral's templates require."""
         if self.form not in (MISTRAL, MISTRAL_ARGS):
             return message
         turn = dict(message)
@@ -93,17 +108,53 @@ class ToolTemplate:
         return turn
 
     def _with_written_calls(self, message: Message) -> Message:
-        """A message whose calls are part of its content."""
+        """The message with its calls as part of its content."""
         turn = dict(message)
         if not (calls := turn.pop("tool_calls", None)):
             return turn
-        given = turn.get("content")
-        origin = origin_of(turn["role"])
-        content = given if isinstance(given, tuple) else content_spans(str(given or ""), origin)
+        content = spans_of(turn)
         functions = [call["function"] for call in calls]
         written = self.form.written([ToolCall(f["name"], f["arguments"]) for f in functions])
-        between = [Span("\n", "template")] if merged(content) else []
+        between = [Span("\n", "template")] if content else []
         return {**turn, "content": merged([*content, *between, *written])}
+
+    def _with_tools(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """The messages with definitions after the last message of the user, so that passages
+        before it stay blocks."""
+        functions = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+        words = _IN_WORDS.format(
+            opening=self.form.opening,
+            arguments=self.form.argument_keys[0],
+            closing=self.form.closing,
+            functions="\n".join(functions),
+        )
+        turns = without_tools(messages)
+        if not turns or turns[-1]["role"] != "user":
+            turns.append({"role": "user", "content": ""})
+        content = spans_of(turns[-1])
+        between = [Span("\n\n", "system")] if content else []
+        turns[-1] = {**turns[-1], "content": (*content, *between, Span(words, "system"))}
+        return turns
+
+
+def without_tools(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages for a chat template without tools: no calls, and results as user messages.
+
+    A result goes before the question that it answers, because passages belong there: the question
+    must be in the final block.
+    """
+    made: list[dict[str, Any]] = []
+    for turn in messages:
+        if turn["role"] == "tool":
+            if turn["content"]:
+                asked = [index for index, earlier in enumerate(made) if earlier["role"] == "user"]
+                plain = {"role": "user", "content": turn["content"]}
+                made.insert(asked[-1] if asked else len(made), plain)
+        elif turn["content"] or not turn.get("tool_calls"):
+            made.append({name: value for name, value in turn.items() if name != "tool_calls"})
+    return made
 
 
 def _short_id(given: str) -> str:
@@ -113,18 +164,17 @@ def _short_id(given: str) -> str:
 
 
 def _one_call_each(turns: Sequence[Message]) -> list[Message]:
-    """Messages of several calls as one message for each call, each before its own result."""
+    """The messages with one call each, every call before its own result."""
     made: list[Message] = []
-    moved: set[int] = set()  # places of the results that stand behind their calls already
+    moved: set[int] = set()  # indices of results that already follow their calls
     for place, turn in enumerate(turns):
         calls = turn.get("tool_calls") or ()
         if len(calls) < 2:
             made += [] if place in moved else [turn]
             continue
         for index, call in enumerate(calls):
-            made.append(
-                {**turn, "content": turn["content"] if not index else "", "tool_calls": [call]}
-            )
+            content = "" if index else turn["content"]
+            made.append({**turn, "content": content, "tool_calls": [call]})
             if (found := _result_of(call, turns, place + 1, moved)) is not None:
                 made.append(turns[found])
                 moved.add(found)
@@ -134,7 +184,7 @@ def _one_call_each(turns: Sequence[Message]) -> list[Message]:
 def _result_of(
     call: Message, turns: Sequence[Message], start: int, moved: Collection[int]
 ) -> int | None:
-    """Place of a call's result: before the next calls, which may have the same ids again."""
+    """Index of a call's result. Stops at the next calls, which may reuse the same ids."""
     for place in range(start, len(turns)):
         turn = turns[place]
         if turn.get("tool_calls"):
@@ -154,13 +204,16 @@ _known: dict[str, _Probed] = {}
 
 
 def tool_template(tokenizer: Any) -> ToolTemplate | None:
-    """What the chat template of a tokenizer does with tools; None if it knows none, or if it is not
-    known here how its model writes calls."""
+    """What the chat template of a tokenizer does with tools.
+
+    Returns:
+        None: the template supports no tools, or the model writes calls in an unknown format.
+    """
     return _probed(tokenizer).tools
 
 
 def shows_results(tokenizer: Any) -> bool:
-    """Whether the chat template of a tokenizer shows what tools found, in whatever words."""
+    """Whether the chat template of a tokenizer renders the results of tools."""
     return _probed(tokenizer).shows_results
 
 
@@ -184,11 +237,12 @@ def _probe(tokenizer: Any, source: str) -> _Probed:
     def render(messages: list[dict[str, Any]], **variables: Any) -> str:
         try:
             rendered = tokenizer.apply_chat_template(messages, tokenize=False, **variables)
-        except Exception:  # noqa: BLE001 -- a program of others: it does not take such messages
+        except Exception:  # noqa: BLE001 -- templates raise whatever they like
             return ""
         return str(rendered)
 
-    shows = "tool" in source and _RESULT in render(history)  # others show roles of any name
+    # Without the word "tool", the template renders messages of any role.
+    shows = "tool" in source and _RESULT in render(history)
     for variable, is_wrapped in (("tools", True), ("xml_tools", False)):
         tools = {variable: [_TOOL if is_wrapped else _FUNCTION]}
         if _CALL.name in (asked := render(question, add_generation_prompt=True, **tools)):
@@ -196,16 +250,16 @@ def _probe(tokenizer: Any, source: str) -> _Probed:
     else:
         return _Probed(None, shows)
     text = render(history, **tools)
-    asked = _THOUGHTS.sub("", asked)  # because both marks may begin alike
+    asked = _THOUGHTS.sub("", asked)  # a mark of thoughts may begin like a mark of calls
     begin = len(os.path.commonprefix([asked, text]))  # noqa: RUF071 (characters are meant)
     answer = text[begin:].partition(_RESULT)[0]
     found = ToolTemplate(HERMES, variable, is_wrapped)
     if "kvvalue" in answer:
         forms = (replace(found, form=one) for one in _READERS if _reads_back(answer, one))
         return _Probed(next(forms, None), shows)
-    # It shows no calls, but may tell the model how to write them.
-    told = next((one for one in (GRANITE, HERMES) if one.opening in source), None)
-    return _Probed(replace(found, form=told, shows_calls=False) if told else None, shows)
+    # The template renders no calls, but may describe to the model how to write them.
+    described = next((one for one in (GRANITE, HERMES) if one.opening in source), None)
+    return _Probed(replace(found, form=described, shows_calls=False) if described else None, shows)
 
 
 def _reads_back(answer: str, form: ToolFormat) -> bool:

@@ -1,42 +1,58 @@
-"""What a model thinks before it answers, apart from the answer.
+"""Thoughts of reasoning models: the part of an answer between ``<think>`` and ``</think>``.
 
-Models whose chat template speaks of ``<think>`` write their thoughts between ``<think>`` and
-``</think>`` before they answer. Some templates write the opening mark themselves, so that it stands
-in the prompt and not in the answer.
+Some chat templates write the opening mark themselves, so it ends the prompt and is missing in the
+answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from blockattn_rag.output.grammar import parse_grammar
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 OPENING, CLOSING = "<think>", "</think>"
 
 
 class Said(NamedTuple):
-    """Text of a model, or a piece of it: what it thinks, and what it answers."""
+    """Output of a model, or a piece of it, as thoughts and answer."""
 
     thoughts: str = ""
     answer: str = ""
 
 
 def marks_thoughts(tokenizer: Any) -> bool:
-    """Whether the chat template of a tokenizer knows answers that begin with thoughts."""
+    """Whether the chat template of a tokenizer supports thoughts before an answer."""
     return CLOSING in str(getattr(tokenizer, "chat_template", None))
 
 
-class ThoughtReader:
-    """Reads one answer, whole or piece by piece as it comes.
-
-    White space around thoughts, and between them and the answer, is left out. An answer that was
-    cut off while the model was thinking is thoughts alone. A mark that comes later is text.
+def has_no_thoughts(options: Mapping[str, Any]) -> bool:
+    """Whether the grammar of a call excludes thoughts before the answer.
 
     Args:
-        tokenizer: the model's; where its chat template marks no thoughts, all text is answer.
-        prompt: the prompt that is answered.
-        answers_at_once: a grammar holds the answer to what cannot be thoughts, also where the
-            prompt has opened them.
+        options: Options of the call, as an engine takes them.
+
+    Raises:
+        TypeError, ValueError: the grammar options are invalid.
+    """
+    grammar = parse_grammar(options.get("response_format"), options.get("structured_outputs"))
+    if grammar is None or grammar.kind == "structural_tag":
+        return False
+    return CLOSING not in grammar.text
+
+
+class ThoughtReader:
+    """Splits one answer, whole or in pieces, into thoughts and answer.
+
+    White space around thoughts is dropped. If the answer was cut while the model was thinking, all
+    of it is thoughts. Marks after the answer has begun are text.
+
+    Args:
+        tokenizer: Tokenizer of the model. If its chat template marks no thoughts, all text is
+            answer.
+        prompt: The prompt.
+        answers_at_once: Whether a grammar excludes thoughts, even if the prompt opens them.
     """
 
     def __init__(
@@ -46,15 +62,19 @@ class ThoughtReader:
         self._at: Literal["start", "thoughts", "gap", "answer"] = "thoughts" if is_open else "start"
         if not marks_thoughts(tokenizer):
             self._at = "answer"
-        self._held = ""  # text of which it is not known yet what it is
+        self._held = ""  # text that is not classified yet
         self._has_thoughts = False
 
     def push(self, text: str) -> Said:
-        """Take a piece; give what has become certain, maybe nothing."""
+        """Take the next piece. Returns what is certain so far and not returned yet."""
         self._held += text
         thoughts = ""
         if self._at == "start":
-            self._find_opening()
+            begun = self._held.lstrip()
+            if begun.startswith(OPENING):
+                self._at, self._held = "thoughts", begun.removeprefix(OPENING)
+            elif not OPENING.startswith(begun):
+                self._at = "answer"
         if self._at == "thoughts":
             thoughts = self._thoughts()
         if self._at == "gap" and self._held.lstrip():
@@ -62,21 +82,14 @@ class ThoughtReader:
         return Said(thoughts, self._taken() if self._at == "answer" else "")
 
     def finish(self, text: str = "") -> Said:
-        """Take the last piece; give all that is left."""
+        """Take the last piece. Returns everything that is left."""
         said = self.push(text)
         if self._at == "thoughts":
             return Said(said.thoughts + self._taken().rstrip(), said.answer)
         return Said(said.thoughts, said.answer + ("" if self._at == "gap" else self._taken()))
 
-    def _find_opening(self) -> None:
-        begun = self._held.lstrip()
-        if begun.startswith(OPENING):
-            self._at, self._held = "thoughts", begun.removeprefix(OPENING)
-        elif not OPENING.startswith(begun):
-            self._at = "answer"
-
     def _thoughts(self) -> str:
-        """Thoughts up to the closing mark, or to what may be its beginning or blanks before it."""
+        """Thoughts up to the closing mark, or up to white space or text that may belong to it."""
         if not self._has_thoughts:
             self._held = self._held.lstrip()
         text, mark, rest = self._held.partition(CLOSING)

@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from blockattn_rag.output.calls import InvalidToolCall, ToolCall, new_call_id
-from blockattn_rag.output.formats import ToolFormat
 from blockattn_rag.output.marks import Marks, PrivateMarks
 from blockattn_rag.output.open_call import BareCall, OpenCall
+from blockattn_rag.output.tool_calls import InvalidToolCall, ToolCall, new_call_id
+from blockattn_rag.output.tool_formats import ToolFormat
 
 Piece = str | ToolCall | InvalidToolCall
 """A piece of an answer: text, a call, or what was written as a call and is none."""

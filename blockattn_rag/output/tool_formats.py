@@ -1,0 +1,178 @@
+"""How models write tool calls: one format per model family, and the grammar of each.
+
+The formats are those that the vendors document.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blockattn_rag.output.schema import prepared
+from blockattn_rag.output.thinking import OPENING as THOUGHTS
+from blockattn_rag.output.tool_calls import ToolCall
+from blockattn_rag.prompts.blocks import Span
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family of models writes tool calls.
+
+    Args:
+        name: Name of the format.
+        opening: Mark before a call, or before a list of calls.
+        closing: Mark after a call. Empty: the call ends with its JSON.
+        is_list: Whether calls are written as one JSON list.
+        arguments_mark: Mark between a tool's name and its arguments, for formats that do not write
+            both as one JSON object.
+        id_mark: Optional mark between the tool's name and the call's id.
+        argument_keys: Accepted keys of a call's arguments, the documented one first.
+        is_bare: Whether an answer that begins with a JSON object is a call without ``opening``.
+        one_a_message: Whether a message of the history holds at most one call.
+    """
+
+    name: str
+    opening: str
+    closing: str = ""
+    is_list: bool = False
+    arguments_mark: str = ""
+    id_mark: str = ""
+    argument_keys: tuple[str, ...] = ("arguments",)
+    is_bare: bool = False
+    one_a_message: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The marks that must stay in an answer's text, control tokens or not."""
+        marks = (self.opening, self.closing, self.arguments_mark, self.id_mark)
+        return tuple(mark for mark in marks if mark)
+
+    def written(self, calls: Sequence[ToolCall]) -> tuple[Span, ...]:
+        """Calls as the model would write them, for chat templates that do not."""
+        before, between, after = "\n", f"\n{self.closing}\n{self.opening}\n", f"\n{self.closing}"
+        if self.is_list:
+            before, between, after = "[", ", ", "]"
+        spans = [Span(self.opening + before, "template")]
+        for call in calls:
+            written = {"name": call.name, self.argument_keys[0]: call.arguments}
+            text = json.dumps(written, ensure_ascii=False)
+            spans += [Span(text, "conversation"), Span(between, "template")]
+        return (*spans[:-1], Span(after, "template"))
+
+
+HERMES = ToolFormat("hermes", opening="<tool_call>", closing="</tool_call>")
+"""Hermes 2 and 3, Qwen 2.5 and 3, SmolLM3, Granite 4: an object between tags for each call."""
+
+LLAMA3 = ToolFormat(
+    "llama3",
+    opening="<|python_tag|>",
+    argument_keys=("parameters", "arguments"),
+    is_bare=True,
+    one_a_message=True,
+)
+"""Llama 3.1 to 3.3: the answer is an object, ``{"name": ..., "parameters": ...}``."""
+
+MISTRAL = ToolFormat("mistral", opening="[TOOL_CALLS]", is_list=True)
+"""Mistral up to tokenizer version 7: one list."""
+
+MISTRAL_ARGS = ToolFormat(
+    "mistral_args", opening="[TOOL_CALLS]", arguments_mark="[ARGS]", id_mark="[CALL_ID]"
+)
+"""Mistral from tokenizer version 11 on: each call has its opening, its name and its arguments."""
+
+GRANITE = ToolFormat("granite", opening="<|tool_call|>", is_list=True)
+"""Granite 3: one list."""
+
+FORMATS: dict[str, ToolFormat] = {
+    one.name: one for one in (HERMES, LLAMA3, MISTRAL_ARGS, MISTRAL, GRANITE)
+}
+"""The known formats by name."""
+
+
+def mark_ids(form: ToolFormat, tokenizer: Any) -> dict[str, int]:
+    """Token ids of the marks that a transformers tokenizer has as one added token each."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    numbers = {str(token): number for number, token in added.items()}
+    return {mark: numbers[mark] for mark in form.marks if mark in numbers}
+
+
+# Calls are written as chat templates write them, without optional white space.
+_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def calls_grammar(
+    form: ToolFormat,
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    several: bool,
+    answer: dict[str, Any] | None = None,
+    or_text: bool = False,
+) -> str:
+    """Grammar of an answer that is one or more tool calls, in llguidance's dialect of Lark.
+
+    Args:
+        form: How the model writes calls.
+        tools: Definitions of the tools that may be called.
+        tokenizer: Transformers tokenizer of the model. A mark that is an added token must come as
+            this token; other marks are text.
+        several: Whether the answer may have more than one call.
+        answer: JSON schema of an answer that may come in place of calls.
+        or_text: Whether text may come in place of calls. It begins in no way that a call does.
+    """
+    numbers = mark_ids(form, tokenizer)
+
+    def literal(mark: str) -> str:
+        return f"<[{numbers[mark]}]>" if mark in numbers else _text(mark)
+
+    opening = literal(form.opening)
+    rules: list[str] = []
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        name = json.dumps(function["name"], ensure_ascii=False)
+        if form.arguments_mark:
+            mark = literal(form.arguments_mark)
+            call = f"{_text(function['name'])} {mark} arguments_{index}"
+        else:
+            begin = f'{{"name": {name}, "{form.argument_keys[0]}": '
+            call = f'{_text(begin)} arguments_{index} "}}"'
+        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        rules += [f"call_{index}: {call}", f"arguments_{index}: {_object(schema)}"]
+    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+    if form.is_list:
+        more = f" ({_text(', ')} call)*" if several else ""
+        start = f'{opening} " "? "[" call{more} "]"'
+    elif form.closing:
+        rules.append(f'tagged: {opening} "\\n" call "\\n" {literal(form.closing)}')
+        start = "tagged" + (' ("\\n" tagged)*' if several else "")
+    elif form.arguments_mark:
+        start = f"{opening} call" + (f" ({opening} call)*" if several else "")
+    else:
+        start = "call"  # Llama's chat templates take one call in a message
+    if answer is not None or or_text:
+        rules.append(f"calls: {start}")
+        start = "calls | answer"
+    if answer is not None:
+        rules.append(f"answer: {_object(answer)}")
+    elif or_text:
+        begins = [form.opening, THOUGHTS, *(["{"] if form.is_bare else [])]
+        # The intersection excludes bytes that are not text, which the complement alone allows.
+        blanks, other = r"[\s\x1c-\x1f]*", "|".join(map(_escaped, begins))
+        rules += ["answer: TEXT", f"TEXT: /(?s:.*)/ & ~/(?s:{blanks}({other}).*)/"]
+    return "\n".join(["%llguidance {}", f"start: {start}", *rules])
+
+
+def _object(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps({**prepared(schema), 'x-guidance': _JSON})}"
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    """A text within a regular expression of llguidance, which stands between slashes."""
+    return re.sub(r"[^\w\s]", lambda found: f"\\x{ord(found[0]):02x}", text)

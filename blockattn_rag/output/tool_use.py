@@ -1,0 +1,314 @@
+"""Tools of one call to a model: which may be called, and how its answer is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blockattn_rag.output.grammar import Grammar, parse_grammar
+from blockattn_rag.output.marks import Marks
+from blockattn_rag.output.tool_calls import ToolCall
+from blockattn_rag.output.tool_formats import HERMES, ToolFormat, calls_grammar, mark_ids
+from blockattn_rag.output.tool_parser import Piece, ToolCallParser
+from blockattn_rag.output.tool_templates import (
+    ToolTemplate,
+    shows_results,
+    tool_template,
+    without_tools,
+)
+from blockattn_rag.prompts.chat_template import Message, Spans, chat_spans, has_chat_template
+
+AUTO, REQUIRED, NONE = "auto", "required", "none"
+
+TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_calls")
+"""Options of a call that are about tools."""
+
+_CHOICES: dict[object, str] = {
+    None: AUTO,
+    AUTO: AUTO,
+    NONE: NONE,
+    False: NONE,
+    REQUIRED: REQUIRED,
+    "any": REQUIRED,
+    True: REQUIRED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of one call.
+
+    Args:
+        template: What the model's chat template does with tools.
+        tools: Definitions of the tools; see ``ToolTemplate.spans``.
+        choice: ``"auto"``: the model may call tools; ``"required"``: it must call one; or the name
+            of the tool that it must call. A grammar enforces required calls.
+        parallel: Whether the model may make several calls at once.
+        constrained: Whether a grammar decides between text and calls from the first token on.
+        tokens: Marks of calls that are one token each. Only these tokens count as the marks.
+    """
+
+    template: ToolTemplate
+    tools: tuple[Mapping[str, Any], ...]
+    choice: str
+    parallel: bool
+    constrained: bool
+    tokens: frozenset[str]
+
+    @classmethod
+    def of_call(
+        cls, call: Mapping[str, Any], load_tokenizer: Callable[[], Any], model_name: str | None
+    ) -> ToolUse | None:
+        """The tools of a call. None: no tool may be called.
+
+        Args:
+            call: Options of the call. ``tools``: definitions. ``tool_choice``: None, ``"auto"``,
+                ``"none"``, ``"any"``, ``"required"``, a bool, a tool's name or ``{"type":
+                "function", "function": {"name": ...}}``. ``parallel_tool_calls``: bool.
+                ``tool_calls``: None, ``"free"`` or ``"constrained"``.
+            load_tokenizer: Returns the tokenizer; not called if the call has no tools.
+            model_name: Name of the model in messages.
+
+        Raises:
+            ValueError: an option is invalid, or the model's chat template supports no tools.
+            TypeError: a definition is invalid.
+        """
+        tools, calls = call.get("tools") or (), call.get("tool_calls")
+        _check_definitions(tools)
+        choice = choice_of(call.get("tool_choice"), tools)
+        if tools and calls not in (None, "free", "constrained"):
+            raise ValueError(f"tool_calls must be 'free' or 'constrained'; found {calls!r}")
+        if not tools or choice == NONE:
+            return None
+        tokenizer = load_tokenizer()
+        template = tool_template(tokenizer)
+        if template is None and choice != AUTO and has_chat_template(tokenizer):
+            template = ToolTemplate(HERMES, variable=None)  # a grammar enforces the format
+        if template is None:
+            raise ValueError(
+                f"the chat template of {model_name or 'this model'} supports no tools, or writes "
+                "calls in an unknown format (known: Hermes and Qwen, Llama 3, Mistral, Granite, "
+                "SmolLM3). Use a model whose template does, give the tokenizer a chat_template "
+                "that does, require a call (tool_choice), or leave the tools out: RetrieveFirst "
+                "retrieves passages without the model's help (docs/guides/agents.md)"
+            )
+        return cls(
+            template,
+            tuple(tools),
+            choice,
+            parallel=call.get("parallel_tool_calls") is not False,
+            constrained=calls == "constrained",
+            tokens=frozenset(mark_ids(template.form, tokenizer)),
+        )
+
+    def engine_options(self, tokenizer: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The engine's options for a call with these tools.
+
+        If a JSON answer is requested and the model may call tools, a grammar allows either. If it
+        must call one, the grammar allows calls alone. Other grammars of the caller stay unchanged.
+
+        Args:
+            tokenizer: Tokenizer of the model.
+            given: Options of the call.
+
+        Raises:
+            ValueError: the caller's grammar conflicts with required or constrained calls.
+        """
+        options = {**given, "keep_tokens": self.template.form.marks, "calls": self._reading(given)}
+        if not self._decides(given):
+            return options
+        grammar = _grammar_of(given)
+        if grammar is not None and not _is_json(grammar):
+            raise ValueError(
+                f"found {grammar} with tools of which one must be called, or whose calls are "
+                "constrained: an answer cannot be both; leave out structured_outputs, or "
+                "tool_choice and tool_calls"
+            )
+        may = self.tools
+        if self.choice not in (AUTO, REQUIRED):
+            may = tuple(tool for tool in may if tool["function"]["name"] == self.choice)
+        calls = calls_grammar(
+            self.template.form,
+            may,
+            tokenizer,
+            several=self.parallel,
+            answer=json.loads(grammar.text) if grammar and self.choice == AUTO else None,
+            or_text=self.choice == AUTO,
+        )
+        return {**options, "response_format": None, "structured_outputs": {"grammar": calls}}
+
+    def reader(self, given: Mapping[str, Any]) -> AnswerReader:
+        """Reader of the answer to a call with these options."""
+        return self._reading(given).reader()
+
+    def _reading(self, given: Mapping[str, Any]) -> CallReading:
+        names = tuple(tool["function"]["name"] for tool in self.tools)
+        form, only_first = self.template.form, self._decides(given)
+        return CallReading(form, names, self.tokens, only_first, self.parallel)
+
+    def _decides(self, given: Mapping[str, Any]) -> bool:
+        """Whether a grammar decides between calls and anything else, from the first token on."""
+        if self.choice != AUTO or self.constrained:
+            return True
+        grammar = _grammar_of(given)
+        return grammar is not None and _is_json(grammar)
+
+
+@dataclass(frozen=True, slots=True)
+class CallReading:
+    """How the calls of an answer are read; see ``ToolCallParser`` and ``AnswerReader``."""
+
+    form: ToolFormat
+    names: tuple[str, ...]
+    tokens: frozenset[str]
+    only_first: bool
+    parallel: bool
+
+    def reader(self) -> AnswerReader:
+        """Reader of one answer."""
+        return AnswerReader(self)
+
+
+class AnswerReader:
+    """Reads one answer of a model with tools, whole or in pieces; see ``ToolCallParser``.
+
+    A call that repeats the previous one ends the answer, and so does the first call if only one is
+    allowed. Everything after it is dropped.
+
+    Args:
+        reading: How calls are read.
+
+    Attributes:
+        has_loop: Whether a call, valid or not, repeated the previous one.
+    """
+
+    def __init__(self, reading: CallReading) -> None:
+        self._parser = ToolCallParser(
+            reading.form, reading.names, reading.tokens, only_first=reading.only_first
+        )
+        self._parallel = reading.parallel
+        self._is_done = False
+        self._last = ""  # the previous call, as text
+        self.has_loop = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer ends here."""
+        return self._is_done or self.has_loop
+
+    def read(self, text: str, marks: Marks = (), *, last: bool) -> list[Piece]:
+        """Take the next piece of the answer. Returns what is certain so far.
+
+        Args:
+            text: The piece.
+            marks: Places of control tokens in it.
+            last: Whether this is the last piece.
+        """
+        pieces = self._parser.push(text, marks)
+        pieces += self._parser.finish() if last else ()
+        given: list[Piece] = []
+        for piece in pieces:
+            if not self._is_done:
+                self._take(piece, given)
+        self.has_loop |= self._parser.has_loop
+        return given
+
+    def _take(self, piece: Piece, given: list[Piece]) -> None:
+        if isinstance(piece, str):
+            given.append(piece)
+            self._last = "" if piece.strip() else self._last
+            return
+        said = piece.arguments if isinstance(piece, ToolCall) else piece.text
+        call = json.dumps([piece.name, said], sort_keys=True)
+        if call == self._last:
+            self.has_loop = self._is_done = True
+            return
+        given.append(piece)
+        self._last = call
+        self._is_done = isinstance(piece, ToolCall) and not self._parallel
+
+
+def prompt_spans(
+    tokenizer: Any, messages: Sequence[Message], tools: ToolUse | None, **variables: Any
+) -> Spans:
+    """The prompt for messages that may contain calls and results; see ``ToolTemplate.spans``.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        messages: The messages.
+        tools: Tools that may be called now.
+        variables: Other variables of the chat template.
+    """
+    template = tools.template if tools else tool_template(tokenizer)
+    if template is not None:
+        return template.spans(tokenizer, messages, tools.tools if tools else (), **variables)
+    shown = messages if shows_results(tokenizer) else without_tools(messages)
+    return chat_spans(tokenizer, shown, **variables)
+
+
+def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
+    """A tool choice as ``ToolUse`` has it, or ``"none"``.
+
+    Raises:
+        ValueError: the choice is invalid, or names an unknown tool.
+    """
+    names = [tool["function"]["name"] for tool in tools]
+    if isinstance(choice, Mapping):
+        function = choice.get("function", choice)
+        named = function.get("name") if isinstance(function, Mapping) else None
+        if named in names:
+            return str(named)
+        choice = named if isinstance(named, str) else choice
+    elif isinstance(choice, (str, bool, type(None))):
+        if choice in _CHOICES:
+            known = _CHOICES[choice]
+            if known == REQUIRED and not tools:
+                raise ValueError(f"tool_choice={choice!r} needs a tool, found none")
+            return known
+        if choice in names:
+            return str(choice)
+    raise ValueError(
+        f"tool_choice must be 'auto', 'none', 'any', 'required', or the name of a tool "
+        f"({', '.join(names)}); found {choice!r}"
+    )
+
+
+def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a call, with the model's default for ``tool_calls``.
+
+    Raises:
+        ValueError: the defaults have other options of tools.
+    """
+    given = {name: value for name, value in defaults.items() if name in TOOL_OPTIONS}
+    if others := [name for name in given if name != "tool_calls"]:
+        raise ValueError(
+            f"found {others[0]} in generate_kwargs: the only option of tools there is tool_calls; "
+            "pass the others with each call, or bind them"
+        )
+    return {**given, **call}
+
+
+def without_tool_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a call without those about tools."""
+    return {name: value for name, value in given.items() if name not in TOOL_OPTIONS}
+
+
+def _grammar_of(given: Mapping[str, Any]) -> Grammar | None:
+    return parse_grammar(given.get("response_format"), given.get("structured_outputs"))
+
+
+def _is_json(grammar: Grammar) -> bool:
+    return grammar.kind in ("json", "json_object")
+
+
+def _check_definitions(tools: Sequence[Any]) -> None:
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise TypeError(
+                "a tool's definition must be {'type': 'function', 'function': {'name': ..., "
+                f"'description': ..., 'parameters': ...}}}}; found {tool!r:.200}"
+            )
