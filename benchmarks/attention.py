@@ -18,7 +18,7 @@ import torch
 from packing import median_s  # the script beside this one
 from torch import Tensor
 
-from blockattn_rag.attention.kernels import attend_fused, attend_matmul
+from blockattn_rag.attention.kernels import attend_fused
 from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.attention.tuning import CPU, Tuning
 from blockattn_rag.kv.block_kv import BlockKV
@@ -64,26 +64,6 @@ def compared(case: dict[str, Any], chosen_s: float, other_s: float) -> dict[str,
     return case | {"chosen_s": chosen_s, "other_s": other_s, "gain": other_s / chosen_s}
 
 
-def kernels() -> Iterator[dict[str, Any]]:
-    """Matrix products against the fused kernel (``matmul_rows``, ``matmul_keys``)."""
-    for keys in (128, 512, 2048):
-        for rows in (4, 16, 48, 150, 191, 384):
-            query, key = torch.randn(1, KV_HEADS, rows, SIZE), torch.randn(1, KV_HEADS, keys, SIZE)
-            times = [
-                median_s(partial(kernel, query, key, key, 0.125))
-                for kernel in (attend_matmul, attend_fused)
-            ]
-            yield compared({"keys": keys, "rows": rows}, *times)
-
-
-def strategies() -> Iterator[dict[str, Any]]:
-    """The online softmax against partial results and a merge (``online_rows``)."""
-    for tokens in (10, 50, 128, 256):
-        context = context_of(8, 512)
-        times = [relay_s(context, tokens, replace(CPU, online_rows=most)) for most in (1 << 30, 0)]
-        yield compared({"blocks": 8, "rows": tokens * HEADS // KV_HEADS}, *times)
-
-
 def joined() -> Iterator[dict[str, Any]]:
     """Joined blocks against blocks one by one, without and with the time of joining, which a prompt
     pays in one pass and an answer once for all its tokens (``join_*_tokens``)."""
@@ -106,17 +86,9 @@ def final() -> Iterator[dict[str, Any]]:
         yield compared({"final_tokens": tokens}, relay_s(context, tokens, CPU), copy_s)
 
 
-def denormal() -> Iterator[dict[str, Any]]:
-    """Exponentials of logarithms raised to ``least_log_weight`` against those that are not."""
-    logs = torch.full((150, 512), -100.0)
-    raised = logs.clamp(min=CPU.least_log_weight)
-    times = [median_s(partial(torch.exp, one)) for one in (raised, logs)]
-    yield compared({"least_log_weight": CPU.least_log_weight}, *times)
-
-
 if __name__ == "__main__":
     cases: list[Callable[[], Iterator[dict[str, Any]]]]
-    cases = [kernels, strategies, joined, final, denormal]
+    cases = [joined, final]
     with torch.inference_mode():
         rows = {case.__name__: list(case()) for case in cases}
     about = {"model": "one layer of 135M", "dtype": "float32", "device": "cpu"}

@@ -13,13 +13,11 @@ are seen). Kernels for CUDA are in ``attention.cuda``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from blockattn_rag.attention.tuning import CPU
 
 
 class Partial(NamedTuple):
@@ -62,17 +60,6 @@ def attend_fused(
     return without_masked_rows(output, lse, mask)
 
 
-def attend_matmul(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None = None
-) -> Partial:
-    """Two matrix products and a softmax in place, for query and keys in float32 without a mask."""
-    scores = (query * scale) @ key.transpose(-1, -2)
-    highest = scores.amax(dim=-1, keepdim=True)
-    weights = exponentials(scores, highest)
-    total = weights.sum(dim=-1, keepdim=True)
-    return Partial((weights @ value).div_(total), total.log_().add_(highest).squeeze(-1))
-
-
 def single_softmax(
     queries: Sequence[Tensor], states: Sequence[tuple[Tensor, Tensor]], scale: float
 ) -> Tensor:
@@ -97,45 +84,6 @@ def single_softmax(
     for weight, value in zip(others, values[1:], strict=True):
         output.baddbmm_(weight, value)
     return output
-
-
-def online_softmax(
-    part: Partial, queries: Tensor, states: Iterable[tuple[Tensor, Tensor]], longest: int
-) -> Tensor:
-    """Attention over several sets of keys, and over the keys of a partial result.
-
-    Set by set, as flash attention does: weights are relative to the highest score so far, and the
-    sum so far is rescaled when a set holds a higher score. Nothing is merged, and one buffer serves
-    all scores, so it is the fastest way for a question's rows on the CPU.
-
-    Args:
-        part: ``[K, Q, D]`` and ``[K, Q]``.
-        queries: ``[sets, K, Q, D]``: the same rows, rotated as each set sees them and multiplied by
-            the factor of the scores; float32.
-        states: keys and values ``[K, N, D]`` of each set, at least one set.
-        longest: the largest N.
-
-    Returns:
-        ``[K, Q, D]``.
-    """
-    _, heads, rows, _ = queries.shape
-    buffer = queries.new_empty(heads * rows * longest)
-    highest, output = part.lse.unsqueeze(-1), part.output
-    total = torch.ones_like(highest)
-    for query, (key, value) in zip(queries, states, strict=True):
-        scores = buffer[: heads * rows * key.shape[1]].view(heads, rows, -1)
-        torch.bmm(query, key.mT, out=scores)
-        before, highest = highest, highest.maximum(scores.amax(dim=-1, keepdim=True))
-        rescale = (before - highest).exp_()
-        weights = exponentials(scores, highest)
-        total = weights.sum(dim=-1, keepdim=True).addcmul_(total, rescale)
-        output = torch.baddbmm(output * rescale, weights, value)
-    return output.div_(total)
-
-
-def exponentials(scores: Tensor, highest: Tensor) -> Tensor:
-    """``exp(scores - highest)``, in place, but not below ``exp(CPU.least_log_weight)``."""
-    return scores.sub_(highest).clamp_(min=CPU.least_log_weight).exp_()
 
 
 def fold_heads(query: Tensor, mask: Tensor | None, kv_heads: int) -> tuple[Tensor, Tensor | None]:

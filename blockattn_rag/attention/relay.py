@@ -96,7 +96,7 @@ class RelayPlan:
         serves = query.shape, query.dtype, mask is None
         if layer == 0 or serves != self._serves:
             table = self.decode_table if tokens == 1 else self.prefill_table
-            self.strategy = strategy_for(table, inputs, tokens, self.tuning)
+            self.strategy = strategy_for(table, inputs, tokens)
             self._serves = serves
         output = self.strategy.attend(inputs)
         return output.reshape(batch, heads, tokens, -1).to(query.dtype)

@@ -114,7 +114,6 @@ class SegmentTable:
         self._layouts = layouts
         requests = [request for segment in self.segments for request, _ in segment.readers]
         shifts = [shift for segment in self.segments for _, shift in segment.readers]
-        self.longest = max((segment.num_tokens for segment in self.segments), default=0)
         self.is_dequantised = any(segment.is_dequantised for segment in self.segments)
         # One request, no block twice: partial results need no sorting.
         self.is_one_each = self.num_requests == 1 and len(requests) == len(self.segments)

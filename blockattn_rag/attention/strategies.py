@@ -21,14 +21,11 @@ from blockattn_rag.attention.kernels import (
     Kernel,
     Partial,
     attend_fused,
-    attend_matmul,
     attend_plain,
     merge,
-    online_softmax,
     single_softmax,
 )
 from blockattn_rag.attention.segments import SegmentTable
-from blockattn_rag.attention.tuning import CPU, Tuning
 
 
 class LayerInputs(NamedTuple):
@@ -50,21 +47,15 @@ class Strategy(NamedTuple):
     attend: Callable[[LayerInputs], Tensor]
 
 
-def strategy_for(
-    table: SegmentTable, inputs: LayerInputs, num_tokens: int, tuning: Tuning
-) -> Strategy:
+def strategy_for(table: SegmentTable, inputs: LayerInputs, num_tokens: int) -> Strategy:
     """The fastest exact strategy for the forward whose first layer has these inputs, and
     ``num_tokens`` query tokens in each row of the batch."""
     _, query, tail_key, tail_value, _, tail_mask = inputs
-    one_softmax = len(query) == 1 and table.is_one_each and _computes_in_float32(query, tail_value)
+    one_request = len(query) == 1 and table.is_one_each and _computes_in_float32(query, tail_value)
     one_token = num_tokens == 1 and tail_mask is None
-    if one_softmax and one_token and not table.is_dequantised:  # it takes all segments at once
+    if one_request and one_token and not table.is_dequantised:  # it takes all segments at once
         return Strategy("single softmax", partial(_by_single_softmax, table))
     kernel = kernel_for(query, tail_key, tail_value, tail_mask)
-    _, heads, rows, _ = query.shape
-    fits = rows <= tuning.online_rows and 0 < heads * rows * table.longest <= tuning.most_scores
-    if one_softmax and fits:
-        return Strategy("online softmax", partial(_by_online_softmax, table, kernel))
     return Strategy("merged parts", partial(_by_merged_parts, table, kernel, []))
 
 
@@ -74,15 +65,6 @@ def _by_single_softmax(table: SegmentTable, inputs: LayerInputs) -> Tensor:
     queries = [*table.rotated(layer, query), query[0]]
     states = [*table.states(layer), (tail_key[0], tail_value[0])]
     return single_softmax(queries, states, scale)[None]
-
-
-def _by_online_softmax(table: SegmentTable, tail_kernel: Kernel, inputs: LayerInputs) -> Tensor:
-    """A running softmax from segment to segment, for one request's question."""
-    layer, query, tail_key, tail_value, scale, mask = inputs
-    tail = tail_kernel(query, tail_key, tail_value, scale, mask)
-    queries = table.rotated(layer, query * scale)
-    part = Partial(tail.output[0], tail.lse[0])
-    return online_softmax(part, queries, table.states(layer), table.longest)[None]
 
 
 def _by_merged_parts(
@@ -135,18 +117,10 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = 
         return kernel_on_cuda(query, mask)
     if query.device.type != "cpu" or query.dtype not in _FUSED_DTYPES:
         return attend_plain
-    return attend_matmul if mask is None and _matmul_is_faster(query, key) else attend_fused
+    return attend_fused
 
 
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _matmul_is_faster(query: Tensor, key: Tensor) -> bool:
-    """For a question's rows over a long block, in float32."""
-    batch, heads, rows, _ = query.shape
-    keys = key.shape[2]
-    fits = keys >= CPU.matmul_keys and batch * heads * rows * keys <= CPU.most_scores
-    return fits and rows in CPU.matmul_rows and query.dtype == key.dtype == torch.float32
 
 
 def _groups_to_rows(query: Tensor, group: int) -> Tensor:

@@ -11,11 +11,8 @@ from torch import Tensor
 
 from blockattn_rag.attention.kernels import (
     Partial,
-    attend_matmul,
     attend_plain,
-    exponentials,
     merge,
-    online_softmax,
     single_softmax,
 )
 from blockattn_rag.attention.strategies import kernel_for
@@ -90,14 +87,14 @@ def test_each_backend_stays_within_the_rounding_of_its_type(
 
 
 @pytest.mark.parametrize("spread", [1.0, 1e3])
-def test_matrix_products_are_as_exact(spread: float) -> None:
+def test_large_scores_are_attended_to_exactly(spread: float) -> None:
     # A spread of 1000 puts scores far beyond what exp can take as it stands.
     query = random(1, KV_HEADS, 20, SIZE) * spread
     key, value = random(1, KV_HEADS, 600, SIZE, seed=1), random(1, KV_HEADS, 600, SIZE, seed=2)
     expected = exact(query, key, value, 0.25, None)
-    for found in (attend(query, key, value, 0.25), attend_matmul(query, key, value, 0.25)):
-        assert (found.output - expected.output).abs().max() <= budget(torch.float32, 600) * spread
-        assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 600) * spread
+    found = attend(query, key, value, 0.25)
+    assert (found.output - expected.output).abs().max() <= budget(torch.float32, 600) * spread
+    assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 600) * spread
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -166,42 +163,17 @@ def test_states_whose_numbers_do_not_lie_side_by_side_are_read_right() -> None:
 
 
 @pytest.mark.parametrize("height", [-200.0, -20.0, 0.0, 20.0, 200.0])
-def test_keys_after_a_part_are_attended_to_wherever_their_scores_lie(height: float) -> None:
-    # Scores of the last two sets lie by `height` above those of the part: one dimension does it.
-    queries = random(3, KV_HEADS, 4, SIZE)
-    queries[..., 0] = 1.0
-    keys = [random(KV_HEADS, n, SIZE, seed=n) for n in (30, 1, 9)]
-    values = [random(KV_HEADS, n, SIZE, seed=50 + n) for n in (30, 1, 9)]
-    for key in keys[1:]:
-        key[..., 0] = height / 0.25
-    own, own_value = random(KV_HEADS, 5, SIZE, seed=3), random(KV_HEADS, 5, SIZE, seed=4)
-    part = Partial(*(tensor.float() for tensor in exact(queries[0], own, own_value, 0.25, None)))
-    before = part.output.clone()
-    found = online_softmax(part, queries * 0.25, zip(keys, values, strict=True), 30)
-    scores = [q.double() @ k.double().mT * 0.25 for q, k in zip(queries, keys, strict=True)]
-    scores.append(queries[0].double() @ own.double().mT * 0.25)
-    expected = torch.cat(scores, -1).softmax(-1) @ torch.cat([*values, own_value], 1).double()
-    assert (found - expected).abs().max() <= budget(torch.float32, 45) * max(1.0, abs(height))
-    assert torch.equal(part.output, before)
-
-
-def test_the_online_softmax_after_a_part_gives_the_numbers_worked_out_by_hand() -> None:
-    query, value = torch.tensor([[[[1.0, 0.0]]]]), torch.ones(1, 1, 2)
-    key = torch.tensor([[[math.log(3.0), 0.0]]])
-    # The part counts 1 with output 0, the key counts 3 with value 1.
-    part = Partial(torch.zeros(1, 1, 2), torch.zeros(1, 1))
-    found = online_softmax(part, query, [(key, value)], 1)
-    assert found == pytest.approx(torch.tensor([[[0.75, 0.75]]]), abs=1e-6)
-    nothing = Partial(torch.zeros(1, 1, 2), torch.full((1, 1), -math.inf))
-    assert online_softmax(nothing, query, [(key, value)], 1).tolist() == [[[1.0, 1.0]]]
-
-
-def test_no_weight_is_a_denormal_number() -> None:
-    scores = -torch.arange(0.0, 200.0, 0.5).reshape(1, 1, -1)
-    weights = exponentials(scores.clone(), torch.zeros(1, 1, 1))
-    # Nor does it become one beside a value that is not tiny itself.
-    assert weights.min() * 1e-9 > torch.finfo(torch.float32).tiny
-    assert (weights - scores.double().exp()).abs().max() < torch.finfo(torch.float32).eps
+def test_parts_merge_exactly_however_far_apart_their_scores_are(height: float) -> None:
+    # The scores of the second part exceed those of the first by `height`: one dimension does it.
+    query = random(1, KV_HEADS, 4, SIZE)
+    query[..., 0] = 1.0
+    keys = [random(1, KV_HEADS, n, SIZE, seed=n) for n in (30, 9)]
+    values = [random(1, KV_HEADS, n, SIZE, seed=50 + n) for n in (30, 9)]
+    keys[1][..., 0] = height / 0.25
+    parts = [attend(query, key, value, 0.25) for key, value in zip(keys, values, strict=True)]
+    expected = exact(query, torch.cat(keys, 2), torch.cat(values, 2), 0.25, None).output
+    error = (merge(parts).output - expected).abs().max()
+    assert error <= budget(torch.float32, 39) * max(1.0, abs(height))
 
 
 def test_no_keys_at_all_are_attended_to_by_no_one() -> None:

@@ -94,7 +94,7 @@ def test_a_token_of_an_answer_goes_from_block_to_block(layout: RotaryLayout) -> 
     query = random(1, HEADS, 1, SIZE, seed=7)
     tail = random(1, KV_HEADS, 5, SIZE, seed=8), random(1, KV_HEADS, 5, SIZE, seed=9)
     name, found = attended(relay_plan([place(blocks)], [layout], join_decode_tokens=0), query, tail)
-    assert name == on_cpu("online softmax")
+    assert name == "merged parts"
     same = place([plain(kv) for kv in blocks])
     expected = by_moving_the_keys(query[0], same, (tail[0][0], tail[1][0]), None, 0, layout)
     assert (found[0] - expected).abs().max() <= RELAY_BUDGET
@@ -125,10 +125,9 @@ def test_blocks_are_not_dequantised_all_at_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Segment, "states", watched)
     context = place([kv.quantised() for kv in blocks_of([40] * 8)])
     tail = random(1, KV_HEADS, 6, SIZE, seed=8)
-    for limits in ({}, {"online_rows": 0}):  # two strategies
-        plan = relay_plan([context], [LAYOUT], join_prefill_tokens=0, **limits)
-        plan.attend(0, random(1, HEADS, 6, SIZE), tail, tail, 0.25, None)
-    assert len(alive) == 16
+    plan = relay_plan([context], [LAYOUT], join_prefill_tokens=0)
+    plan.attend(0, random(1, HEADS, 6, SIZE), tail, tail, 0.25, None)
+    assert len(alive) == 8
     assert max(alive) <= 2
 
 
