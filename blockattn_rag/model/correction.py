@@ -3,9 +3,9 @@
 In full mode a passage sees the passages before it; in block mode it sees itself alone. Much of what
 this changes in its keys and values does not depend on the other passages: it is a linear function
 of the block's own keys and values, and a constant for each of its first tokens. Both are fitted
-once for a model, in closed form, from passages alone (``training.correction``), and applied when a
-block is encoded, or to what is stored of it. So a corrected block costs nothing more per answer; it
-is another block than the uncorrected one.
+once for a model, in closed form, from passages alone (``lab.repair.closed_form``), and applied when
+a block is encoded, or to what is stored of it. So a corrected block costs nothing more per answer;
+it is another block than the uncorrected one.
 
 For each layer and key-value head, with keys ``k`` before their rotation and values ``v``::
 

@@ -217,11 +217,10 @@ def check_paths(out: Path, base: Path | None, overwrite: bool) -> None:
         FileExistsError: something is there and ``overwrite`` is False, or ``out`` is no model of
             ours.
     """
-    from blockattn_rag.lab.training.config import work_of
-    from blockattn_rag.lab.training.work import check_output, check_work
+    from blockattn_rag.lab.training.finetune import check_output
+    from blockattn_rag.lab.work import work_of
 
-    check_output(out, overwrite)
-    check_work(work_of(out))
+    check_output(out, overwrite=overwrite)
     made = [data_of(out), work_of(out), *([] if base else [base_of(out)])]
     if wrong := [p for p in made if p.exists() and p.is_dir() != (p != data_of(out))]:
         raise FileExistsError(f"{wrong[0]} is in the way; move it, or choose another --out")

@@ -72,7 +72,7 @@ def repair(
     """
     started = time.monotonic()
     with working(as_json):
-        from blockattn_rag.lab.repair.checks import check_packages
+        from blockattn_rag.lab.repair.run import check_packages
         from blockattn_rag.lab.repair.run import repair as run
 
         check_packages()
@@ -147,7 +147,7 @@ def _of_database(
     from blockattn_rag.app.rag.passages import all_passages, retriever
     from blockattn_rag.app.rag.prompts import prompt_maker
     from blockattn_rag.engine.find_recipe import recipe_in_use
-    from blockattn_rag.lab.repair.files import read_questions
+    from blockattn_rag.lab.repair.data import read_questions
     from blockattn_rag.lab.repair.plan import LIMITS
     from blockattn_rag.lab.repair.run import Material
     from blockattn_rag.prompts.formats import Passage
@@ -194,7 +194,7 @@ def _of_files(
     dtype: str,
 ) -> _Job:  # fmt: skip
     from blockattn_rag.engine.find_recipe import recipe_in_use
-    from blockattn_rag.lab.repair.files import read_passages, read_questions
+    from blockattn_rag.lab.repair.data import read_passages, read_questions
     from blockattn_rag.lab.repair.plan import LIMITS
     from blockattn_rag.lab.repair.run import Material
     from blockattn_rag.model import BlockModel

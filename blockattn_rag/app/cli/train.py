@@ -1,6 +1,6 @@
 """``blockattn-rag train``: block fine-tuning of any supported model.
 
-The options are made from the fields of ``FinetuneConfig`` and ``LoraConfig``.
+The options are made from the fields of ``FinetuneConfig``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import typer
 from blockattn_rag.app.cli.figures import count, duration
 from blockattn_rag.app.cli.output import JsonOption, ModelArgument, emit, note, working
 from blockattn_rag.app.rag.model_names import existing_model, loading
-from blockattn_rag.lab.training.config import FinetuneConfig, LoraConfig, OnError, Range
+from blockattn_rag.lab.training.config import FinetuneConfig, OnError
 
 if TYPE_CHECKING:
     from blockattn_rag.lab.training.report import FinetuneReport
@@ -28,10 +28,7 @@ _SPELT: dict[str, tuple[Any, Any]] = {
     "eval_data": (list[Path] | None, None),
     "modes": (str, "block,full"),
     "on_error": (OnError, "raise"),
-    "lora": (bool, False),
-    "lora_target_modules": (list[str] | None, None),
 }
-_SHORTER = {"train_data": "data", "lora_target_modules": "lora_target"}
 
 
 def train(**options: Any) -> None:
@@ -52,37 +49,30 @@ def train(**options: Any) -> None:
 
 
 def _options() -> Iterator[Parameter]:
-    """The options of ``train``, named as the settings are; those of adapters after ``lora_``."""
+    """The options of ``train``, named as the settings are."""
     model = typer.Option(help=ModelArgument, callback=existing_model)
     yield Parameter("model", Parameter.KEYWORD_ONLY, annotation=Annotated[str, model])
     # The type of ``positions`` would load torch. Here it is text, as every other Literal.
     types = get_type_hints(FinetuneConfig, localns={"Positions": str})
     for setting in fields(FinetuneConfig):
         if setting.metadata:
-            range_ = setting.metadata.get("range")
-            yield _option(setting, setting.name, types[setting.name], setting.default, range_)
-    types = get_type_hints(LoraConfig)
-    for setting in fields(LoraConfig):  # no default: options that were not given are not passed on
-        yield _option(setting, f"lora_{setting.name}", types[setting.name] | None, None)
+            yield _option(setting, types[setting.name])
     yield Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption)
 
 
-def _option(
-    setting: Field[Any], name: str, kind: Any, default: Any, range_: Range | None = None
-) -> Parameter:
-    """The option of a setting; ``range_``: of the numbers that the command line itself accepts."""
-    kind, default = _SPELT.get(name, (str if get_origin(kind) is Literal else kind, default))
-    flag = _SHORTER.get(name, name).replace("_", "-")
-    bounds = range_.bounds if range_ else {}
+def _option(setting: Field[Any], kind: Any) -> Parameter:
+    """The option of a setting."""
+    written = str if get_origin(kind) is Literal else kind
+    kind, default = _SPELT.get(setting.name, (written, setting.default))
+    flag = "data" if setting.name == "train_data" else setting.name.replace("_", "-")
     option = typer.Option(
         f"--{flag}/--no-{flag}" if default is True else f"--{flag}",
-        help=setting.metadata["help"] or None,
+        help=setting.metadata["help"],
         rich_help_panel=setting.metadata.get("panel"),
-        min=bounds.get("min"),
-        max=bounds.get("max"),
+        min=setting.metadata.get("least"),
     )
     kind = Annotated[kind, option]
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+    return Parameter(setting.name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 # typer reads the options from the signature.
@@ -94,23 +84,8 @@ def _config(options: dict[str, Any]) -> FinetuneConfig:
     spelt = {
         "eval_data": options["eval_data"] or (),
         "modes": tuple(mode.strip() for mode in options["modes"].split(",")),
-        "lora": _adapters(options),
     }
     return FinetuneConfig(**{**options, **spelt})
-
-
-def _adapters(options: dict[str, Any]) -> LoraConfig | None:
-    """Take the options of adapters out of ``options``; None where no adapters are wanted."""
-    found = {setting.name: options.pop(f"lora_{setting.name}") for setting in fields(LoraConfig)}
-    given = {name: value for name, value in found.items() if value is not None}
-    if given and not options["lora"]:
-        raise ValueError("the adapters' options need --lora: without it, all weights are trained")
-    if not options["lora"]:
-        return None
-    targets = given.pop("target_modules", ["all-linear"])
-    if targets != ["all-linear"]:
-        given["target_modules"] = tuple(targets)
-    return LoraConfig(**{"alpha": 2 * given.get("rank", LoraConfig().rank), **given})
 
 
 def _show(report: FinetuneReport, as_json: bool, config: FinetuneConfig) -> None:

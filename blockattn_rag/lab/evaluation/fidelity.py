@@ -76,24 +76,36 @@ class FidelityRecord:
         return cls(**line)
 
     @classmethod
+    def of(cls, sample: Sample, row: Row, kl: Tensor, agrees: Tensor) -> FidelityRecord:
+        """The record of a sample in a row.
+
+        Args:
+            sample: The sample.
+            row: The row.
+            kl: Divergences ``[answer tokens]``; below 0 only by rounding.
+            agrees: At which tokens the row's first choice is full mode's, ``[answer tokens]``.
+        """
+        kl = kl.clamp_min(0)
+        return cls(
+            id=sample.id,
+            digest=sample.digest,
+            mode=row.name,
+            tokens=len(kl),
+            kl=float(kl.mean()),
+            first_kl=float(kl[0]),
+            agreement=float(agrees.double().mean()),
+            recipe=row.digest,
+        )
+
+    @classmethod
     def compared(cls, sample: Sample, row: Row, logits: Tensor, expected: Tensor) -> FidelityRecord:
         """Compare a row's ``logits`` with full mode's log-probabilities.
 
         Both are ``[answer tokens, vocab]``; ``expected`` is :func:`full_answer`'s.
         """
         found = _log_probabilities(logits)
-        kl = F.kl_div(found, expected, reduction="none", log_target=True).sum(-1).clamp_min(0)
-        agrees = (found.argmax(-1) == expected.argmax(-1)).double()
-        return cls(
-            id=sample.id,
-            digest=sample.digest,
-            mode=row.name,
-            tokens=len(expected),
-            kl=float(kl.mean()),
-            first_kl=float(kl[0]),
-            agreement=float(agrees.mean()),
-            recipe=row.digest,
-        )
+        kl = F.kl_div(found, expected, reduction="none", log_target=True).sum(-1)
+        return cls.of(sample, row, kl, found.argmax(-1) == expected.argmax(-1))
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types."""

@@ -1,4 +1,4 @@
-"""Questions that the model writes itself, one from each of some passages."""
+"""Questions that the model itself writes about passages."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from typing import Any
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import DataError
-from blockattn_rag.lab.repair.samples import Question
+from blockattn_rag.lab.repair.data import Nearest, Question
 from blockattn_rag.prompts.blocks import BlockPrompt, Span
 from blockattn_rag.prompts.chat_template import Message, chat_spans, has_chat_template
 from blockattn_rag.prompts.formats import Passage
-
-Nearest = Callable[[str, int], Sequence[Passage]]
-"""The passages nearest to a text, best first; at most as many as the number says."""
 
 _ASK = (
     "Here is a text.\n---------------------\n",
@@ -49,9 +46,10 @@ def write_questions(
         nearest: Finds the other passages of a question.
         num_passages: Passages of each question: the one that it was written from, and the nearest
             others.
-        path: File of JSON lines with what was written. What it holds is not written again.
-        seed: Seed of the order in which passages are taken.
-        time_is_up: Whether no further question is to be written.
+        path: File of JSON lines with the questions so far, which are not written again.
+        seed: Random seed of the order of passages.
+        on_progress: Called with the number of written questions and ``count``.
+        time_is_up: Whether to write no further question.
 
     Raises:
         DataError: There is no passage, or the model wrote no question about any of them.
@@ -86,8 +84,7 @@ def write_questions(
 
 
 def clean_question(text: str) -> str | None:
-    """The first line of what the model wrote, up to its question mark; None if there is none, or
-    hardly a word before it."""
+    """The first line of a text up to its question mark; None if that is not a question."""
     line = next(iter(text.strip().splitlines()), "")
     question = line.partition("?")[0].strip(_QUOTES).removeprefix("Question:").strip(_QUOTES)
     is_one = "?" in line and len(question.split()) >= _FEWEST_WORDS
@@ -125,12 +122,12 @@ def _prompt(engine: BlockAttentionEngine, passage: Passage) -> BlockPrompt:
 
 
 def _name(passage: Passage) -> str:
-    told = json.dumps([passage.title, passage.text]).encode()
-    return hashlib.sha256(told).hexdigest()
+    text = json.dumps([passage.title, passage.text]).encode()
+    return hashlib.sha256(text).hexdigest()
 
 
 def _kept(path: Path) -> dict[str, str | None]:
-    """What was written before, by passage. A last line that was cut off is cut out."""
+    """Questions written before, by passage. An incomplete last line is deleted from the file."""
     if not path.is_file():
         return {}
     data = path.read_bytes()

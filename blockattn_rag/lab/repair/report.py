@@ -1,4 +1,4 @@
-"""What a repair found: as JSON in the recipe, as five lines, and as a plot."""
+"""The report of a repair: as JSON in the recipe, as three lines, and as a plot."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from blockattn_rag.lab.evaluation.fidelity import FidelityResult
 from blockattn_rag.lab.evaluation.rows import PLAIN
+from blockattn_rag.lab.training.report import draw_losses
 from blockattn_rag.lazy import missing_extra
 
 logger = logging.getLogger("blockattn_rag")
@@ -32,7 +33,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What a repair found.
+    """Result of a repair.
 
     Args:
         model: Name of the model.
@@ -132,8 +133,10 @@ def _percent(share: float) -> str:
 
 
 def plot(report: RepairReport) -> bytes | None:
-    """The divergence of every candidate with its interval, and the curve of the training, as PNG;
-    None where matplotlib is not installed."""
+    """Plot of every candidate's divergence with its interval, and of the training's losses, as PNG.
+
+    None if matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -151,13 +154,8 @@ def plot(report: RepairReport) -> bytes | None:
         xlabel="KL from full mode, 95 % intervals",
         title=f"{report.measured_on} held-out questions, {report.passages} passages",
     )
-    for key, label in (("loss", "training"), ("eval_loss", "held out")):
-        points = [(entry["step"], entry[key]) for entry in report.curve if key in entry]
-        if points:
-            curve.plot(*zip(*points, strict=True), label=label, marker="o" if key != "loss" else "")
-    curve.set(xlabel="optimizer step", ylabel="loss", title="training of the adapter")
-    if report.curve:
-        curve.legend()
+    draw_losses(curve, report.curve)
+    curve.set(title="training of the adapter")
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=110)
     return image.getvalue()

@@ -8,43 +8,36 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.find_recipe import stock_sink
-from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine.recipe import RECIPE_FILE, Recipe, read_fields
 from blockattn_rag.errors import DataError
 from blockattn_rag.files import write_json
-from blockattn_rag.lab.repair import checks
-from blockattn_rag.lab.repair.choice import choose as choose_recipe
-from blockattn_rag.lab.repair.comparing import IN_USE, Comparer, free_recipes, promoting
+from blockattn_rag.lab import work
+from blockattn_rag.lab.repair.closed_form import fit_correction, no_correction
+from blockattn_rag.lab.repair.compare import IN_USE, Comparer, choose, free_recipes, promoting
+from blockattn_rag.lab.repair.data import Nearest, Question, Sample, distinct, draw_samples
 from blockattn_rag.lab.repair.plan import LIMITS, Limits, Plan, Speeds
-from blockattn_rag.lab.repair.questions import Nearest, write_questions
+from blockattn_rag.lab.repair.questions import write_questions
 from blockattn_rag.lab.repair.report import Candidate, RepairReport, plot
-from blockattn_rag.lab.repair.samples import Question, Sample, distinct, draw_samples
+from blockattn_rag.lab.repair.store import ReadThroughStore
 from blockattn_rag.lab.repair.student import BlockSource, Student
 from blockattn_rag.lab.repair.teacher import Teacher
-from blockattn_rag.lab.repair.trainer import (
-    BATCH,
-    CorrectionTrainer,
-    seconds_of_a_prompt,
-)
-from blockattn_rag.lab.repair.work import (
-    ReadThroughStore,
-    kept_json,
-    remove,
-    work_folder,
-    work_of,
-)
-from blockattn_rag.lab.training.correction import fit_correction, no_correction
-from blockattn_rag.lab.training.work import last_checkpoint
+from blockattn_rag.lab.repair.trainer import BATCH, CorrectionTrainer, seconds_of_a_prompt
+from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.model.correction_file import read_correction, save_correction
@@ -53,14 +46,17 @@ from blockattn_rag.prompts.formats import Passage
 from blockattn_rag.store.base import KVStore
 
 Progress = Callable[[str, int, int], None]
-"""Called with the name of a stage, what is done of it, and all of it."""
+"""Called with the name of a stage, the finished part of it, and its total."""
 
 _SEED = 0
 _RESERVE_SHARE = 0.08
 """Share of the time that is not planned: loading, saving, and what takes longer than measured."""
 
-_LATEST = 1.3
+LATEST = 1.3
 """A training ends after so many times its planned seconds."""
+
+_LENGTHS = 100
+"""Passages whose tokens are counted, to estimate all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +69,7 @@ class Material:
         passages: Passages to write questions about.
         nearest: Finds the passages of a question. None: questions have their own.
         questions: Questions as they are asked. None: the model writes some.
-        lender: Store that may hold passages' keys and values. It is not written.
+        lender: Store that may have passages' keys and values. It is only read.
         namespace: Namespace of the passages in ``lender``.
         in_use: Recipe that the model runs with so far, if it has an adapter. It is kept unless
             another is better.
@@ -142,78 +138,158 @@ def repair(
         ImportError: A package is missing.
         OSError: The output cannot be written, or there is too little room.
     """
-    work = work_of(output)
-    checks.check_packages()
-    checks.check_stock(model)
-    checks.check_output(output, model)
-    most = limits.passages * (limits.samples + limits.held_out)
-    checks.check_disk(work, model, material.passages, most, limits.store_bytes)
+    check_packages()
+    if model.is_block_tuned:
+        raise DataError(
+            f"{model.name} is block-fine-tuned and needs no recipe; measure it with "
+            f"`blockattn-rag eval --model {model.name}`"
+        )
+    _check_output(output, model)
+    folder = work.work_of(output)
+    _check_disk(folder, model, material.passages, limits)
     inputs = {
         "model": f"{model.name} (fingerprint {model.fingerprint[:12]})",
         **material.inputs(),
     }
-    with work_folder(work, inputs):
-        run = _Run(model, material, work, 60 * minutes, limits, on_progress)
+    before = work.interrupted_run(folder)
+    if before is not None and (changed := work.changes(before, inputs)):
+        raise DataError(
+            f"{folder} holds an interrupted repair with other inputs: {', '.join(changed)}. Give "
+            "the same inputs to resume it, or delete that folder to start again"
+        )
+
+    def is_worth_keeping(error: BaseException) -> bool:
+        # Questions alone are of no use if the inputs have to change.
+        kept = (".safetensors",) if isinstance(error, DataError) else (".safetensors", ".jsonl")
+        return any(path.is_file() and path.suffix in kept for path in folder.rglob("*"))
+
+    with work.work_folder(folder, inputs, is_worth_keeping, resume=before is not None):
+        run = Repair(model, material, folder, 60 * minutes, limits, on_progress)
         recipe, image = run.run(version)
         recipe.save(output, plot=image)
-        remove(work)
+        work.remove(folder)
     return recipe
 
 
+# -- checks before anything is computed ----------------------------------------------------------
+
+
+def check_packages() -> None:
+    """Raise ``ImportError`` if a package of the training is missing."""
+    if find_spec("accelerate") is None:
+        raise ImportError(f"`repair` needs {missing_extra('accelerate', 'train')}")
+
+
+def _check_output(output: Path, model: BlockModel) -> None:
+    """Refuse an output folder that cannot be written, or that contains something else.
+
+    An earlier recipe of the same model is replaced, and so is a damaged one.
+    """
+    if work.is_foreign(output, RECIPE_FILE):
+        raise DataError(
+            f"{output} exists and is not a recipe (it has no {RECIPE_FILE}); choose another folder "
+            "(--output)"
+        )
+    try:
+        found: Mapping[str, Any] = read_fields(output)
+    except ValueError:
+        found = {"fingerprints": []}
+    owners = found["fingerprints"]
+    if owners and model.fingerprint not in owners:
+        shown = ", ".join(owner[:12] for owner in owners)
+        raise DataError(
+            f"{output} holds a recipe of {found['model']} (fingerprints {shown}), expected one of "
+            f"{model.name} (fingerprint {model.fingerprint[:12]}); choose another folder "
+            "(--output), or delete that recipe"
+        )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=output.parent):
+        pass
+
+
+def _check_disk(
+    folder: Path, model: BlockModel, passages: Sequence[Passage], limits: Limits
+) -> None:
+    """Raise ``OSError`` if the disk has too little room for passages' keys and values."""
+    shown = passages[:: max(1, len(passages) // _LENGTHS)]
+    ids = (model.tokenizer.final_ids(one.text, first=False) for one in shown)
+    tokens = sum(map(len, ids)) / max(1, len(shown))
+    encoded = min(limits.passages * (limits.samples + limits.held_out), len(passages))
+    # Each is encoded alone and after the sink.
+    needed = min(limits.store_bytes, int(2 * encoded * tokens * model.bytes_per_token))
+    free = shutil.disk_usage(folder.parent).free
+    if free < needed:
+        raise OSError(
+            f"found {free / 1e9:.1f} GB free in {os.fspath(folder.parent)}, expected "
+            f"{needed / 1e9:.1f} GB for keys and values of {encoded} passages; free some, or "
+            "choose another folder (--output)"
+        )
+
+
+# -- the run -------------------------------------------------------------------------------------
+
+
 @dataclass
-class _Run:
-    """One run, stage after stage."""
+class Repair:
+    """One run, stage after stage.
+
+    Args:
+        model: The stock model.
+        material: What to fit to.
+        folder: The work folder.
+        budget_s: Seconds that the run may take.
+        limits: Bounds of numbers.
+        on_progress: Called with each stage's progress.
+    """
 
     model: BlockModel
     material: Material
-    work: Path
+    folder: Path
     budget_s: float
     limits: Limits
     on_progress: Progress
-    started: float = field(default_factory=time.monotonic)
-    seconds: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic, init=False)
+    seconds: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        limits, model = self.limits, self.model
+        limits, model, namespace = self.limits, self.model, self.material.namespace
         self.sink = stock_sink(model)
-        store = ReadThroughStore(self.work / "kv", limits.store_bytes, self.material.lender)
-        namespace = self.material.namespace
+        store = ReadThroughStore(self.folder / "kv", limits.store_bytes, self.material.lender)
         # Memory for one prompt at a time: a store of its own must not fill twice.
         self.engine = BlockAttentionEngine(
             model, store, recipe="none", namespace=namespace, resident_bytes=0
         )
         self.source = BlockSource(model, store, self.sink, namespace)
-        self.teacher = Teacher(model, self.work / "answers", limits.answer_tokens, limits.top_k)
+        self.teacher = Teacher(model, self.folder / "answers", limits.answer_tokens, limits.top_k)
 
     def run(self, version: str) -> tuple[Recipe, bytes | None]:
         """The recipe with its report, and the report's plot."""
         questions = distinct(self._questions(), _SEED)
         plan = self._plan(questions)
-        train, held = self._samples(questions, plan)
+        train, held = self.samples(questions, plan)
         self._answer([*map(self._prompt, [*train[: plan.samples], *held])])
         half = len(held) // 2
-        choose, report_on = held[:half], held[half:]
-        closed = self._closed_form([*map(self._prompt, train[: plan.closed_form])])
+        choose_on, report_on = held[:half], held[half:]
+        closed = self.closed_form([*map(self._prompt, train[: plan.closed_form])])
         answered, plan = plan.samples, self._replanned(plan, questions)
         to_train = [*map(self._prompt, train[: plan.samples])]
         if plan.samples > answered:
             self._answer(to_train)
-        to_check = [*map(self._prompt, choose[: self.limits.validation])]
+        to_check = [*map(self._prompt, choose_on[: self.limits.validation])]
         trained, curve = self._trained(closed, to_train, to_check, plan)
-        comparer = Comparer(self.engine, self.teacher, self._prompt, self.work / "records.jsonl")
+        comparer = Comparer(self.engine, self.teacher, self._prompt, self.folder / "records.jsonl")
         recipes = free_recipes(self.model, self.sink, closed, trained, self.material.in_use)
         with self._stage("choosing") as tick:
-            losses = comparer.losses(choose, recipes, tick)
-            if len(choose) >= self.limits.promotion_needs:
+            losses = comparer.losses(choose_on, recipes, tick)
+            if len(choose_on) >= self.limits.promotion_needs:
                 recipes |= promoting(self.model, recipes, losses)
-                losses = comparer.losses(choose, recipes, tick)
+                losses = comparer.losses(choose_on, recipes, tick)
         costly = [name for name, recipe in recipes.items() if recipe.promote]
-        in_use = IN_USE if IN_USE in recipes else None
-        chosen = choose_recipe(losses, costly, in_use)
+        chosen = choose(losses, costly, IN_USE if IN_USE in recipes else None)
         with self._stage("measuring") as tick:
             measured = comparer.compared(report_on, recipes, tick)
         with self._stage("right answers") as tick:
-            right, answered_count = comparer.right(
+            right, with_answers = comparer.right(
                 report_on, recipes[chosen], self.limits.answer_tokens, tick
             )
         report = RepairReport(
@@ -226,10 +302,10 @@ class _Run:
             passages=self.limits.passages,
             questions=len(questions),
             written=self.material.questions is None,
-            chosen_on=len(choose),
+            chosen_on=len(choose_on),
             measured_on=len(report_on),
             right=right,
-            answered=answered_count,
+            answered=with_answers,
             plan=plan.to_dict(),
             curve=curve,
             seconds=self.seconds,
@@ -237,7 +313,7 @@ class _Run:
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         found = recipes[chosen]
-        final = Recipe(
+        recipe = Recipe(
             sink=found.sink,
             adapter=found.adapter,
             promote=found.promote,
@@ -246,7 +322,7 @@ class _Run:
             prompt_format=self.material.prompt_format,
             report=report.to_dict(),
         )
-        return final, plot(report)
+        return recipe, plot(report)
 
     # -- questions and the plan --------------------------------------------------------------
 
@@ -258,7 +334,7 @@ class _Run:
             raise DataError("found no questions, and no passages to write questions about")
         until = self.started + limits.writing_share * self.budget_s
         # Once there is a plan, no question is added: all of them decide which are held out.
-        planned = self._plan_path.exists()
+        is_planned = self._plan_path.exists()
         with self._stage("writing questions") as tick:
             return write_questions(
                 self.engine,
@@ -266,34 +342,35 @@ class _Run:
                 material.nearest,
                 limits.questions,
                 limits.passages + 1,
-                self.work / "questions.jsonl",
+                self.folder / "questions.jsonl",
                 _SEED,
                 tick,
-                lambda: planned or time.monotonic() > until,
+                lambda: is_planned or time.monotonic() > until,
             )
 
     @property
     def _plan_path(self) -> Path:
-        return self.work / "plan.json"
+        return self.folder / "plan.json"
 
     def _plan(self, questions: Sequence[Question]) -> Plan:
         """The plan, made once: a resumed run has the same."""
+        minutes = self.budget_s / 60
 
         def make() -> dict[str, Any]:
-            speeds = self._speeds(questions[:2])
+            speeds = self.speeds(questions[:2])
             left = self._until_reserve() - time.monotonic()
             recipes = 4 + self.model.supports_relay + (self.material.in_use is not None)
             plan = Plan.made(
                 left, speeds, len(questions), recipes=recipes, batch=BATCH, limits=self.limits
             )
-            return plan.to_dict()
+            return {"minutes": minutes, **plan.to_dict()}
 
-        kept = kept_json(self._plan_path, lambda: {"minutes": self.budget_s / 60, **make()})
-        if (minutes := kept.pop("minutes")) != self.budget_s / 60:
+        kept = work.kept_json(self._plan_path, make)
+        if (before := kept.pop("minutes")) != minutes:
             raise DataError(
-                f"{self.work} holds an interrupted repair of {minutes:g} minutes, found "
-                f"{self.budget_s / 60:g}: give the same --minutes to resume it, or delete that "
-                "folder to start again"
+                f"{self.folder} holds an interrupted repair of {before:g} minutes, found "
+                f"{minutes:g}: give the same --minutes to resume it, or delete that folder to "
+                "start again"
             )
         return Plan(**kept)
 
@@ -301,49 +378,43 @@ class _Run:
         """The plan with the training that fits now, at the speeds of now; made once, too."""
 
         def make() -> dict[str, Any]:
-            speeds = self._speeds(questions[-2:])
+            speeds = self.speeds(questions[-2:])
             left = self._until_reserve() - plan.measuring_s - time.monotonic()
             limits = self.limits
             return plan.trained(left, speeds, len(questions), batch=BATCH, limits=limits).to_dict()
 
-        return Plan(**kept_json(self.work / "training-plan.json", make))
+        return Plan(**work.kept_json(self.folder / "training-plan.json", make))
 
     def _until_reserve(self) -> float:
         """The time, on the monotonic clock, at which the work should be done."""
         return self.started + (1 - _RESERVE_SHARE) * self.budget_s
 
-    def _speeds(self, questions: Sequence[Question]) -> Speeds:
+    def speeds(self, questions: Sequence[Question]) -> Speeds:
         """Seconds of two prompts, the second of which is counted: the first warms up."""
-        with self._stage("measuring speed") as tick:
-            return self._measured_speeds(questions, tick)
-
-    def _measured_speeds(
-        self, questions: Sequence[Question], tick: Callable[[int, int], None]
-    ) -> Speeds:
         student = Student(self.model, no_correction(self.model, self.sink))
         self.model.hf_model.requires_grad_(False)
         most = self.limits.passages
         found = Speeds(0.0, 0.0, 0.0, 0.0)
-        for number, sample in enumerate(draw_samples(questions[:2], 2, most, most, _SEED)):
-            tick(number, 2)
-            prompt = self._prompt(sample)
-            answer = _timed(lambda: self.teacher(prompt))  # noqa: B023 - called at once
-            ids = self.model.tokenizer.prompt_ids(prompt).flat
-            encode = _timed(
-                lambda: list(self.model.encode([EncodeRequest(list(ids), "", "")]))  # noqa: B023
-            )
-            fetch = _timed(lambda: self.source(prompt))  # noqa: B023
-            step = seconds_of_a_prompt(student, self.teacher, self.source, prompt)
-            found = Speeds(answer, encode, fetch, step)
-        tick(2, 2)
+        with self._stage("measuring speed") as tick:
+            for number, sample in enumerate(draw_samples(questions[:2], 2, most, most, _SEED)):
+                tick(number, 2)
+                prompt = self._prompt(sample)
+                request = EncodeRequest([*self.model.tokenizer.prompt_ids(prompt).flat], "", "")
+                found = Speeds(
+                    answer=_timed(partial(self.teacher, prompt)),
+                    encode=_timed(lambda: [*self.model.encode([request])]),  # noqa: B023
+                    fetch=_timed(partial(self.source, prompt)),
+                    step=seconds_of_a_prompt(student, self.teacher, self.source, prompt),
+                )
+            tick(2, 2)
         return found
 
-    def _samples(
+    def samples(
         self, questions: Sequence[Question], plan: Plan
     ) -> tuple[list[Sample], list[Sample]]:
         """Samples to fit to, of one passage and more, and held-out ones of as many as are asked.
 
-        The first of the samples that the limits allow are used, as many as there is time for.
+        There are as many as the limits allow; the first are used, as many as there is time for.
         """
         held, rest = questions[: plan.held_out], questions[plan.held_out :]
         most = self.limits.passages
@@ -368,14 +439,15 @@ class _Run:
 
     # -- fits --------------------------------------------------------------------------------
 
-    def _closed_form(self, prompts: Sequence[BlockPrompt]) -> Correction:
-        path = self.work / "closed-form.safetensors"
+    def closed_form(self, prompts: Sequence[BlockPrompt]) -> Correction:
+        """The correction fitted in closed form."""
+        path = self.folder / "closed-form.safetensors"
         if not path.is_file():
             contexts = [self.model.tokenizer.prompt_ids(prompt).context for prompt in prompts]
             # A fifth chooses the penalty of the fit.
             held = max(1, len(contexts) // 5)
             with self._stage("fitting in closed form") as tick:
-                correction, _ = fit_correction(
+                correction = fit_correction(
                     self.model, contexts[held:], contexts[:held], sink=self.sink, on_progress=tick
                 )
             save_correction(correction, path)
@@ -389,23 +461,23 @@ class _Run:
         plan: Plan,
     ) -> tuple[Correction | None, list[dict[str, float]]]:
         """The correction trained by gradients, and its curve; None if there is no time for it."""
-        path, curve = self.work / "trained.safetensors", self.work / "curve.json"
+        path, curve = self.folder / "trained.safetensors", self.folder / "curve.json"
         if not plan.samples:
             return None, []
         if not path.is_file():
             self.model.hf_model.requires_grad_(False)
-            folder = self.work / "checkpoints"
-            checkpoint = last_checkpoint(folder) if folder.is_dir() else None
+            checkpoints = self.folder / work.CHECKPOINTS
+            checkpoint = work.last_checkpoint(checkpoints)
             latest = min(
                 self._until_reserve() - plan.measuring_s,
-                time.monotonic() + _LATEST * plan.training_s,
+                time.monotonic() + LATEST * plan.training_s,
             )
             with self._stage("training") as tick:
                 trainer = CorrectionTrainer(
                     Student(self.model, closed),
                     self.teacher,
                     self.source,
-                    folder,
+                    checkpoints,
                     train,
                     held,
                     max_steps=plan.steps,
@@ -415,9 +487,9 @@ class _Run:
                     time_is_up=lambda: time.monotonic() > latest,
                 )
                 trainer.train_from(checkpoint)
-            write_json(curve, trainer.curve)
+            write_json(curve, {"curve": trainer.history})
             save_correction(trainer.student.finished(), path)
-        return read_correction(path), json.loads(curve.read_text(encoding="utf-8"))
+        return read_correction(path), work.read_json(curve)["curve"]
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[Callable[[int, int], None]]:

@@ -1,4 +1,7 @@
-"""The teacher: the model itself in full mode. Its answers are computed once and kept in files."""
+"""The teacher: the model itself in full mode, and the divergence of other predictions from its own.
+
+Its answers are computed once and kept in files, with the likeliest tokens at each of their tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,75 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
+from torch.nn import functional as F
 
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.files import replacing
-from blockattn_rag.lab.repair.divergence import TopPredictions, top_predictions
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.greedy import greedy_answers
 from blockattn_rag.prompts.blocks import BlockPrompt
+
+
+class TopPredictions(NamedTuple):
+    """The ``k`` likeliest tokens at each position, and the mass of all others.
+
+    Args:
+        tokens: int64 ``[n, k]``, likeliest first.
+        log_probs: float32 ``[n, k + 1]``: those of ``tokens``, then that of all other tokens
+            together.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+
+    def to(self, device: torch.device | str) -> TopPredictions:
+        """These predictions on a device."""
+        return TopPredictions(*(tensor.to(device) for tensor in self))
+
+
+def top_predictions(logits: Tensor, k: int) -> TopPredictions:
+    """The likeliest tokens of logits ``[n, vocab]``: ``k``, or one less than there are."""
+    tokens = logits.topk(min(k, logits.shape[-1] - 1), dim=-1).indices
+    return TopPredictions(tokens, log_probs_at(logits, tokens))
+
+
+def log_probs_at(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probabilities ``[n, k + 1]`` of ``tokens`` ``[n, k]``, and of all others together.
+
+    The last is a sum over the others themselves: one minus the sum of the kept ones would be mere
+    rounding where they have nearly all the mass, and its gradient would be unbounded.
+    """
+    logits = logits.float()
+    others = logits.scatter(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([logits.gather(-1, tokens), others], dim=-1) - logits.logsumexp(
+        -1, keepdim=True
+    )
+
+
+def divergence(teacher: TopPredictions, logits: Tensor) -> Tensor:
+    """Kullback-Leibler divergence (teacher || student) in nats, ``[n]``.
+
+    All tokens but the kept ones count as one, so it is at most the divergence over the vocabulary.
+
+    Args:
+        teacher: The teacher's predictions, on any device.
+        logits: The student's logits ``[n, vocab]``.
+    """
+    tokens, log_probs = teacher.to(logits.device)
+    found = log_probs_at(logits, tokens)
+    return F.kl_div(found, log_probs, reduction="none", log_target=True).sum(-1)
+
+
+def answer_loss(per_token: Tensor) -> Tensor:
+    """Mean of divergences along an answer ``[n]``, in which the first token counts twice.
+
+    The first token mostly decides what an answer is about, and whether there is one at all.
+    """
+    return (per_token.sum() + per_token[0]) / (len(per_token) + 1)
 
 
 class TeacherAnswer(NamedTuple):
@@ -30,14 +92,14 @@ class TeacherAnswer(NamedTuple):
 class Teacher:
     """Full mode's answers to prompts.
 
-    An answer's file is named after all that decides the answer, and is there whole or not at all:
-    a run that was interrupted goes on with what is there.
+    The name of an answer's file is a digest of everything that decides the answer, and files appear
+    only when complete: an interrupted run resumes with the answers that exist.
 
     Args:
-        model: the model.
-        folder: where answers are kept; made if it does not exist.
-        max_new_tokens: longest answer.
-        top_k: likeliest tokens that are kept at each token of an answer.
+        model: The model.
+        folder: Folder of the answers; created if it does not exist.
+        max_new_tokens: Longest answer.
+        top_k: Likeliest tokens to keep at each token of an answer.
     """
 
     def __init__(self, model: BlockModel, folder: Path, max_new_tokens: int, top_k: int) -> None:
@@ -51,13 +113,14 @@ class Teacher:
     def answer_all(
         self, prompts: Iterable[BlockPrompt], on_progress: Callable[[int, int], None]
     ) -> int:
-        """Compute the answers that are not there yet; how many those were.
+        """Compute the missing answers; returns their number.
 
         Args:
-            on_progress: called with the answers that are there and all answers.
+            prompts: Prompts to answer.
+            on_progress: Called with the number of finished answers and of all answers.
 
         Raises:
-            ContextOverflowError: a prompt leaves no room for the longest answer.
+            ContextOverflowError: A prompt leaves no room for the longest answer.
         """
         flat = (self._model.tokenizer.prompt_ids(prompt).flat for prompt in prompts)
         wanted = {self._path(ids): ids for ids in map(list, flat)}
@@ -74,7 +137,7 @@ class Teacher:
         return len(missing)
 
     def __call__(self, prompt: BlockPrompt) -> TeacherAnswer:
-        """The answer to a prompt, computed if it is not there or its file is damaged."""
+        """The answer to a prompt, computed if its file is missing or damaged."""
         ids = list(self._model.tokenizer.prompt_ids(prompt).flat)
         answer = _read(self._path(ids))
         if answer is None:
@@ -107,14 +170,13 @@ class Teacher:
     def _compute(self, batch: Sequence[list[int]]) -> list[TeacherAnswer]:
         answers = []
         for ids, logits in greedy_answers(self._model, batch, self._max_new_tokens):
-            found = top_predictions(logits, self._top_k)
-            kept = TopPredictions(*(tensor.cpu() for tensor in found))
+            kept = top_predictions(logits, self._top_k).to("cpu")
             answers.append(TeacherAnswer(ids.cpu(), kept))
         return answers
 
 
 def _read(path: Path) -> TeacherAnswer | None:
-    """The answer in a file; None where there is none, or what is there is damaged."""
+    """The answer in a file; None if the file is missing or damaged."""
     try:
         found = load_file(path)
         predictions = TopPredictions(found["tokens"].long(), found["log_probs"])

@@ -1,4 +1,4 @@
-"""transformers' Trainer for a correction: the student against the teacher, prompt by prompt.
+"""Training of a correction: the student against the teacher, prompt by prompt.
 
 Prompts go through the model one at a time, and a batch is reached by accumulation: the rows of one
 final block keep a CPU core busy (four together take 15 % less time on SmolLM2, less what contexts
@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
-from blockattn_rag.lab.repair.divergence import TopPredictions, answer_loss, divergence
 from blockattn_rag.lab.repair.student import BlockSource, Student
-from blockattn_rag.lab.repair.teacher import Teacher
-from blockattn_rag.lab.training.trainer import Watch
+from blockattn_rag.lab.repair.teacher import Teacher, answer_loss, divergence
+from blockattn_rag.lab.trainer import LabTrainer, training_arguments
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 Tick = Callable[[int, int], None]
@@ -27,31 +26,9 @@ Tick = Callable[[int, int], None]
 # Settings of the trials on SmolLM2 and Natural Questions that gave the figures of the guide. They
 # are constants, because no user has a way to choose them better.
 BATCH = 4
-FIRST_TOKEN_WEIGHT = 2.0  # the first token decides what the answer is about
-_LEARNING_RATE = 1e-4
+LEARNING_RATE = 1e-4
 _WARM_UP_SHARE = 0.1
 _ADAM_BETA2 = 0.98
-_MAX_GRAD_NORM = 1.0
-
-
-def measure(
-    prompts: Sequence[BlockPrompt],
-    teacher: Teacher,
-    logits_of: Callable[[BlockPrompt, list[int]], Tensor],
-) -> float:
-    """Mean loss over prompts of what ``logits_of`` predicts, given a prompt and an answer."""
-    losses = []
-    for prompt in prompts:
-        answer = teacher(prompt)
-        logits = logits_of(prompt, answer.ids.tolist())
-        per_token = divergence(on_device(answer.predictions, logits), logits)
-        losses.append(answer_loss(per_token, FIRST_TOKEN_WEIGHT).item())
-    return sum(losses) / len(losses)
-
-
-def on_device(predictions: TopPredictions, logits: Tensor) -> TopPredictions:
-    """The teacher's predictions where the student's logits are."""
-    return TopPredictions(*(tensor.to(logits.device) for tensor in predictions))
 
 
 class _Course(TrainerCallback):
@@ -72,11 +49,11 @@ class _Course(TrainerCallback):
             control.should_evaluate = control.should_save = True
 
 
-class CorrectionTrainer(Trainer):
-    """Trains a student on prompts; the best of the states measured on other prompts is the result.
+class CorrectionTrainer(LabTrainer):
+    """Trains a student on prompts. The best of the states measured on other prompts is the result.
 
     Args:
-        student: What is trained.
+        student: Student to train.
         teacher: Gives the answers to follow.
         source: Gives the blocks of prompts.
         folder: Folder of the checkpoints.
@@ -85,7 +62,7 @@ class CorrectionTrainer(Trainer):
         max_steps: Optimizer steps.
         eval_steps: Steps between measurements, each of which is a checkpoint.
         is_resumed: Whether an interrupted run measured the state before training.
-        on_progress: Called with steps done and all steps.
+        on_progress: Called with the number of finished steps and of all steps.
         time_is_up: Whether the training must end now.
     """
 
@@ -110,30 +87,16 @@ class CorrectionTrainer(Trainer):
             train_dataset=list(train),
             eval_dataset=list(held),
             data_collator=_alone,
-            callbacks=[Watch(), _Course(on_progress, time_is_up)],
+            callbacks=(_Course(on_progress, time_is_up),),
+            show_progress=False,
         )
-        self.remove_callback(PrinterCallback)
-        self.student, self.teacher, self.source, self.held = student, teacher, source, held
+        self.student, self._teacher, self._source, self._held = student, teacher, source, held
 
-    @property
-    def curve(self) -> list[dict[str, float]]:
-        """Dicts with ``step`` and ``loss`` (training) or ``eval_loss``, in order."""
-        wanted = {"step", "loss", "eval_loss"}
-        entries = ({k: v for k, v in e.items() if k in wanted} for e in self.state.log_history)
-        return [entry for entry in entries if len(entry) > 1]
-
-    def train_from(self, checkpoint: Path | None) -> None:
-        """Train to the end, from ``checkpoint`` if given, and load the best state measured."""
-        if checkpoint is not None:
-            state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-            if state.global_step >= state.max_steps:
-                self.state = state  # `train` would add one step more
-                # The path that is noted is relative to the interrupted run's working directory.
-                best = f"checkpoint-{state.best_global_step}"
-                state.best_model_checkpoint = str(checkpoint.parent / best)
-                self._load_best_model()
-                return
-        self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    def _load_final(self, checkpoint: Path) -> None:
+        # The noted path is relative to the interrupted run's working directory.
+        best = f"checkpoint-{self.state.best_global_step}"
+        self.state.best_model_checkpoint = str(checkpoint.parent / best)
+        self._load_best_model()
 
     def compute_loss(
         self,
@@ -143,19 +106,16 @@ class CorrectionTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The loss of one prompt; the Trainer takes the mean over a batch."""
-        return prompt_loss(self.student, self.teacher, self.source, inputs["prompt"])
+        return prompt_loss(self.student, self._teacher, self._source, inputs["prompt"])
 
     @torch.no_grad()
-    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Measure the held-out prompts, as ``eval_loss``."""
-        found = measure(
-            self.held, self.teacher, lambda prompt, ids: self.student(self.source(prompt), ids)
-        )
-        metrics = {"eval_loss": found}
-        self.log(metrics)
-        handler = self.callback_handler
-        self.control = handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+    def measured(self) -> dict[str, float]:
+        """Mean loss of the held-out prompts, as ``eval_loss``."""
+        losses = [
+            prompt_loss(self.student, self._teacher, self._source, prompt).item()
+            for prompt in self._held
+        ]
+        return {"eval_loss": sum(losses) / len(losses)}
 
 
 def prompt_loss(
@@ -164,9 +124,7 @@ def prompt_loss(
     """Divergence of the student from the teacher along the teacher's answer to one prompt."""
     answer = teacher(prompt)
     logits = student(source(prompt), answer.ids.tolist())
-    return answer_loss(
-        divergence(on_device(answer.predictions, logits), logits), FIRST_TOKEN_WEIGHT
-    )
+    return answer_loss(divergence(answer.predictions, logits))
 
 
 def seconds_of_a_prompt(
@@ -188,31 +146,24 @@ def _alone(batch: Sequence[BlockPrompt]) -> dict[str, BlockPrompt]:
 def _arguments(
     folder: Path, student: Student, max_steps: int, eval_steps: int, is_resumed: bool
 ) -> TrainingArguments:
-    arguments = TrainingArguments(
-        output_dir=str(folder),
+    arguments = training_arguments(
+        folder,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=BATCH,
         max_steps=max_steps,
-        learning_rate=_LEARNING_RATE,
-        lr_scheduler_type="linear",
+        learning_rate=LEARNING_RATE,
         warmup_steps=round(_WARM_UP_SHARE * max_steps),
-        weight_decay=0.0,
         adam_beta2=_ADAM_BETA2,
-        max_grad_norm=_MAX_GRAD_NORM,
         eval_strategy="steps",
         eval_steps=eval_steps,
         eval_on_start=not is_resumed,
         save_strategy="steps",
         save_steps=eval_steps,
-        save_total_limit=2,
         load_best_model_at_end=True,
         metric_for_best_model="eval_loss",
         greater_is_better=False,
         logging_steps=max(1, eval_steps // 5),
-        logging_nan_inf_filter=False,
         disable_tqdm=True,
-        remove_unused_columns=False,
-        report_to=[],
         seed=0,
         use_cpu=student.model.device.type == "cpu",
     )

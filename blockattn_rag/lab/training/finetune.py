@@ -1,16 +1,18 @@
 """Block fine-tuning of a model on JSON lines: one call, one result folder.
 
 The result is an ordinary transformers model (or peft adapter) that answers in block and full mode.
-Several GPUs: start the same script by ``accelerate launch``; FSDP and DeepSpeed come from its
+On several GPUs, start the same script by ``accelerate launch``; FSDP and DeepSpeed come from its
 configuration.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import shutil
+import stat
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -21,97 +23,273 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from datasets.arrow_writer import ArrowWriter
-from transformers import PrinterCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
-from blockattn_rag.engine.results import Mode
 from blockattn_rag.errors import DataError
-from blockattn_rag.files import write_json
-from blockattn_rag.lab.training import work
+from blockattn_rag.files import require_file, write_json
+from blockattn_rag.lab import work
+from blockattn_rag.lab.trainer import training_arguments
 from blockattn_rag.lab.training.batches import Collator, ModeDataset
 from blockattn_rag.lab.training.config import FinetuneConfig
 from blockattn_rag.lab.training.data import DataReport, SampleEncoder, read_samples
 from blockattn_rag.lab.training.masks import ModelMasks
-from blockattn_rag.lab.training.model import load_model, token_limit
 from blockattn_rag.lab.training.report import FinetuneReport, write_card, write_plot
-from blockattn_rag.lab.training.trainer import BlockTrainer, Watch
+from blockattn_rag.lab.training.trainer import BlockTrainer
+from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model.gguf import SMOLLM2, is_gguf
-from blockattn_rag.model.loading import BUNDLED, SIDECAR, load_tokenizer
+from blockattn_rag.model.loading import BUNDLED, SIDECAR, load_tokenizer, resolve_name
+from blockattn_rag.model.probe import profile_attention
 from blockattn_rag.prompts.sinks import sink_ids
 
 logger = logging.getLogger("blockattn_rag")
 
+LOG = "training_log.json"
+"""Losses by step in a result; a folder with this file is an earlier result."""
+
+_LORA_ALPHA = 2  # times the rank: the usual choice, at which the rank does not scale the update
+_LOGGING_STEPS = 10
+
 # Settings that TrainingArguments has under the same names.
-_SAME_NAMES = (
-    *("learning_rate", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm"),
-    *("bf16", "logging_steps", "save_steps", "seed"),
-)
+_SAME_NAMES = ("learning_rate", "warmup_steps", "adam_beta2", "bf16", "save_steps", "seed")
+
+_AGAIN = "give the same ones, or start again (overwrite=True, --overwrite)"
 
 
 def finetune(config: FinetuneConfig) -> FinetuneReport:
     """Fine-tune a model as ``config`` says and write it to ``config.output``.
 
     Raises:
-        FileExistsError: ``output`` exists, or an interrupted run does, and neither ``resume`` nor
-            ``overwrite`` was asked for; or ``overwrite`` would replace what is no earlier result.
-        DataError: a bad line, with file and number; or block mode is to be trained, and no sample
-            has a context.
-        DivergedError: a loss or weights are not finite.
-        UnsupportedModelError: the model cannot be run in block mode exactly.
-        ValueError: settings that do not fit together, or with the interrupted run.
+        FileExistsError: ``output`` or an interrupted run exists, and neither ``resume`` nor
+            ``overwrite`` is set; or ``overwrite`` would replace something other than a result.
+        DataError: A bad line, with file and number; block mode is to be trained, and no sample has
+            a context; or the interrupted run had other settings.
+        DivergedError: A loss or weights are not finite.
+        UnsupportedModelError: The model cannot be run in block mode exactly.
+        ValueError: Settings that exclude each other.
     """
     arguments = _arguments(config)
-    settings, process = work.check_folders(config), PartialState()
+    settings, process = check_folders(config), PartialState()
     process.wait_for_everyone()  # every process has checked before one writes
-    with work.work_folder(config, settings) if process.is_main_process else nullcontext():
-        return _run(config, arguments)
+    folder = work.work_of(config.output)
+
+    def has_checkpoint(_: BaseException) -> bool:
+        return any((folder / work.CHECKPOINTS).glob("checkpoint-*"))
+
+    opened = work.work_folder(folder, settings, has_checkpoint, resume=config.resume)
+    with opened if process.is_main_process else nullcontext():
+        return _run(config, folder, arguments)
 
 
-def _run(config: FinetuneConfig, arguments: TrainingArguments) -> FinetuneReport:
+# -- before the run ----------------------------------------------------------------------------
+
+
+def check_folders(config: FinetuneConfig) -> dict[str, Any]:
+    """Check that output and work folder may be written, before anything is computed.
+
+    Returns:
+        The settings that decide the result, with the digests of the data files.
+
+    Raises:
+        DataError: A data file is missing, or the interrupted run had other settings.
+        FileExistsError: See ``finetune``.
+        ValueError: The output folder contains something that the run reads.
+    """
+    settings = {
+        **config.decisive(),
+        "training data": [*map(_digest, config.train_data)],
+        "evaluation data": [*map(_digest, config.eval_data)],
+    }
+    settings = json.loads(json.dumps(settings, default=str))
+    check_output(config.output, resume=config.resume, overwrite=config.overwrite, settings=settings)
+    output = Path(config.output)
+    used = (config.model, resolve_name(config.model), *config.train_data, *config.eval_data)
+    for path in map(Path, used):
+        if path.resolve().is_relative_to(output.resolve()):
+            raise ValueError(f"{output} holds {path}, which is used; choose another output")
+    # A resumed run replaces an earlier result if the interrupted one was to.
+    return {**settings, "overwrite": config.overwrite}
+
+
+def check_output(
+    output: str | Path,
+    *,
+    overwrite: bool,
+    resume: bool = False,
+    settings: dict[str, Any] | None = None,
+) -> None:
+    """Check that a result may be written to ``output``, and its work folder used.
+
+    Raises:
+        DataError: The interrupted run had other settings, or its settings are damaged.
+        FileExistsError: See ``finetune``.
+    """
+    folder, result = work.work_of(output), Path(output)
+    is_interrupted = (folder / work.RUN).is_file()
+    if is_interrupted and not (resume or overwrite):
+        raise FileExistsError(
+            f"{folder} holds an interrupted run; continue it (resume=True, --resume) or discard "
+            "it (overwrite=True, --overwrite)"
+        )
+    # Even a damaged run may be discarded.
+    before = None if is_interrupted and overwrite else work.interrupted_run(folder)
+    if before is not None:
+        overwrite = before.pop("overwrite", False)
+        if changed := work.changes(before, settings or {}):
+            raise DataError(
+                f"the interrupted run in {folder} had other settings for {', '.join(changed)}; "
+                f"{_AGAIN}"
+            )
+    if work.is_foreign(result, LOG) or result.is_symlink():
+        raise FileExistsError(
+            f"{output} is no earlier result (a folder with {LOG}), so it is not overwritten; "
+            "choose another output"
+        )
+    if result.exists() and not overwrite:
+        raise FileExistsError(
+            f"{output} exists; choose another output, or overwrite it (overwrite=True, --overwrite)"
+        )
+
+
+def _digest(path: str | Path) -> str:
+    """sha256 of a file."""
+    require_file(Path(path))
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _arguments(config: FinetuneConfig) -> TrainingArguments:
+    """The Trainer's settings; ``batch_size`` is reached by accumulation."""
+    arguments = training_arguments(
+        work.work_of(config.output) / work.CHECKPOINTS,
+        per_device_train_batch_size=config.per_device_batch_size,
+        per_device_eval_batch_size=config.per_device_batch_size,
+        num_train_epochs=config.epochs,
+        max_steps=config.max_steps or -1,
+        lr_scheduler_type=config.lr_scheduler,
+        logging_steps=_LOGGING_STEPS,
+        eval_strategy="steps" if config.eval_data and config.eval_steps else "no",
+        eval_steps=config.eval_steps or None,
+        eval_on_start=bool(config.eval_data),
+        disable_tqdm=not config.progress,
+        label_names=["labels"],
+        use_cpu=not torch.cuda.is_available() and not torch.backends.mps.is_available(),
+        **{name: getattr(config, name) for name in _SAME_NAMES},
+    )
+    shared = config.per_device_batch_size * arguments.world_size
+    if config.batch_size % shared:
+        raise ValueError(
+            f"batch_size is {config.batch_size}, expected a multiple of {shared} (per-device batch "
+            "size x number of devices)"
+        )
+    arguments.gradient_accumulation_steps = config.batch_size // shared
+    return arguments
+
+
+# -- the run -----------------------------------------------------------------------------------
+
+
+def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> FinetuneReport:
     tokenizer = load_tokenizer(config.model)
-    model = load_model(config)
+    model = _load_model(config)
     encoder = SampleEncoder(
         tokenizer,
         prompt=config.prompt_format,
         blocks_per_turn=config.blocks_per_turn,
-        max_tokens=token_limit(config, model),
+        max_tokens=_token_limit(config, model),
     )
     with arguments.main_process_first(local=False):
-        train, train_report = _encoded(config.train_data, "train", encoder, config)
-        held, eval_report = _encoded(config.eval_data, "eval", encoder, config)
+        train, train_report = _encoded(config.train_data, folder / "train.arrow", encoder, config)
+        held, eval_report = _encoded(config.eval_data, folder / "eval.arrow", encoder, config)
     if "block" in config.modes:
         _check_context(train_report)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    sink = sink_ids(config.sink, encoder.tokenizer)
-    train_items = ModeDataset(train, config.modes, config.context_loss_weight, sink)
-    held_items = {m: ModeDataset(held, [m], sink=sink) for m in config.modes} if len(held) else None
-    trainer = _trainer(config, arguments, model, pad or 0, train_items, held_items)
-    checkpoint = work.last_checkpoint(config.work / work.CHECKPOINTS) if config.resume else None
+    how = (config.positions, sink_ids(config.sink, encoder.tokenizer))
+    items = ModeDataset(train, config.modes, *how)
+    trainer = BlockTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=items,
+        data_collator=Collator(pad or 0),
+        show_progress=config.progress,
+        masks=ModelMasks(model.config, model.config._attn_implementation),
+        lengths=items.token_counts(),
+        eval_dataset={m: ModeDataset(held, [m], *how) for m in config.modes} if held else None,
+    )
     started = time.monotonic()
-    trainer.train_from(checkpoint)
+    trainer.train_from(work.last_checkpoint(folder / work.CHECKPOINTS) if config.resume else None)
     ended = trainer.state.global_step
-    evaluated = [e["step"] for e in _history(trainer.state.log_history) if "loss" not in e]
+    evaluated = [entry["step"] for entry in trainer.history if "loss" not in entry]
     if trainer.eval_dataset and ended not in evaluated:
         trainer.evaluate()
-    history = _history(trainer.state.log_history)
     report = FinetuneReport(
         output=Path(config.output),
         steps=ended,
         seconds=time.monotonic() - started,
-        loss=next(e["loss"] for e in reversed(history) if "loss" in e),
+        loss=next(e["loss"] for e in reversed(trainer.history) if "loss" in e),
         train=train_report,
         evaluation=eval_report,
-        history=history,
+        history=trainer.history,
     )
-    _publish(config, trainer, tokenizer, report)
+    _publish(config, folder, trainer, tokenizer, report)
     return report
 
 
+def _load_model(config: FinetuneConfig) -> Any:
+    """The model to train: its attention checked, and its config marked as block-tuned.
+
+    Raises:
+        ImportError: Adapters need peft, which is not installed.
+        UnsupportedModelError: The model cannot be run in block mode exactly.
+        ValueError: The model is an adapter.
+    """
+    name = resolve_name(config.model)
+    if Path(name).is_dir():
+        name = str(Path(name).resolve())  # adapters name their base by this path
+    if (Path(name) / "adapter_config.json").is_file():
+        raise ValueError(f"{name} is a LoRA adapter; merge it into its base before training on")
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=config.dtype)
+    profile_attention(model)
+    # With a mask and gradients, plain matrix products beat SDPA on CPUs.
+    model.set_attn_implementation("sdpa" if torch.cuda.is_available() else "eager")
+    if config.gradient_checkpointing:
+        # The method is renamed on the way to transformers 6.
+        renamed = getattr(model, "activation_checkpointing_enable", None)
+        (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    if "block" in config.modes:
+        model.config.block_attention = config.marker
+    elif hasattr(model.config, "block_attention"):
+        del model.config.block_attention  # training in full mode alone may undo the block tuning
+    return _with_adapters(model, config) if config.lora else model
+
+
+def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError(f"LoRA needs {missing_extra('peft', 'train')}") from error
+    adapters = peft.LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=_LORA_ALPHA * config.lora_rank,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(config.seed)
+    return peft.get_peft_model(model, adapters)
+
+
+def _token_limit(config: FinetuneConfig, model: Any) -> int | None:
+    """Most tokens of a sample; None if neither the settings nor the model limit them."""
+    wanted, limit = config.max_tokens, getattr(model.config, "max_position_embeddings", None)
+    if wanted is not None and limit is not None and wanted > limit:
+        raise ValueError(f"max_tokens is {wanted}, but the model holds {limit} tokens")
+    return limit if wanted is None else wanted
+
+
 def _encoded(
-    files: Sequence[str | Path], name: str, encoder: SampleEncoder, config: FinetuneConfig
+    files: Sequence[str | Path], path: Path, encoder: SampleEncoder, config: FinetuneConfig
 ) -> tuple[Any, DataReport]:
     """The files' samples as a memory-mapped ``datasets.Dataset``; written by one process."""
-    path, report = config.work / f"{name}.arrow", DataReport()
-    listing = path.with_suffix(".json")
+    report, listing = DataReport(), path.with_suffix(".json")
     if not files:
         return [], report
     if PartialState().is_main_process:
@@ -126,91 +304,33 @@ def _encoded(
 
 
 def _check_context(report: DataReport) -> None:
-    """Raises ``DataError`` if no sample has a block before the final one: block mode is then the
-    same as full mode, and nothing is learned about it."""
+    """Raise ``DataError`` if no sample has a context: block mode is then the same as full mode."""
     if not report.with_context:
         raise DataError(
-            "no sample has a context: each is a question and its answer in one block, which is "
-            "alike in block and full mode. Give passages or blocks; or cut turns of messages "
+            "no sample has a context: each is a question and its answer in one block, which is the "
+            "same in block and full mode. Give passages or blocks; or cut turns of messages "
             "(blocks_per_turn, --blocks-per-turn); or train full mode alone (modes, --modes full)"
         )
     if report.with_context < report.samples / 2:
         logger.warning(
-            "only %d of %d samples have a context: the others are alike in block and full mode",
+            "only %d of %d samples have a context: the others are the same in block and full mode",
             report.with_context,
             report.samples,
         )
 
 
-def _arguments(config: FinetuneConfig) -> TrainingArguments:
-    """The trainer's settings; ``batch_size`` is reached by accumulation."""
-    arguments = TrainingArguments(
-        output_dir=str(config.work / work.CHECKPOINTS),
-        per_device_train_batch_size=config.per_device_batch_size,
-        per_device_eval_batch_size=config.per_device_batch_size,
-        num_train_epochs=config.epochs,
-        max_steps=config.max_steps or -1,
-        lr_scheduler_type=config.lr_scheduler,
-        eval_strategy="steps" if config.eval_data and config.eval_steps else "no",
-        eval_steps=config.eval_steps or None,
-        eval_on_start=bool(config.eval_data),
-        logging_nan_inf_filter=False,
-        save_total_limit=2,
-        disable_tqdm=not config.progress,
-        remove_unused_columns=False,
-        label_names=["labels"],
-        report_to=[],
-        use_cpu=not torch.cuda.is_available() and not torch.backends.mps.is_available(),
-        **{name: getattr(config, name) for name in _SAME_NAMES},
-    )
-    shared = config.per_device_batch_size * arguments.world_size
-    if config.batch_size % shared:
-        raise ValueError(
-            f"batch_size is {config.batch_size}, expected a multiple of {shared} (per-device batch "
-            "size x number of devices)"
-        )
-    arguments.gradient_accumulation_steps = config.batch_size // shared
-    return arguments
-
-
-def _trainer(
-    config: FinetuneConfig,
-    args: TrainingArguments,
-    model: Any,
-    pad: int,
-    train: ModeDataset,
-    held: dict[Mode, ModeDataset] | None,
-) -> BlockTrainer:
-    trainer = BlockTrainer(
-        model=model,
-        args=args,
-        train_dataset=train,
-        data_collator=Collator(pad, config.positions, config.packing),
-        callbacks=[Watch()],
-        masks=ModelMasks(model.config, model.config._attn_implementation),
-        lengths=train.token_counts() if config.group_by_length else None,
-        eval_dataset=held,
-    )
-    if not config.progress:
-        trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def _history(log: list[dict[str, float]]) -> list[dict[str, float]]:
-    """The log without the Trainer's summaries; one entry a step and kind, the latest."""
-    kept: dict[tuple[float, bool], dict[str, float]] = {}
-    for entry in log:
-        losses = {k: v for k, v in entry.items() if k == "loss" or k.startswith("eval_")}
-        if losses:
-            kept[entry["step"], "loss" in entry] = {"step": entry["step"], **losses}
-    return list(kept.values())
+# -- the result --------------------------------------------------------------------------------
 
 
 def _publish(
-    config: FinetuneConfig, trainer: BlockTrainer, tokenizer: Any, report: FinetuneReport
+    config: FinetuneConfig,
+    folder: Path,
+    trainer: BlockTrainer,
+    tokenizer: Any,
+    report: FinetuneReport,
 ) -> None:
-    """Write model, tokenizer, log, plot and card beside the output, then rename."""
-    staging = config.work / "result"
+    """Write model, tokenizer, log, plot and card to the work folder, then move them to output."""
+    staging = folder / "result"
     if trainer.is_world_process_zero():
         shutil.rmtree(staging, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
@@ -224,13 +344,30 @@ def _publish(
     (staging / "training_args.bin").unlink(missing_ok=True)  # a pickle, of no use to readers
     tokenizer.save_pretrained(staging)
     if config.lora:
-        # An adapter names its base by path: that of a model of ours differs by machine, and that of
-        # a GGUF file is a cache's.
-        is_named = config.model in (BUNDLED, SMOLLM2)
-        path = Path(config.model).expanduser()
-        base = config.model if is_named else str(path.resolve()) if is_gguf(path) else None
-        write_json(staging / SIDECAR, {**config.marker, **({"base_model": base} if base else {})})
-    write_json(staging / work.LOG, report.history)
+        write_json(staging / SIDECAR, {**config.marker, **_base_of_adapter(config.model)})
+    write_json(staging / LOG, report.history)
     write_plot(report.history, staging / "training_curves.png")
     write_card(config, report, staging / "README.md")
-    work.replace_output(config, staging)
+    _replace(Path(config.output), staging, folder)
+
+
+def _base_of_adapter(model: str) -> dict[str, str]:
+    """The base that peft cannot name: it notes a path, which differs between machines for a model
+    of ours, and is a cache's for a GGUF file."""
+    path = Path(model).expanduser()
+    if model in (BUNDLED, SMOLLM2):
+        return {"base_model": model}
+    return {"base_model": str(path.resolve())} if is_gguf(path) else {}
+
+
+def _replace(output: Path, result: Path, folder: Path) -> None:
+    """Move a finished result to ``output``, where an earlier one stays complete until then."""
+    # safetensors writes weights that only their owner can read; the log has the default mode.
+    mode = stat.S_IMODE((result / LOG).stat().st_mode)
+    for path in result.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
+    if output.exists():
+        output.rename(folder / "replaced")
+    result.rename(output)
+    work.remove(folder)

@@ -1,10 +1,11 @@
-"""What a fine-tuning run did: as a report, and as the model card and the plot of its result."""
+"""The report of a fine-tuning run, and the model card and the plot of its result."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from blockattn_rag.lab.training.config import FinetuneConfig
 from blockattn_rag.lab.training.data import DataReport
@@ -56,14 +57,15 @@ values are in `training_log.json`{plot}.
 
 @dataclass(frozen=True, slots=True)
 class FinetuneReport:
-    """What a run did.
+    """Result of a fine-tuning run.
 
     Args:
-        output: the finished folder.
-        steps: optimizer steps; ``seconds``: wall time of this process's part of the training.
-        loss: training loss over the last logged steps.
-        train, evaluation: what was read, and which lines were left out.
-        history: dicts with ``step`` and ``loss`` (training) or ``eval_block_loss``,
+        output: The finished folder.
+        steps: Optimizer steps.
+        seconds: Wall time of the training in this process.
+        loss: Training loss over the last logged steps.
+        train, evaluation: Samples read, and lines left out.
+        history: Dicts with ``step`` and ``loss`` (training) or ``eval_block_loss``,
             ``eval_full_loss``, in order.
     """
 
@@ -77,8 +79,10 @@ class FinetuneReport:
 
     @property
     def eval_losses(self) -> dict[str, tuple[float, float]]:
-        """By mode, the loss on the answers of the evaluation data before and after training; empty
-        where no such data were given."""
+        """Loss on the evaluation data's answers before and after training, by mode.
+
+        Empty if no evaluation data were given.
+        """
         evaluated = [entry for entry in self.history if "loss" not in entry] or [{}]
         first, last = evaluated[0], evaluated[-1]
         return {
@@ -127,19 +131,24 @@ def _loss_table(report: FinetuneReport) -> str:
     return "\n".join(("| mode | before | after |", "|---|---:|---:|", *rows))
 
 
-def write_plot(history: list[dict[str, float]], path: Path) -> None:
-    """Draw training and evaluation losses over steps; nothing where matplotlib is not installed."""
+def write_plot(history: Sequence[Mapping[str, float]], path: Path) -> None:
+    """Draw losses over steps; nothing if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
+    draw_losses(figure.subplots(), history)
+    figure.savefig(path, dpi=120)
+
+
+def draw_losses(axes: Any, history: Sequence[Mapping[str, float]]) -> None:
+    """Draw the training loss and each evaluation loss over steps."""
     for key in sorted({k for entry in history for k in entry} - {"step"}):
         points = [(entry["step"], entry[key]) for entry in history if key in entry]
         label = "training" if key == "loss" else key.removeprefix("eval_").replace("_", " ")
         marker = "" if key == "loss" else "o"
         axes.plot(*zip(*points, strict=True), label=label, marker=marker)
     axes.set(xlabel="optimizer step", ylabel="loss")
-    axes.legend()
-    figure.savefig(path, dpi=120)
+    if history:
+        axes.legend()

@@ -37,7 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         return own(*args, **options, limits=replace(QUICK, passages=2, samples=4))
 
     monkeypatch.setattr(run, "repair", repair)
-    monkeypatch.setattr(run._Run, "_speeds", lambda *_: FAST)
+    monkeypatch.setattr(run.Repair, "speeds", lambda *_: FAST)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What tests of repairs share: a tiny model, questions with passages, quick limits.
+"""Shared by tests of repairs: a tiny model, questions with passages, quick limits.
 
 As a program it starts a repair and kills itself, at a step of the training (its number) or at a
 comparison ("comparing")::
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.lab.repair.comparing import Comparer
+from blockattn_rag.lab.repair.compare import Comparer
+from blockattn_rag.lab.repair.data import Question
 from blockattn_rag.lab.repair.plan import LIMITS, Speeds
 from blockattn_rag.lab.repair.run import Material, Progress, repair
-from blockattn_rag.lab.repair.samples import Question
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import CHAT, Passage
 from tests.models import tiny_model, tiny_tokenizer
@@ -76,14 +76,14 @@ def _die(*_: Any, **__: Any) -> None:
 def _run_and_die(output: Path, stage: str) -> None:
     from blockattn_rag.lab.repair import run, trainer
 
-    run._Run._speeds = lambda *_: FAST  # type: ignore[method-assign]
+    run.Repair.speeds = lambda *_: FAST  # type: ignore[method-assign]
     if stage == "comparing":
-        compare, calls = Comparer._compare, iter((None, _die))
+        compare, calls = Comparer.compare, iter((None, _die))
 
         def compare_or_die(self: Any, *args: Any) -> Any:
             return (next(calls) or compare)(self, *args)
 
-        Comparer._compare = compare_or_die  # type: ignore[method-assign, assignment]
+        Comparer.compare = compare_or_die  # type: ignore[method-assign, assignment]
     else:
         step, proceed = int(stage), trainer.CorrectionTrainer.training_step
 

@@ -12,8 +12,8 @@ import pytest
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.repair import questions
+from blockattn_rag.lab.repair.data import Question
 from blockattn_rag.lab.repair.questions import clean_question, write_questions
-from blockattn_rag.lab.repair.samples import Question
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import Passage
 from tests.lab.repair.runs import PASSAGES, block_model, nearest

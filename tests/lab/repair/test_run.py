@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import signal
@@ -24,13 +23,13 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError, DivergedError
 from blockattn_rag.lab.evaluation.metrics import contains_answer
 from blockattn_rag.lab.repair import questions, run, trainer
-from blockattn_rag.lab.repair.comparing import Comparer
+from blockattn_rag.lab.repair.closed_form import no_correction
+from blockattn_rag.lab.repair.compare import Comparer
+from blockattn_rag.lab.repair.data import distinct
 from blockattn_rag.lab.repair.plan import Plan, Speeds
 from blockattn_rag.lab.repair.report import figures
-from blockattn_rag.lab.repair.samples import distinct
+from blockattn_rag.lab.repair.store import ReadThroughStore
 from blockattn_rag.lab.repair.teacher import Teacher
-from blockattn_rag.lab.repair.work import ReadThroughStore
-from blockattn_rag.lab.training.correction import no_correction
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import BLANK_LINE, PromptFormat
 from blockattn_rag.store import MemoryStore
@@ -54,7 +53,7 @@ STAGES = ["full mode's answers", "fitting in closed form", "training", "choosing
 @pytest.fixture(autouse=True)
 def equal_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans do not depend on the speed of the machine."""
-    monkeypatch.setattr(run._Run, "_speeds", lambda *_: FAST)
+    monkeypatch.setattr(run.Repair, "speeds", lambda *_: FAST)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,7 @@ def finished(
         stages[stage] = done, total
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run._Run, "_speeds", lambda *_: FAST)
+        patched.setattr(run.Repair, "speeds", lambda *_: FAST)
         return output, repaired(model, output, tell), stages
 
 
@@ -192,8 +191,8 @@ class TestResult:
             found = compare(self, asked, rows)
             return [replace(one, kl=0.5, first_kl=0.5) for one in found]
 
-        compare = Comparer._compare
-        monkeypatch.setattr(Comparer, "_compare", alike)
+        compare = Comparer.compare
+        monkeypatch.setattr(Comparer, "compare", alike)
         recipe = repaired(model, tmp_path / "recipe")
         assert str(recipe) == "none"
         assert recipe.report["chosen"] == "none"
@@ -225,7 +224,7 @@ class TestResult:
     def test_the_best_of_the_measured_states_is_the_trained_adapter(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(trainer, "_LEARNING_RATE", 1.0)
+        monkeypatch.setattr(trainer, "LEARNING_RATE", 1.0)
         report = repaired(model, tmp_path / "recipe").report
         losses = [entry["eval_loss"] for entry in report["curve"] if "eval_loss" in entry]
         trained = next(one for one in report["candidates"] if one["name"] == "head:4 + trained")
@@ -236,16 +235,15 @@ class TestResult:
     def test_a_loss_that_is_not_finite_ends_the_repair(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(trainer, "_LEARNING_RATE", 1e30)
-        monkeypatch.setattr(trainer, "_MAX_GRAD_NORM", 1e30)
+        monkeypatch.setattr(trainer, "LEARNING_RATE", 1e30)
         with pytest.raises(DivergedError):
             repaired(model, tmp_path / "recipe")
 
 
 def held_out(model: BlockModel, work: Path, number: int) -> Any:
     plan = Plan(number, 8, 8, 4, 1.0, 1.0)
-    found = run._Run(model, material(model), work, 60.0, QUICK, lambda *_: None)
-    return found._samples(distinct(QUESTIONS, run._SEED), plan)[1]
+    found = run.Repair(model, material(model), work, 60.0, QUICK, lambda *_: None)
+    return found.samples(distinct(QUESTIONS, 0), plan)[1]
 
 
 class TestMaterial:
@@ -278,9 +276,7 @@ class TestMaterial:
             return encode(requests, **options)
 
         monkeypatch.setattr(model, "encode", noting)
-        monkeypatch.setattr(run, "fit_correction", lambda m, *_, **k: (
-            no_correction(m, k["sink"]), None
-        ))  # fmt: skip
+        monkeypatch.setattr(run, "fit_correction", lambda m, *_, **k: no_correction(m, k["sink"]))
         repaired(model, tmp_path / "recipe", lender=lender, namespace="tenant")
         assert set(lender.keys()) == before
         assert not computed  # no passage was encoded after the sink again
@@ -353,7 +349,7 @@ class TestChecks:
     def test_a_missing_package_is_reported_before_anything_is_computed(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+        monkeypatch.setattr(run, "find_spec", lambda _: None)
         with pytest.raises(ImportError, match="`repair` needs accelerate, which is not installed"):
             repaired(model, tmp_path / "recipe")
         assert list(tmp_path.iterdir()) == []
@@ -369,7 +365,7 @@ class TestChecks:
     def test_too_little_time_is_refused(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(run._Run, "_speeds", lambda *_: Speeds(60.0, 60.0, 60.0, 60.0))
+        monkeypatch.setattr(run.Repair, "speeds", lambda *_: Speeds(60.0, 60.0, 60.0, 60.0))
         with pytest.raises(DataError, match=r"give at least \d+ minutes more \(--minutes\)"):
             repaired(model, tmp_path / "recipe")
 
@@ -404,7 +400,7 @@ class TestInterruption:
             patched.setattr(Recipe, "save", fails)
             with pytest.raises(InterruptedError):
                 repaired(model, output)
-        for owner, name in ((Teacher, "_compute"), (Comparer, "_compare")):
+        for owner, name in ((Teacher, "_compute"), (Comparer, "compare")):
             monkeypatch.setattr(owner, name, fails)
         for name in ("fit_correction", "CorrectionTrainer"):
             monkeypatch.setattr(run, name, fails)
@@ -428,7 +424,7 @@ class TestInterruption:
     ) -> None:
         output = tmp_path / "recipe"
         with monkeypatch.context() as patched:
-            patched.setattr(run._Run, "_closed_form", lambda *_: 1 / 0)
+            patched.setattr(run.Repair, "closed_form", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 repaired(model, output)
         with pytest.raises(DataError, match=f"other inputs: {message}") as raised:
@@ -446,12 +442,12 @@ class TestInterruption:
             return slow
 
         with monkeypatch.context() as patched:
-            patched.setattr(run._Run, "_speeds", answers_and_slow)
+            patched.setattr(run.Repair, "speeds", answers_and_slow)
             with pytest.raises(DataError, match="too little time"):
                 run.repair(model, asked, output, minutes=5, limits=QUICK)
         assert output.with_name("recipe.work").exists()
         with monkeypatch.context() as patched:
-            patched.setattr(run._Run, "_closed_form", lambda *_: 1 / 0)
+            patched.setattr(run.Repair, "closed_form", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 run.repair(model, asked, output, minutes=20, limits=QUICK)
         with pytest.raises(DataError, match="repair of 20 minutes, found 30: give the same"):
@@ -477,7 +473,7 @@ class TestInterruption:
 
         write: Any = questions.write_questions
         with monkeypatch.context() as patched:
-            patched.setattr(run._Run, "_speeds", answers_and_slow)
+            patched.setattr(run.Repair, "speeds", answers_and_slow)
             patched.setattr(run, "write_questions", first_batch_alone)
             with pytest.raises(DataError, match="too little time"):
                 run.repair(model, asked, output, minutes=5, limits=QUICK)
@@ -489,7 +485,7 @@ class TestInterruption:
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         speeds = iter([Speeds(20.0, 1.0, 1.0, 20.0), FAST])
-        monkeypatch.setattr(run._Run, "_speeds", lambda *_: next(speeds))
+        monkeypatch.setattr(run.Repair, "speeds", lambda *_: next(speeds))
         report = repaired(model, tmp_path / "recipe").report
         assert report["plan"]["samples"] == 8
         assert measured_steps(report)[-1] == 3
@@ -500,11 +496,11 @@ class TestInterruption:
         output = tmp_path / "recipe"
 
         def second(*_: Any) -> None:
-            with pytest.raises(DataError, match=r"another repair is running in .*recipe\.work"):
+            with pytest.raises(DataError, match=r"another run uses .*recipe\.work"):
                 repaired(model, output)
             raise ZeroDivisionError
 
-        monkeypatch.setattr(run._Run, "_closed_form", second)
+        monkeypatch.setattr(run.Repair, "closed_form", second)
         with pytest.raises(ZeroDivisionError):
             repaired(model, output)
         monkeypatch.undo()
@@ -513,7 +509,7 @@ class TestInterruption:
     def test_a_training_that_takes_too_long_ends_and_is_measured(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(run, "_LATEST", 0.0)
+        monkeypatch.setattr(run, "LATEST", 0.0)
         report = repaired(model, tmp_path / "recipe").report
         assert measured_steps(report) == [0, 1]
 

@@ -9,8 +9,8 @@ import torch
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.lab.repair.closed_form import no_correction
 from blockattn_rag.lab.repair.student import BlockSource, ReadyPrompt, Student
-from blockattn_rag.lab.training.correction import no_correction
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
 from tests.lab.repair.runs import PROMPT, block_model

@@ -1,4 +1,4 @@
-"""What training tests share: a tiny model on disk, records of all three kinds, settings.
+"""Shared by training tests: a tiny model on disk, records of all three kinds, settings.
 
 As a program it starts a run and kills itself in the middle::
 
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from blockattn_rag.lab.training.config import FinetuneConfig, LoraConfig
+from blockattn_rag.lab.training.config import FinetuneConfig
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -56,7 +56,6 @@ def settings(folder: Path, output: str = "out", **changes: Any) -> dict[str, Any
         "per_device_batch_size": 2,
         "warmup_steps": 2,
         "epochs": 2.0,
-        "logging_steps": 3,
         "save_steps": 4,
         "progress": False,
         **changes,
@@ -64,9 +63,7 @@ def settings(folder: Path, output: str = "out", **changes: Any) -> dict[str, Any
 
 
 def config(arguments: dict[str, Any]) -> FinetuneConfig:
-    """The config; LoRA comes as a dict of its own arguments."""
-    lora = arguments.get("lora")
-    return FinetuneConfig(**{**arguments, "lora": LoraConfig(**lora) if lora else None})
+    return FinetuneConfig(**arguments)
 
 
 def _run_and_die(arguments: dict[str, Any], step: int) -> None:

@@ -1,10 +1,15 @@
-"""The candidates of a repair, and how they are compared with full mode."""
+"""The candidates of a repair, their comparison with full mode, and the choice of one.
+
+The choice follows the one-standard-error rule (Breiman et al. 1984): the simplest setting that the
+data cannot distinguish from the best one.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +21,8 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.lab.evaluation.fidelity import FidelityRecord, FidelityReport, compare_each
 from blockattn_rag.lab.evaluation.metrics import contains_answer
 from blockattn_rag.lab.evaluation.rows import FULL, PLAIN, Row
-from blockattn_rag.lab.repair.choice import loss_of
-from blockattn_rag.lab.repair.divergence import divergence
-from blockattn_rag.lab.repair.samples import Sample
-from blockattn_rag.lab.repair.teacher import Teacher
-from blockattn_rag.lab.repair.trainer import on_device
+from blockattn_rag.lab.repair.data import Sample
+from blockattn_rag.lab.repair.teacher import Teacher, divergence
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -31,6 +33,14 @@ Tick = Callable[[int, int], None]
 
 _GENERATED_AT_ONCE = 8
 
+_CONFIDENCE = 1.96
+"""Standard errors by which a recipe has to be better to cost tokens, or to replace another one."""
+
+_FEW = 8
+"""Questions below which the spread of a difference is too uncertain to replace a recipe in use."""
+
+Losses = Mapping[str, NDArray[np.float64]]
+"""Losses of recipes on the same questions, ``[questions]``, by name; the simplest recipe first."""
 
 IN_USE = "in use"
 """Name of the candidate that the model has run with so far."""
@@ -59,9 +69,7 @@ def free_recipes(
     return found
 
 
-def promoting(
-    model: BlockModel, free: Mapping[str, Recipe], losses: Mapping[str, NDArray[np.float64]]
-) -> dict[str, Recipe]:
+def promoting(model: BlockModel, free: Mapping[str, Recipe], losses: Losses) -> dict[str, Recipe]:
     """The best of the candidates with one passage promoted; empty if the model cannot promote."""
     if not model.supports_relay:
         return {}
@@ -74,13 +82,13 @@ def promoting(
 
 
 class Comparer:
-    """Compares recipes with full mode's answers, whose predictions the teacher keeps.
+    """Compares recipes with full mode along the teacher's answers.
 
     Args:
         engine: The model, over a store that has or takes the passages.
         teacher: Gives full mode's answers.
         prompt: Makes the prompt of a sample.
-        records_path: File of comparisons. What it holds is not compared again.
+        records_path: File of records. Recorded comparisons are not computed again.
     """
 
     def __init__(
@@ -110,35 +118,27 @@ class Comparer:
         rows = [Row(name, recipe) for name, recipe in recipes.items()]
         asked = [_Asked(self._prompt(sample)) for sample in samples]
         noted = {"measured": "repair"}
-        return compare_each(asked, rows, self._compare, noted, self._records_path, tick)
+        return compare_each(asked, rows, self.compare, noted, self._records_path, tick)
 
-    def _compare(self, asked: _Asked, rows: Sequence[Row]) -> list[FidelityRecord]:
+    def compare(self, asked: _Asked, rows: Sequence[Row]) -> list[FidelityRecord]:
+        """The records of one prompt in several rows."""
         answer = self._teacher(asked.prompt)
         records = []
         for row in rows:
             logits = self._engine.answer_logits(asked.prompt, answer.ids.tolist(), **row.options)
-            expected = on_device(answer.predictions, logits)
-            per_token = divergence(expected, logits).clamp_min(0)
-            agrees = (logits.argmax(-1) == expected.tokens[:, 0]).double()
-            records.append(
-                FidelityRecord(
-                    id=asked.id,
-                    digest=asked.digest,
-                    mode=row.name,
-                    tokens=len(per_token),
-                    kl=float(per_token.mean()),
-                    first_kl=float(per_token[0]),
-                    agreement=float(agrees.mean()),
-                    recipe=row.digest,
-                )
-            )
+            per_token = divergence(answer.predictions, logits)
+            agrees = logits.argmax(-1) == answer.predictions.to(logits.device).tokens[:, 0]
+            records.append(FidelityRecord.of(asked, row, per_token, agrees))
         return records
 
     def right(
         self, samples: Sequence[Sample], chosen: Recipe, max_new_tokens: int, tick: Tick
     ) -> tuple[dict[str, int], int]:
-        """Right answers in full mode, without a recipe and with the chosen one; and of how many
-        samples that have right answers."""
+        """Count right answers in full mode, without a recipe and with the chosen one.
+
+        Returns:
+            The counts by name, and the number of samples whose right answers are known.
+        """
         asked = [sample for sample in samples if sample.answers]
         if not asked:
             return {}, 0
@@ -172,9 +172,47 @@ class _Asked:
     @property
     def id(self) -> str:
         parts = [block.rendered for block in self.prompt.context]
-        told = json.dumps([*parts, self.prompt.final]).encode()
-        return hashlib.sha256(told).hexdigest()[:16]
+        text = json.dumps([*parts, self.prompt.final]).encode()
+        return hashlib.sha256(text).hexdigest()[:16]
 
     @property
     def digest(self) -> str:
         return self.id
+
+
+def loss_of(record: FidelityRecord) -> float:
+    """The mean divergence, with the first token counted twice, as in the fit."""
+    return (record.kl * record.tokens + record.first_kl) / (record.tokens + 1)
+
+
+def choose(losses: Losses, costly: Collection[str] = (), in_use: str | None = None) -> str:
+    """The simplest free recipe, unless the one in use is as good or a costly one clearly better.
+
+    The simplest free recipe is the first whose loss is at most one standard error above the lowest
+    one of these. "Clearly better" is a loss that is lower by more than the 95 % interval of the
+    difference. Standard errors are those of differences, paired by question.
+
+    Args:
+        losses: On at least two questions.
+        costly: Names of recipes that compute tokens in every answer. At least one is not costly.
+        in_use: Name of the recipe in use, which is kept unless another is clearly better. Default:
+            there is none.
+    """
+    free = [name for name in losses if name not in costly]
+    best = min(free, key=lambda name: losses[name].mean())
+    chosen = next(name for name in free if _difference(losses, name, best) <= 1)
+    if in_use is not None and not _is_clearly_better(losses, chosen, in_use):
+        chosen = in_use
+    better = (name for name in losses if _is_clearly_better(losses, name, chosen))
+    return next((name for name in better if name in costly), chosen)
+
+
+def _is_clearly_better(losses: Losses, name: str, other: str) -> bool:
+    return len(losses[name]) >= _FEW and _difference(losses, other, name) > _CONFIDENCE
+
+
+def _difference(losses: Losses, name: str, other: str) -> float:
+    """By how many standard errors the first loss is above the second; 0 if they are equal."""
+    difference = losses[name] - losses[other]
+    mean, error = difference.mean(), difference.std(ddof=1) / math.sqrt(len(difference))
+    return float(mean / error) if error else math.copysign(math.inf, mean) if mean else 0.0

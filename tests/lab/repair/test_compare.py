@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blockattn_rag.lab.evaluation.fidelity import FidelityRecord
-from blockattn_rag.lab.repair.choice import choose, loss_of
+from blockattn_rag.lab.repair.compare import choose, loss_of
 
 NOISE = np.array([0.1, -0.1, 0.2, -0.2])
 

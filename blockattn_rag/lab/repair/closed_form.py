@@ -1,14 +1,13 @@
 """Fitting a correction: ridge regression from blocks' keys and values to those of full attention.
 
-Needs passages alone: no question, no label, no gradient. Each prompt's context is computed twice,
-as blocks and as one; what is summed up over its tokens are the products of which the least squares
-consist, so memory does not grow with the number of prompts.
+It needs passages alone: no question, no label, no gradient. Each prompt's context is computed
+twice, as blocks and as one. Only sums over tokens are kept, so memory does not grow with the number
+of prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -26,44 +25,30 @@ from blockattn_rag.model.correction import (
 )
 from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
 
-RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
-"""Penalties on the weights, relative to the mean square of the states; held-out prompts choose."""
+_RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
+"""Penalties on the weights, relative to the mean square of states; held-out prompts choose one."""
 
 TokenBlocks = Sequence[Sequence[int]]
 """Token ids of a prompt's blocks."""
 
-# Squared differences below this share of the states' squares are rounding: of sums in 32 bits, and
-# of states that are kept in so many squared units of their dtype's precision.
+# Squared differences below this share of the states' squares are rounding: of sums in float32, and
+# of states, in squared units of their dtype's precision.
 _ROUNDING = 1e-9
 _ROUNDING_EPS2 = 4
 
-# A constant of a place counts as if one token there had shown none.
+# Weight of the prior that a place needs no constant, in tokens.
 _PRIOR_TOKENS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class FitReport:
-    """How well a correction fits prompts that it was not fitted to.
+class Sums:
+    """Sums over the tokens of one layer, of inputs x (states and place) and differences y.
 
-    ``explained``: the share of the squared difference between blocks' and full attention's states
-    that it takes away, in each layer, of keys and of values, 0 where they do not differ; ``ridge``:
-    the penalty chosen; ``tokens``: of the passages that it was fitted to.
-    """
-
-    ridge: float
-    tokens: int
-    keys_explained: tuple[float, ...]
-    values_explained: tuple[float, ...]
-
-
-class _Sums:
-    """Sums over tokens of one layer, of inputs x (states and place) and differences y: ``xx``
-    ``[K, D+P, D+P]``, ``xy`` ``[K, D+P, D]``, ``yy`` ``[K, D]``, float64.
+    They are ``xx`` ``[K, D+P, D+P]``, ``xy`` ``[K, D+P, D]`` and ``yy`` ``[K, D]``, in float64.
 
     Args:
-        heads: K.
-        size: D.
-        dtype: in which the states are computed.
+        heads: Number of heads K.
+        size: States of a head D.
+        dtype: Type that the states are computed in.
     """
 
     def __init__(self, heads: int, size: int, dtype: torch.dtype = torch.float32) -> None:
@@ -75,7 +60,7 @@ class _Sums:
         self.yy = torch.zeros(heads, size, dtype=torch.float64)
 
     def add(self, block: Tensor, full: Tensor) -> None:
-        """States of one block ``[K, n, D]``, as blocks and as full attention compute them."""
+        """Add one block's states ``[K, n, D]`` in block mode and in full attention."""
         place = F.one_hot(places(block.shape[1]), NUM_PLACES).to(block)
         x = torch.cat([block, place.expand(len(block), -1, -1)], dim=-1)
         y = full - block
@@ -85,8 +70,10 @@ class _Sums:
 
     @property
     def differ(self) -> bool:
-        """Whether blocks differ from full attention by more than rounding; in layer 0 they mostly
-        do not."""
+        """Whether blocks differ from full attention by more than rounding.
+
+        In layer 0 they mostly do not.
+        """
         states = self.xx.diagonal(dim1=1, dim2=2)[:, : self._size]
         return bool(self.yy.sum() > self._rounding * states.sum())
 
@@ -100,7 +87,7 @@ class _Sums:
         return torch.linalg.solve(self.xx + torch.diag_embed(penalty), self.xy)
 
     def left(self, solution: Tensor) -> Tensor:
-        """The squared difference that a solution leaves, ``[K, D]``."""
+        """Squared difference that remains with a solution, ``[K, D]``."""
         fitted = (solution * (self.xx @ solution)).sum(dim=1)
         return self.yy - 2 * (solution * self.xy).sum(dim=1) + fitted
 
@@ -111,47 +98,40 @@ def fit_correction(
     held_out: Sequence[TokenBlocks],
     *,
     sink: str = NO_SINK,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> tuple[Correction, FitReport]:
+    on_progress: Callable[[int, int], None] = lambda *_: None,
+) -> Correction:
     """Fit a correction of blocks that are encoded after ``sink``.
 
     Args:
-        model: the model.
-        contexts: of each prompt, the token ids of its blocks; the first is the prompt's beginning
+        model: The model.
+        contexts: Token ids of the blocks of each prompt. The first block is the prompt's beginning
             and is not corrected.
-        held_out: further prompts, which choose the penalty and are reported on.
-        sink: prefix tokens that blocks but the first are encoded with.
-        on_progress: called with prompts done and all prompts.
+        held_out: Further prompts, which choose the penalty.
+        sink: Prefix tokens that all blocks but the first are encoded with.
+        on_progress: Called with the number of finished prompts and of all prompts.
 
     Raises:
-        ValueError: no prompt to fit or none held out, or one without a block behind its first.
-        ContextOverflowError: a context is longer than the model's context window.
+        ValueError: There is no prompt to fit to or none held out, or one has a single block.
+        ContextOverflowError: A context is longer than the model's context window.
     """
     every = [*contexts, *held_out]
     if not contexts or not held_out or any(len(context) < 2 for context in every):
         raise ValueError(
-            "a correction is fitted to one prompt at least and judged by another, each with a "
-            f"passage behind its beginning; found {len(contexts)} and {len(held_out)} prompts"
+            f"found {len(contexts)} prompts to fit a correction to and {len(held_out)} held out, "
+            "expected at least one of each, all with a passage behind their beginning"
         )
     before = sink_ids(sink, model.tokenizer)
     fitted, tested = (_empty_sums(model) for _ in range(2))
-    tell = on_progress or (lambda *_: None)
     for number, context in enumerate(every):
-        tell(number, len(every))
+        on_progress(number, len(every))
         _add_prompt(model, context, before, fitted if number < len(contexts) else tested)
-    tell(len(every), len(every))
-    ridge, solutions = _best(fitted, tested)
-    correction = Correction(
-        tuple(_layer(solution) for solution in solutions), sink, model.fingerprint
-    )
-    key_sizes = [keys.size for keys, _ in model.profile.layer_outlines]
-    of_keys, of_values = _explained(tested, solutions, key_sizes)
-    tokens = sum(len(ids) for context in contexts for ids in context[1:])
-    return correction, FitReport(ridge, tokens, of_keys, of_values)
+    on_progress(len(every), len(every))
+    layers = tuple(_layer(solution) for solution in _best(fitted, tested))
+    return Correction(layers, sink, model.fingerprint)
 
 
 def no_correction(model: BlockModel, sink: str) -> Correction:
-    """The correction that changes nothing."""
+    """A correction that changes nothing."""
     layers = []
     for keys, values in model.profile.layer_outlines:
         size = keys.size + values.size
@@ -160,9 +140,9 @@ def no_correction(model: BlockModel, sink: str) -> Correction:
     return Correction(tuple(layers), sink, model.fingerprint)
 
 
-def _empty_sums(model: BlockModel) -> list[_Sums]:
+def _empty_sums(model: BlockModel) -> list[Sums]:
     return [
-        _Sums(keys.heads, keys.size + values.size, keys.dtype)
+        Sums(keys.heads, keys.size + values.size, keys.dtype)
         for keys, values in model.profile.layer_outlines
     ]
 
@@ -171,7 +151,7 @@ def _add_prompt(
     model: BlockModel,
     context: TokenBlocks,
     before: Sequence[int],
-    sums: Sequence[_Sums],
+    sums: Sequence[Sums],
 ) -> None:
     first, *others = whole = [list(ids) for ids in context]
     requests = [EncodeRequest(ids, str(i), "", before) for i, ids in enumerate(others)]
@@ -192,32 +172,16 @@ def _bare(model: BlockModel, kv: BlockKV, layer: int, start: int, end: int) -> T
     return bare_states(keys, values, model.profile.layouts[layer], range(start, end))
 
 
-def _best(fitted: Sequence[_Sums], tested: Sequence[_Sums]) -> tuple[float, list[Tensor]]:
-    """The penalty that leaves least in the held-out prompts, each layer weighted alike, and its
-    solutions."""
+def _best(fitted: Sequence[Sums], tested: Sequence[Sums]) -> list[Tensor]:
+    """The solutions with the penalty that fits held-out prompts best; all layers weigh the same."""
 
     def left(solutions: Sequence[Tensor]) -> float:
         pairs = zip(tested, solutions, strict=True)
         return sum(float(sums.left(s).sum() / sums.yy.sum()) for sums, s in pairs if sums.differ)
 
-    by_ridge = {ridge: [sums.solve(ridge) for sums in fitted] for ridge in RIDGES}
-    best = min(RIDGES, key=lambda ridge: left(by_ridge[ridge]))
-    return best, by_ridge[best]
+    return min(([sums.solve(ridge) for sums in fitted] for ridge in _RIDGES), key=left)
 
 
 def _layer(solution: Tensor) -> LayerCorrection:
     weight, bias = solution.float().split([solution.shape[1] - NUM_PLACES, NUM_PLACES], dim=1)
     return LayerCorrection(weight.contiguous(), bias.contiguous())
-
-
-def _explained(
-    tested: Sequence[_Sums], solutions: Sequence[Tensor], key_sizes: Sequence[int]
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The shares of keys' and of values' squared differences that are taken away, by layer."""
-    found: tuple[list[float], list[float]] = ([], [])
-    for sums, solution, size in zip(tested, solutions, key_sizes, strict=True):
-        left, all_ = sums.left(solution), sums.yy
-        for shares, part in zip(found, (slice(size), slice(size, None)), strict=True):
-            differs = sums.differ and bool(all_[:, part].any())
-            shares.append(1 - float(left[:, part].sum() / all_[:, part].sum()) if differs else 0.0)
-    return tuple(found[0]), tuple(found[1])

@@ -1,0 +1,164 @@
+"""What a recipe is fitted to: questions with passages, read from JSON lines and drawn as samples.
+
+Files are plain or gzip. A question is ``{"question": str}``, with ``"answers": [str, ...]`` where
+right answers are known and ``"passages": [{"title": str, "text": str, "gold": bool}, ...]`` where
+it has its own, as in evaluation data; title and gold are optional. A passage is
+``{"title": str, "text": str}``. Other keys are ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from blockattn_rag.errors import DataError
+from blockattn_rag.files import (
+    Record,
+    list_of,
+    not_blank,
+    numbered_lines,
+    of_kind,
+    parse_line,
+    text_of,
+)
+from blockattn_rag.prompts.formats import Passage
+
+T = TypeVar("T")
+
+Nearest = Callable[[str, int], Sequence[Passage]]
+"""Finds the passages nearest to a text, best first; at most as many as the number says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question and the passages that it may be shown with, at least one.
+
+    The first passage is always shown: the one that the question is about, or the best hit. The
+    others are those that a retriever would find with it.
+
+    Args:
+        text: The question.
+        passages: The passages.
+        answers: Right answers, if they are known.
+    """
+
+    text: str
+    passages: tuple[Passage, ...]
+    answers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.text.strip() or not self.passages:
+            raise DataError(
+                f"expected a question with at least one passage, found {self.text[:60]!r} with "
+                f"{len(self.passages)} passages"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A question, its passages in the order of the prompt, and its right answers."""
+
+    question: str
+    passages: tuple[Passage, ...]
+    answers: tuple[str, ...] = ()
+
+
+def distinct(questions: Sequence[Question], seed: int) -> list[Question]:
+    """Each question once, ignoring case, in an order that depends on texts and seed alone."""
+
+    def digest(question: Question) -> str:
+        return hashlib.sha256(question.text.encode("utf-8", "surrogatepass")).hexdigest()
+
+    by_text = {question.text.casefold(): question for question in questions}
+    found = sorted(by_text.values(), key=digest)
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def draw_samples(
+    questions: Sequence[Question], count: int, fewest: int, most: int, seed: int
+) -> list[Sample]:
+    """Draw ``count`` samples: each question in turn, every time with other passages.
+
+    Args:
+        questions: Questions, at least one.
+        count: Number of samples.
+        fewest, most: Passages of a sample, the question's first one included. A question with
+            fewer passages shows all.
+        seed: Random seed.
+    """
+    rng = random.Random(seed)
+    samples = []
+    for index in range(count):
+        question = questions[index % len(questions)]
+        first, *others = question.passages
+        wanted = rng.randint(min(fewest, len(others) + 1), min(most, len(others) + 1))
+        shown = [first, *rng.sample(others, wanted - 1)]
+        rng.shuffle(shown)
+        samples.append(Sample(question.text, tuple(shown), question.answers))
+    return samples
+
+
+def read_passages(path: Path) -> list[Passage]:
+    """The distinct passages of a file.
+
+    Raises:
+        DataError: The file is missing, damaged or empty, or a line is not a passage.
+    """
+    return list(dict.fromkeys(_read(path, _passage)))
+
+
+def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> list[Question]:
+    """The questions of a file: with their own passages, gold ones first, or with the nearest ones.
+
+    Args:
+        path: The file.
+        nearest: Finds passages for questions that have none. None: all must have their own.
+        num_passages: Passages to find for a question.
+
+    Raises:
+        DataError: The file is missing, damaged or empty, a line is not a question, or a question
+            has no passages and there are none to find.
+    """
+
+    def question(record: Record) -> Question:
+        text = text_of(record, "question").strip()
+        items = list_of(record, "answers", may_be_empty=True) if "answers" in record else ()
+        answers = tuple(not_blank(item, f"'answers[{i}]'") for i, item in enumerate(items))
+        if "passages" in record:
+            return Question(text, tuple(_own_passages(record)), answers)
+        if nearest is None:
+            raise DataError(
+                'found a question without passages; add "passages" to it, or give a database '
+                "(--db) or passages (--passages)"
+            )
+        return Question(text, tuple(nearest(text, num_passages)), answers)
+
+    return list(_read(path, question))
+
+
+def _own_passages(record: Record) -> Sequence[Passage]:
+    items = [of_kind(item, dict, "a passage") for item in list_of(record, "passages")]
+    golds = [of_kind(item.get("gold", False), bool, "'gold'") for item in items]
+    ranked = sorted(range(len(items)), key=lambda index: not golds[index])
+    return list(dict.fromkeys(_passage(items[index]) for index in ranked))
+
+
+def _passage(record: Record) -> Passage:
+    title = of_kind(record.get("title", ""), str, "'title'")
+    return Passage(title.strip(), text_of(record, "text").strip())
+
+
+def _read(path: Path, make: Callable[[Record], T]) -> Iterator[T]:
+    number = 0
+    for number, line in numbered_lines(path):
+        try:
+            yield make(of_kind(parse_line(line), dict, "a line"))
+        except DataError as error:
+            raise DataError(f"{path}, line {number}: {error}") from error
+    if not number:
+        raise DataError(f"{path}: expected one JSON object a line, found no line")

@@ -1,0 +1,68 @@
+"""The store of a repair, which reads a database's blocks and writes its own elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.store import DirectoryStore, KVStore, StoreStats
+from blockattn_rag.store.base import Found, get_many, get_or_error
+
+
+class ReadThroughStore:
+    """``KVStore`` that reads from a lender what it does not have, and writes to a folder of its
+    own: a repair uses a database's blocks and leaves no other ones there. Blocks in int8 are not
+    read, because an adapter is not fitted to rounded ones.
+
+    Args:
+        path: The folder.
+        max_bytes: Most bytes in it.
+        lender: The store to read from. None: none.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, lender: KVStore | None) -> None:
+        # Not flushed to the disk: what a power failure loses is computed again.
+        self._own = DirectoryStore(path, max_bytes=max_bytes, fsync=False)
+        self._lender = lender
+
+    def get(self, key: str) -> BlockKV | None:
+        found = self._own.get(key)
+        if found is None and self._lender is not None:
+            found = _unrounded(self._lender.get(key))
+        return found
+
+    def get_many(self, keys: Sequence[str]) -> list[Found]:
+        """As ``get`` for each key."""
+        found = [get_or_error(self._own, key) for key in keys]
+        missing = [key for key, kv in zip(keys, found, strict=True) if kv is None]
+        if missing and self._lender is not None:
+            lent = dict(zip(missing, get_many(self._lender, missing), strict=True))
+            pairs = zip(keys, found, strict=True)
+            found = [_unrounded(lent.get(key)) if kv is None else kv for key, kv in pairs]
+        return found
+
+    def put(self, key: str, kv: BlockKV) -> None:
+        self._own.put(key, kv)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self.get(key) is not None
+
+    def delete(self, key: str) -> bool:
+        return self._own.delete(key)
+
+    def keys(self) -> Iterator[str]:
+        return self._own.keys()
+
+    def stats(self) -> StoreStats:
+        return self._own.stats()
+
+
+T = TypeVar("T", bound=Found)
+
+
+def _unrounded(found: T) -> T | None:
+    """What a store answered; None in place of a block in int8."""
+    is_rounded = isinstance(found, BlockKV) and found.scales is not None
+    return None if is_rounded else found

@@ -1,0 +1,164 @@
+"""The work folder of a run (``train`` or ``repair``), from which an interrupted run resumes.
+
+``<output>.work`` holds ``run.json``, the settings that decide the result, and everything computed
+so far. It exists only while a run lasts or was interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from blockattn_rag.errors import DataError
+from blockattn_rag.files import write_json
+
+logger = logging.getLogger("blockattn_rag")
+
+RUN, CHECKPOINTS = "run.json", "checkpoints"
+_LOCK = "lock"
+
+
+def work_of(output: str | Path) -> Path:
+    """The work folder of an output folder, beside it."""
+    path = Path(output).resolve()  # the name of "." is empty
+    return path.with_name(f"{path.name}.work")
+
+
+def is_foreign(output: Path, mark: str) -> bool:
+    """Whether ``output`` exists and is neither an empty folder nor an earlier result.
+
+    Args:
+        output: The path.
+        mark: Name of a file that every result has.
+    """
+    if not os.path.lexists(output):
+        return False
+    return not (output.is_dir() and ((output / mark).is_file() or not any(output.iterdir())))
+
+
+def interrupted_run(work: Path) -> dict[str, Any] | None:
+    """The settings of the interrupted run in a work folder. None: there is no such run.
+
+    Raises:
+        FileExistsError: Something other than a run left the folder.
+        DataError: The settings are damaged.
+    """
+    if not os.path.lexists(work):
+        return None
+    if not (work / RUN).is_file():
+        if work.is_dir() and {path.name for path in work.iterdir()} <= {_LOCK}:
+            return None
+        raise FileExistsError(f"{work} is not the work folder of a run (no {RUN}); move it away")
+    return read_json(work / RUN)
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Settings that differ between two runs, each with both values."""
+    return [
+        f"{name} ({before.get(name)}, now {now.get(name)})"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]
+
+
+@contextmanager
+def work_folder(
+    work: Path,
+    settings: Mapping[str, Any],
+    is_worth_keeping: Callable[[BaseException], bool],
+    *,
+    resume: bool,
+) -> Iterator[None]:
+    """The work folder while a run lasts.
+
+    Args:
+        work: The folder.
+        settings: JSON values that decide the result. Those of the first run stay.
+        is_worth_keeping: Whether a failed run leaves something to resume from. If not, the folder
+            is removed.
+        resume: Keep what an interrupted run left.
+
+    Raises:
+        DataError: Another process uses the folder.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        held = FileLock(work / _LOCK).acquire(blocking=False)
+    except Timeout as error:
+        raise DataError(
+            f"another run uses {work}; wait until it ends, or choose another output"
+        ) from error
+    with held:
+        if not resume:
+            _clear(work)
+            (work / RUN).unlink(missing_ok=True)
+        if not (work / RUN).is_file():
+            write_json(work / RUN, dict(settings))
+        try:
+            yield
+        except BaseException as error:
+            if not is_worth_keeping(error):
+                remove(work)
+            raise
+
+
+def remove(work: Path) -> None:
+    """Delete a work folder. The settings go last, so that a killed deletion is still recognized."""
+    _clear(work)
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def _clear(work: Path) -> None:
+    for path in work.iterdir() if work.is_dir() else ():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name not in (RUN, _LOCK):
+            path.unlink()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a work folder.
+
+    Raises:
+        DataError: The file is damaged.
+    """
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{path} is damaged ({error}); delete {path.parent} to start again"
+        ) from error
+
+
+def kept_json(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The object in a JSON file, which is made and written first if there is none.
+
+    Raises:
+        DataError: The file is damaged.
+    """
+    if not path.is_file():
+        write_json(path, make())
+    return read_json(path)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint in a folder. Half-written ones are deleted.
+
+    The Trainer writes ``trainer_state.json`` last, so a checkpoint with a readable one is complete.
+    """
+    found = sorted(folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rpartition("-")[2]))
+    for path in found:
+        try:
+            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+            return path
+        except (OSError, json.JSONDecodeError):
+            shutil.rmtree(path)
+    return None

@@ -1,0 +1,122 @@
+"""Questions and passages: reading them from files, and drawing samples of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag.errors import DataError
+from blockattn_rag.lab.repair.data import (
+    Question,
+    distinct,
+    draw_samples,
+    read_passages,
+    read_questions,
+)
+from blockattn_rag.prompts.formats import Passage
+
+PASSAGES = [Passage(f"t{number}", f"text {number}") for number in range(6)]
+QUESTIONS = [
+    Question(f"question {n}?", (PASSAGES[n], *(p for p in PASSAGES if p != PASSAGES[n])))
+    for n in range(4)
+]
+
+
+def test_samples_show_the_first_passage_always_and_numbers_and_orders_at_random() -> None:
+    samples = draw_samples(QUESTIONS, 80, 1, 4, seed=0)
+    for number, sample in enumerate(samples):
+        question = QUESTIONS[number % 4]
+        assert sample.question == question.text
+        assert question.passages[0] in sample.passages
+        assert len(set(sample.passages)) == len(sample.passages)
+    assert {len(sample.passages) for sample in samples} == {1, 2, 3, 4}
+    places = {s.passages.index(QUESTIONS[n % 4].passages[0]) for n, s in enumerate(samples)}
+    assert places == {0, 1, 2, 3}
+    assert len({samples[number].passages for number in range(0, 80, 4)}) > 10
+
+
+def test_the_seed_decides_the_samples() -> None:
+    assert draw_samples(QUESTIONS, 9, 1, 4, 1) == draw_samples(QUESTIONS, 9, 1, 4, 1)
+    assert draw_samples(QUESTIONS, 9, 1, 4, 1) != draw_samples(QUESTIONS, 9, 1, 4, 2)
+
+
+def test_a_question_of_few_passages_shows_all_of_them() -> None:
+    lone = Question("why so?", tuple(PASSAGES[:2]))
+    assert [len(s.passages) for s in draw_samples([lone], 3, 5, 5, 0)] == [2, 2, 2]
+
+
+def test_questions_are_distinct_ignoring_case_in_an_order_of_the_seed() -> None:
+    shouted = Question(QUESTIONS[0].text.upper(), QUESTIONS[0].passages)
+    found = distinct([*QUESTIONS, QUESTIONS[1], shouted], seed=0)
+    assert {one.text.lower() for one in found} == {one.text for one in QUESTIONS}
+    assert len(found) == 4
+    assert found == distinct([shouted, *reversed(QUESTIONS[1:])], seed=0)
+    assert found != distinct(found, seed=1)
+
+
+def test_samples_keep_the_right_answers() -> None:
+    known = Question("why so?", tuple(PASSAGES[:2]), ("so", "thus"))
+    assert draw_samples([known], 1, 1, 2, 0)[0].answers == ("so", "thus")
+
+
+@pytest.mark.parametrize(("text", "passages"), [(" ", PASSAGES), ("what?", [])])
+def test_a_question_without_text_or_passages_is_refused(text: str, passages: list[Passage]) -> None:
+    with pytest.raises(DataError, match="expected a question with at least one passage"):
+        Question(text, tuple(passages))
+
+
+ONE, TWO = Passage("one", "the first"), Passage("", "the second")
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def nearest(text: str, count: int) -> Sequence[Passage]:
+    return [TWO, ONE][:count]
+
+
+def test_passages_are_read_once_each(tmp_path: Path) -> None:
+    lines = {"title": "one", "text": " the first\n"}, {"text": "the second", "id": 3}
+    assert read_passages(write(tmp_path / "p.jsonl", *lines, lines[0])) == [ONE, TWO]
+
+
+def test_questions_bring_their_passages_gold_ones_first_or_get_the_nearest(tmp_path: Path) -> None:
+    own = {
+        "question": "which?",
+        "answers": ["x", "y"],
+        "passages": [{"title": "one", "text": "the first"}, {"text": "the second", "gold": True}],
+    }
+    first, second = read_questions(write(tmp_path / "q", own, {"question": "why?"}), nearest, 1)
+    assert (first.text, first.passages, first.answers) == ("which?", (TWO, ONE), ("x", "y"))
+    assert (second.text, second.passages, second.answers) == ("why?", (TWO,), ())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"question": " "}, "line 1: found an empty 'question'"),
+        ({"passages": []}, "line 1: found no 'question'"),
+        ({"question": "q?", "passages": []}, "line 1: found an empty list 'passages'"),
+        ({"question": "q?", "passages": [{"title": "x"}]}, "line 1: found no 'text'"),
+        ({"question": "q?", "passages": [{"text": "x", "gold": 1}]}, "'gold' of a number"),
+        ({"question": "q?"}, "line 1: found a question without passages; add"),
+        ({"question": "q?", "answers": [""]}, r"line 1: found an empty 'answers\[0\]'"),
+        ([], "line 1: found a line of a list, expected an object"),
+    ],
+)
+def test_an_invalid_line_is_reported_with_its_number(
+    tmp_path: Path, line: Any, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        read_questions(write(tmp_path / "q.jsonl", line), None, 3)
+
+
+def test_a_file_without_lines_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="found no line"):
+        read_passages(write(tmp_path / "p.jsonl"))
