@@ -46,8 +46,9 @@ class BlockModel:
     Its methods run one at a time, over all ``BlockModel``s of one ``hf_model``. A thread that holds
     ``lock`` keeps other threads out over several calls.
 
-    Adapters may be switched, hooks and scales be set between requests: blocks are then known by
-    another fingerprint. Weights that are written without a trace need a new ``BlockModel``.
+    Adapters may be switched, and weights loaded, between requests: the fingerprint then changes.
+    Writes to weights that leave no trace (``weight.data.add_(...)``) need a new ``BlockModel``.
+    Patched models (hooks, replaced ``forward`` methods) are not supported.
 
     Args:
         hf_model: the model, on its device, in its dtype.
@@ -152,14 +153,13 @@ class BlockModel:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of what decides keys and values: 64 hex digits.
+        """Identity of weights, config, dtype, tokenizer and active adapters: 64 hex digits.
 
-        Reads all weights once, and again after the model was set otherwise: an adapter switched, a
-        hook or a scale set. Whether it was is looked at in each call (0.3 ms for 30 layers, some ms
-        with adapters on each of their projections), so ask once for all blocks of a request.
+        Reads all weights the first time, and again after they, the config or the adapters have
+        changed. Each call compares them (about 0.3 ms for 30 layers), so ask once per request.
 
         Raises:
-            ValueError: it must be computed, and autocast is on or the model is in training mode.
+            ValueError: the model has changed, and autocast is on or the model is in training mode.
         """
         identity = self._identity
         if identity is None or not identity.holds():
@@ -167,13 +167,13 @@ class BlockModel:
         return identity.fingerprint
 
     def _identify(self) -> Identity:
-        """Measure the model as it is set now, unless another thread just did."""
+        """Compute the fingerprint, unless another thread just did."""
         with self.lock:
             known = self._identity
             if known is not None:
                 if known.holds():
                     return known
-                # What was measured of the model before may not be true of it any more.
+                # What the probe measured may no longer be true.
                 if not self.hf_model.training:
                     self.hf_model.eval()  # adapters come as for training, with dropout
                 self.profile = profile_attention(self.hf_model)

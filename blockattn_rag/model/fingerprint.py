@@ -1,26 +1,22 @@
-"""Identity of whatever decides a block's keys and values: weights, settings, tokenizer, dtype."""
+"""The fingerprint of a model: its weights, config, number type, active adapters and tokenizer."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
-import math
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from blockattn_rag.model.probe import probe_states
-from blockattn_rag.model.settings import OF_PYTORCH, settings
-from blockattn_rag.model.weights import weights_digest
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
-KV_VERSION = 2
+KV_VERSION = 3
 """Raised whenever this package computes different keys and values for the same model and text."""
-
-_FINE_TYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.bool)
 
 # Fields of a config that name, describe or steer generation, and so leave keys and values alone.
 _NEUTRAL_FIELDS = frozenset(
@@ -36,59 +32,43 @@ _NEUTRAL_FIELDS = frozenset(
 
 
 class Identity:
-    """A model's fingerprint (64 hex digits), and what tells that it no longer holds.
+    """The fingerprint of a model (64 hex digits), and whether it still holds.
 
-    Two models share a fingerprint only if they compute the same KV for the same text. Reads all
-    weights, runs a few tokens. Nobody else may run or change the model meanwhile. Raises as
-    ``probe_states``.
+    Models with one fingerprint compute the same keys and values for the same text. Patched models
+    are not supported: hooks, replaced ``forward`` methods and attributes that are set on modules
+    are not part of the fingerprint. Reads all weights; nobody may change the model meanwhile.
     """
 
     def __init__(self, hf_model: PreTrainedModel, tokenizer: BlockTokenizer) -> None:
         self._hf_model = hf_model
-        before = settings(hf_model)
-        summary = _kv_summary(hf_model)
-        after = settings(hf_model)
-        # What running the model changes is a record of runs, not a setting.
-        keys, absent = {*before, *after}, object()
-        self._records = {k for k in keys if before.get(k, absent) != after.get(k, absent)}
-        self._settings = self._without_records(before)
-        self._config = _settled(hf_model.config.to_dict())
-        self._seen = _Snapshot(hf_model)
-        identity = {
+        self._places = _places(hf_model)
+        self._settings = _settings(hf_model)
+        contents = {
             "kv_version": KV_VERSION,
-            "config": self._config,
+            **self._settings,
             "dtype": str(hf_model.dtype),
             "weights": weights_digest(hf_model),
-            "settings": self._settings,
-            "kv_summary": summary,
             "tokenizer": tokenizer.fingerprint,
         }
-        text = json.dumps(identity, sort_keys=True, default=str)
+        text = json.dumps(contents, sort_keys=True, default=str)
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
 
-    def _without_records(self, found: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in found.items() if key not in self._records}
-
     def holds(self) -> bool:
-        """Whether the model is set as it was: the same adapters, hooks, scales, weights in place.
+        """Whether config, adapters and weights are those that the fingerprint was computed from.
 
-        Cheap enough for every request. Not seen: values inside objects that a hook holds, and
-        writes to weights that leave no trace (``weight.data.add_(...)``).
+        Cheap enough for every request, because weights are compared by address and write count.
+        Writes that leave no trace (``weight.data.add_(...)``) go unnoticed.
         """
-        if self._seen.is_current():
-            return True
-        now = _Snapshot(self._hf_model)
-        found = settings(self._hf_model)
-        if now.weights != self._seen.weights or self._without_records(found) != self._settings:
-            return False
-        if _settled(self._hf_model.config.to_dict()) != self._config:
-            return False
-        self._seen = now  # what was changed does not count
-        return True
+        now = _places(self._hf_model), _settings(self._hf_model)
+        return now == (self._places, self._settings)
+
+
+def _settings(hf_model: PreTrainedModel) -> dict[str, Any]:
+    return {"config": _settled(hf_model.config.to_dict()), "adapters": _adapters(hf_model)}
 
 
 def _settled(config: dict[str, Any]) -> dict[str, Any]:
-    """A config without its neutral fields, those of the configs inside it included."""
+    """A config without its neutral fields, nested configs included."""
     return {
         key: _settled(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -96,93 +76,113 @@ def _settled(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@torch.inference_mode()
-def _kv_summary(hf_model: PreTrainedModel) -> list[int | None]:
-    """What a fixed probe gives, in four whole numbers: the net under all that a fingerprint lists.
+def _adapters(hf_model: nn.Module) -> dict[str, Any]:
+    """Active and merged adapters of each PEFT layer, with their scales."""
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    if peft is None:  # never imported, so no layer is PEFT's
+        return {}
+    return {
+        name: {
+            "active": [] if layer.disable_adapters else [*layer.active_adapters],
+            "merged": [*layer.merged_adapters],
+            "scales": dict(getattr(layer, "scaling", {})),
+        }
+        for name, layer in hf_model.named_modules()
+        if isinstance(layer, peft.BaseTunerLayer)
+    }
 
-    Weights, settings and hooks are compared exactly. What none of them shows, such as the inside of
-    an object that a hook holds, or a patched function of a library, still changes keys and values.
-    So four numbers over all layers' keys and values are part of the fingerprint: the sum of the
-    logarithms of their sizes, and of projections on fixed random signs, each divided by the root of
-    the number of layers. A change of everything by a factor, or of some layers' directions, moves
-    them by about 1.
 
-    They are rounded, because machines, thread counts and attention implementations round
-    differently. Measured (llama, qwen3, gemma2, phi of 3 to 30 layers; sdpa and eager attention; 1
-    and 2 threads), that moves each number by at most 5e-7 in float32, 3e-4 in float16 and 7e-3 in
-    bfloat16. A number that moves by d crosses a boundary of rounding with probability d / step. So
-    two machines that round differently disagree over one model in some 25,000 in float32
-    (4 * 5e-7 / 0.05), and over one in a hundred in bfloat16 (4 * 3e-3 / 1, the mean). They then
-    share no stored KV; never the other way round. None stands for a number that is not finite.
+def _places(hf_model: nn.Module) -> list[tuple[int, int]]:
+    """Address and write count of each parameter and buffer."""
+    places: list[tuple[int, int]] = []
+    modules: list[nn.Module | None] = [hf_model]
+    while modules:  # three times as fast as `hf_model.modules()`, which counts in every request
+        if (module := modules.pop()) is None:
+            continue
+        modules += module._modules.values()
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is None or tensor.is_meta:  # offloaded tensors have no address
+                places.append((0, 0))
+            else:  # inference tensors do not count writes
+                writes = 0 if tensor.is_inference() else tensor._version
+                places.append((tensor.data_ptr(), writes))
+    return places
+
+
+# -- weights -----------------------------------------------------------------------------------
+
+
+def weights_digest(hf_model: nn.Module) -> str:
+    """xxh3-128 over names, dtypes, shapes and bytes of all parameters, buffers and packed weights.
+
+    Content, not name: a fine-tuned copy under the same name differs, a renamed copy does not. Not
+    a cryptographic hash: it guards against mistakes at memory speed, not against an attacker, who
+    could replace the model itself.
     """
-    # Other types in a model's state: it computes in 16 bits, or quantises as it goes.
-    is_fine = all(
-        type(value) in (Tensor, nn.Parameter) and value.dtype in _FINE_TYPES
-        for value in hf_model.state_dict().values()
-    )
-    step = 0.05 if is_fine else 1.0
-    layers = probe_states(hf_model)
-    numbers = [number for states in zip(*layers, strict=True) for number in _numbers(states)]
-    return [round(number / step) if math.isfinite(number) else None for number in numbers]
+    digest = xxhash.xxh3_128()
+    known: dict[tuple[Any, ...], str] = {}  # tied weights are read once
+    state = {
+        **hf_model.state_dict(),
+        **dict(hf_model.named_buffers()),
+        **dict(_offloaded(hf_model)),
+    }
+    for name, value in sorted(state.items()):
+        digest.update(json.dumps([name, _content(value, known)]).encode())
+    return digest.hexdigest()
 
 
-def _numbers(states: tuple[Tensor, ...]) -> tuple[float, float]:
-    """Size and projection of all layers' keys, or values, ``[heads, tokens, size]`` each."""
-    generator = torch.Generator().manual_seed(5)
-    size = projection = 0.0
-    for state in states:
-        data = state.double().cpu()
-        root = data.pow(2).mean().sqrt().clamp_min(1e-12)
-        signs = torch.randint(0, 2, data.shape, generator=generator) * 2 - 1
-        size += float(root.log())
-        projection += float((data * signs).sum() / root) / math.sqrt(data.numel())
-    return size / math.sqrt(len(states)), projection / math.sqrt(len(states))
+def _offloaded(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Weights that accelerate offloads and loads for each forward."""
+    for name, module in hf_model.named_modules():
+        hook: Any = getattr(module, "_hf_hook", None)
+        for one in getattr(hook, "hooks", (hook,)):  # several in a row
+            kept = getattr(one, "weights_map", None)
+            if kept is not None:
+                tensors = [*module.named_parameters(recurse=False)]
+                tensors += module.named_buffers(recurse=False)
+                absent = [own for own, tensor in tensors if tensor.is_meta]
+                yield from ((f"{name}.{own}" if name else own, kept[own]) for own in absent)
 
 
-# Of the containers that every module has, those that decide what a forward computes.
-_HELD_BY_PYTORCH = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
+def _content(value: Any, known: dict[tuple[Any, ...], str]) -> Any:
+    """An entry of a state dict by content: a tensor, packed weights or extra state."""
+    if isinstance(value, Tensor):
+        if not _is_plain(value) or not value.numel():
+            return _tensor_digest(value)
+        # With the device: two GPUs may use one address for different weights.
+        place = (value.device, value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+        if place not in known:
+            known[place] = _tensor_digest(value)
+        return known[place]
+    if isinstance(value, dict):
+        return [[str(key), _content(value[key], known)] for key in sorted(value, key=str)]
+    if isinstance(value, (list, tuple)):
+        return [_content(item, known) for item in value]
+    if isinstance(value, (bool, int, float, str, bytes, type(None), torch.dtype)):
+        return repr(value)
+    return type(value).__qualname__  # its address would differ in each process
 
 
-class _Snapshot:
-    """What hangs on a model's modules, to see quickly whether anything else hangs there now."""
-
-    def __init__(self, hf_model: nn.Module) -> None:
-        self._copies: list[tuple[Any, Any]] = []
-        tensors: list[Tensor] = []
-        for module in hf_model.modules():
-            own = vars(module)
-            # Containers are compared by what they hold, each of which is mostly the same object.
-            held = [
-                value
-                for name, value in own.items()
-                if isinstance(value, (dict, list, set))
-                and (name in _HELD_BY_PYTORCH or name not in OF_PYTORCH)
-            ]
-            self._copies += [(container, container.copy()) for container in (own, *held)]
-            own_tensors = (*module._parameters.values(), *module._buffers.values())
-            tensors += [tensor for tensor in own_tensors if tensor is not None]
-        configs = {id(c): c for m in hf_model.modules() if (c := vars(m).get("config")) is not None}
-        self._copies += [(vars(config), _copied(vars(config))) for config in configs.values()]
-        self._tensors = tensors
-        self.weights = _places(tensors)
-
-    def is_current(self) -> bool:
-        try:
-            unchanged = all(container == before for container, before in self._copies)
-        except (RuntimeError, ValueError):  # another tensor or array, of many truth values
-            return False
-        return unchanged and _places(self._tensors) == self.weights
+def _is_plain(tensor: Tensor) -> bool:
+    is_dense = tensor.layout == torch.strided and not tensor.is_quantized
+    return is_dense and type(tensor) in (Tensor, nn.Parameter)
 
 
-def _copied(settings: dict[str, Any]) -> dict[str, Any]:
-    """A copy that does not change with lists and dicts inside."""
-    return {k: copy.deepcopy(v) if isinstance(v, (dict, list)) else v for k, v in settings.items()}
+def _tensor_digest(tensor: Tensor) -> str:
+    digest = xxhash.xxh3_128(f"{tensor.dtype}:{tuple(tensor.shape)}".encode())
+    for part in _parts(tensor.detach()):
+        data = part.to("cpu").contiguous().reshape(-1)
+        digest.update(data.view(torch.uint8).numpy().data if data.numel() else b"")
+    return digest.hexdigest()
 
 
-def _places(tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Where tensors lie, and how often they were written."""
-    return [
-        # Tensors of inference mode do not count their writes; what is elsewhere (offloaded) moves.
-        (0 if t.is_meta else t.data_ptr(), 0 if t.is_inference() or t.is_meta else t._version)
-        for t in tensors
-    ]
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that hold a tensor's content."""
+    if tensor.is_quantized:
+        return [tensor.dequantize()]
+    if tensor.layout != torch.strided:
+        return [tensor.to_dense()]
+    if not _is_plain(tensor) and hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()  # a subclass, as quantising libraries make them
+        return [part for name in names for part in _parts(getattr(tensor, name))]
+    return [tensor]

@@ -27,7 +27,7 @@ from blockattn_rag.model.correction import Correction
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 from tests.recipes import correction_of, recipe_of
 
-SMOLLM2 = "a029dd6b0d7a4b6db50eb89ba50ff537b12de0f5aa328cb2755b29907647a1e4"
+SMOLLM2 = "f850525d26e4027da293ee3fb66520132255e52a076a143c2f14477d55dd78f3"
 
 
 @pytest.fixture(scope="module")

@@ -1,89 +1,339 @@
-"""The fingerprint: content, not name, and all that changes keys and values."""
+"""The fingerprint: content, not name, and everything that it is made of."""
 
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
+from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.fingerprint import Identity
-from blockattn_rag.model.weights import weights_digest
+from blockattn_rag.model.packing import pack_linears
+from blockattn_rag.model.relay_attention import enable_relay
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Adapter one was active:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Merge lora module:UserWarning"),
+]
 TOKENIZER = BlockTokenizer(tiny_tokenizer())
+IDS = list(range(40, 60))
 
 
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return copy.deepcopy(shared_tiny_llama())
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    return Identity(model, TOKENIZER).fingerprint
+def fingerprint(model: Any, tokenizer: BlockTokenizer = TOKENIZER) -> str:
+    return Identity(model, tokenizer).fingerprint
 
 
 ORIGINAL = fingerprint(shared_tiny_llama())
 
 
-def test_a_copy_under_another_name_has_the_same_fingerprint(model: PreTrainedModel) -> None:
-    model.config._name_or_path = "another/name"
-    model.config.block_attention = {"note": "says who trained it"}
-    model.config.eos_token_id = 3
-    assert fingerprint(model) == ORIGINAL
-    assert len(ORIGINAL) == 64
+@pytest.fixture
+def model() -> Any:
+    return copy.deepcopy(shared_tiny_llama())
 
 
-def test_another_dtype_has_another_fingerprint(model: PreTrainedModel) -> None:
-    assert fingerprint(model.bfloat16()) != ORIGINAL
+def block_model(hf_model: Any) -> BlockModel:
+    return BlockModel(hf_model, tiny_tokenizer())
 
 
-def test_weights_that_are_swapped_have_another_fingerprint(model: PreTrainedModel) -> None:
-    layers = model.model.layers
-    layers[0].self_attn, layers[1].self_attn = layers[1].self_attn, layers[0].self_attn
-    assert fingerprint(model) != ORIGINAL
+def states(model: BlockModel) -> list[Tensor]:
+    kv = next(model.encode([EncodeRequest(IDS, "", "")]))[0]
+    assert kv.fingerprint == model.fingerprint
+    return [*kv.keys, *kv.values]
+
+
+# -- weights, config, dtype, tokenizer -------------------------------------------------------------
 
 
 @torch.no_grad()
-def test_one_bit_of_one_weight_changes_the_fingerprint(model: PreTrainedModel) -> None:
+def next_float(model: Any) -> None:
+    """Change one bit of one weight."""
     weight = model.model.layers[1].mlp.down_proj.weight
     weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(torch.inf))
+
+
+def swap_layers(model: Any) -> None:
+    layers = model.model.layers
+    layers[0].self_attn, layers[1].self_attn = layers[1].self_attn, layers[0].self_attn
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "dtype": lambda m: m.bfloat16(),
+    "one bit": next_float,
+    "swapped layers": swap_layers,
+    "buffer": lambda m: m.model.rotary_emb.inv_freq.mul_(2),
+    "config": lambda m: setattr(m.config, "rms_norm_eps", 1e-3),
+    "other weights": lambda m: m.load_state_dict(tiny_model(seed=1).state_dict()),
+    "empty buffer": lambda m: m.register_buffer("nothing", torch.empty(0)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_gives_another_fingerprint(model: Any, change: Callable[[Any], Any]) -> None:
+    in_use = block_model(copy.deepcopy(model))
+    assert in_use.fingerprint == ORIGINAL
+    change(model)
     assert fingerprint(model) != ORIGINAL
+    change(in_use.hf_model)
+    assert in_use.fingerprint == fingerprint(model)
 
 
-def test_buffers_count(model: PreTrainedModel) -> None:
-    model.model.rotary_emb.inv_freq[0] *= 2
-    assert fingerprint(model) != ORIGINAL
+def test_the_same_seed_gives_the_same_weights_and_fingerprint() -> None:
+    tied = fingerprint(tiny_model(tie_word_embeddings=True))
+    assert fingerprint(tiny_model()) == ORIGINAL != tied
 
 
-def test_settings_that_change_keys_and_values_count(model: PreTrainedModel) -> None:
-    model.config.rms_norm_eps = 1e-3
-    assert fingerprint(model) != ORIGINAL
+def test_another_tokenizer_has_another_fingerprint(model: Any) -> None:
+    assert fingerprint(model, BlockTokenizer(tiny_tokenizer(bos=False))) != ORIGINAL
 
 
-def test_another_tokenizer_has_another_fingerprint(model: PreTrainedModel) -> None:
-    other = BlockTokenizer(tiny_tokenizer(bos=False))
-    assert Identity(model, other).fingerprint != ORIGINAL
+def quantised(seed: int) -> Any:
+    """A model with int8 weights in one layer that are no parameters."""
+    model = copy.deepcopy(shared_tiny_llama())
+    torch.manual_seed(seed)
+    model.model.layers[0].mlp.up_proj.weight.data.normal_()
+    quantize: Any = torch.ao.quantization.quantize_dynamic
+    return quantize(model, {nn.Linear}, dtype=torch.qint8)
 
 
-def test_another_seed_has_another_digest_and_the_same_seed_the_same() -> None:
-    assert weights_digest(tiny_model()) == weights_digest(shared_tiny_llama())
-    assert weights_digest(tiny_model(seed=1)) != weights_digest(shared_tiny_llama())
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_packed_int8_weights_count() -> None:
+    if torch.backends.quantized.supported_engines == ["none"]:
+        pytest.skip("this PyTorch has no quantised kernels")
+    one, other = quantised(1), quantised(2)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert fingerprint(one) != fingerprint(other)
+    assert fingerprint(one) == fingerprint(quantised(1))
 
 
-def test_tied_weights_and_empty_ones_are_read(model: PreTrainedModel) -> None:
-    tied = tiny_model(tie_word_embeddings=True)
-    assert weights_digest(tied) != weights_digest(model)
-    before = weights_digest(model)
-    model.register_buffer("nothing", torch.empty(0))
-    assert weights_digest(model) != before
+class Extra(nn.Module):
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self._state = state
+
+    def get_extra_state(self) -> Any:
+        return self._state
 
 
-def test_a_merged_adapter_has_another_fingerprint(model: PreTrainedModel) -> None:
+def test_extra_state_of_modules_counts(model: Any) -> None:
+    found = {ORIGINAL}
+    for state in ({"scale": 1.0}, {"scale": [2.0]}, torch.tensor([1.0]), torch.eye(2).to_sparse()):
+        model.model.layers[0].extra = Extra(state)
+        found.add(fingerprint(model))
+    assert len(found) == 5
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+def add_adapter(model: Any, name: str, alpha: int = 8, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    targets = ["k_proj", "v_proj"]
+    config = LoraConfig(r=2, lora_alpha=alpha, target_modules=targets, init_lora_weights=False)
+    model.add_adapter(config, adapter_name=name)
+    model.eval()
+
+
+def adapted() -> Any:
+    model = copy.deepcopy(shared_tiny_llama())
+    add_adapter(model, "one", seed=1)
+    add_adapter(model, "two", seed=2)
+    model.set_adapter("one")
+    return model
+
+
+def each_layer(call: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        for module in model.modules():
+            if hasattr(module, "set_scale"):
+                call(module)
+
+    return change
+
+
+SWITCHES: dict[str, Callable[[Any], None]] = {
+    "disabled": lambda m: m.disable_adapters(),
+    "another": lambda m: m.set_adapter("two"),
+    "both": lambda m: m.set_adapter(["one", "two"]),
+    "rescaled": each_layer(lambda layer: layer.set_scale("one", 3.0)),
+    "merged": each_layer(lambda layer: layer.merge(adapter_names=["two"])),
+    "deleted": lambda m: m.delete_adapter("one"),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)
+def test_switching_adapters_changes_the_fingerprint_at_once(
+    switch: Callable[[Any], None],
+) -> None:
+    model = block_model(adapted())
+    before, with_one = model.fingerprint, states(model)
+    switch(model.hf_model)
+    assert model.fingerprint != before
+    assert any(not torch.equal(a, b) for a, b in zip(states(model), with_one, strict=True))
+    assert block_model(model.hf_model).fingerprint == model.fingerprint
+
+
+def test_an_adapter_switched_back_has_its_old_fingerprint() -> None:
+    model = block_model(adapted())
+    hf_model: Any = model.hf_model
+    before = model.fingerprint
+    hf_model.set_adapter("two")
+    assert model.fingerprint != before
+    hf_model.set_adapter("one")
+    assert model.fingerprint == before
+    hf_model.disable_adapters()
+    assert model.fingerprint != before
+    hf_model.enable_adapters()
+    assert model.fingerprint == before
+
+
+def test_adapters_of_other_weights_or_scale_have_other_fingerprints() -> None:
+    found = {ORIGINAL}
+    options: dict[str, int]
+    for options in ({}, {"alpha": 16}, {"seed": 1}):
+        model = copy.deepcopy(shared_tiny_llama())
+        add_adapter(model, "one", **options)
+        found.add(fingerprint(model))
     config = LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False)
-    merged: Any = get_peft_model(model, config).merge_and_unload()
-    assert fingerprint(merged) != ORIGINAL
+    merged: Any = get_peft_model(copy.deepcopy(shared_tiny_llama()), config).merge_and_unload()
+    assert len(found | {fingerprint(merged)}) == 5
+
+
+def test_an_adapter_added_to_a_model_in_use_computes_without_dropout(model: Any) -> None:
+    in_use = block_model(model)
+    before = in_use.fingerprint
+    model.add_adapter(
+        LoraConfig(r=2, lora_dropout=0.5, target_modules=["v_proj"], init_lora_weights=False)
+    )
+    assert in_use.fingerprint != before
+    assert all(torch.equal(a, b) for a, b in zip(states(in_use), states(in_use), strict=True))
+
+
+# -- models in use ---------------------------------------------------------------------------------
+
+
+def test_rotation_changed_on_a_model_in_use_is_measured_again(model: Any) -> None:
+    in_use = block_model(model)
+    before, layouts = in_use.fingerprint, in_use.profile.layouts
+    model.model.rotary_emb.inv_freq *= 0.5
+    assert in_use.fingerprint != before
+    assert not in_use.profile.layouts[0].same_as(layouts[0])
+
+
+def test_a_config_changed_back_on_a_model_in_use_has_its_old_fingerprint() -> None:
+    in_use = block_model(tiny_model("mistral", sliding_window=None))
+    before = in_use.fingerprint
+    in_use.config.sliding_window = 4
+    assert in_use.fingerprint != before
+    in_use.config.sliding_window = None
+    assert in_use.fingerprint == before
+
+
+# -- what leaves keys and values alone -------------------------------------------------------------
+
+
+def renamed(model: Any) -> None:
+    model.config._name_or_path = "another/name"
+    model.config.block_attention = {"note": "says who trained it"}
+    model.config.eos_token_id = 3
+
+
+def dispatched(model: Any) -> Any:
+    from accelerate import dispatch_model
+
+    return dispatch_model(model, device_map={"": "cpu"}, force_hooks=True)
+
+
+def partly_offloaded(model: Any) -> None:
+    """Two layers' weights lie elsewhere, and are loaded for each forward."""
+    from accelerate import cpu_offload
+
+    for index in (1, 2):
+        cpu_offload(model.model.layers[index], execution_device=torch.device("cpu"))
+    assert model.model.layers[1].mlp.up_proj.weight.is_meta
+
+
+def to_be_trained(model: Any) -> None:
+    since_5_20 = getattr(model, "activation_checkpointing_enable", None)
+    (since_5_20 or model.gradient_checkpointing_enable)()
+
+
+NEUTRAL: dict[str, Callable[[Any], Any]] = {
+    "renamed": renamed,
+    "dispatched by accelerate": dispatched,
+    "offloaded by accelerate": partly_offloaded,
+    "packed": pack_linears,
+    "relaying": enable_relay,
+    "to be trained": to_be_trained,
+    "eager attention": lambda m: m.set_attn_implementation("eager"),
+    "in use": lambda m: m(torch.tensor([IDS]), output_hidden_states=True, output_attentions=True),
+}
+
+
+@pytest.mark.parametrize("change", NEUTRAL.values(), ids=NEUTRAL)
+def test_what_leaves_keys_and_values_alone_leaves_the_fingerprint(
+    model: Any, change: Callable[[Any], Any]
+) -> None:
+    change(model)
+    assert fingerprint(model) == ORIGINAL
+
+
+def test_a_model_that_was_saved_and_loaded_has_its_fingerprint(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    for options in ({}, {"device_map": "cpu"}, {"attn_implementation": "eager"}):
+        assert fingerprint(load(tmp_path, dtype=torch.float32, **options)) == ORIGINAL
+
+
+def test_another_process_finds_the_same_fingerprint() -> None:
+    module = "from tests.model import test_fingerprint as t"
+    script = f"{module}; print(t.ORIGINAL, t.fingerprint(t.adapted()))"
+    root = str(Path(__file__).parents[2])
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=root,
+        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.split() == [ORIGINAL, fingerprint(adapted())]
+
+
+# -- autocast and training mode --------------------------------------------------------------------
+
+
+def test_under_autocast_nothing_is_encoded(model: Any) -> None:
+    in_use = block_model(model)
+    before = in_use.fingerprint
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(ValueError, match=r"autocast to torch\.bfloat16 is on"):
+            next(in_use.encode([EncodeRequest(IDS, "", "")]))
+        with pytest.raises(ValueError, match=r"autocast to torch\.bfloat16 is on"):
+            block_model(copy.deepcopy(model))
+        assert in_use.fingerprint == before  # to look up what is stored
+    assert states(in_use)[0].dtype == torch.float32
+
+
+def test_in_training_mode_nothing_is_encoded(model: Any) -> None:
+    in_use = block_model(model)
+    before = in_use.fingerprint
+    model.train(True)
+    with pytest.raises(ValueError, match="LlamaForCausalLM is in training mode"):
+        next(in_use.encode([EncodeRequest(IDS, "", "")]))
+    model.train(False)
+    assert in_use.fingerprint == before
+    assert states(in_use)
