@@ -1,21 +1,36 @@
-"""Answers as text and calls of tools, read as they come."""
+"""Parser of answers: text and tool calls, read in pieces as they are generated."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from blockattn_rag.output.marks import Marks, PrivateMarks
-from blockattn_rag.output.open_call import BareCall, OpenCall
-from blockattn_rag.output.tool_calls import InvalidToolCall, ToolCall, new_call_id
+from blockattn_rag.output.tool_calls import (
+    InvalidToolCall,
+    ToolCall,
+    new_call_id,
+    read_call,
+    strict_json,
+)
 from blockattn_rag.output.tool_formats import ToolFormat
 
 Piece = str | ToolCall | InvalidToolCall
-"""A piece of an answer: text, a call, or what was written as a call and is none."""
+"""A piece of an answer: text, a call, or an invalid call."""
 
-_BLANKS = re.compile(r"\s*")
+Marks = Sequence[tuple[int, int]]
+"""Places of control tokens in a text, each ``(start, end)``."""
+
+# Marks are parsed as private characters: halves of surrogate pairs, which no tokenizer decodes to.
+_OPENING, _CLOSING, _ARGUMENTS, _ID = _PRIVATE = "\udc00\udc01\udc02\udc03"
+_ANY_PRIVATE = re.compile(f"[{_PRIVATE}]")
+
+_VISIBLE = re.compile(r"\S")
+_HEAD_END = re.compile(rf"[\[\]{{}}{_PRIVATE}]")
+_STRUCTURE = re.compile(rf'[\[\]{{}}"\\\n{_CLOSING}]')
+_NAME = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"\\]+)"')
 
 
 class ReadAnswer(NamedTuple):
@@ -27,7 +42,7 @@ class ReadAnswer(NamedTuple):
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> ReadAnswer:
-        """The pieces of an answer, sorted."""
+        """The answer with these pieces."""
         return cls(
             "".join(piece for piece in pieces if isinstance(piece, str)),
             [piece for piece in pieces if isinstance(piece, ToolCall)],
@@ -43,25 +58,26 @@ def parse_answer(
     tokens: Collection[str] = (),
     marks: Marks = (),
 ) -> ReadAnswer:
-    """A whole answer; see ``ToolCallParser``."""
+    """Parse a complete answer; see ``ToolCallParser``."""
     parser = ToolCallParser(form, names, tokens)
     return ReadAnswer.of([*parser.push(answer, marks), *parser.finish()])
 
 
 class ToolCallParser:
-    """Reads an answer piece by piece. Text comes out as it comes, a call when it is whole.
+    """Parses an answer in pieces. Text is returned as it comes, a call when it is complete.
 
-    White space beside a call belongs to neither text nor call. A malformed call is reported, never
-    mended; what stands before and after it is read all the same. Each character is looked at once.
+    White space next to a call belongs to neither text nor call. An invalid call is reported, never
+    fixed, and what comes before and after it is parsed as usual. Time is linear in the length of
+    the answer.
 
     Args:
-        form: how the model writes calls.
-        names: of the tools that it was given. An object at the beginning of an answer that is no
-            call, and was not opened as one, is a malformed call only if it has one of these names.
-        tokens: marks of the format that the tokenizer has as one token each (``mark_ids``). They
-            count where ``push`` reports the token; the same characters elsewhere are text.
-        only_first: whether an answer that does not begin with a call is all text, because a grammar
-            chose between calls and text.
+        form: How the model writes calls.
+        names: Names of the tools. A JSON object at the beginning of an answer that is neither a
+            call nor opened as one is an invalid call if it has one of these names, else text.
+        tokens: Marks of the format that are one token each (``mark_ids``). They count where
+            ``push`` reports the token; the same characters elsewhere are text.
+        only_first: Whether an answer that does not begin with a call is all text, because a grammar
+            decided between calls and text.
     """
 
     def __init__(
@@ -72,87 +88,88 @@ class ToolCallParser:
         *,
         only_first: bool = False,
     ) -> None:
-        self._marks = PrivateMarks(form, tokens)
-        self._form = self._marks.form
+        self._form = form
         self._names = frozenset(names)
         self._only_first = only_first
+        self._marks = _MarkReader(form, tokens)
+        self._text = ""  # the answer, with private characters as marks
+        self._at = 0  # where the unread text begins
+        self._blank_to = 0  # end of the white space that is known there
+        self._call: _OpenCall | None = None
         self._is_text = False  # no call can come any more
-        self._rest = ""  # what came and was not read
-        self._blanks = 0  # characters at the beginning of the rest that are known to be white space
         self._begins = True  # the answer has no visible character so far
         self._follows_call = False  # only white space has come since a call
         self._blank = ""  # white space between text and the call after it
-        self._open: OpenCall | None = None
-        self._ids: set[str] = set()  # of the calls so far
+        self._ids: set[str] = set()
 
     @property
     def has_loop(self) -> bool:
-        """Whether a list of calls that is still open has the same call twice in a row."""
-        return self._open is not None and self._open.has_loop
+        """Whether an unfinished list of calls has the same call twice in a row."""
+        return self._call is not None and self._call.repeated is not None
 
     def push(self, text: str, marks: Marks = ()) -> list[Piece]:
-        """Take the next piece of the answer; give what has become certain, maybe nothing.
+        """Take the next piece of the answer. Returns what is certain so far and not returned yet.
 
         Args:
-            text: the piece.
-            marks: where control tokens are in it, as ``GenerationChunk`` has them.
+            text: The piece.
+            marks: Places of control tokens in it, as in ``GenerationChunk``.
         """
-        # CPython appends in place to a local string that nothing else refers to.
-        rest, self._rest = self._rest, ""
-        rest += self._marks.private(text, marks)
-        return self._read(rest, final=False)
+        self._append(self._marks.read(text, marks))
+        return [*self._pieces(final=False)]
 
     def finish(self) -> list[Piece]:
-        """The rest, when no more comes."""
-        return self._read(self._rest, final=True)
+        """Parse the rest of a complete answer."""
+        self._append(self._marks.finish())
+        return [*self._pieces(final=True)]
 
-    def _read(self, rest: str, *, final: bool) -> list[Piece]:
-        pieces: list[Piece] = []
-        at = 0
+    def _append(self, text: str) -> None:
+        # CPython appends in place to a local string that nothing else refers to.
+        whole, self._text = self._text, ""
+        whole += text
+        self._text = whole
+
+    def _pieces(self, *, final: bool) -> Iterator[Piece]:
         while True:
-            before = at, self._open
-            found, at = (self._call if self._open else self._text)(rest, at, final)
-            pieces += found
-            if before == (at, self._open):
-                break
-        self._rest = rest[at:] if at else rest
-        return pieces
+            before = self._at, self._call
+            yield from self._read_call(final) if self._call else self._read_text(final)
+            if before == (self._at, self._call):
+                return
 
-    def _text(self, rest: str, at: int, final: bool) -> tuple[list[Piece], int]:
-        """Text from an index up to the next call, and where what was not read begins."""
+    def _read_text(self, final: bool) -> Iterator[Piece]:
+        """Read text up to the next call, and open that call."""
+        text, at = self._text, self._at
         if self._is_text:
-            return [self._marks.plain(rest[at:])] if at < len(rest) else [], len(rest)
-        begin = _visible_from(rest, at + self._blanks)
-        if begin == len(rest) and not final:
-            self._blanks = begin - at
-            return [], at
-        self._blanks = 0
-        if (self._begins or self._follows_call) and self._form.is_bare:
+            self._at = len(text)
+            yield from self._shown(text[at:])
+            return
+        begin = self._blank_to = _visible_from(text, max(at, self._blank_to))
+        if begin == len(text) and not final:
+            return
+        if self._form.is_bare and (self._begins or self._follows_call):
             bare = begin
-            if self._follows_call and rest.startswith(";", begin):  # more may follow unopened
-                bare = _visible_from(rest, begin + 1)
-            if rest.startswith("{", bare):
-                self._open = BareCall(self._marks, self._names, rest[at:bare])
-                return [], bare
-            if bare == len(rest) and not final:
-                return [], at
-        opening = self._form.opening
-        found = rest.find(opening, begin)
-        if self._only_first and self._begins and begin < len(rest) and found != begin:
-            if not final and opening.startswith(rest[begin : begin + len(opening)]):
-                return [], at
+            if self._follows_call and text.startswith(";", begin):  # a call may follow unopened
+                bare = _visible_from(text, begin + 1)
+            if text.startswith("{", bare):
+                self._call = _OpenCall(self._form, bare, blank=text[at:bare])
+                self._at = bare
+                return
+            if bare == len(text) and not final:
+                return
+        found = text.find(_OPENING, begin)
+        if self._only_first and self._begins and begin < len(text) and found != begin:
             self._is_text = True
-            return self._text(rest, at, final)
-        if found >= 0:
-            self._open = OpenCall(self._marks)
-            return self._given(rest[at:found], before_call=True), found + len(opening)
-        end = len(rest) - (0 if final else _held(rest[begin:], opening))
-        if end == begin and not final:  # the white space may stand before an opening
-            return [], at
-        return self._given(rest[at:end], before_call=False), end
+            yield from self._read_text(final)
+        elif found >= 0:
+            self._call = _OpenCall(self._form, found + 1)
+            self._at = found + 1
+            yield from self._beside_calls(text[at:found], before_call=True)
+        else:
+            part = text[at:] if final else text[at:].rstrip()
+            self._at += len(part)
+            yield from self._beside_calls(part, before_call=False)
 
-    def _given(self, text: str, *, before_call: bool) -> list[Piece]:
-        """Text without the white space beside calls, unless more text comes after these."""
+    def _beside_calls(self, text: str, *, before_call: bool) -> Iterator[Piece]:
+        """Text without white space next to calls, unless it stands between two texts."""
         shown = text.rstrip() if before_call else text
         if self._follows_call and (shown := shown.lstrip()):
             shown = self._blank + shown
@@ -161,37 +178,216 @@ class ToolCallParser:
             self._follows_call = False
         if before_call and not (self._begins or self._follows_call):
             self._blank = text[len(text.rstrip()) :]
-        return [self._marks.plain(shown)] if shown else []
+        yield from self._shown(shown)
 
-    def _call(self, rest: str, at: int, final: bool) -> tuple[list[Piece], int]:
-        """The calls behind an opening, and where what was not read begins."""
-        assert self._open is not None
-        if (read := self._open.read(rest, at, final)) is None:
-            return [], at
-        calls, text, end = read
-        self._open, self._begins, self._follows_call = None, False, not text
+    def _shown(self, text: str) -> Iterator[Piece]:
         if text:
-            self._is_text = self._only_first
-            return [self._marks.plain(text)], end
-        return [self._with_own_id(one) for one in calls], end
+            yield self._marks.plain(text)
 
-    def _with_own_id(self, call: ToolCall | InvalidToolCall) -> ToolCall | InvalidToolCall:
-        """A call whose id no other call of the answer has, because results are told apart by it."""
-        if call.id in self._ids:
-            call = replace(call, id=new_call_id())
-        self._ids.add(call.id)
-        return call
+    def _read_call(self, final: bool) -> Iterator[Piece]:
+        """Read the open call, or list of calls, if it has ended."""
+        assert self._call is not None
+        call, text = self._call, self._text
+        if (read := call.read(text, self._marks.plain, final=final)) is None:
+            return
+        calls, end = read
+        self._call, self._at, self._begins = None, end, False
+        is_ours = any(isinstance(one, ToolCall) or one.name in self._names for one in calls)
+        if call.blank is not None and not is_ours:  # a JSON object that is no call
+            self._is_text, self._follows_call = self._only_first, False
+            yield from self._shown(call.blank + text[call.start : end])
+            return
+        self._follows_call = True
+        for one in calls:
+            # Results refer to calls by id, so ids must be unique.
+            yield replace(one, id=new_call_id()) if one.id in self._ids else one
+            self._ids.add(one.id)
+
+
+class _MarkReader:
+    """Replaces the marks of a format by private characters.
+
+    Args:
+        form: How the model writes calls.
+        tokens: Marks that are tokens; the other ones are recognized in text.
+    """
+
+    def __init__(self, form: ToolFormat, tokens: Collection[str]) -> None:
+        marks = (form.opening, form.closing, form.arguments_mark, form.id_mark)
+        private = {mark: one for mark, one in zip(marks, _PRIVATE, strict=True) if mark}
+        self._plain = {ord(one): mark for mark, one in private.items()}
+        self._tokens = {mark: one for mark, one in private.items() if mark in tokens}
+        self._spelled = {mark: one for mark, one in private.items() if mark not in tokens}
+        self._held = ""  # the beginning of a mark, maybe
+
+    def read(self, text: str, marks: Marks) -> str:
+        """The next piece, with private characters as marks, up to what may begin a mark."""
+        parts, at = [], 0
+        for start, end in marks:
+            if one := self._tokens.get(text[start:end]):
+                parts += [self._replaced(text[at:start]), self.finish(), one]
+                at = end
+        return "".join([*parts, self._replaced(text[at:])]) if parts else self._replaced(text)
+
+    def finish(self) -> str:
+        """The text that was held back."""
+        text, self._held = self._held, ""
+        return text
+
+    def plain(self, text: str) -> str:
+        """A text with marks in place of private characters."""
+        return text.translate(self._plain) if _ANY_PRIVATE.search(text) else text
+
+    def _replaced(self, text: str) -> str:
+        text = self.finish() + _ANY_PRIVATE.sub("\ufffd", text)
+        for mark, one in self._spelled.items():
+            text = text.replace(mark, one)
+        longest = max(map(len, self._spelled), default=1) - 1
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(len(mark) > size and text.endswith(mark[:size]) for mark in self._spelled):
+                self._held = text[-size:]
+                return text[:-size]
+        return text
+
+
+class _OpenCall:
+    """A call, or a list of calls, that may still go on.
+
+    Args:
+        form: How the model writes calls.
+        start: Index after the opening.
+        blank: Text before a JSON object that was not opened as a call. None: it was.
+
+    Attributes:
+        repeated: End of the first of two equal objects in a row in a list. None: there are none.
+    """
+
+    def __init__(self, form: ToolFormat, start: int, blank: str | None = None) -> None:
+        self._form = form
+        self.start = start
+        self.blank = blank
+        self.repeated: int | None = None
+        self._at = start  # everything before it was looked at
+        # The head: everything before the JSON.
+        self._begin = start if form.closing else None
+        self._word = start  # where a name or an id begins
+        self._name: str | None = None
+        self._call_id: str | None = None
+        self._has_arguments = False
+        self._is_invalid = False  # no JSON can follow
+        # The JSON.
+        self._depth = 0
+        self._in_string = False
+        self._is_broken = False  # an unclosed string: quotes do not count any more
+        self._escaped = -1  # index of an escaped character
+        self._is_list = False
+        self._item = ""  # the latest object of the list
+        self._item_start = self._item_end = 0
+
+    def read(
+        self, text: str, plain: Callable[[str], str], *, final: bool
+    ) -> tuple[list[ToolCall | InvalidToolCall], int] | None:
+        """The calls, and the index after them. None: they may go on.
+
+        Args:
+            text: The answer so far.
+            plain: Restores the marks in a text.
+            final: Whether the answer is complete.
+        """
+        self._find_json(text)
+        if self._begin is None:
+            end = text.find(_OPENING, self._at)
+            if end < 0 and not final:
+                self._at = len(text)
+                return None
+            end = len(text) if end < 0 else end
+            found = plain(text[self.start : end]).strip()
+            expected = "a tool's name and " if self._form.arguments_mark else ""
+            return [InvalidToolCall(found, f"expected {expected}JSON, found {found[:40]!r}")], end
+        found_end = self._json_end(text)
+        if found_end is None and not final:
+            return None
+        end = len(text) if found_end is None else found_end
+        body, is_cut = text[self._begin : end], found_end is None
+        if is_cut and self.repeated is not None:
+            body, is_cut = text[self._begin : self.repeated] + "]", False
+        shown = plain(text[self.start : self._begin] + body).strip()
+        after = end + 1 if self._form.closing and end < len(text) else end
+        return self._calls(plain(body), shown, is_cut=is_cut), after
+
+    def _find_json(self, text: str) -> None:
+        """Find where the JSON begins, after a name and an id in formats that have these."""
+        while self._begin is None and not self._is_invalid:
+            found = (_VISIBLE if self._has_arguments else _HEAD_END).search(text, self._at)
+            self._at = found.start() if found else len(text)
+            if found is None:
+                return
+            mark, word = found[0], text[self._word : self._at].strip()
+            is_bare = self._name is None and not word and mark in "[{"
+            if is_bare or (self._has_arguments and mark != _OPENING):
+                self._begin = self._at
+            elif word and (mark == _ARGUMENTS or (mark == _ID and self._name is None)):
+                self._call_id = word if self._name else None
+                self._name = self._name or word
+                self._has_arguments = mark == _ARGUMENTS
+                self._at = self._word = self._at + 1
+            else:
+                self._is_invalid = True
+
+    def _json_end(self, text: str) -> int | None:
+        """Index of the closing mark outside of strings, or after the JSON if there is none."""
+        assert self._begin is not None
+        for found in _STRUCTURE.finditer(text, max(self._at, self._begin)):
+            at, one = found.start(), found[0]
+            if self._in_string:
+                if one == "\n":  # JSON strings have no line break, so this one was never closed
+                    self._in_string, self._is_broken = False, True
+                elif one == "\\" and at != self._escaped:
+                    self._escaped = at + 1
+                elif one == '"' and at != self._escaped:
+                    self._in_string = False
+            elif one == '"':
+                self._in_string = not self._is_broken
+            elif one == _CLOSING:
+                return at
+            elif one in "[{":
+                self._depth += 1
+                if self._depth == 1:
+                    self._is_list = one == "["
+                elif self._depth == 2:
+                    self._item_start = at
+            elif one in "]}":
+                self._depth -= 1
+                if self._depth <= 0 and not self._form.closing:
+                    return at + 1
+                if self._depth == 1 and self._is_list:
+                    self._note_item(text[self._item_start : at + 1], at + 1)
+        self._at = len(text)
+        return None
+
+    def _note_item(self, item: str, end: int) -> None:
+        if item == self._item and self.repeated is None:
+            self.repeated = self._item_end
+        self._item, self._item_end = item, end
+
+    def _calls(self, body: str, shown: str, *, is_cut: bool) -> list[ToolCall | InvalidToolCall]:
+        name, keys = self._name, self._form.argument_keys
+        try:
+            value: Any = strict_json(body)
+        except (ValueError, RecursionError) as error:
+            if name is None and (found := _NAME.match(body)):
+                name = found[1]
+            why = "the answer ends before the call does" if is_cut else str(error)
+            return [InvalidToolCall(shown, why, name)]
+        if name is not None:
+            value = {"name": name, keys[0]: value, "id": self._call_id or new_call_id()}
+        if not isinstance(value, list) or len(value) < 2:
+            only = value[0] if isinstance(value, list) and value else value
+            return [read_call(only, shown, keys)]
+        return [read_call(item, json.dumps(item, ensure_ascii=False), keys) for item in value]
 
 
 def _visible_from(text: str, at: int) -> int:
-    """Index of the first character from there on that is no white space."""
-    blanks = _BLANKS.match(text, at)
-    return blanks.end() if blanks else at
-
-
-def _held(text: str, opening: str) -> int:
-    """Characters at the end of a text that may belong to an opening, or are white space."""
-    sizes = (size for size in range(len(opening) - 1, 0, -1) if text.endswith(opening[:size]))
-    size = next(sizes, 0)
-    before = text[: len(text) - size]
-    return size + len(before) - len(before.rstrip())
+    """Index of the first character from ``at`` on that is not white space."""
+    found = _VISIBLE.search(text, at)
+    return found.start() if found else len(text)

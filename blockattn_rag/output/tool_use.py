@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from blockattn_rag.output.grammar import Grammar, parse_grammar
-from blockattn_rag.output.marks import Marks
 from blockattn_rag.output.tool_calls import ToolCall
 from blockattn_rag.output.tool_formats import HERMES, ToolFormat, calls_grammar, mark_ids
-from blockattn_rag.output.tool_parser import Piece, ToolCallParser
+from blockattn_rag.output.tool_parser import Marks, Piece, ToolCallParser
 from blockattn_rag.output.tool_templates import (
     ToolTemplate,
     shows_results,

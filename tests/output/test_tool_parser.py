@@ -409,7 +409,7 @@ def test_each_character_of_a_long_answer_is_read_a_few_times_at_most(
 
 
 def test_blanks_are_no_name_of_a_tool() -> None:
-    assert read("mistral_args", "[TOOL_CALLS] [ARGS]a")[0] == "a"
+    assert read("mistral_args", "[TOOL_CALLS] [ARGS]a") == ("", [], [(None, "[ARGS]a")])
 
 
 def test_text_comes_out_at_once_and_a_call_when_it_is_whole() -> None:
