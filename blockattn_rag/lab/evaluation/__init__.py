@@ -1,8 +1,13 @@
 """Measures accuracy and efficiency of full mode and of block mode with recipes."""
 
 from blockattn_rag.lab.evaluation.datasets import EvaluationPassage, EvaluationSample, read_samples
-from blockattn_rag.lab.evaluation.fidelity import FidelityReport, FidelityResult, measure_fidelity
-from blockattn_rag.lab.evaluation.log import read_log, replay
+from blockattn_rag.lab.evaluation.fidelity import (
+    FidelityReport,
+    FidelityResult,
+    measure_fidelity,
+    read_log,
+    replay,
+)
 from blockattn_rag.lab.evaluation.metrics import (
     Interval,
     bootstrap_mean,
@@ -11,8 +16,13 @@ from blockattn_rag.lab.evaluation.metrics import (
     f1_score,
     normalize_answer,
 )
-from blockattn_rag.lab.evaluation.records import EvaluationRecord, RecordFile
-from blockattn_rag.lab.evaluation.run import EvaluationReport, ModeResult, evaluate
+from blockattn_rag.lab.evaluation.records import RecordFile
+from blockattn_rag.lab.evaluation.run import (
+    EvaluationRecord,
+    EvaluationReport,
+    ModeResult,
+    evaluate,
+)
 
 __all__ = [
     "EvaluationPassage",

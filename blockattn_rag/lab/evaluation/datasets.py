@@ -1,6 +1,6 @@
-"""Question-answering data with passages: reading and checking.
+"""Evaluation data: questions with passages, from JSON lines, plain or gzip.
 
-One JSON object a line, plain or gzip::
+One JSON object a line::
 
     {"id": str, "question": str, "answers": [str, ...], "kind": str (optional),
      "passages": [{"title": str, "text": str, "gold": bool (optional)}, ...]}
@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from blockattn_rag.errors import DataError
 from blockattn_rag.files import (
+    Record,
     list_of,
     not_blank,
     numbered_lines,
@@ -24,10 +28,24 @@ from blockattn_rag.files import (
     value_of,
 )
 
+T = TypeVar("T")
+
+
+class Sample(Protocol):
+    """A question or prompt: its name within a run, and a digest of what its records depend on."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def digest(self) -> str: ...
+
+
+S = TypeVar("S", bound=Sample)
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPassage:
-    """A retrieved passage; ``gold``: it holds the answer."""
+    """A retrieved passage. ``gold``: it contains the answer."""
 
     title: str
     text: str
@@ -36,7 +54,7 @@ class EvaluationPassage:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSample:
-    """A question, the answers that are right, and the passages in prompt order."""
+    """A question, its right answers, and the passages in prompt order."""
 
     id: str
     question: str
@@ -46,13 +64,14 @@ class EvaluationSample:
 
     @property
     def digest(self) -> str:
-        """Hash of all that an answer and its scores depend on; the same in every process."""
-        told = [self.question, self.answers, [(p.title, p.text) for p in self.passages]]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+        """Digest of everything that an answer and its scores depend on."""
+        return digest_of([self.question, self.answers, [(p.title, p.text) for p in self.passages]])
 
     def with_passages(self, num_passages: int) -> EvaluationSample:
-        """This sample with at most ``num_passages`` passages, order kept: the gold ones, then the
-        first of the others."""
+        """This sample with at most ``num_passages`` passages, in the same order.
+
+        Gold passages are kept first, then the first of the others.
+        """
         if num_passages < 1:
             raise ValueError(f"num_passages must be at least 1, found {num_passages}")
         ranked = sorted(range(len(self.passages)), key=lambda i: (not self.passages[i].gold, i))
@@ -60,44 +79,74 @@ class EvaluationSample:
         return replace(self, passages=tuple(self.passages[i] for i in kept))
 
 
+def digest_of(parts: Any) -> str:
+    """Short digest of JSON values; the same in every process."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
 def read_samples(path: str | Path, *, limit: int | None = None) -> list[EvaluationSample]:
     """Read evaluation data from a ``.jsonl`` or ``.jsonl.gz`` file.
 
     Args:
-        path: the file. Blank lines are skipped.
-        limit: read no more than this many samples.
+        path: The file. Blank lines are skipped.
+        limit: Most samples to read. Default: all.
 
     Raises:
-        DataError: a line is malformed or an id comes twice (the message names file and line), or
-            the file is missing, damaged, or holds no sample.
+        DataError: A line is malformed or an id comes twice (the message names file and line), or
+            the file is missing, damaged or empty.
     """
-    samples: dict[str, EvaluationSample] = {}
-    for number, line in numbered_lines(Path(path)):
-        if limit is not None and len(samples) >= limit:
-            break
-        try:
-            sample = _sample(parse_line(line))
-        except DataError as error:
-            raise DataError(f"{path}, line {number}: {error}") from error
+    return read_distinct(path, lambda record, _: _sample(record), limit)
+
+
+def read_distinct(
+    path: str | Path, parse: Callable[[Record, int], S], limit: int | None = None
+) -> list[S]:
+    """The samples of a JSON-lines file, whose ids must be distinct; see ``read_samples``.
+
+    Args:
+        path: The file.
+        parse: Makes a sample of a record and the number of its line.
+        limit: Most samples to read. Default: all.
+    """
+    samples: dict[str, S] = {}
+    for number, sample in islice(parsed_lines(path, parse), limit):
         if sample.id in samples:
             raise DataError(f"{path}, line {number}: the id {sample.id!r} was used before")
         samples[sample.id] = sample
-    if not samples:
-        raise DataError(f"{path}: expected one JSON object a line, found no line")
     return list(samples.values())
 
 
-def _sample(value: object) -> EvaluationSample:
-    record = of_kind(value, dict, "a record")
+def parsed_lines(path: str | Path, parse: Callable[[Record, int], T]) -> Iterator[tuple[int, T]]:
+    """The parsed records of a JSON-lines file, with the numbers of their lines.
+
+    Raises:
+        DataError: A line is malformed (the message names file and line), or the file is missing,
+            damaged or empty.
+    """
+    number = 0
+    for number, line in numbered_lines(Path(path)):
+        try:
+            yield number, parse(of_kind(parse_line(line), dict, "a record"), number)
+        except DataError as error:
+            raise DataError(f"{path}, line {number}: {error}") from error
+    if not number:
+        raise DataError(f"{path}: expected one JSON object a line, found no line")
+
+
+def id_of(value: object) -> str:
+    """An id, which is a string or a whole number."""
+    return str(value if isinstance(value, int) else of_kind(value, str, "'id'"))
+
+
+def _sample(record: Record) -> EvaluationSample:
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # \ud800 and the like, which no file could hold again
         raise DataError(f"found half of a surrogate pair ({error}); write whole ones") from error
-    name = value_of(record, "id")
     answers = enumerate(list_of(record, "answers"))  # of an empty one, every output would be right
     passages = enumerate(list_of(record, "passages", may_be_empty=True))
     return EvaluationSample(
-        id=str(name if isinstance(name, int) else of_kind(name, str, "'id'")),
+        id=id_of(value_of(record, "id")),
         question=text_of(record, "question"),
         answers=tuple(not_blank(answer, f"'answers[{i}]'") for i, answer in answers),
         passages=tuple(_passage(passage, f"passages[{i}]") for i, passage in passages),

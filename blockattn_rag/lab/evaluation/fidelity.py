@@ -1,9 +1,14 @@
 """Fidelity: how far block mode's predictions are from full mode's, without labels.
 
 Full mode answers each question greedily. Every recipe is then shown that answer token by token, and
-its predictions are compared with full mode's (Kullback-Leibler divergence, in nats). This tells
-recipes apart with far fewer questions than accuracy does. It rewards what full mode says, right or
-wrong.
+its predictions are compared with full mode's (Kullback-Leibler divergence, in nats). This
+distinguishes recipes with far fewer questions than accuracy does. It rewards agreement with full
+mode, right or wrong.
+
+Prompts are those of evaluation data, or logged ones: one JSON object a line, plain or gzip, whose
+``prompt`` is a list as for ``engine.generate``, the final block last::
+
+    {"prompt": ["You are ...", "passage 1", "passage 2", "question"], "id": "optional"}
 """
 
 from __future__ import annotations
@@ -12,24 +17,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.nn import functional as F
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.files import Record, list_of, not_blank
 from blockattn_rag.kv.context import place
-from blockattn_rag.lab.evaluation.datasets import EvaluationSample
+from blockattn_rag.lab.evaluation.datasets import (
+    EvaluationSample,
+    S,
+    Sample,
+    digest_of,
+    id_of,
+    read_distinct,
+)
 from blockattn_rag.lab.evaluation.metrics import (
     Interval,
     bootstrap_mean,
     bootstrap_ratio,
     plain_figures,
 )
-from blockattn_rag.lab.evaluation.records import RecordFile, Sample, without_blank
-from blockattn_rag.lab.evaluation.rows import CLOSED_BOOK, PLAIN, Recipes, Row, digests, recipe_rows
+from blockattn_rag.lab.evaluation.records import RecordFile, without_blank
+from blockattn_rag.lab.evaluation.rows import CLOSED_BOOK, PLAIN, Recipes, Row, recipe_rows
 from blockattn_rag.lab.evaluation.run import make_prompt
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.greedy import greedy_answers
@@ -52,9 +64,14 @@ _UNMEASURED_FLOOR = 1e-9
 class FidelityRecord:
     """One question in one row, compared with full mode along full mode's answer.
 
-    ``kl`` is the mean over the answer's ``tokens``, ``first_kl`` that of its first token, both in
-    nats; ``agreement`` is the share of tokens at which the row's first choice is full mode's. The
-    row's own greedy answer is the same where that is 1. ``recipe``: as of an ``EvaluationRecord``.
+    Args:
+        id, digest: Name and digest of the sample.
+        mode: Name of the row.
+        tokens: Tokens of the answer.
+        kl, first_kl: Divergence in nats: mean over the answer, and of its first token.
+        agreement: Share of tokens at which the row's first choice is full mode's. With 1, the row's
+            own greedy answer is the same.
+        recipe: Digest of the row's recipe; empty in full mode.
     """
 
     id: str
@@ -65,15 +82,6 @@ class FidelityRecord:
     first_kl: float
     agreement: float
     recipe: str = ""
-
-    @classmethod
-    def from_dict(cls, line: Mapping[str, Any]) -> FidelityRecord:
-        """The record whose ``to_dict`` this is.
-
-        Raises:
-            TypeError: fields are missing, or there are others.
-        """
-        return cls(**line)
 
     @classmethod
     def of(cls, sample: Sample, row: Row, kl: Tensor, agrees: Tensor) -> FidelityRecord:
@@ -116,10 +124,10 @@ class FidelityRecord:
 class FidelityResult:
     """Figures of one row, with 95 % bootstrap intervals over questions.
 
-    ``recovery`` is the share of plain block mode's divergence that the recipe takes away: (KL of
-    the row ``none`` less KL of this row) / (KL of ``none`` less KL of the floor). None for ``none``
-    itself and without passages, where ``none`` was not run, and where it differs from full mode by
-    rounding alone.
+    ``recovery`` is the share of plain block mode's divergence that the recipe removes: (KL of the
+    row ``none`` minus KL of this row) / (KL of ``none`` minus KL of the floor). It is None for
+    ``none`` itself, without passages, if ``none`` was not run, and if ``none`` differs from full
+    mode only by rounding.
     """
 
     mode: str
@@ -135,9 +143,9 @@ class FidelityResult:
         return plain_figures({name: getattr(self, name) for name in self.__slots__})
 
 
-@dataclass(frozen=True)  # with no slots, which would leave no room for what was computed
+@dataclass(frozen=True)  # without slots, for the cached property
 class FidelityReport:
-    """What was found: the settings, the figures by row, and every record."""
+    """Result of a comparison: the settings, the figures by row, and every record."""
 
     settings: Mapping[str, Any]
     records: Sequence[FidelityRecord]
@@ -183,10 +191,10 @@ def measure_fidelity(
         prompt: A prompt format or its name; ``"auto"`` goes by the model.
         num_passages: Passages of each sample to keep, gold ones first. Default: all.
         max_new_tokens: Longest answer of full mode. Default: 24.
-        records_path: File of records, one JSON line for each sample and row. What it holds is not
-            compared again.
-        settings: What else to note in the report and in the records file.
-        on_progress: Called with samples done and all samples.
+        records_path: File of records, one JSON line for each sample and row. Recorded samples are
+            not compared again.
+        settings: Further settings for the report and the records file.
+        on_progress: Called with the number of finished samples and of all samples.
 
     Raises:
         ValueError: An unknown prompt format, a recipe that cannot be used, or no sample.
@@ -217,7 +225,61 @@ def measure_fidelity(
     return compare_each(shown, rows, compare, noted, records_path, on_progress)
 
 
-S = TypeVar("S", bound=Sample)
+@dataclass(frozen=True, slots=True)
+class LoggedPrompt:
+    """A prompt of a log: its id, and its blocks with the final block last."""
+
+    id: str
+    texts: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """Digest of the texts."""
+        return digest_of(self.texts)
+
+
+def read_log(path: str | Path, *, limit: int | None = None) -> list[LoggedPrompt]:
+    """Read logged prompts from a ``.jsonl`` or ``.jsonl.gz`` file; see ``read_samples``."""
+
+    def parse(record: Record, number: int) -> LoggedPrompt:
+        texts = enumerate(list_of(record, "prompt"))
+        return LoggedPrompt(
+            id_of(record.get("id", number)),
+            tuple(not_blank(text, f"'prompt[{index}]'") for index, text in texts),
+        )
+
+    return read_distinct(path, parse, limit)
+
+
+def replay(
+    engine: BlockAttentionEngine,
+    log: Sequence[LoggedPrompt],
+    recipes: Recipes = ("auto",),
+    *,
+    max_new_tokens: int = 24,
+    records_path: str | Path | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> FidelityReport:
+    """Compare block mode with full mode on logged prompts; see ``measure_fidelity``.
+
+    Args:
+        log: Prompts; see ``read_log``.
+    """
+    if not log:
+        raise ValueError("Found no prompt to replay, expected at least one.")
+    noted = {
+        "measured": "log",
+        "fingerprint": engine.model.fingerprint,
+        "kv_dtype": engine.kv_dtype,
+        "max_new_tokens": max_new_tokens,
+    }
+
+    def compare(logged: LoggedPrompt, missing: Sequence[Row]) -> list[FidelityRecord]:
+        prompt = BlockPrompt.from_texts(logged.texts)
+        return compare_prompt(engine, logged, missing, prompt, max_new_tokens)
+
+    rows = [FLOOR, *recipe_rows(engine, recipes)]
+    return compare_each(log, rows, compare, noted, records_path, on_progress)
 
 
 def compare_each(
@@ -228,31 +290,26 @@ def compare_each(
     records_path: str | Path | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> FidelityReport:
-    """The report of all samples in all rows; what ``records_path`` holds is not compared again.
+    """The report of all samples in all rows. Recorded samples are not compared again.
 
     Args:
-        samples: as they are shown.
-        compare: compares one sample in the rows named with full mode.
-        noted: what the records depend on.
+        samples: Samples as they are shown.
+        rows: Rows to compare.
+        compare: Compares one sample in some rows with full mode.
+        noted: What the records depend on.
+        records_path: File of records. None: only in memory.
+        on_progress: Called with the number of finished samples and of all samples.
     """
-    parse = FidelityRecord.from_dict
-    file = RecordFile(records_path, noted, parse) if records_path is not None else None
-    if file:
-        file.check_samples(samples)
-        file.check_recipes(digests(rows))
-    done = dict(file.records) if file else {}
+    file = RecordFile(
+        records_path, noted, lambda line: FidelityRecord(**line), samples=samples, rows=rows
+    )
     tell = on_progress or (lambda *_: None)
     for number, sample in enumerate(samples):
         tell(number, len(samples))
-        missing = [row for row in rows if (sample.id, row.name) not in done]
-        if not missing:
-            continue
-        new = compare(sample, missing)
-        done.update({(record.id, record.mode): record for record in new})
-        if file:
-            file.append(new)
+        if missing := [row for row in rows if (sample.id, row.name) not in file.records]:
+            file.append(compare(sample, missing))
     tell(len(samples), len(samples))
-    return FidelityReport(noted, [done[s.id, row.name] for row in rows for s in samples])
+    return FidelityReport(noted, [file.records[s.id, row.name] for row in rows for s in samples])
 
 
 def compare_prompt(
@@ -263,10 +320,10 @@ def compare_prompt(
     max_new_tokens: int,
     closed_book: BlockPrompt | None = None,
 ) -> list[FidelityRecord]:
-    """One sample in several rows, which share full mode's answer and predictions.
+    """Compare one sample in several rows, which share full mode's answer and predictions.
 
     Args:
-        closed_book: the prompt without passages, for rows that show none.
+        closed_book: The prompt without passages, for rows that show none.
     """
     answer, expected = full_answer(engine, prompt, max_new_tokens)
     records = []
@@ -283,11 +340,12 @@ def compare_prompt(
 def full_answer(
     engine: BlockAttentionEngine, prompt: BlockPrompt, max_new_tokens: int
 ) -> tuple[list[int], Tensor]:
-    """Full mode's greedy answer, and its log-probabilities ``[answer tokens, vocab]`` in float64
-    along that answer.
+    """Full mode's greedy answer, and its log-probabilities along that answer.
+
+    The latter are float64 ``[answer tokens, vocab]``.
 
     Raises:
-        ContextOverflowError: the prompt leaves no room for one token.
+        ContextOverflowError: The prompt leaves no room for one token.
     """
     model = engine.model
     ids = model.tokenizer.prompt_ids(prompt).flat
@@ -305,14 +363,9 @@ def _in_two_steps(model: BlockModel, prompt: BlockPrompt, answer: Sequence[int])
     """The logits of full attention, with the whole context computed as one block."""
     ids = model.tokenizer.prompt_ids(prompt)
     context = [token for block in ids.context for token in block]
-    blocks = [_as_one_block(model, context)] if context else []
+    requests = [EncodeRequest(context, "", "")] if context else []
+    blocks = [kv for batch in model.encode(requests) for kv in batch]
     return model.answer_logits(context, ids.final, answer, model.cache_for(place(blocks)))
-
-
-def _as_one_block(model: BlockModel, context_ids: list[int]) -> BlockKV:
-    """Full mode's keys and values of a whole context of at least one token."""
-    ((kv,),) = model.encode([EncodeRequest(context_ids, "", "")])
-    return kv
 
 
 def _result(

@@ -1,81 +1,24 @@
-"""Per-question records of an evaluation, kept in a file so that a stopped run goes on."""
+"""Files of per-question records, from which an interrupted evaluation resumes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.errors import DataError
-
-_COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_tokens")
-
-
-class OtherSettingsError(DataError):
-    """A file holds records of a run with other settings."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationRecord:
-    """One question answered in one row of an evaluation. Scores lie in 0..1; times are seconds.
-
-    ``digest`` is the sample's (question, answers, passages as they were shown), ``mode`` the name
-    of the row, ``recipe`` the digest of its recipe (empty in full mode). ``finish_reason`` is
-    ``"length"`` where the answer was cut off by its limit or by the context window. Of ``stats``,
-    the counts are kept, and ``ttft_s``, which is that of the question's batch; the others are 0.
-    """
-
-    id: str
-    digest: str
-    mode: str
-    kind: str
-    question: str
-    answers: tuple[str, ...]
-    output: str
-    accuracy: float
-    exact_match: float
-    f1: float
-    stats: ReuseStats
-    finish_reason: str
-    recipe: str = ""
-
-    @classmethod
-    def from_dict(cls, line: Mapping[str, Any]) -> EvaluationRecord:
-        """The record whose ``to_dict`` this is.
-
-        Raises:
-            KeyError, TypeError: fields are missing, or there are others.
-        """
-        rest = {**line, "answers": tuple(line["answers"])}
-        figures = {name: rest.pop(name) for name in (*_COUNTS, "ttft_s")}
-        mode: Mode = "block" if line.get("recipe") else "full"
-        return cls(**rest, stats=ReuseStats(mode, **figures))
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types, the figures beside the other fields; times in seconds."""
-        line = without_blank(asdict(self), "recipe")
-        stats, reason = line.pop("stats"), line.pop("finish_reason")
-        counts = {name: stats[name] for name in _COUNTS}
-        return {**line, **counts, "finish_reason": reason, "ttft_s": stats["ttft_s"]}
-
-
-class Sample(Protocol):
-    """What is asked: its name within a run, and the hash of all that its records depend on."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def digest(self) -> str: ...
+from blockattn_rag.lab.evaluation.datasets import Sample
+from blockattn_rag.lab.evaluation.rows import Row
 
 
 class Record(Sample, Protocol):
-    """One sample in one row, as a record file holds it."""
+    """One sample in one row."""
 
     @property
-    def mode(self) -> str: ...
+    def mode(self) -> str:
+        """Name of the row."""
+
     @property
     def recipe(self) -> str:
         """Digest of the row's recipe; empty in full mode."""
@@ -90,102 +33,102 @@ R = TypeVar("R", bound=Record)
 class RecordFile(Generic[R]):
     """A JSONL file: the run's settings on the first line, then one record a line.
 
-    A last line that was cut off by a crash is dropped when the file is opened again. A file that
+    An incomplete last line, left by a crash, is dropped when the file is opened again. A file that
     this class did not write is never changed.
 
     Args:
-        path: the file; made with its folders if it does not exist.
-        settings: what the records depend on (model, data, prompt format, ...).
-        parse: makes a record of its ``to_dict``; raises TypeError or KeyError.
+        path: The file; created with its folders if it does not exist. None: only in memory.
+        settings: What the records depend on (model, data, prompt format, ...).
+        parse: Makes a record of its ``to_dict``; raises TypeError or KeyError.
+        samples, rows: What is evaluated.
+
+    Attributes:
+        records: The records by sample and row.
 
     Raises:
-        DataError: the file was written under other settings, or is no record file.
+        DataError: The file is not a record file, or has records of other settings, samples or
+            recipes.
     """
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | None,
         settings: Mapping[str, Any],
         parse: Callable[[Mapping[str, Any]], R],
+        samples: Sequence[Sample] = (),
+        rows: Sequence[Row] = (),
     ) -> None:
-        self.path = Path(path)
         self.records: dict[tuple[str, str], R] = {}
-        header = {"settings": dict(settings)}
-        start = _dump(header).encode()
-        data = self.path.read_bytes() if self.path.exists() else b""
-        if len(data) < len(start) and start.startswith(data):  # new, or cut off within the header
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_bytes(start)
-            return
-        whole = data[: data.rfind(b"\n") + 1]
-        first, *lines = whole.splitlines() or [data]
-        self._check_header(self._parse(1, first), header)
-        for number, line in enumerate(lines, 2):
-            fields = self._parse(number, line)
-            try:
-                record = parse(fields)
-            except (TypeError, KeyError) as error:
-                raise self._refusal(number, f"not a record ({error})") from error
-            self.records[record.id, record.mode] = record
-        if len(whole) < len(data):
-            with self.path.open("r+b") as file:
-                file.truncate(len(whole))
-
-    def check_samples(self, samples: Iterable[Sample]) -> None:
-        """Refuse records, of any mode, of other samples under the same ids.
-
-        Raises:
-            DataError: naming the ids.
-        """
-        digests = {sample.id: sample.digest for sample in samples}
-        records = self.records.values()
-        changed = {r.id: None for r in records if digests.get(r.id, r.digest) != r.digest}
-        if changed:
-            raise DataError(
-                f"{self.path} holds answers to other questions, or over other passages, under "
-                f"{listed(list(changed))}. Name another file or delete this one."
-            )
-
-    def check_recipes(self, recipes: Mapping[str, str]) -> None:
-        """Refuse records of a row whose recipe has changed.
-
-        Args:
-            recipes: Digests of the recipes, by row.
-
-        Raises:
-            DataError: A recipe has changed; the message names the row.
-        """
-        for record in self.records.values():
-            if record.recipe != recipes.get(record.mode, record.recipe):
-                raise DataError(
-                    f"{self.path} holds records of {record.mode!r} made with another recipe than "
-                    "the one found now. Name another file of records or delete this one."
-                )
+        self._path = None if path is None else Path(path)
+        if self._path is not None:
+            self._open(self._path, {"settings": dict(settings)}, parse)
+        self._check_samples(samples)
+        self._check_recipes(rows)
 
     def append(self, records: Iterable[R]) -> None:
         """Add records, on disk before this returns."""
         new = list(records)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(_dump(record.to_dict()) for record in new)
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(_dump(record.to_dict()) for record in new)
         self.records.update({(record.id, record.mode): record for record in new})
 
-    def _check_header(self, found: Any, header: Mapping[str, Any]) -> None:
+    def _open(
+        self, path: Path, header: dict[str, Any], parse: Callable[[Mapping[str, Any]], R]
+    ) -> None:
+        start = _dump(header).encode()
+        data = path.read_bytes() if path.exists() else b""
+        if len(data) < len(start) and start.startswith(data):  # new, or cut off within the header
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(start)
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        first, *lines = whole.splitlines() or [data]
+        found = self._json(1, first)
         if not isinstance(found, dict) or found.keys() != header.keys():
             raise self._refusal(1, "not a record file (no settings there)")
-        if found != json.loads(_dump(header)):
-            raise OtherSettingsError(
-                f"{self.path} holds records made with other settings. Found: {_dump(found).strip()}"
-                f" expected: {_dump(header).strip()} Name another file or delete this one."
+        if found != json.loads(start):
+            raise DataError(
+                f"{path} holds records made with other settings. Found: {_dump(found).strip()} "
+                f"expected: {_dump(header).strip()} Name another file or delete this one."
+            )
+        for number, line in enumerate(lines, 2):
+            try:
+                record = parse(self._json(number, line))
+            except (TypeError, KeyError) as error:
+                raise self._refusal(number, f"not a record ({error})") from error
+            self.records[record.id, record.mode] = record
+        if len(whole) < len(data):
+            with path.open("r+b") as file:
+                file.truncate(len(whole))
+
+    def _check_samples(self, samples: Sequence[Sample]) -> None:
+        digests = {sample.id: sample.digest for sample in samples}
+        found = self.records.values()
+        changed = {r.id: None for r in found if digests.get(r.id, r.digest) != r.digest}
+        if changed:
+            raise DataError(
+                f"{self._path} holds answers to other questions, or over other passages, under "
+                f"{listed(list(changed))}. Name another file or delete this one."
             )
 
-    def _parse(self, number: int, line: bytes) -> Any:
+    def _check_recipes(self, rows: Sequence[Row]) -> None:
+        recipes = {row.name: row.digest for row in rows}
+        for record in self.records.values():
+            if record.recipe != recipes.get(record.mode, record.recipe):
+                raise DataError(
+                    f"{self._path} holds records of {record.mode!r} made with another recipe than "
+                    "the one found now. Name another file of records or delete this one."
+                )
+
+    def _json(self, number: int, line: bytes) -> Any:
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
             raise self._refusal(number, f"not a record file ({error})") from error
 
     def _refusal(self, number: int, found: str) -> DataError:
-        return DataError(f"{self.path}, line {number}: {found}; name another file")
+        return DataError(f"{self._path}, line {number}: {found}; name another file")
 
 
 def listed(ids: Sequence[str], most: int = 20) -> str:
@@ -195,7 +138,7 @@ def listed(ids: Sequence[str], most: int = 20) -> str:
 
 
 def without_blank(line: dict[str, Any], name: str) -> dict[str, Any]:
-    """A record's fields, without the one named if it is empty."""
+    """A record's fields, without the named one if it is empty."""
     return line if line[name] else {key: value for key, value in line.items() if key != name}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,9 +54,9 @@ def recipe_rows(engine: BlockAttentionEngine, recipes: Recipes) -> list[Row]:
         ValueError: A name comes twice or is reserved, or a recipe cannot be used with the model.
     """
     pairs = (
-        list(recipes.items())
+        [*recipes.items()]
         if isinstance(recipes, Mapping)
-        else [(_name(recipe), recipe) for recipe in recipes]
+        else [(str(recipe), recipe) for recipe in recipes]
     )
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names) or not {FULL, CLOSED_BOOK}.isdisjoint(names):
@@ -65,12 +65,3 @@ def recipe_rows(engine: BlockAttentionEngine, recipes: Recipes) -> list[Row]:
             f"{CLOSED_BOOK!r}, which are rows of their own."
         )
     return [Row(name, resolve_recipe(given, engine.model, engine.store)) for name, given in pairs]
-
-
-def _name(recipe: RecipeLike) -> str:
-    return str(recipe)
-
-
-def digests(rows: Iterable[Row]) -> dict[str, str]:
-    """Digests of the rows' recipes, by name."""
-    return {row.name: row.digest for row in rows}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.results import Generation, ReuseStats
+from blockattn_rag.engine.results import Generation, Mode, ReuseStats
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.lab.evaluation.datasets import EvaluationSample
 from blockattn_rag.lab.evaluation.metrics import (
@@ -20,15 +20,8 @@ from blockattn_rag.lab.evaluation.metrics import (
     normalize_answer,
     plain_figures,
 )
-from blockattn_rag.lab.evaluation.records import EvaluationRecord, RecordFile, listed
-from blockattn_rag.lab.evaluation.rows import (
-    CLOSED_BOOK,
-    FULL,
-    Recipes,
-    Row,
-    digests,
-    recipe_rows,
-)
+from blockattn_rag.lab.evaluation.records import RecordFile, listed, without_blank
+from blockattn_rag.lab.evaluation.rows import CLOSED_BOOK, FULL, Recipes, Row, recipe_rows
 from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt
 from blockattn_rag.prompts.checkpoints import AUTO, format_for
 from blockattn_rag.prompts.formats import Passage, PromptFormat
@@ -37,6 +30,52 @@ from blockattn_rag.prompts.formats import Passage, PromptFormat
 _CLOSED_BOOK = PromptFormat(
     "closed-book", "", "", "{text}", PLAIN, "Question: {question}\nAnswer: "
 )
+_COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRecord:
+    """One question answered in one row.
+
+    Args:
+        id, digest: Name and digest of the sample.
+        mode: Name of the row.
+        kind, question, answers: The sample's.
+        output: The answer.
+        accuracy, exact_match, f1: Scores in 0..1.
+        stats: Counts, and ``ttft_s`` of the question's batch; all other times are 0.
+        finish_reason: ``"length"`` if the answer was cut off by its limit or the context window.
+        recipe: Digest of the row's recipe; empty in full mode.
+    """
+
+    id: str
+    digest: str
+    mode: str
+    kind: str
+    question: str
+    answers: tuple[str, ...]
+    output: str
+    accuracy: float
+    exact_match: float
+    f1: float
+    stats: ReuseStats
+    finish_reason: str
+    recipe: str = ""
+
+    @classmethod
+    def from_dict(cls, line: Mapping[str, Any]) -> EvaluationRecord:
+        """The record whose ``to_dict`` this is; KeyError or TypeError for other fields."""
+        rest = {**line, "answers": tuple(line["answers"])}
+        figures = {name: rest.pop(name) for name in (*_COUNTS, "ttft_s")}
+        mode: Mode = "block" if line.get("recipe") else "full"
+        return cls(**rest, stats=ReuseStats(mode, **figures))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types, the figures beside the other fields; times in seconds."""
+        line = without_blank(asdict(self), "recipe")
+        stats, reason = line.pop("stats"), line.pop("finish_reason")
+        counts = {name: stats[name] for name in _COUNTS}
+        return {**line, **counts, "finish_reason": reason, "ttft_s": stats["ttft_s"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +111,9 @@ class ModeResult:
         return plain_figures(fields) | self.stats.reuse()
 
 
-@dataclass(frozen=True)  # with no slots, which would leave no room for what was computed
+@dataclass(frozen=True)  # without slots, for the cached properties
 class EvaluationReport:
-    """What an evaluation found: its settings, the figures by row, and every record."""
+    """Result of an evaluation: its settings, the figures by row, and every record."""
 
     settings: Mapping[str, Any]
     records: Sequence[EvaluationRecord]
@@ -86,7 +125,7 @@ class EvaluationReport:
 
     @cached_property
     def by_kind(self) -> dict[str, list[ModeResult]]:
-        """The rows of each kind of question, where the data tells kinds apart."""
+        """The rows of each kind of question, if the data names kinds."""
         kinds = sorted({record.kind for record in self.records} - {""})
         of_kind = {kind: [r for r in self.records if r.kind == kind] for kind in kinds}
         return {kind: self._results(records) for kind, records in of_kind.items()}
@@ -104,7 +143,7 @@ class EvaluationReport:
 
     @property
     def cut_off(self) -> int:
-        """How many answers ended at ``max_new_tokens`` or at the end of the context window."""
+        """Answers that ended at ``max_new_tokens`` or at the end of the context window."""
         return sum(result.cut_off for result in self.results)
 
     def to_dict(self) -> dict[str, Any]:
@@ -145,10 +184,10 @@ def evaluate(
         num_passages: Passages of each sample to keep, gold ones first. Default: all.
         batch_size: Questions answered at once. With 1, times to the first token are reported.
         stop: Texts that end an answer.
-        records_path: File of records, one JSON line for each answer. What it holds is not answered
-            again.
-        settings: What else to note in the report and in the records file, such as the data's name.
-        on_progress: Called with answers done and all answers, at first and after each batch.
+        records_path: File of records, one JSON line for each answer. Recorded questions are not
+            answered again.
+        settings: Further settings for the report and the records file, such as the data's name.
+        on_progress: Called with the number of finished answers and of all answers.
 
     Raises:
         ValueError: An unknown prompt format, a recipe that cannot be used, or no sample.
@@ -176,30 +215,21 @@ def evaluate(
     }
     shown = [s.with_passages(num_passages) if num_passages else s for s in samples]
     _check_room(engine, form, shown)
-    parse = EvaluationRecord.from_dict
-    file = RecordFile(records_path, noted, parse) if records_path is not None else None
-    if file:
-        file.check_samples(shown)
-        file.check_recipes(digests(rows))
-    done = dict(file.records) if file else {}
+    file = RecordFile(records_path, noted, EvaluationRecord.from_dict, samples=shown, rows=rows)
+    tell = on_progress or (lambda *_: None)
     answered, total = 0, len(rows) * len(shown)
     for row in rows:
-        pending = [sample for sample in shown if (sample.id, row.name) not in done]
+        pending = [sample for sample in shown if (sample.id, row.name) not in file.records]
         answered += len(shown) - len(pending)
-        if on_progress:
-            on_progress(answered, total)
+        tell(answered, total)
         for start in range(0, len(pending), batch_size):
             batch = pending[start : start + batch_size]
             answers = _answer(engine, form, batch, row, max_new_tokens=max_new_tokens, stop=stop)
-            new = [_record(s, row, a) for s, a in zip(batch, answers, strict=True)]
-            done.update({(record.id, row.name): record for record in new})
-            if file:
-                file.append(new)
+            file.append([_record(s, row, a) for s, a in zip(batch, answers, strict=True)])
             answered += len(batch)
-            if on_progress:
-                on_progress(answered, total)
+            tell(answered, total)
     # The kind decides no answer, and may have been another when the sample was answered.
-    records = [replace(done[s.id, row.name], kind=s.kind) for row in rows for s in shown]
+    records = [replace(file.records[s.id, row.name], kind=s.kind) for row in rows for s in shown]
     return EvaluationReport(noted, records)
 
 
@@ -210,7 +240,7 @@ def _answer(
     row: Row,
     **options: Any,
 ) -> list[Generation]:
-    """The answers to a batch of samples, in block mode after their passages were encoded."""
+    """The answers to a batch of samples. In block mode, their passages are encoded first."""
     prompts = [make_prompt(engine, form, s, closed_book=row.closed_book) for s in batch]
     if row.recipe is not None:
         for prompt in prompts:
@@ -225,7 +255,7 @@ def make_prompt(
     *,
     closed_book: bool = False,
 ) -> BlockPrompt:
-    """The prompt of a sample; closed-book prompts hold no passage."""
+    """The prompt of a sample; closed-book prompts have no passage."""
     tokenizer = engine.model.tokenizer.tokenizer
     if closed_book:
         return _CLOSED_BOOK.prompt(sample.question, (), tokenizer)

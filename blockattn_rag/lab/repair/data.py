@@ -10,24 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from blockattn_rag.errors import DataError
-from blockattn_rag.files import (
-    Record,
-    list_of,
-    not_blank,
-    numbered_lines,
-    of_kind,
-    parse_line,
-    text_of,
-)
+from blockattn_rag.files import Record, list_of, not_blank, of_kind, text_of
+from blockattn_rag.lab.evaluation.datasets import parsed_lines
 from blockattn_rag.prompts.formats import Passage
-
-T = TypeVar("T")
 
 Nearest = Callable[[str, int], Sequence[Passage]]
 """Finds the passages nearest to a text, best first; at most as many as the number says."""
@@ -109,7 +99,8 @@ def read_passages(path: Path) -> list[Passage]:
     Raises:
         DataError: The file is missing, damaged or empty, or a line is not a passage.
     """
-    return list(dict.fromkeys(_read(path, _passage)))
+    found = (passage for _, passage in parsed_lines(path, lambda record, _: _passage(record)))
+    return list(dict.fromkeys(found))
 
 
 def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> list[Question]:
@@ -125,7 +116,7 @@ def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> li
             has no passages and there are none to find.
     """
 
-    def question(record: Record) -> Question:
+    def question(record: Record, _: int) -> Question:
         text = text_of(record, "question").strip()
         items = list_of(record, "answers", may_be_empty=True) if "answers" in record else ()
         answers = tuple(not_blank(item, f"'answers[{i}]'") for i, item in enumerate(items))
@@ -138,7 +129,7 @@ def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> li
             )
         return Question(text, tuple(nearest(text, num_passages)), answers)
 
-    return list(_read(path, question))
+    return [found for _, found in parsed_lines(path, question)]
 
 
 def _own_passages(record: Record) -> Sequence[Passage]:
@@ -151,14 +142,3 @@ def _own_passages(record: Record) -> Sequence[Passage]:
 def _passage(record: Record) -> Passage:
     title = of_kind(record.get("title", ""), str, "'title'")
     return Passage(title.strip(), text_of(record, "text").strip())
-
-
-def _read(path: Path, make: Callable[[Record], T]) -> Iterator[T]:
-    number = 0
-    for number, line in numbered_lines(path):
-        try:
-            yield make(of_kind(parse_line(line), dict, "a line"))
-        except DataError as error:
-            raise DataError(f"{path}, line {number}: {error}") from error
-    if not number:
-        raise DataError(f"{path}: expected one JSON object a line, found no line")

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.evaluation import EvaluationRecord, RecordFile
+from blockattn_rag.lab.evaluation.rows import Row
 
 LINES = """\
 {"settings": {"model": "m", "limit": null}}
@@ -48,9 +50,9 @@ def test_records_of_another_recipe_are_refused(tmp_path: Path) -> None:
     full = replace(RECORD, mode="full", recipe="", stats=ReuseStats("full"))
     path = tmp_path / "new.jsonl"
     RecordFile(path, {}, EvaluationRecord.from_dict).append([RECORD, full])
-    file = RecordFile(path, {}, EvaluationRecord.from_dict)
+    sink = Row("head:4", Recipe("head:4"))
+    with pytest.raises(DataError, match="records of 'head:4' made with another recipe"):
+        RecordFile(path, {}, EvaluationRecord.from_dict, rows=[Row("full"), sink])
+    file = RecordFile(path, {}, EvaluationRecord.from_dict, rows=[Row("full"), Row("new")])
     assert [record.recipe for record in file.records.values()] == ["0a", ""]
     assert [record.stats.mode for record in file.records.values()] == ["block", "full"]
-    file.check_recipes({"head:4": "0a", "full": "", "new": "0b"})
-    with pytest.raises(DataError, match="records of 'head:4' made with another recipe"):
-        file.check_recipes({"head:4": "0b"})

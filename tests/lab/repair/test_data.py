@@ -107,7 +107,7 @@ def test_questions_bring_their_passages_gold_ones_first_or_get_the_nearest(tmp_p
         ({"question": "q?", "passages": [{"text": "x", "gold": 1}]}, "'gold' of a number"),
         ({"question": "q?"}, "line 1: found a question without passages; add"),
         ({"question": "q?", "answers": [""]}, r"line 1: found an empty 'answers\[0\]'"),
-        ([], "line 1: found a line of a list, expected an object"),
+        ([], "line 1: found a record of a list, expected an object"),
     ],
 )
 def test_an_invalid_line_is_reported_with_its_number(

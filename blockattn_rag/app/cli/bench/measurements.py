@@ -96,12 +96,12 @@ def batch(
         from blockattn_rag.lab.efficiency import measure_batch
 
         rows = measure_batch(engine, counts, **settings, on_progress=tick)
-    reusing = measured(rows, "copy", "relay", "copy_from_host", "relay_from_host")
+    reusing = measured(rows, "copy", "relay")
     ratios = {path: column(rows, f"full_over_{path}", ".1f") for path in reusing}
     cells = {
         "requests": column(rows, "batch"),
         **spreads(rows, ["full", *reusing]),
-        **{f"full/{path.replace('_', ' ')}": ratios[path] for path in reusing},
+        **{f"full/{path}": ratios[path] for path in reusing},
     }
     title = f"Time to first tokens at {length} tokens of context"
     show(bench, engine, rows, settings, title, cells, x="batch")

@@ -1,10 +1,12 @@
+"""Rates of encoding, and peak memory of a request."""
+
 from __future__ import annotations
 
 import pytest
 import torch
 
-from blockattn_rag.lab.efficiency import measure_memory
-from blockattn_rag.lab.efficiency.memory import peak_bytes
+from blockattn_rag.lab.efficiency import measure_ingest, measure_memory
+from blockattn_rag.lab.efficiency.resources import peak_bytes
 from tests.lab.efficiency.engines import tiny_engine
 
 KIB = 1024
@@ -55,3 +57,19 @@ def test_relay_does_not_grow_with_the_context_and_copy_does() -> None:
     assert grown <= partials + bookkeeping + scores
     assert large["copy_peak_bytes"] - small["copy_peak_bytes"] >= 3072 * 256
     assert large["relay_over_copy"] == large["relay_peak_bytes"] / large["copy_peak_bytes"]
+
+
+def test_every_block_size_has_a_row_with_both_rates() -> None:
+    model = tiny_engine().model
+    rows = measure_ingest(model, [4, 16], total_tokens=64, repeats=1)
+    assert [row["block_tokens"] for row in rows] == [4, 16]
+    for row in rows:
+        ratio = row["encode_tokens_per_s"] / row["plain_tokens_per_s"]
+        assert row["encode_over_plain"] == ratio
+        # Two layers, keys and values, two heads of eight, four bytes each.
+        assert row["bytes_per_token"] == 2 * 2 * 2 * 8 * 4
+
+
+def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="block_tokens"):
+        measure_ingest(tiny_engine().model, [0])

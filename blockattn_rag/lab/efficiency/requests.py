@@ -1,0 +1,296 @@
+"""Times of requests: to the first token, of each further one, and of requests in a batch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.results import ReuseStats
+from blockattn_rag.lab.efficiency.shapes import prefill_flops, random_prompt
+from blockattn_rag.lab.efficiency.timing import OnProgress, Turns, check_sizes
+from blockattn_rag.model.sampling import Sampling
+from blockattn_rag.prompts.blocks import BlockPrompt
+
+_ANY_TEXT: Mapping[str, Any] = {"do_sample": False}
+"""Still greedy, but explicit: the guard against repetition, which answers of random weights would
+trigger, is for the default alone."""
+
+PATHS: Mapping[str, Mapping[str, Any]] = {
+    "full": {"mode": "full", **_ANY_TEXT},
+    "copy": {"mode": "block", "on_miss": "error", "assembly": "copy", **_ANY_TEXT},
+    "relay": {"mode": "block", "on_miss": "error", "assembly": "relay", **_ANY_TEXT},
+    "floor": {"mode": "full", **_ANY_TEXT},
+}
+"""Options of the engine on each path. The floor's prompt is the question without context."""
+
+
+def paths_of(engine: BlockAttentionEngine) -> list[str]:
+    """The paths of a prompt with a context that the model supports."""
+    return ["full", "copy"] + ["relay"] * engine.model.supports_relay
+
+
+def measure_ttft(
+    engine: BlockAttentionEngine,
+    lengths: Sequence[int],
+    *,
+    block_tokens: int = 512,
+    question_tokens: int = 50,
+    repeats: int = 3,
+    on_progress: OnProgress | None = None,
+) -> list[dict[str, Any]]:
+    """Measure the time from a request to its first token on every path, side by side.
+
+    Blocks are encoded beforehand and read from the engine's store; a miss would be an error.
+
+    Args:
+        engine: Engine with ``shapes.counting_tokenizer`` of the model's vocabulary, a store with
+            room for the blocks of the longest context, and ``resident_bytes=0``: otherwise a
+            repeated question is not computed again.
+        lengths: Context lengths in tokens, without the question.
+        block_tokens: Tokens of a block.
+        question_tokens: Tokens of the final block.
+        repeats: Timed runs on each path.
+        on_progress: Called with the number of finished runs and of all runs.
+
+    Returns:
+        One row for each length: ``length`` and ``blocks``; for each path ``<path>_s`` (median,
+        seconds), ``<path>_min_s`` and ``<path>_max_s``; for the paths that reuse,
+        ``full_over_<path>`` and ``<path>_over_floor``; and the operations ``full_flops``,
+        ``block_flops``, ``flops_ratio`` (full over block) and ``flops_over_floor`` (block over
+        the question alone).
+    """
+    check_sizes(block_tokens=block_tokens, question_tokens=question_tokens)
+    check_sizes(**{"the shortest length": min(lengths, default=0)})
+    config = engine.model.config
+    paths = paths_of(engine)
+    floor = prefill_flops(config, question_tokens)
+    turns = Turns(repeats, len(lengths), on_progress)
+    rows = []
+    for length in lengths:
+        prompt = random_prompt(length, block_tokens, question_tokens, config.vocab_size)
+        engine.generate(prompt, max_new_tokens=1)
+        ways = {path: partial(_ttft, engine, prompt, path) for path in (*paths, "floor")}
+        row = {"length": length, "blocks": len(prompt.context), **turns.measure(ways)}
+        for path in paths[1:]:
+            row[f"full_over_{path}"] = row["full_s"] / row[f"{path}_s"]
+            row[f"{path}_over_floor"] = row[f"{path}_s"] / row["floor_s"]
+        full = prefill_flops(config, length + question_tokens)
+        block = prefill_flops(config, question_tokens, length)
+        row |= {"full_flops": full, "block_flops": block}
+        rows.append(row | {"flops_ratio": full / block, "flops_over_floor": block / floor})
+    return rows
+
+
+def _ttft(engine: BlockAttentionEngine, prompt: BlockPrompt, path: str) -> float:
+    asked = BlockPrompt((), prompt.final) if path == "floor" else prompt
+    return engine.generate(asked, max_new_tokens=1, **PATHS[path]).stats.ttft_s
+
+
+def measure_decode(
+    engine: BlockAttentionEngine,
+    lengths: Sequence[int],
+    *,
+    block_tokens: Sequence[int] = (128, 512),
+    question_tokens: int = 50,
+    new_tokens: int = 32,
+    repeats: int = 3,
+    on_progress: OnProgress | None = None,
+) -> list[dict[str, Any]]:
+    """Measure how long a token after the first takes on every path, side by side.
+
+    Args:
+        engine, lengths, question_tokens, repeats, on_progress: See :func:`measure_ttft`.
+        block_tokens: Sizes of blocks; each gives a row per length.
+        new_tokens: Tokens generated in each run, at least 2. The first is not counted; the second
+            includes the joining of small blocks on the relay path.
+
+    Returns:
+        One row for each length and block size: ``length``, ``block_tokens``, ``<path>_s`` (median
+        seconds per token) with ``<path>_min_s`` and ``<path>_max_s``, and ``relay_over_copy``.
+    """
+    check_sizes(question_tokens=question_tokens, **{"new_tokens less one": new_tokens - 1})
+    check_sizes(**{"the shortest length": min(lengths), "block_tokens": min(block_tokens)})
+    turns = Turns(repeats, len(lengths) * len(block_tokens), on_progress)
+    paths = paths_of(engine)
+    vocabulary = engine.model.config.vocab_size
+    rows = []
+    for length in lengths:
+        for size in block_tokens:
+            prompt = random_prompt(length, size, question_tokens, vocabulary)
+            engine.generate(prompt, max_new_tokens=1)
+            ways = {path: partial(_per_token, engine, prompt, path, new_tokens) for path in paths}
+            row = {"length": length, "block_tokens": size, **turns.measure(ways)}
+            if "relay" in ways:
+                row["relay_over_copy"] = row["relay_s"] / row["copy_s"]
+            rows.append(row)
+    return rows
+
+
+def _per_token(
+    engine: BlockAttentionEngine, prompt: BlockPrompt, path: str, new_tokens: int
+) -> float:
+    stats = engine.generate(prompt, max_new_tokens=new_tokens, **PATHS[path]).stats
+    _check_full_length(stats, new_tokens)
+    return (stats.total_s - stats.ttft_s) / (new_tokens - 1)
+
+
+def _check_full_length(stats: ReuseStats, new_tokens: int) -> None:
+    """Refuse an answer that ended early: its time is not that of ``new_tokens`` tokens."""
+    if stats.generated_tokens < new_tokens:
+        raise ValueError(
+            f"an answer ended after {stats.generated_tokens} of {new_tokens} tokens: measure a "
+            "model without an end token, or one of the shapes"
+        )
+
+
+def measure_batch(
+    engine: BlockAttentionEngine,
+    batch_sizes: Sequence[int],
+    *,
+    length: int = 8192,
+    block_tokens: int = 512,
+    question_tokens: int = 50,
+    repeats: int = 3,
+    on_progress: OnProgress | None = None,
+) -> list[dict[str, Any]]:
+    """Measure the time to the first tokens of a batch of unrelated requests (TurboRAG, table 4).
+
+    Args:
+        engine: See :func:`measure_ttft`; the store must have room for the largest batch's contexts.
+        batch_sizes: Numbers of requests.
+        length: Context tokens of each request.
+        block_tokens, question_tokens, repeats, on_progress: See :func:`measure_ttft`.
+
+    Returns:
+        One row for each batch size: ``batch``, ``<path>_s`` (median seconds until every request
+        has its first token), the spreads, and ``full_over_<path>``.
+    """
+    check_sizes(length=length, block_tokens=block_tokens, batch=min(batch_sizes, default=0))
+    _check_batches(engine)
+    turns = Turns(repeats, len(batch_sizes), on_progress)
+    vocabulary = engine.model.config.vocab_size
+    prompts = [
+        random_prompt(length, block_tokens, question_tokens, vocabulary, seed)
+        for seed in range(max(batch_sizes))
+    ]
+    _encode(engine, prompts)
+    rows = []
+    paths = paths_of(engine)
+    for batch in batch_sizes:
+        ways = {path: partial(_first_tokens, engine, prompts[:batch], path) for path in paths}
+        row = {"batch": batch, "length": length, **turns.measure(ways)}
+        row |= {f"full_over_{path}": row["full_s"] / row[f"{path}_s"] for path in paths[1:]}
+        rows.append(row)
+    return rows
+
+
+def measure_shared(
+    engine: BlockAttentionEngine,
+    batch_sizes: Sequence[int],
+    *,
+    system_tokens: Sequence[int] = (512, 1024, 2048),
+    context_tokens: int = 128,
+    question_tokens: int = 16,
+    new_tokens: int = 32,
+    repeats: int = 3,
+    on_progress: OnProgress | None = None,
+) -> list[dict[str, Any]]:
+    """Measure tokens per second of requests that share a system prompt (RelayAttention, table 2).
+
+    Shared, the system prompt is read once per layer and step for the whole batch (relay);
+    unshared, every request has its own copy (copy). Both batches are one forward per step.
+
+    Args:
+        engine: See :func:`measure_ttft`; it must support relay.
+        batch_sizes: Numbers of requests.
+        system_tokens: Lengths of the shared block.
+        context_tokens: Tokens of each request's own block.
+        question_tokens: Tokens of each request's final block.
+        new_tokens: Tokens generated for each request, at least 2.
+        repeats, on_progress: See :func:`measure_ttft`.
+
+    Returns:
+        One row for each length of the system prompt and batch size: ``system_tokens``, ``batch``;
+        ``shared_tokens_per_s`` and ``unshared_tokens_per_s`` from request to last token with
+        their spreads, and their quotient ``gain``; the same for the steps after the first token
+        alone, ``decode_gain``; and ``bytes_ratio``, how many times fewer keys and values
+        attention reads when shared: b (s + c) / (s + b c), the leading terms of
+        RelayAttention's equation 10, an upper bound of the gain.
+    """
+    check_sizes(context_tokens=context_tokens, question_tokens=question_tokens)
+    check_sizes(**{"new_tokens less one": new_tokens - 1, "batch": min(batch_sizes, default=0)})
+    _check_batches(engine)
+    if not engine.model.supports_relay:
+        raise ValueError(f"{engine.model.name} does not share blocks: relay is not exact for it")
+    turns = Turns(repeats, len(batch_sizes) * len(system_tokens), on_progress)
+    rows = []
+    for system in system_tokens:
+        prompts = sharing_prompts(engine, max(batch_sizes), system, context_tokens, question_tokens)
+        _encode(engine, prompts)
+        for batch in batch_sizes:
+            decode: dict[str, list[float]] = {"unshared": [], "shared": []}
+            ways = {
+                way: partial(_tokens_per_s, engine, prompts[:batch], path, new_tokens, decode[way])
+                for way, path in (("unshared", "copy"), ("shared", "relay"))
+            }
+            row: dict[str, Any] = {"system_tokens": system, "batch": batch}
+            row |= turns.measure(ways, "tokens_per_s")
+            row["gain"] = row["shared_tokens_per_s"] / row["unshared_tokens_per_s"]
+            # The first run of each warmed up.
+            steps = {name: statistics.median(times[1:]) for name, times in decode.items()}
+            row["decode_gain"] = steps["unshared"] / steps["shared"]
+            own = batch * context_tokens
+            row["bytes_ratio"] = (batch * system + own) / (system + own)
+            rows.append(row)
+    return rows
+
+
+def _tokens_per_s(
+    engine: BlockAttentionEngine,
+    prompts: Sequence[BlockPrompt],
+    path: str,
+    new_tokens: int,
+    decode: list[float],
+) -> float:
+    """Rate from request to last token; appends the seconds after the first token to ``decode``."""
+    answers = engine.generate_batch(
+        prompts, batch_size=len(prompts), max_new_tokens=new_tokens, **PATHS[path]
+    )
+    for answer in answers:
+        _check_full_length(answer.stats, new_tokens)
+    stats = answers[0].stats
+    decode.append(stats.total_s - stats.ttft_s)
+    return len(prompts) * new_tokens / stats.total_s
+
+
+def sharing_prompts(
+    engine: BlockAttentionEngine, count: int, system: int, context: int, question: int
+) -> list[BlockPrompt]:
+    """Prompts with one block in common and one of their own, of these many tokens."""
+    vocabulary = engine.model.config.vocab_size
+    shared = random_prompt(system, system, 1, vocabulary, seed=-1).context
+    own = [random_prompt(context, context, question, vocabulary, seed) for seed in range(count)]
+    return [BlockPrompt((*shared, *prompt.context), prompt.final) for prompt in own]
+
+
+def _check_batches(engine: BlockAttentionEngine) -> None:
+    """Refuse a model whose requests are answered one by one: a time would be one request's."""
+    if not engine.model.batches_exactly(Sampling(max_new_tokens=1)):
+        raise ValueError(
+            f"{engine.model.name} is not answered in batches (sliding windows, or a generation "
+            "config with penalties or beams); measure `bench ttft` and `bench decode`"
+        )
+
+
+def _encode(engine: BlockAttentionEngine, prompts: Sequence[BlockPrompt]) -> None:
+    for prompt in prompts:
+        engine.generate(prompt, max_new_tokens=1)
+
+
+def _first_tokens(engine: BlockAttentionEngine, prompts: Sequence[BlockPrompt], path: str) -> float:
+    size = len(prompts)
+    answers = engine.generate_batch(prompts, batch_size=size, max_new_tokens=1, **PATHS[path])
+    return answers[0].stats.ttft_s

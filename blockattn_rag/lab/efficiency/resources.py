@@ -1,0 +1,178 @@
+"""What encoding blocks and one more request take: tokens per second, and peak memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.lab.efficiency.requests import PATHS, paths_of
+from blockattn_rag.lab.efficiency.shapes import random_prompt
+from blockattn_rag.lab.efficiency.timing import OnProgress, Turns, check_sizes
+from blockattn_rag.model import BlockModel, EncodeRequest
+
+
+def measure_ingest(
+    model: BlockModel,
+    block_tokens: Sequence[int],
+    *,
+    total_tokens: int = 8192,
+    repeats: int = 3,
+    on_progress: OnProgress | None = None,
+) -> list[dict[str, Any]]:
+    """Measure tokens per second of encoding, without a store, and of a plain forward.
+
+    The plain forward has batches of as many tokens, in rows of the mean block's length without
+    padding, and fills a cache, as encoding must; so its rate is an upper bound.
+
+    Args:
+        model: The model.
+        block_tokens: Mean lengths of blocks; each gives a row, whose blocks have half to one and a
+            half times as many tokens.
+        total_tokens: Approximate tokens of one run.
+        repeats, on_progress: See :func:`.requests.measure_ttft`.
+
+    Returns:
+        One row for each length: ``block_tokens``, ``encode_tokens_per_s`` and
+        ``plain_tokens_per_s`` with their spreads, ``encode_over_plain``, and ``bytes_per_token``.
+    """
+    check_sizes(total_tokens=total_tokens, block_tokens=min(block_tokens, default=0))
+    turns = Turns(repeats, len(block_tokens), on_progress)
+    rows = []
+    for size in block_tokens:
+        requests = _requests(model, size, max(1, total_tokens // size))
+        encode = partial(_encode_rate, model, requests)
+        plain = partial(_plain_rate, model, _plain_rows(requests, size))
+        row: dict[str, Any] = {"block_tokens": size}
+        row |= turns.measure({"encode": encode, "plain": plain}, "tokens_per_s")
+        row["encode_over_plain"] = row["encode_tokens_per_s"] / row["plain_tokens_per_s"]
+        row["bytes_per_token"] = model.bytes_per_token
+        rows.append(row)
+    return rows
+
+
+def _requests(model: BlockModel, size: int, count: int) -> list[EncodeRequest]:
+    draw, vocabulary = random.Random(size), model.config.vocab_size
+    lengths = [draw.randint(max(1, size // 2), size + size // 2) for _ in range(count)]
+    return [
+        EncodeRequest([draw.randrange(vocabulary) for _ in range(length)], str(index), "")
+        for index, length in enumerate(lengths)
+    ]
+
+
+def _plain_rows(requests: Sequence[EncodeRequest], size: int) -> Tensor:
+    flat = [token for request in requests for token in request.token_ids]
+    width = min(size, len(flat))
+    return torch.tensor(flat[: len(flat) // width * width]).reshape(-1, width)
+
+
+def _encode_rate(model: BlockModel, requests: Sequence[EncodeRequest]) -> float:
+    started = time.perf_counter()
+    for _ in model.encode(requests):
+        pass
+    _wait_for(model.device)
+    return sum(len(r.token_ids) for r in requests) / (time.perf_counter() - started)
+
+
+@torch.inference_mode()
+def _plain_rate(model: BlockModel, rows: Tensor) -> float:
+    started = time.perf_counter()
+    for batch in torch.split(rows.to(model.device), max(1, model.batch_tokens // rows.shape[1])):
+        model.hf_model(
+            input_ids=batch, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1
+        )
+    _wait_for(model.device)
+    return rows.numel() / (time.perf_counter() - started)
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait until the accelerator has finished."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def measure_memory(
+    engine: BlockAttentionEngine,
+    lengths: Sequence[int],
+    *,
+    block_tokens: int = 512,
+    question_tokens: int = 50,
+    new_tokens: int = 8,
+    on_progress: OnProgress | None = None,
+) -> list[dict[str, Any]]:
+    """Measure what a request allocates at most, from its start to its last token.
+
+    Exactly the tensors that PyTorch allocates are counted, so figures are the same every time.
+    Blocks are in the store beforehand and are not counted.
+
+    Relay's memory depends on ``block_tokens``: it joins small blocks in tensors of its own, from
+    the second token on (on an accelerator from the first), until the answer ends
+    (``join_decode_tokens`` of ``attention.tuning``).
+
+    Args:
+        engine, lengths, block_tokens, question_tokens, on_progress: See
+            :func:`.requests.measure_ttft`.
+        new_tokens: Tokens to generate.
+
+    Returns:
+        One row for each length: ``length``; ``<path>_peak_bytes`` for full, copy and relay;
+        ``stored_bytes`` of the context's blocks; ``relay_over_copy``.
+    """
+    check_sizes(block_tokens=block_tokens, **{"the shortest length": min(lengths, default=0)})
+    paths = paths_of(engine)
+    vocabulary = engine.model.config.vocab_size
+    rows = []
+    done = 0
+    for length in lengths:
+        prompt = random_prompt(length, block_tokens, question_tokens, vocabulary)
+        engine.generate(prompt, max_new_tokens=1)
+        row: dict[str, Any] = {"length": length}
+        for path in paths:
+            work = partial(engine.generate, prompt, max_new_tokens=new_tokens, **PATHS[path])
+            # The profiler records only this thread, and the lock makes the model run in it.
+            with engine.model.lock:
+                row[f"{path}_peak_bytes"] = peak_bytes(work, engine.model.device)
+            done += 1
+            if on_progress:
+                on_progress(done, len(lengths) * len(paths))
+        row["stored_bytes"] = length * engine.model.bytes_per_token
+        if "relay" in paths:
+            row["relay_over_copy"] = row["relay_peak_bytes"] / row["copy_peak_bytes"]
+        rows.append(row)
+    return rows
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """Most bytes of tensors on ``device`` that ``work`` allocated at once.
+
+    On the CPU, allocations of other threads are not counted.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"memory can be measured on cpu and cuda, found {device.type}")
+    work()  # the first run also allocates what stays
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    # The profiler's library logs to stderr below its highest level.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    results: Any = profiler.profiler
+    held = peak = 0
+    events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
