@@ -18,7 +18,8 @@ from blockattn_rag.app.rag.model_names import existing_model, loading
 if TYPE_CHECKING:
     from blockattn_rag.app.rag.database import Database
     from blockattn_rag.engine.recipe import Recipe
-    from blockattn_rag.lab.repair.run import Material, Progress
+    from blockattn_rag.lab.repair.data import Material
+    from blockattn_rag.lab.repair.run import Progress
     from blockattn_rag.model import BlockModel
     from blockattn_rag.prompts.blocks import BlockPrompt
     from blockattn_rag.prompts.formats import Passage
@@ -147,9 +148,8 @@ def _of_database(
     from blockattn_rag.app.rag.passages import all_passages, retriever
     from blockattn_rag.app.rag.prompts import prompt_maker
     from blockattn_rag.engine.find_recipe import recipe_in_use
-    from blockattn_rag.lab.repair.data import read_questions
+    from blockattn_rag.lab.repair.data import Material, read_questions
     from blockattn_rag.lab.repair.plan import LIMITS
-    from blockattn_rag.lab.repair.run import Material
     from blockattn_rag.prompts.formats import Passage
 
     database = Database.open(db, model=model, recipe="none", device=device, dtype=dtype)
@@ -194,9 +194,8 @@ def _of_files(
     dtype: str,
 ) -> _Job:  # fmt: skip
     from blockattn_rag.engine.find_recipe import recipe_in_use
-    from blockattn_rag.lab.repair.data import read_passages, read_questions
+    from blockattn_rag.lab.repair.data import Material, read_passages, read_questions
     from blockattn_rag.lab.repair.plan import LIMITS
-    from blockattn_rag.lab.repair.run import Material
     from blockattn_rag.model import BlockModel
     from blockattn_rag.prompts.checkpoints import AUTO, format_for
     from blockattn_rag.store import open_store

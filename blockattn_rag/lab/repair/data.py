@@ -9,15 +9,20 @@ it has its own, as in evaluation data; title and gold are optional. A passage is
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError
 from blockattn_rag.files import Record, list_of, not_blank, of_kind, text_of
 from blockattn_rag.lab.evaluation.datasets import parsed_lines
+from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import Passage
+from blockattn_rag.store.base import KVStore
 
 Nearest = Callable[[str, int], Sequence[Passage]]
 """Finds the passages nearest to a text, best first; at most as many as the number says."""
@@ -55,6 +60,50 @@ class Sample:
     question: str
     passages: tuple[Passage, ...]
     answers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What a recipe is fitted to.
+
+    Args:
+        prompt: Makes the prompt of a question and its passages, as it will be asked.
+        prompt_format: Name of that format.
+        passages: Passages to write questions about.
+        nearest: Finds the passages of a question. None: questions have their own.
+        questions: Questions as they are asked. None: the model writes some.
+        lender: Store that may have passages' keys and values. It is only read.
+        namespace: Namespace of the passages in ``lender``.
+        in_use: Recipe that the model runs with so far, if it has an adapter. It is kept unless
+            another is better.
+    """
+
+    prompt: Callable[[str, Sequence[Passage]], BlockPrompt]
+    prompt_format: str
+    passages: Sequence[Passage] = ()
+    nearest: Nearest | None = None
+    questions: Sequence[Question] | None = None
+    lender: KVStore | None = None
+    namespace: str = ""
+    in_use: Recipe | None = None
+
+    def inputs(self) -> dict[str, str]:
+        """The material in words, for people to compare: numbers and digests."""
+        found = {
+            "passages": _digest(self.passages, [[p.title, p.text] for p in self.passages]),
+            "prompt format": self.prompt_format,
+            "questions": "written by the model",
+            "recipe in use": str(self.in_use or "none with an adapter"),
+        }
+        if self.questions is not None:
+            parts = [[q.text, q.answers, [p.text for p in q.passages]] for q in self.questions]
+            found["questions"] = _digest(self.questions, parts)
+        return found
+
+
+def _digest(counted: Sequence[Any], parts: Any) -> str:
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return f"{len(counted)} (sha256 {digest[:12]})"
 
 
 def distinct(questions: Sequence[Question], seed: int) -> list[Question]:

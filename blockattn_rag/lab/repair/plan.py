@@ -6,8 +6,7 @@ No torch here, so that the command line can read the limits.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from blockattn_rag.errors import DataError
 
@@ -210,10 +209,6 @@ class Plan:
             steps=math.ceil(limits.epochs * samples / batch),
             training_s=samples * stepping + measured,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types."""
-        return asdict(self)
 
 
 def _within(seconds: float, each: float, fewest: int, most: int) -> int:

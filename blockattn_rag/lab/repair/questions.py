@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import DataError
@@ -134,15 +133,10 @@ def _kept(path: Path) -> dict[str, str | None]:
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) < len(data):
         path.write_bytes(whole)
-    return {line["passage"]: line["question"] for line in _lines(whole, path)}
-
-
-def _lines(data: bytes, path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(data.splitlines(), 1):
-        try:
-            found = json.loads(line)
-            yield {"passage": str(found["passage"]), "question": found["question"]}
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path}, line {number}: damaged ({error!r}); delete {path.parent} to start again"
-            ) from error
+    try:
+        lines = [json.loads(line) for line in whole.splitlines()]
+        return {str(line["passage"]): line["question"] for line in lines}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is damaged ({error!r}); delete {path.parent} to start again"
+        ) from error

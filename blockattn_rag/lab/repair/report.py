@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from blockattn_rag.lab.evaluation.fidelity import FidelityResult
+from blockattn_rag.lab.evaluation.metrics import Interval
 from blockattn_rag.lab.evaluation.rows import PLAIN
 from blockattn_rag.lab.training.report import draw_losses
 from blockattn_rag.lazy import missing_extra
@@ -16,80 +15,27 @@ from blockattn_rag.lazy import missing_extra
 logger = logging.getLogger("blockattn_rag")
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A recipe that was compared.
+Report = Mapping[str, Any]
+"""Result of a repair, as plain JSON types:
 
-    Args:
-        name: Short name.
-        loss: Mean loss on the questions that the choice was made on.
-        measured: Figures on the other questions.
-    """
-
-    name: str
-    loss: float
-    measured: FidelityResult
-
-
-@dataclass(frozen=True, slots=True)
-class RepairReport:
-    """Result of a repair.
-
-    Args:
-        model: Name of the model.
-        fingerprint: Fingerprint of the model.
-        chosen: Name of the chosen candidate.
-        candidates: Every candidate, the simplest first.
-        passages: Passages of the prompts that were measured.
-        questions: Distinct questions.
-        written: Whether the model wrote them.
-        chosen_on, measured_on: Questions of the choice and of the measurement.
-        right: Right answers in full mode, plain block mode and with the recipe, on
-            ``answered`` questions of the measurement that have right answers. Empty: none has.
-        answered: See ``right``.
-        plan: The plan; see ``plan.Plan``.
-        curve: Losses of the training, by step.
-        seconds: Seconds by stage.
-        version: Version of this package.
-        date: When the report was made, in UTC.
-    """
-
-    model: str
-    fingerprint: str
-    chosen: str
-    candidates: Sequence[Candidate]
-    passages: int
-    questions: int
-    written: bool
-    chosen_on: int
-    measured_on: int
-    right: Mapping[str, int]
-    answered: int
-    plan: Mapping[str, Any]
-    curve: Sequence[Mapping[str, float]]
-    seconds: Mapping[str, float]
-    version: str
-    date: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types."""
-        candidates = [
-            {"name": one.name, "loss": one.loss, **one.measured.to_dict()}
-            for one in self.candidates
-        ]
-        return {**asdict(self), "candidates": candidates}
-
+- ``model``, ``fingerprint``, ``version``, ``date``: what was repaired, with which version, in UTC.
+- ``chosen``: name of the chosen candidate.
+- ``candidates``: every candidate, the simplest first, with its ``name``, the mean ``loss`` on the
+  questions of the choice, and the figures of a ``FidelityResult`` on the other questions.
+- ``passages``: passages of the prompts that were measured.
+- ``questions``: distinct questions; ``written``: whether the model wrote them.
+- ``chosen_on``, ``measured_on``: questions of the choice and of the measurement.
+- ``right``: right answers in full mode, plain block mode and with the recipe, on ``answered``
+  questions of the measurement whose right answers are known. Empty: there are none.
+- ``plan``: see ``plan.Plan``; ``curve``: losses of the training; ``seconds``: seconds by stage.
+"""
 
 _FEW = 10
 """Held-out questions below which figures say little."""
 
 
-def figures(report: Mapping[str, Any]) -> list[str]:
-    """A report's figures in three lines, for people.
-
-    Args:
-        report: ``RepairReport.to_dict``, as a recipe holds it.
-    """
+def figures(report: Report) -> list[str]:
+    """A report's figures in three lines, for people."""
     by_name = {one["name"]: one for one in report["candidates"]}
     plain, found = by_name[PLAIN], by_name[report["chosen"]]
     recovered = ""
@@ -116,8 +62,8 @@ def figures(report: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _shortfall(report: Mapping[str, Any]) -> str:
-    """What a repair lacked time or questions for, as further sentences; empty if nothing."""
+def _shortfall(report: Report) -> str:
+    """Sentences on missing time or questions; empty if there was enough."""
     few = report["measured_on"] < _FEW
     untrained = not report["plan"]["samples"]
     lacks = [
@@ -132,7 +78,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def plot(report: RepairReport) -> bytes | None:
+def plot(report: Report) -> bytes | None:
     """Plot of every candidate's divergence with its interval, and of the training's losses, as PNG.
 
     None if matplotlib is not installed.
@@ -144,17 +90,17 @@ def plot(report: RepairReport) -> bytes | None:
         return None
     figure = Figure(figsize=(11.0, 4.0), layout="constrained")
     bars, curve = figure.subplots(1, 2)
-    names = [one.name for one in report.candidates]
-    found = [one.measured.kl for one in report.candidates]
+    names = [one["name"] for one in report["candidates"]]
+    found = [Interval(**one["kl"]) for one in report["candidates"]]
     errors = [[kl.mean - kl.low for kl in found], [kl.high - kl.mean for kl in found]]
-    colors = ["tab:green" if name == report.chosen else "tab:blue" for name in names]
+    colors = ["tab:green" if name == report["chosen"] else "tab:blue" for name in names]
     bars.barh(names, [kl.mean for kl in found], xerr=errors, color=colors, capsize=3)
     bars.invert_yaxis()
     bars.set(
         xlabel="KL from full mode, 95 % intervals",
-        title=f"{report.measured_on} held-out questions, {report.passages} passages",
+        title=f"{report['measured_on']} held-out questions, {report['passages']} passages",
     )
-    draw_losses(curve, report.curve)
+    draw_losses(curve, report["curve"])
     curve.set(title="training of the adapter")
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=110)

@@ -6,15 +6,13 @@ is in the work folder.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
@@ -29,10 +27,10 @@ from blockattn_rag.files import write_json
 from blockattn_rag.lab import work
 from blockattn_rag.lab.repair.closed_form import fit_correction, no_correction
 from blockattn_rag.lab.repair.compare import IN_USE, Comparer, choose, free_recipes, promoting
-from blockattn_rag.lab.repair.data import Nearest, Question, Sample, distinct, draw_samples
+from blockattn_rag.lab.repair.data import Material, Question, Sample, distinct, draw_samples
 from blockattn_rag.lab.repair.plan import LIMITS, Limits, Plan, Speeds
 from blockattn_rag.lab.repair.questions import write_questions
-from blockattn_rag.lab.repair.report import Candidate, RepairReport, plot
+from blockattn_rag.lab.repair.report import plot
 from blockattn_rag.lab.repair.store import ReadThroughStore
 from blockattn_rag.lab.repair.student import BlockSource, Student
 from blockattn_rag.lab.repair.teacher import Teacher
@@ -43,7 +41,6 @@ from blockattn_rag.model.correction import Correction
 from blockattn_rag.model.correction_file import read_correction, save_correction
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import Passage
-from blockattn_rag.store.base import KVStore
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a stage, the finished part of it, and its total."""
@@ -57,50 +54,6 @@ LATEST = 1.3
 
 _LENGTHS = 100
 """Passages whose tokens are counted, to estimate all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Material:
-    """What a recipe is fitted to.
-
-    Args:
-        prompt: Makes the prompt of a question and its passages, as it will be asked.
-        prompt_format: Name of that format.
-        passages: Passages to write questions about.
-        nearest: Finds the passages of a question. None: questions have their own.
-        questions: Questions as they are asked. None: the model writes some.
-        lender: Store that may have passages' keys and values. It is only read.
-        namespace: Namespace of the passages in ``lender``.
-        in_use: Recipe that the model runs with so far, if it has an adapter. It is kept unless
-            another is better.
-    """
-
-    prompt: Callable[[str, Sequence[Passage]], BlockPrompt]
-    prompt_format: str
-    passages: Sequence[Passage] = ()
-    nearest: Nearest | None = None
-    questions: Sequence[Question] | None = None
-    lender: KVStore | None = None
-    namespace: str = ""
-    in_use: Recipe | None = None
-
-    def inputs(self) -> dict[str, str]:
-        """The material in words, for people to compare: numbers and digests."""
-        found = {
-            "passages": _digest(self.passages, [[p.title, p.text] for p in self.passages]),
-            "prompt format": self.prompt_format,
-            "questions": "written by the model",
-            "recipe in use": str(self.in_use or "none with an adapter"),
-        }
-        if self.questions is not None:
-            parts = [[q.text, q.answers, [p.text for p in q.passages]] for q in self.questions]
-            found["questions"] = _digest(self.questions, parts)
-        return found
-
-
-def _digest(counted: Sequence[Any], parts: Any) -> str:
-    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    return f"{len(counted)} (sha256 {digest[:12]})"
 
 
 def repair(
@@ -292,26 +245,27 @@ class Repair:
             right, with_answers = comparer.right(
                 report_on, recipes[chosen], self.limits.answer_tokens, tick
             )
-        report = RepairReport(
-            model=self.model.name,
-            fingerprint=self.model.fingerprint,
-            chosen=chosen,
-            candidates=[
-                Candidate(name, float(losses[name].mean()), measured[name]) for name in recipes
+        report = {
+            "model": self.model.name,
+            "fingerprint": self.model.fingerprint,
+            "chosen": chosen,
+            "candidates": [
+                {"name": name, "loss": float(losses[name].mean()), **measured[name].to_dict()}
+                for name in recipes
             ],
-            passages=self.limits.passages,
-            questions=len(questions),
-            written=self.material.questions is None,
-            chosen_on=len(choose_on),
-            measured_on=len(report_on),
-            right=right,
-            answered=with_answers,
-            plan=plan.to_dict(),
-            curve=curve,
-            seconds=self.seconds,
-            version=version,
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
+            "passages": self.limits.passages,
+            "questions": len(questions),
+            "written": self.material.questions is None,
+            "chosen_on": len(choose_on),
+            "measured_on": len(report_on),
+            "right": right,
+            "answered": with_answers,
+            "plan": asdict(plan),
+            "curve": curve,
+            "seconds": self.seconds,
+            "version": version,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
         found = recipes[chosen]
         recipe = Recipe(
             sink=found.sink,
@@ -320,7 +274,7 @@ class Repair:
             fingerprints=(self.model.fingerprint,),
             model=self.model.name,
             prompt_format=self.material.prompt_format,
-            report=report.to_dict(),
+            report=report,
         )
         return recipe, plot(report)
 
@@ -363,7 +317,7 @@ class Repair:
             plan = Plan.made(
                 left, speeds, len(questions), recipes=recipes, batch=BATCH, limits=self.limits
             )
-            return {"minutes": minutes, **plan.to_dict()}
+            return {"minutes": minutes, **asdict(plan)}
 
         kept = work.kept_json(self._plan_path, make)
         if (before := kept.pop("minutes")) != minutes:
@@ -381,7 +335,7 @@ class Repair:
             speeds = self.speeds(questions[-2:])
             left = self._until_reserve() - plan.measuring_s - time.monotonic()
             limits = self.limits
-            return plan.trained(left, speeds, len(questions), batch=BATCH, limits=limits).to_dict()
+            return asdict(plan.trained(left, speeds, len(questions), batch=BATCH, limits=limits))
 
         return Plan(**work.kept_json(self.folder / "training-plan.json", make))
 

@@ -20,9 +20,9 @@ import torch
 
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.lab.repair.compare import Comparer
-from blockattn_rag.lab.repair.data import Question
+from blockattn_rag.lab.repair.data import Material, Question
 from blockattn_rag.lab.repair.plan import LIMITS, Speeds
-from blockattn_rag.lab.repair.run import Material, Progress, repair
+from blockattn_rag.lab.repair.run import Progress, repair
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import CHAT, Passage
 from tests.models import tiny_model, tiny_tokenizer

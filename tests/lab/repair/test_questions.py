@@ -115,9 +115,9 @@ def test_what_was_written_is_not_written_again_and_a_cut_line_is(
     assert sorted(path.read_text().splitlines(keepends=True)) == sorted(lines)
 
 
-def test_a_damaged_line_is_told(writer: Any, tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported(writer: Any, tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text(json.dumps({"passage": "x"}) + "\n")
-    with pytest.raises(DataError, match=r"line 1: damaged .*'question'.*delete .* to start again"):
+    with pytest.raises(DataError, match=r"is damaged .*'question'.*delete .* to start again"):
         write(writer, tmp_path)
 
 
