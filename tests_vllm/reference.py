@@ -21,8 +21,8 @@ from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.store import DirectoryStore
 
-DEMO = Path(blockattn_rag.__file__).parent / "demo"
-MODEL = str(DEMO / "model")
+PACKAGE = Path(blockattn_rag.__file__).parent
+MODEL = str(PACKAGE / "model" / "bundled")
 SYSTEM = "Answer from the texts.\n"
 TOKENS = 24
 TELLING = (3, 13, 16, 17, 19, 22, 23)
@@ -63,7 +63,11 @@ class Reference:
         self.profile: ModelProfile = profile_of(self.model)
         self.profile_path = folder / "profile.json"
         self.profile.write(self.profile_path)
-        lines = (DEMO / "data" / "test-order-5.jsonl").read_text("utf-8").splitlines()
+        lines = (
+            (PACKAGE / "app" / "demo" / "data" / "test-order-5.jsonl")
+            .read_text("utf-8")
+            .splitlines()
+        )
         self._records = [json.loads(line) for line in lines]
 
     def options(self, **changed: Any) -> dict[str, Any]:

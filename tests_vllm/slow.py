@@ -14,17 +14,12 @@ GATE = "BLOCKATTN_TEST_GATE"
 """Environment variable with the file's path."""
 
 
-def reached(gate: Path) -> Path:
-    """A file that is there when a load has come to a closed gate."""
-    return gate.with_suffix(".reached")
-
-
 class SlowConnector(BlockAttentionConnector):
     """The connector, with loads that end when the gate is open, after 30 seconds at most."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        loader = self._in_worker._loader
+        loader = self.worker._loader
         start, threads = loader.start, ThreadPoolExecutor(32)
 
         def started(*args: Any) -> Future[Any]:
@@ -36,8 +31,6 @@ class SlowConnector(BlockAttentionConnector):
 
 def _waited(loaded: Future[Any]) -> Any:
     gate, until = Path(os.environ[GATE]), time.monotonic() + 30
-    if gate.exists():
-        reached(gate).touch()
     while gate.exists() and time.monotonic() < until:
         time.sleep(0.01)
     return loaded.result()

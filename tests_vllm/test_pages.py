@@ -78,7 +78,7 @@ def test_layers_that_store_alike_are_measured_once() -> None:
 
 
 def test_a_backend_that_changes_what_it_stores_is_refused() -> None:
-    with pytest.raises(ServingError, match="does not store keys and values as they are"):
+    with pytest.raises(ServingError, match="changes the keys and values that it stores"):
         LayerPages(layer_of(Backend(rounds=True))).share_layout([])
 
 

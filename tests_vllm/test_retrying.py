@@ -12,8 +12,13 @@ from vllm.exceptions import RetryableRequestError
 
 from blockattn_rag.errors import GrammarError, ProtocolError
 from blockattn_rag.server.protocol import BlockPlan, ServedBlocks
-from blockattn_rag.server.vllm.counts import CUT_ANSWERS, RETRIES
-from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket
+from blockattn_rag.server.vllm.retrying import (
+    CURRENT,
+    CUT_ANSWERS,
+    RETRIES,
+    RetryingClient,
+    Ticket,
+)
 from tests_vllm.engines import sampling_of
 
 PLAN = BlockPlan("complete", (4, 5))
@@ -99,8 +104,11 @@ def test_second_tries_and_answers_that_a_stop_string_ends_are_counted() -> None:
 @pytest.mark.parametrize(
     ("encoded", "message"),
     [
-        ({"a": 7}, "1 of its 2 blocks were not whole in the store, and were encoded anew"),
-        ({}, "all its 2 blocks were whole in the store: the workers do not read them within"),
+        (
+            {"a": 7},
+            "1 of its 2 blocks were missing or damaged in the store, and were",
+        ),
+        ({}, "all its 2 blocks were intact in the store: the workers cannot read them within"),
     ],
 )
 def test_there_is_no_third_try_and_what_was_seen_in_between_is_told(
@@ -122,7 +130,7 @@ def test_once_a_token_was_sent_an_error_is_passed_on() -> None:
 
 
 def test_an_answer_without_a_word_of_blocks_is_an_error() -> None:
-    with pytest.raises(ProtocolError, match="without a word of blocks"):
+    with pytest.raises(ProtocolError, match="did not report on the blocks"):
         asked(Client([end(None)]), Ticket(PLAN, _one_encoded))
 
 
@@ -135,12 +143,12 @@ def test_an_answer_that_a_stop_string_ends_is_told_of_without_the_engine() -> No
 
 
 def test_a_stop_string_does_not_hide_that_blocks_were_computed_anew() -> None:
-    with pytest.raises(ProtocolError, match="without a word of blocks"):
+    with pytest.raises(ProtocolError, match="did not report on the blocks"):
         asked(Client([output("stop", stop_reason="\n", cached=8)]), Ticket(PLAN, _one_encoded))
 
 
 def test_a_stop_token_is_the_engines_matter() -> None:
-    with pytest.raises(ProtocolError, match="without a word of blocks"):
+    with pytest.raises(ProtocolError, match="did not report on the blocks"):
         asked(Client([output("stop", stop_reason=2)]), Ticket(PLAN, _one_encoded))
 
 

@@ -11,8 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.protocol import BlockPlan
-from blockattn_rag.server.vllm.orders import UNSAVED
-from blockattn_rag.server.vllm.scheduler import SchedulerSide
+from blockattn_rag.server.vllm.scheduler import UNSAVED, SchedulerSide
 from tests_vllm.engines import sampling_of
 from tests_vllm.reference import Reference
 
@@ -21,25 +20,8 @@ COMPLETE = BlockPlan("complete", (2, 2)).to_dict()
 NOTHING: Any = SimpleNamespace(total_num_scheduled_tokens=0)
 
 
-class Pages:
-    """An engine's pages, of which some are forgotten."""
-
-    def __init__(self) -> None:
-        self.forgotten: list[set[int]] = []
-
-    def evict_blocks(self, pages: set[int]) -> None:
-        self.forgotten.append(pages)
-
-    def get_block_ids(self) -> tuple[list[int]]:
-        """Those of a request."""
-        return ([3, 4],)
-
-
-def scheduler_of(reference: Reference, pages: Any = None, **options: Any) -> SchedulerSide:
-    config = ServingConfig.parse(reference.options(**options))
-    scheduler = SchedulerSide(config, reference.profile)
-    scheduler.bind(Pages() if pages is None else pages)
-    return scheduler
+def scheduler_of(reference: Reference, **options: Any) -> SchedulerSide:
+    return SchedulerSide(ServingConfig.parse(reference.options(**options)), reference.profile)
 
 
 def request_of(params: dict[str, Any], **more: Any) -> Request:
@@ -81,46 +63,13 @@ def test_what_block_mode_cannot_do_fails_by_a_load_that_never_ends_well(
     reference: Reference, params: dict[str, Any], options: dict[str, Any], more: dict[str, Any]
 ) -> None:
     scheduler = scheduler_of(reference, **options)
-    request, pages = request_of(params, **more), Pages()
+    request, pages = request_of(params, **more), SimpleNamespace(get_block_ids=lambda: ([3, 4],))
     scheduler.add(request)
     assert scheduler.promised(request, 0) == (1, True)
     scheduler.allocated(request, pages, 1)  # type: ignore[arg-type]
     assert scheduler.orders(NOTHING).refused == ["r"]
     request.status = RequestStatus.FINISHED_ERROR
     assert scheduler.finished(request, [3]) == (False, None)
-
-
-@pytest.mark.parametrize(
-    ("load_async", "status", "forgotten"),
-    [
-        (False, RequestStatus.FINISHED_ABORTED, [{3, 4}]),
-        (False, RequestStatus.FINISHED_ERROR, [{3, 4}]),
-        (False, RequestStatus.FINISHED_LENGTH_CAPPED, []),
-        (True, RequestStatus.FINISHED_ABORTED, []),
-    ],
-)
-def test_pages_that_a_step_may_not_have_filled_are_forgotten(
-    reference: Reference, load_async: bool, status: RequestStatus, forgotten: list[set[int]]
-) -> None:
-    pages: Any = Pages()
-    scheduler = scheduler_of(reference, pages, load_async=load_async)
-    request = request_of(COMPLETE)
-    scheduler.add(request)
-    assert scheduler.promised(request, 0) == (4, load_async)
-    scheduler.allocated(request, pages, 4)
-    request.status = status
-    scheduler.finished(request, [3, 4])
-    assert pages.forgotten == forgotten
-
-
-def test_pages_of_a_request_that_made_room_while_they_were_filled_are_forgotten(
-    reference: Reference,
-) -> None:
-    pages: Any = Pages()
-    scheduler = scheduler_of(reference, pages)
-    news: Any = SimpleNamespace(invalid_block_ids={3, 4}, kv_connector_worker_meta=None)
-    scheduler.heard(news)
-    assert pages.forgotten == [{3, 4}]
 
 
 def test_a_refused_request_that_asks_for_failed_saves_is_forgotten_when_it_ends(

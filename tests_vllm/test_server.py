@@ -21,7 +21,7 @@ from blockattn_rag.server.endpoint import (
     ServerInfo,
 )
 from blockattn_rag.server.protocol import BlockPlan, ServedBlocks
-from blockattn_rag.server.vllm.orders import Load, Orders, Save
+from blockattn_rag.server.vllm.scheduler import Load, Orders, Save
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import TOKENS, Case, Reference
 from tests_vllm.server import KEY, NAME, Server
@@ -255,7 +255,7 @@ def test_private_blocks_are_found_again_by_their_tenant_alone_and_not_stored(
         ({"prompt_logprobs": 1}, "prompt_logprobs is not possible"),
         ({"use_beam_search": True}, "use_beam_search is not possible"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not possible"),
-        ({"prompt": [10**30] * 300}, "token ids beyond the model's"),
+        ({"prompt": [10**30] * 300}, "a block has invalid token ids"),
         ({"prompt": "text"}, "one prompt as a list of token ids"),
         ({"prompt": [[1, 2], [3, 4]]}, "one prompt as a list of token ids"),
         ({"kv_transfer_params": {"blockattn": {"v": 1}}}, "no field 'op'"),
@@ -357,7 +357,7 @@ def test_logs_hold_nothing_that_was_sent(reference: Reference, server: Server, p
 def test_what_fails_in_a_step_is_shown_without_tokens(reference: Reference) -> None:
     case = reference.case(2)
     plan = BlockPlan("complete", case.lengths)
-    orders = Orders([Load("one", plan, case.ids, [7], 0, True)], [Save("two", plan, case.ids, [8])])
+    orders = Orders([Load("one", plan, case.ids, [7], 0)], [Save("two", plan, case.ids, [8])])
     told = f"{prepare_object_to_dump(orders)} {orders}"
     assert "one" in told
     assert str(case.ids[:4])[1:-1] not in told

@@ -40,7 +40,6 @@ class ServingConfig:
             vouches for tenants. Not the secret itself: engines print their options.
         load_deadline_s: seconds that a load of blocks may take.
         kv_dtype: what blocks are stored in that are encoded here.
-        load_async: whether other requests go on while blocks are read.
 
     Raises:
         ValueError: an option is unknown, missing or out of range.
@@ -58,7 +57,6 @@ class ServingConfig:
     tenant_secret_env: str | None = None
     load_deadline_s: float = 10.0
     kv_dtype: KVDtype = "model"
-    load_async: bool = True
 
     def __post_init__(self) -> None:
         for one in fields(self):

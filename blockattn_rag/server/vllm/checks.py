@@ -1,4 +1,4 @@
-"""What an engine must be like for block mode to be exact: seen when it starts."""
+"""Checks at startup that an engine can run block mode exactly."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ logger = logging.getLogger("blockattn_rag")
 def check_engine(
     engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig, profile: ModelProfile
 ) -> None:
-    """Refuse an engine whose answers in block mode would be wrong, or come from elsewhere.
+    """Check that answers of this engine in block mode are exact.
 
     Raises:
-        ServingError: says all that is in the way, and what to do.
+        ServingError: They would not be. The message lists every reason, and what to change.
     """
     found = [*_transfer(engine), *_parallel(engine, config), *_model(engine, profile)]
     found += [*_cache(engine, cache, config)]
@@ -38,7 +38,7 @@ def check_engine(
     if speculative is not None and speculative.method not in ("ngram", "suffix"):
         logger.warning(
             "speculative decoding by %s: its draft layers get no keys and values of the blocks, "
-            "so that fewer of its tokens will be accepted; answers are not affected",
+            "so fewer draft tokens are accepted; answers are not affected",
             speculative.method,
         )
 
@@ -49,24 +49,24 @@ def _transfer(engine: VllmConfig) -> Iterator[str]:
     of_all = parent.kv_transfer_config if parent is not None else None
     if transfer is None or (of_all is not None and of_all.kv_connector == "MultiConnector"):
         yield (
-            "it is one of several connectors (MultiConnector), of which some do not keep the pages "
-            "of block mode apart; make it the only one"
+            "the connector is one of several (MultiConnector), and others may mix pages of block "
+            "mode with those of full mode; make it the only one"
         )
         return
     if transfer.kv_load_failure_policy != "fail":
         yield (
-            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, by which a request "
-            "goes on in a mix of block and full mode when a block is lost; set it to 'fail'"
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, which mixes block and "
+            "full mode in an answer when a block is lost; set it to 'fail'"
         )
     if not transfer.is_kv_consumer:
-        yield f"kv_role is {transfer.kv_role!r}, by which nothing is loaded; set it to 'kv_both'"
+        yield f"kv_role is {transfer.kv_role!r}, which loads nothing; set it to 'kv_both'"
 
 
 def _parallel(engine: VllmConfig, config: ServingConfig) -> Iterator[str]:
     parallel = engine.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            yield f"{name} is {getattr(parallel, name)}: ranks share out tokens; set it to 1"
+            yield f"{name} is {getattr(parallel, name)}: tokens are split over ranks; set it to 1"
     if parallel.pipeline_parallel_size > 1 and not config.read_only:
         yield (
             f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: no rank has all layers "
@@ -77,10 +77,10 @@ def _parallel(engine: VllmConfig, config: ServingConfig) -> Iterator[str]:
 def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
     model = engine.model_config
     if model.use_mla:
-        yield "the model has latent attention (MLA), whose cache holds no keys"
+        yield "the model has latent attention (MLA), whose cache contains no keys"
     if model.dtype != profile.torch_dtype:
         yield (
-            f"the engine computes in {model.dtype}, and the profile is of a model in "
+            f"the engine computes in {model.dtype}, but the profile is of a model in "
             f"{profile.torch_dtype}; start it with --dtype {profile.dtype}"
         )
     text = model.hf_text_config
@@ -90,12 +90,12 @@ def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
     ):
         if getattr(text, name, expected) != expected:
             yield (
-                f"the model has {name} {getattr(text, name)}, and the profile's ({profile.name}) "
-                f"{expected}; make the profile of the model that is served"
+                f"the model has {name} {getattr(text, name)}, but the profile of {profile.name} "
+                f"says {expected}; make a profile of the model that is served"
             )
     if model.max_model_len > profile.max_positions:
         yield (
-            f"max_model_len is {model.max_model_len}, and the model's keys are exact for "
+            f"max_model_len is {model.max_model_len}, but the model's keys are exact only for "
             f"{profile.max_positions} positions; set --max-model-len {profile.max_positions}"
         )
 
@@ -105,15 +105,15 @@ def _cache(engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig) -> I
     if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec | UniformTypeKVCacheSpecs):
         kinds = ", ".join(type(spec).__name__ for spec in specs)
         yield (
-            f"the cache has {len(specs)} groups ({kinds}), expected one that keeps all tokens of "
-            "attention layers; set --disable-hybrid-kv-cache-manager, or use a model without "
-            "recurrent layers whose layers do not all have a sliding window"
+            f"the cache has {len(specs)} groups ({kinds}), expected one that keeps all tokens; set "
+            "--disable-hybrid-kv-cache-manager, or use a model without recurrent layers and with "
+            "at least one layer without a sliding window"
         )
     dtype = engine.cache_config.cache_dtype
     as_computed = ("auto", str(engine.model_config.dtype).removeprefix("torch."))
     if dtype not in as_computed and config.encodes:
         yield (
-            f"the cache holds {dtype}, and blocks are kept as the model computes them; set "
+            f"the cache stores {dtype}, but blocks are saved as the model computes them; set "
             "--kv-cache-dtype auto, or read_only and private_memory '0', and encode on another "
             "server"
         )

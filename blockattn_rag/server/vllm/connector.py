@@ -15,15 +15,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.vllm.checks import check_engine
-from blockattn_rag.server.vllm.metrics import Fetches, ServingPromMetrics, ServingStats
-from blockattn_rag.server.vllm.orders import Orders
-from blockattn_rag.server.vllm.scheduler import SchedulerSide
+from blockattn_rag.server.vllm.metrics import ServingPromMetrics, ServingStats, WorkerReport
+from blockattn_rag.server.vllm.scheduler import Orders, SchedulerSide
 from blockattn_rag.server.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -34,13 +32,13 @@ if TYPE_CHECKING:
 class BlockAttentionConnector(KVConnectorBase_V1):
     """Block-Attention in vLLM.
 
-    The context blocks of a prompt are, to vLLM, a prefix that is computed elsewhere: their keys and
-    values are loaded into its pages, each block's turned to its place, and the final block is
-    computed by vLLM as ever. Configured by ``kv_connector_extra_config``, see ``ServingConfig``.
+    To vLLM, the context blocks of a prompt are a prefix that is computed elsewhere. The connector
+    loads their keys and values into vLLM's pages, rotated to their positions, and vLLM computes the
+    final block as usual. Options are in ``kv_connector_extra_config``, see ``ServingConfig``.
 
     Raises:
-        ValueError: an option is unknown or wrong.
-        ServingError: there is no profile, or the engine cannot answer in block mode.
+        ValueError: An option is unknown or invalid.
+        ServingError: The profile is missing, or the engine cannot run block mode.
     """
 
     def __init__(
@@ -55,82 +53,75 @@ class BlockAttentionConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(config, profile)
         else:
-            page_tokens = vllm_config.cache_config.block_size
-            self._worker = WorkerSide(config, profile, page_tokens)
+            self._worker = WorkerSide(config, profile, vllm_config.cache_config.block_size)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A block that is not stored is encoded anew: no request is held up for it."""
+        """False: a block that is not stored is encoded again, so no request waits for it."""
         return False
 
-    # The scheduler's half.
-
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._in_scheduler.bind(gpu_block_pool)
+    # Scheduler half.
 
     def on_new_request(self, request: Request) -> None:
-        self._in_scheduler.add(request)
+        self.scheduler.add(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._in_scheduler.promised(request, num_computed_tokens)
+        return self.scheduler.promised(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._in_scheduler.allocated(request, blocks, num_external_tokens)
+        self.scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._in_scheduler.orders(scheduler_output)
+        return self.scheduler.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._in_scheduler.heard(connector_output)
+        self.scheduler.take(connector_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._in_scheduler.finished(request, block_ids)
+        return self.scheduler.finished(request, block_ids)
 
-    # The workers' half.
+    # Worker half.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = self._vllm_config.compilation_config.static_forward_context
-        self._in_worker.register({name: layers[name] for name in kv_caches})
+        self.worker.register({name: layers[name] for name in kv_caches})
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         orders = self._get_connector_metadata()
         if not isinstance(orders, Orders):
-            raise TypeError(f"expected this connector's own orders, found {type(orders).__name__}")
-        self._in_worker.obey(orders)
+            raise TypeError(f"expected Orders of this connector, found {type(orders).__name__}")
+        self.worker.execute(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request runs when all its layers are loaded."""
+        """Do nothing: a request runs only after all its layers are loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: a block is stored when its request has ended."""
+        """Do nothing: a block is stored after its request has ended."""
 
     def wait_for_save(self) -> None:
-        """Nothing: pages that are stored are copied in the step that orders it."""
+        """Do nothing: pages are copied in the step that orders the save."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        done = self._in_worker.done()
+        done = self.worker.done()
         return KVConnectorTransferResults(done.saved, done.loaded, done.failed)
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._in_worker.spoilt_pages()
-
-    def build_connector_worker_meta(self) -> Fetches | None:
-        return self._in_worker.news()
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        return self.worker.report()
 
     # Both halves.
 
     def get_kv_connector_stats(self) -> ServingStats | None:
         if self._scheduler is not None:
             return self._scheduler.stats.taken()
-        return self._in_worker.counted()
+        return self.worker.counted()
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -151,13 +142,15 @@ class BlockAttentionConnector(KVConnectorBase_V1):
         return ServingPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
-    def _in_scheduler(self) -> SchedulerSide:
+    def scheduler(self) -> SchedulerSide:
+        """Half in the scheduler. Raises TypeError in a worker."""
         if self._scheduler is None:
-            raise TypeError("a worker's connector was asked what its scheduler knows")
+            raise TypeError("this connector runs in a worker, which has no scheduler half")
         return self._scheduler
 
     @property
-    def _in_worker(self) -> WorkerSide:
+    def worker(self) -> WorkerSide:
+        """Half in a worker. Raises TypeError in the scheduler."""
         if self._worker is None:
-            raise TypeError("the scheduler's connector was asked what workers do")
+            raise TypeError("this connector runs in the scheduler, which has no worker half")
         return self._worker

@@ -1,4 +1,4 @@
-"""Having blocks encoded before a prompt needs them: in the API server's process."""
+"""Has blocks encoded before a prompt needs them. Runs in the process of the API server."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from vllm import SamplingParams
 
-from blockattn_rag.errors import MissError, ServingError, StoreError
+from blockattn_rag.errors import MissError, ProtocolError, ServingError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.prompts.blocks import Keep, is_private, may_store
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import BlockId, BlockPlan, block_keys
 from blockattn_rag.server.shares import Share
-from blockattn_rag.server.vllm.kept import KeptBlocks
-from blockattn_rag.server.vllm.orders import UNSAVED, new_encode_name
-from blockattn_rag.server.vllm.room import Room
 from blockattn_rag.server.vllm.saver import QUEUE_BYTES
+from blockattn_rag.server.vllm.scheduler import UNSAVED, new_encode_name
 from blockattn_rag.store.base import KVStore, get_or_error, touch
 from blockattn_rag.store.breaker import CircuitBreaker
 from blockattn_rag.store.tier import is_damage
@@ -32,21 +32,20 @@ from blockattn_rag.store.tier import is_damage
 logger = logging.getLogger("blockattn_rag")
 
 _AT_ONCE = 64
-"""Blocks that are encoded at once; further ones wait here, where they hold no pages."""
+"""Blocks encoded at once. Further ones wait outside the engine, where they occupy no pages."""
 
 _ANSWERED_WITHIN_S = 30.0
 _STORED_WITHIN_S = 60.0
 _FIRST_ASKED_S, _ASKED_EVERY_S = 0.1, 0.5
-"""When the engine is asked whether a block that is not in the store yet could not be stored."""
+"""When to ask the engine why a block is not in the store yet."""
 _FAILURES, _PAUSE_S = 3, 30.0
 _THREADS = 16
-
 
 _Name = tuple[str, bool]
 
 
 class Encodable(NamedTuple):
-    """A block, and the request that encodes it: its prompt is the block, maybe after the sink."""
+    """A block, and the request that encodes it: the block's tokens, after the sink if any."""
 
     block: BlockId
     token_ids: list[int]
@@ -54,33 +53,27 @@ class Encodable(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Where it is kept."""
         return self.block.key
 
     @property
     def in_store(self) -> bool:
-        """Whether it may be stored; else it is kept in the memory of the engine's workers."""
+        """Whether the block may be stored; otherwise it stays in the workers' memory."""
         return may_store(self.block.keep)
 
     @property
     def name(self) -> _Name:
-        """What tells it from others, which may have the same key and stay in memory."""
+        """Identity: a block for the store and one for memory may have the same key."""
         return self.key, self.in_store
 
     @property
     def tokens(self) -> int:
-        """Its tokens."""
         return len(self.block.ids)
 
     def for_memory(self) -> Encodable:
-        """The same block, encoded for the memory of the engine's workers."""
+        """The same block, encoded for the workers' memory."""
         keep: Keep = "private" if is_private(self.block.keep) else "memory"
         plan = replace(self.plan, keep=(keep,))
         return Encodable(self.block._replace(keep=keep), self.token_ids, plan)
-
-
-class NotStoredError(ServingError):
-    """A block was not stored; the engine can keep it in memory."""
 
 
 def encodables(
@@ -92,23 +85,107 @@ def encodables(
     opens_prompt: bool,
     keep: Sequence[Keep] = (),
 ) -> list[Encodable]:
-    """Blocks by their token ids; ``opens_prompt``: the first one is encoded alone, as the first of
-    its prompt; ``keep``: as ``BlockPlan.keep``. Raises ProtocolError."""
+    """Make blocks of token ids.
+
+    Args:
+        opens_prompt: The first block is the first of its prompt, so it is encoded without the sink.
+        keep: As ``BlockPlan.keep``.
+
+    Raises:
+        ProtocolError: A block has no token.
+    """
     found = []
     for place, ids in enumerate(blocks):
         before = () if opens_prompt and place == 0 else profile.sink_ids
         token_ids = [*before, *ids]
-        own = tuple(keep[place : place + 1])
-        plan = BlockPlan("encode", (len(ids),), namespace, own)
+        plan = BlockPlan("encode", (len(ids),), namespace, tuple(keep[place : place + 1]))
         (block,) = block_keys(token_ids, plan, profile, read_namespaces)
         found.append(Encodable(block, token_ids, plan))
     return found
 
 
-class _Flight:
-    """An encoding that goes on.
+class NotStoredError(ServingError):
+    """A block was not stored. The engine can keep it in memory."""
 
-    ``waiting``: how many wait for it; ``is_asked``: whether the engine was asked for it yet.
+
+class KeptBlocks:
+    """The API server's estimate of which blocks the workers have in memory: an LRU, as theirs is.
+
+    It can be wrong if other API servers use the same workers. Then a load fails, and the block is
+    encoded again.
+
+    Args:
+        max_tokens: Tokens that the workers keep.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._tokens: OrderedDict[str, int] = OrderedDict()
+        self._sum = 0
+
+    def use(self, key: str) -> bool:
+        """Whether a block should be in memory. Marks it as used."""
+        if key in self._tokens:
+            self._tokens.move_to_end(key)
+        return key in self._tokens
+
+    def add(self, key: str, tokens: int) -> None:
+        self.discard(key)
+        self._tokens[key] = tokens
+        self._sum += tokens
+        while self._sum > self.max_tokens:
+            self.discard(next(iter(self._tokens)))
+
+    def discard(self, key: str) -> None:
+        self._sum -= self._tokens.pop(key, 0)
+
+    def check_room(self, tokens: int) -> None:
+        """Check that a prompt with so many tokens in memory fits. Raises ProtocolError."""
+        if tokens > self.max_tokens:
+            raise ProtocolError(
+                f"the prompt has blocks of {tokens} tokens that may not be stored, but this server "
+                f"keeps at most {self.max_tokens} such tokens in memory; put text that is no "
+                "passage after the passages, or raise private_memory in the connector's options"
+            )
+
+
+class Room:
+    """Limits what runs at once in an event loop. Waiters are served first come, first served.
+
+    Args:
+        max_running: Tasks that run at once.
+        max_bytes: Bytes that they take together; a single task may take more.
+    """
+
+    def __init__(self, max_running: int, max_bytes: int) -> None:
+        self._max_running, self._max_bytes = max_running, max_bytes
+        self._running = self._bytes = 0
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def taken(self, nbytes: int) -> AsyncGenerator[None, None]:
+        """Wait for room, and occupy it inside the context."""
+        async with self._turn:
+            while self._running and (
+                self._running >= self._max_running or self._bytes + nbytes > self._max_bytes
+            ):
+                self._freed.clear()
+                await self._freed.wait()
+            self._running += 1
+            self._bytes += nbytes
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._bytes -= nbytes
+            self._freed.set()
+
+
+class _Flight:
+    """A running encoding.
+
+    ``waiting``: number of waiters; ``is_asked``: whether the engine has the request.
     """
 
     def __init__(self, encode: Callable[[_Flight], Coroutine[Any, Any, None]]) -> None:
@@ -118,13 +195,13 @@ class _Flight:
 
 
 class BlockEnsurer:
-    """Looks blocks up in the home, and has the engine encode those that are not there.
+    """Looks blocks up in the store, and has the engine encode the missing ones.
 
-    Several requests that need one block cause one encoding of it.
+    A block that several requests need is encoded once.
 
     Args:
-        engine_client: vLLM's.
-        home: the store that the engine's workers write to.
+        engine_client: Client of vLLM's engine.
+        home: Store that the engine's workers write to.
     """
 
     def __init__(
@@ -139,22 +216,22 @@ class BlockEnsurer:
         self._kept = KeptBlocks(config.private_tokens(profile))
         self._later: set[asyncio.Task[None]] = set()
         self._flights: dict[_Name, _Flight] = {}
-        # Workers drop what they encode faster than it is stored. So blocks wait here instead.
+        # Workers drop blocks that they encode faster than they store them, so blocks wait here.
         self._room = Room(_AT_ONCE, QUEUE_BYTES)
-        # Who waits for a store that takes nothing waits long, and the engine computes for nothing.
+        # A store that accepts nothing would delay every request, and waste the engine's work.
         self._storing = CircuitBreaker(_FAILURES, _PAUSE_S)
         self._why_unstored = ""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="blockattn-rag-ensure")
 
     async def found(self, blocks: Sequence[Encodable], *, thorough: bool = False) -> list[bool]:
-        """Whether each block is there; it counts as used now.
+        """Whether each block is available. Marks it as used.
 
         Args:
-            thorough: read it all. An entry that is damaged is deleted, as it could not be loaded;
-                and what should be in the workers' memory is taken for lost.
+            thorough: Read each entry completely, and delete damaged ones. Blocks in the workers'
+                memory are assumed to be lost.
 
         Raises:
-            StoreError: the store does not say.
+            StoreError: The store does not answer.
         """
         distinct = {one.name: one for one in blocks}
         looks = (self._is_found(one, thorough) for one in distinct.values())
@@ -163,7 +240,7 @@ class BlockEnsurer:
 
     async def _is_found(self, one: Encodable, thorough: bool) -> bool:
         if not one.in_store and thorough:
-            self._kept.forget(one.key)
+            self._kept.discard(one.key)
         if not one.in_store and self._kept.use(one.key):
             return True
         return await self._asked(self._is_sound if thorough else self._is_there, one.block)
@@ -171,21 +248,24 @@ class BlockEnsurer:
     async def ensure(
         self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False
     ) -> list[bool]:
-        """Have all blocks encoded; says of each whether it had to be.
+        """Encode missing blocks.
 
-        A block that the store does not take is kept in the memory of the engine's workers, as far
-        as there is room: a full store is no reason not to answer.
+        A block that the store does not accept is kept in the workers' memory if there is room, so a
+        full store does not stop answers.
 
         Args:
-            thorough: as ``found``.
-            must_store: fail where a block that may be stored is not.
+            thorough: As for ``found``.
+            must_store: Fail if a block that may be stored is not.
+
+        Returns:
+            Whether each block was missing.
 
         Raises:
-            MissError: some that may be stored are missing, and this server stores nothing.
-            ProtocolError: those that may not be stored are more than this server keeps in memory.
-            ServingError: one could not be encoded; or one was not stored, and ``must_store`` or
-                the lack of room in memory rules out to keep it there.
-            StoreError: the store does not say what it has.
+            MissError: Blocks are missing, and this server is read-only.
+            ProtocolError: Memory has no room for the blocks that may not be stored.
+            ServingError: A block was not encoded; or it was not stored, and ``must_store`` or the
+                lack of memory forbids to keep it there.
+            StoreError: The store does not answer.
         """
         found = await self.found(blocks, thorough=thorough)
         absent = {one.name: one for one, there in zip(blocks, found, strict=True) if not there}
@@ -194,8 +274,8 @@ class BlockEnsurer:
         unstored = sum(one.in_store for one in missing.values())
         if unstored and self._config.read_only:
             raise MissError(
-                f"{unstored} of {len(blocks)} blocks are not stored and this server is "
-                "read_only; encode them on one that is not"
+                f"{unstored} of {len(blocks)} blocks are not stored and this server is read_only; "
+                "encode them on a server that is not"
             )
         in_memory = {
             one.key: one.tokens
@@ -206,14 +286,14 @@ class BlockEnsurer:
         failures = await asyncio.gather(*(self._unstored(one) for one in missing.values()))
         failed = [one for one, failure in zip(missing.values(), failures, strict=True) if failure]
         in_memory |= {one.key: one.tokens for one in [*failed, *late]}
-        if failed and (must_store or sum(in_memory.values()) > self._kept.most_tokens):
+        if failed and (must_store or sum(in_memory.values()) > self._kept.max_tokens):
             raise next(filter(None, failures))
         await asyncio.gather(*(self._encoded(one.for_memory()) for one in failed))
         self._store_later(late)
         return [one.name in missing for one in blocks]
 
     async def _unstored(self, one: Encodable) -> NotStoredError | None:
-        """Have a block encoded; why it was not stored, None if it was."""
+        """Encode a block. Returns why it was not stored; None if it was."""
         try:
             await self._encoded(one)
         except NotStoredError as error:
@@ -221,17 +301,18 @@ class BlockEnsurer:
         return None
 
     def _store_later(self, blocks: Iterable[Encodable]) -> None:
-        """Have blocks stored that may be by now and are in the workers' memory, which is enough for
-        the answer."""
+        """Store blocks in the background that are in the workers' memory and may now be stored."""
         for one in blocks if not self._config.read_only else ():
             task = asyncio.create_task(self._encoded(one))
             self._later.add(task)
             task.add_done_callback(self._later.discard)
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # was told
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # see _land
 
     async def _encoded(self, one: Encodable) -> None:
-        """Join the encoding of a block, or begin it. It ends early when nobody waits for it any
-        more and the engine was not asked yet."""
+        """Join the encoding of a block, or start it.
+
+        It is cancelled if the last waiter leaves before the engine has the request.
+        """
         flight = self._flights.get(one.name)
         if flight is None:
             flight = self._flights[one.name] = _Flight(partial(self._encode, one))
@@ -242,13 +323,13 @@ class BlockEnsurer:
         finally:
             flight.waiting -= 1
             if not flight.waiting and not flight.is_asked:
-                self._forget(one.name, flight)  # at once: it is none to join
+                self._forget(one.name, flight)  # at once, so that nobody joins it
                 flight.task.cancel()
 
     def _land(self, name: _Name, flight: _Flight) -> None:
         self._forget(name, flight)
-        # Logged here, because all who asked may be gone; but not that the store is left alone,
-        # which each request would log.
+        # Logged here, because all waiters may be gone. Not logged while the breaker is open, when
+        # each request would log the same.
         if flight.is_asked and not flight.task.cancelled() and (error := flight.task.exception()):
             logger.warning("a block is not encoded: %s", error)
 
@@ -268,8 +349,8 @@ class BlockEnsurer:
         async with self._room.taken(one.tokens * self._profile.bytes_per_token):
             if one.in_store and not self._storing.allows():
                 raise NotStoredError(
-                    "the store took none of the blocks that were encoded last "
-                    f"({self._why_unstored}); one is tried every {_PAUSE_S:g} s"
+                    f"the store took none of the last blocks ({self._why_unstored}); the next "
+                    f"attempt is within {_PAUSE_S:g} s"
                 )
             flight.is_asked, reason = True, None
             outputs = self._engine_client.generate(
@@ -284,14 +365,14 @@ class BlockEnsurer:
                 )
             if one.in_store:
                 await self._stored(one.block, request_id)
-            else:  # the workers keep it before they begin a load that was asked for from now on
+            else:  # workers execute this save before any load that is requested from now on
                 self._kept.add(one.key, one.tokens)
 
     async def _stored(self, block: BlockId, request_id: str) -> None:
-        """Wait until a block that was encoded is stored: workers write it when it is finished.
+        """Wait until the workers have stored an encoded block.
 
         Raises:
-            NotStoredError: they could not, or not in time.
+            NotStoredError: They could not, or not in time.
         """
         pause, began = 0.005, time.monotonic()
         asking = asyncio.create_task(self._why_not_stored(request_id))
@@ -318,8 +399,8 @@ class BlockEnsurer:
     async def _why_not_stored(self, request_id: str) -> str:
         """Ask the engine until it answers why a block could not be stored.
 
-        Its workers report this with their steps, and make none while there is nothing to compute.
-        So each question is a request of two tokens: the first one fetches the reports.
+        Workers report this with their steps, which an idle engine does not run. So each question is
+        a request for two tokens: the first one collects the reports.
         """
         sampling = SamplingParams(
             max_tokens=2,
@@ -339,11 +420,11 @@ class BlockEnsurer:
             pause = _ASKED_EVERY_S
 
     async def _asked(self, look: Callable[[BlockId], bool], block: BlockId) -> bool:
-        """What a look at the store says, which may take it long.
+        """Run a lookup in the store, which may block.
 
         Raises:
-            StoreError: it fails, or says nothing in time. Clients read this, so it tells nothing of
-                the store's place, and no key: the log does.
+            StoreError: It fails or times out. Clients see the message, so the store's location and
+                the key are in the log only.
         """
         asked = asyncio.get_running_loop().run_in_executor(self._threads, look, block)
         try:
@@ -354,7 +435,7 @@ class BlockEnsurer:
                 f"the server's store did not answer within {_ANSWERED_WITHIN_S:g} s"
             ) from None
         except StoreError as error:
-            logger.warning("a look at the store failed: %s", error)
+            logger.warning("a lookup in the store failed: %s", error)
             raise type(error)("the server's store failed; the server's log says how") from None
 
     def _is_in_own(self, block: BlockId) -> bool:
@@ -376,5 +457,5 @@ class BlockEnsurer:
         return False
 
     def _fits(self, kv: BlockKV, block: BlockId) -> bool:
-        """Whether a loader would take an entry for the block."""
+        """Whether a loader would accept an entry as the block."""
         return tuple(kv.token_ids.tolist()) == block.ids and kv.token_outline == self._outline

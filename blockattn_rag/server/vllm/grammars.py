@@ -1,4 +1,4 @@
-"""Grammars at a server: large ones are refused at once, and failures carry their reason."""
+"""Grammars in vLLM: size limits, and failures with their reason."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 _FAILURE = "grammar_failure"
 
-# llguidance follows references recursively: a chain of 20,000 overflows the stack, which ends the
+# llguidance follows references recursively: a chain of 20,000 overflows the stack and ends the
 # server; one of 2,000 does not.
 _MOST_REFERENCES = 1_000
 
 
 def prepare_request(request: Any, backend: str) -> None:
-    """Check the size of a request's grammar, and give vLLM choices in a form without its limit.
+    """Check the size of a request's grammar, and rewrite ``choice`` for the backend guidance.
 
-    vLLM makes a rule of ``choice`` for the backend guidance, which fails from 2,000 choices on.
+    vLLM's own grammar for ``choice`` fails from 2,000 choices on.
 
     Args:
-        request: body of a completion or a chat.
+        request: Body of a completion or a chat.
         backend: vLLM's backend for grammars.
 
     Raises:
-        ProtocolError: the grammar is too large, or has too many references. Compiling it would
+        ProtocolError: The grammar is too large, or has too many references. Compiling it would
             block or end the server.
     """
     held = request.structured_outputs
@@ -44,13 +44,13 @@ def prepare_request(request: Any, backend: str) -> None:
         if len(text) > MOST_CHARACTERS:
             raise ProtocolError(
                 f"the grammar of the answer has {len(text):,} characters, expected at most "
-                f"{MOST_CHARACTERS:,}. Offer less at once: retrieve the candidates first, or ask "
-                "in several steps"
+                f"{MOST_CHARACTERS:,}. Offer fewer options: retrieve candidates first, or ask in "
+                "several steps"
             )
         if (references := text.count('"$ref"')) > _MOST_REFERENCES:
             raise ProtocolError(
                 f"the schema of the answer has {references:,} references ($ref), expected at most "
-                f"{_MOST_REFERENCES:,}: write short definitions in place, or ask in several steps"
+                f"{_MOST_REFERENCES:,}. Inline short definitions, or ask in several steps"
             )
     if held is not None and held.choice and backend == "guidance":
         request.structured_outputs = replace(held, choice=None, grammar=choice_grammar(held.choice))
@@ -59,8 +59,8 @@ def prepare_request(request: Any, backend: str) -> None:
 def failure(request: Request) -> dict[str, Any] | None:
     """``kv_transfer_params`` with the reason why a request's grammar failed; None if it did not.
 
-    A matcher of llguidance with an error allows the end alone. Without this, vLLM returns such an
-    answer as if it were complete.
+    After an error, a matcher of llguidance allows only the end of the answer, which vLLM would
+    return as complete.
     """
     held = request.structured_output_request
     matcher = getattr(held and held.grammar, "ll_matcher", None)
@@ -70,15 +70,11 @@ def failure(request: Request) -> dict[str, Any] | None:
 
 
 def check_output(output: Any) -> None:
-    """Raise the failure that the engine reports with an output.
-
-    Raises:
-        GrammarError: the grammar of the answer failed; says why.
-    """
-    told = output.kv_transfer_params
-    told = told.get(FIELD) if isinstance(told, Mapping) else None
-    if isinstance(told, Mapping) and _FAILURE in told:
+    """Raise GrammarError if the engine reports a failure with an output."""
+    params = output.kv_transfer_params
+    ours = params.get(FIELD) if isinstance(params, Mapping) else None
+    if isinstance(ours, Mapping) and _FAILURE in ours:
         raise GrammarError(
-            f"the grammar of the answer cannot be followed: {told[_FAILURE]}. It is too large or "
+            f"the grammar of the answer cannot be followed: {ours[_FAILURE]}. It is too large or "
             "too complex for this server; use fewer anyOf cases, tools or optional properties"
         )

@@ -1,4 +1,4 @@
-"""What the connector counts, on the way from its workers to Prometheus."""
+"""Counters of the connector, from its workers to Prometheus, and the workers' reports."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from blockattn_rag.server.loader import LoaderStats
 from blockattn_rag.store.tier import TierStats
 
 PLAIN = {
-    "answers": "Requests answered in block mode, but for those that a stop string ended.",
-    "refused": "Requests in block mode that were refused by the engine.",
-    "loaded_tokens": "Context tokens whose keys and values were loaded, of answered requests.",
-    "local_tokens": "Context tokens found in the engine's own cache, of answered requests.",
-    "loads": "Requests whose blocks were loaded, by ranks.",
-    "load_failures": "Requests of which a block was missing, damaged or late, by ranks.",
-    "load_misses": "Blocks that were missing or damaged, by ranks.",
-    "load_seconds": "Seconds from asking for blocks until they were in memory, over all loads.",
-    "loaded_blocks": "Blocks that were loaded, by ranks.",
-    "loaded_bytes": "Bytes of keys and values that were loaded, by ranks.",
-    "saved_blocks": "Blocks that were encoded here and stored.",
-    "saved_bytes": "Bytes of these blocks, as they are stored.",
-    "save_failures": "Blocks that were encoded here and could not be kept.",
-    "kept_blocks": "Blocks that were encoded here and kept in memory alone, by ranks.",
+    "answers": "Requests answered in block mode, except those that a stop string ended.",
+    "refused": "Requests in block mode that the engine refused.",
+    "loaded_tokens": "Context tokens of answered requests whose keys and values were loaded.",
+    "local_tokens": "Context tokens of answered requests found in the engine's own cache.",
+    "loads": "Requests whose blocks were loaded, summed over ranks.",
+    "load_failures": "Requests with a missing, damaged or late block, summed over ranks.",
+    "load_misses": "Missing or damaged blocks, summed over ranks.",
+    "load_seconds": "Seconds until requested blocks were in memory, summed over loads.",
+    "loaded_blocks": "Blocks loaded, summed over ranks.",
+    "loaded_bytes": "Bytes of keys and values loaded, summed over ranks.",
+    "saved_blocks": "Blocks encoded by this server and stored.",
+    "saved_bytes": "Bytes of these blocks in the store.",
+    "save_failures": "Blocks encoded by this server that could not be kept.",
+    "kept_blocks": "Blocks encoded by this server and kept in memory only, summed over ranks.",
 }
-"""What is counted once; names as in Prometheus, without their prefix and ``_total``."""
+"""Plain counters: Prometheus names without ``vllm:blockattn_`` and ``_total``."""
 
 BY_TIER = {
-    "tier_hits": "Blocks that were read from a tier of the store, by ranks.",
-    "tier_misses": "Blocks that were not in a tier of the store, or damaged there, by ranks.",
-    "tier_failures": "Reads and writes of a tier that failed, by ranks.",
+    "tier_hits": "Blocks read from a tier of the store, summed over ranks.",
+    "tier_misses": "Blocks missing or damaged in a tier of the store, summed over ranks.",
+    "tier_failures": "Failed reads and writes of a tier, summed over ranks.",
 }
-"""What is counted for each tier, under ``name/tier``."""
+"""Counters with a label for the tier, counted as ``name/tier``."""
 
 
 class ServingStats(KVConnectorStats):
-    """What was counted in a step, as vLLM carries it from worker to logger."""
+    """Counts of a step, which vLLM carries from the workers to its loggers."""
 
     data: dict[str, float]
 
@@ -63,20 +63,20 @@ class ServingStats(KVConnectorStats):
 
 
 class Counters:
-    """Counts from several threads, taken step by step."""
+    """Thread-safe counters that are emptied step by step."""
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def count(self, name: str, more: float = 1, tier: str = "") -> None:
-        """Add to a counter of ``PLAIN``, or of ``BY_TIER``."""
+        """Add to a counter of ``PLAIN``, or with ``tier`` to one of ``BY_TIER``."""
         key = f"{name}/{tier}" if tier else name
         with self._lock:
             self._counts[key] = self._counts.get(key, 0) + more
 
     def taken(self) -> ServingStats | None:
-        """What was counted since this was last asked; None if nothing was."""
+        """Counts since the last call; None if there are none."""
         with self._lock:
             counts, self._counts = self._counts, {}
         return ServingStats(counts) if counts else None
@@ -96,7 +96,7 @@ _OF_TIER = ("hits", "misses", "failures")
 def count_loads(
     counters: Counters, before: LoaderStats, now: LoaderStats, tiers: Sequence[str]
 ) -> None:
-    """Add what a loader did in between; ``tiers`` are the names of its store's, in their order."""
+    """Count the difference of two loader stats. ``tiers`` names the store's tiers, in order."""
     for name, counter in _OF_LOADER.items():
         if more := getattr(now, name) - getattr(before, name):
             counters.count(counter, more)
@@ -142,28 +142,29 @@ class ServingPromMetrics(KVConnectorPromMetrics):
 
 
 class Fetch(NamedTuple):
-    """How long a request's blocks took, and how many of them came quantised."""
+    """Time that the blocks of a request took to load, and how many of them are quantized."""
 
     seconds: float
     int8_blocks: int
 
 
 @dataclass(slots=True)
-class Fetches(KVConnectorWorkerMetadata):
-    """The fetches that a rank finished in a step, by request.
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What a rank reports to the scheduler after a step.
 
-    ``unsaved``: why blocks that were encoded could not be stored, by the name of the encoding
-    request.
+    Args:
+        fetches: Finished loads by request id.
+        unsaved: Why encoded blocks could not be stored, by the name of the encoding request.
     """
 
-    of_requests: Mapping[str, Fetch] = field(default_factory=dict)
+    fetches: Mapping[str, Fetch] = field(default_factory=dict)
     unsaved: Mapping[str, str] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Fetches:
-        """Of several ranks the slowest one counts."""
-        if not isinstance(other, Fetches):
-            raise TypeError(f"expected the news of another rank, found {type(other).__name__}")
-        both = dict(self.of_requests)
-        for request_id, fetch in other.of_requests.items():
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Combine the reports of two ranks; of a request's loads, the slower one counts."""
+        if not isinstance(other, WorkerReport):
+            raise TypeError(f"expected the report of another rank, found {type(other).__name__}")
+        both = dict(self.fetches)
+        for request_id, fetch in other.fetches.items():
             both[request_id] = max(both.get(request_id, fetch), fetch)
-        return Fetches(both, {**self.unsaved, **other.unsaved})
+        return WorkerReport(both, {**self.unsaved, **other.unsaved})

@@ -1,4 +1,4 @@
-"""One attention layer's pages: written by the layer itself, read where it was seen to write."""
+"""Reads and writes the pages of an attention layer, whatever their layout."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from torch import Tensor
 from blockattn_rag.errors import ServingError
 
 _BASE = 128
-"""Numbers below it are exact in every number type that a cache may have."""
+"""Numbers below it are exact in every dtype of a cache."""
 
 Sizes = tuple[int, int, int]
-"""Key-value heads, and the sizes of a head's keys and values."""
+"""Number of key-value heads, and the sizes of a head's keys and values."""
 
 
 class LayerPages:
     """The pages of one layer of the engine.
 
-    Backends lay keys and values out as their kernels like it. So they are written by the layer's
-    own method. To read them, marked numbers are written once and looked for: where each of a
-    page's elements went is the same for all pages.
+    Each backend has its own layout, so pages are written by the layer's own method. To read them,
+    the layout is measured once: numbered elements are written to a page and located there.
 
     Args:
-        layer: an ``Attention`` layer of vLLM, whose ``kv_cache`` is ``[pages, ...]``.
+        layer: An ``Attention`` layer of vLLM, whose ``kv_cache`` is ``[pages, ...]``.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -44,20 +43,20 @@ class LayerPages:
 
     @property
     def tokens_per_page(self) -> int:
-        """Tokens of a page as the layer's kernels count them: the scheduler's may hold several."""
+        """Tokens of a page of the kernels, of which a page of the scheduler may contain several."""
         heads, key_size, value_size = self.sizes
         return int(self._layer.kv_cache[0].numel()) // (heads * (key_size + value_size))
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write states ``[kv_heads, tokens, head_size]``, of any float type, to slots
+        """Write states ``[kv_heads, tokens, head_size]`` of any float dtype to slots
         ``[tokens]``."""
         layer = self._layer
         both = (states.transpose(0, 1).contiguous() for states in (keys, values))
         layer.impl.do_kv_cache_update(layer, *both, layer.kv_cache, slots)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[kv_heads, tokens, head_size]`` in slots ``[tokens]``, which start at
-        the beginning of a page and go on to its end; copies in the cache's number type."""
+        """Copies of the keys and values ``[kv_heads, tokens, head_size]`` in slots ``[tokens]``,
+        which start at the beginning of a page."""
         heads, key_size, value_size = self.sizes
         tokens = self.tokens_per_page
         pages = slots[::tokens] // tokens
@@ -69,17 +68,17 @@ class LayerPages:
         )
 
     def _measured(self) -> Tensor:
-        """For each element of a page, keys ``[tokens, heads, size]`` and then values, where it lies
-        in the flat page."""
+        """Index into the flat page for each element of keys ``[tokens, heads, size]``, then
+        values."""
         if self._places is None:
             self._places = _measure(self)
         return self._places
 
     def share_layout(self, others: Sequence[LayerPages]) -> None:
-        """Measure the layout, or take that of a layer which stores alike.
+        """Measure the layout, or copy it from a layer with the same one.
 
         Raises:
-            ServingError: what is written is not to be found in the page as it was.
+            ServingError: What is written to a page cannot be read back.
         """
         for other in others:
             if other._places is not None and self._stores_as(other):
@@ -99,8 +98,8 @@ class LayerPages:
 
 
 def _measure(pages: LayerPages) -> Tensor:
-    """Write numbers that tell an element's place, digit by digit, to the first page; see where each
-    came to lie. The page, which is nobody's (vLLM's null block), is left as it was."""
+    """Write the index of each element to the first page, digit by digit, and find where it went.
+    The page is vLLM's null block, which no request uses. It is restored afterwards."""
     cache: Tensor = pages._layer.kv_cache
     heads, key_size, value_size = pages.sizes
     tokens = pages.tokens_per_page
@@ -109,7 +108,7 @@ def _measure(pages: LayerPages) -> Tensor:
     if not cache.dtype.is_floating_point or cache.dtype.itemsize < 2 or page.numel() != count:
         raise ServingError(
             f"found pages {tuple(cache.shape)} of {cache.dtype}, expected keys and values as the "
-            "model computed them: blocks cannot be kept from this cache. Use --kv-cache-dtype "
+            "model computed them: blocks cannot be saved from this cache. Use --kv-cache-dtype "
             "auto, or read_only and private_memory '0'"
         )
     before = page.clone()
@@ -131,8 +130,8 @@ def _measure(pages: LayerPages) -> Tensor:
     order = found.argsort()
     if not torch.equal(found[order], numbers):
         raise ServingError(
-            f"{type(pages._layer.impl).__name__} does not store keys and values as they are: "
-            "blocks cannot be kept from its pages. Use another attention backend, or read_only and "
-            "private_memory '0'"
+            f"{type(pages._layer.impl).__name__} changes the keys and values that it stores: "
+            "blocks cannot be saved from its pages. Use another attention backend, or read_only "
+            "and private_memory '0'"
         )
     return order

@@ -1,4 +1,4 @@
-"""The entry points by which vLLM finds this package: its connector, and its endpoints."""
+"""Entry points by which vLLM finds the connector and the endpoints of this package."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Make the connector known by its name. May be called again and again."""
+    """Register the connector under its name. Repeated calls do nothing."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    with suppress(ValueError):  # it is known already
+    with suppress(ValueError):  # already registered
         KVConnectorFactory.register_connector(
             CONNECTOR, "blockattn_rag.server.vllm.connector", CONNECTOR
         )
 
 
 class BlockAttentionEndpoints:
-    """The routes of ``serving.endpoint``, for ``vllm serve`` with ``VLLM_PLUGINS=blockattn``."""
+    """Routes of block mode for ``vllm serve``, enabled by ``VLLM_PLUGINS=blockattn``."""
 
     name = "blockattn"
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes."""
+        """Add the routes to vLLM's app."""
         from blockattn_rag.server.vllm.routes import router
 
         app.include_router(router)
@@ -37,8 +37,8 @@ class BlockAttentionEndpoints:
         """Open the store that the connector of this server uses.
 
         Raises:
-            ServingError: the server has no connector of this package.
-            StoreError, ValueError: as the connector itself.
+            ServingError: The server does not use the connector of this package.
+            StoreError, ValueError: As the connector.
         """
         from blockattn_rag.server.vllm.service import Service
 

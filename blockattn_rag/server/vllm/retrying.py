@@ -1,18 +1,29 @@
-"""vLLM's engine client, asked once more where the blocks of a prompt were lost in between."""
+"""Retries answers whose blocks were lost, and adds what became of the blocks to every answer."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from prometheus_client import Counter
 from vllm.exceptions import RetryableRequestError
 
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.server.protocol import FIELD, BlockPlan, ServedBlocks
 from blockattn_rag.server.vllm import grammars
-from blockattn_rag.server.vllm.counts import CUT_ANSWERS, RETRIES
+
+# Names must not start with "vllm:": vLLM unregisters those when it starts an engine.
+RETRIES = Counter("blockattn_retries", "Requests retried because their blocks were lost.")
+CUT_ANSWERS = Counter(
+    "blockattn_cut_answers",
+    "Answers in block mode ended by a stop string, which the engine does not count.",
+)
+
+_DATA = "data: "
+_COMPLETE = ("stop", "length", "repetition")
 
 
 @dataclass(slots=True)
@@ -20,11 +31,11 @@ class Ticket:
     """A request in block mode on its way through vLLM's handlers.
 
     Args:
-        plan: how its prompt is cut.
-        ensure_again: have all its blocks stored, looking at each closely; returns what is added to
-            ``encoded``.
-        encoded: tokens of each block that was encoded for it, by key: once, however often.
-        marker: what its answer says of its blocks, as soon as that is known.
+        plan: How its prompt is cut.
+        ensure_again: Checks all its blocks thoroughly and encodes the missing ones. Returns their
+            tokens by key.
+        encoded: Tokens of the blocks that were encoded for it, by key.
+        marker: ``kv_transfer_params`` of its answer, once known.
     """
 
     plan: BlockPlan
@@ -34,17 +45,17 @@ class Ticket:
 
 
 CURRENT: ContextVar[Ticket | None] = ContextVar("blockattn_ticket", default=None)
-"""The ticket of the request that is being handled."""
+"""Ticket of the request that is being handled."""
 
 
 class RetryingClient:
-    """An engine client whose requests in block mode get a second try.
+    """An engine client that retries requests in block mode once.
 
-    A request whose blocks could not be loaded ends in an error before its first token. It is asked
-    anew, once, after its blocks were looked at closely. Once a token was sent, it is too late.
+    A request whose blocks cannot be loaded ends with an error before its first token. It is retried
+    after a thorough check of its blocks. After the first token, no retry is possible.
 
     Args:
-        client: vLLM's, which does all the rest.
+        client: vLLM's engine client, which does everything else.
     """
 
     def __init__(self, client: Any) -> None:
@@ -56,10 +67,10 @@ class RetryingClient:
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """As vLLM's; the last output of a request in block mode says what was encoded for it.
+        """As vLLM's; in block mode, the last output says what became of the blocks.
 
         Raises:
-            GrammarError: (from the generator) the grammar of the answer failed.
+            GrammarError: From the generator, if the grammar of the answer failed.
         """
         ticket = CURRENT.get()
         if ticket is None:
@@ -91,7 +102,7 @@ class RetryingClient:
         again = self._client.generate(prompt, sampling_params, f"{request_id}-again", **options)
         async for output in _checked(again):
             if _failed(output):
-                # The engine gives no reason if it cannot compile a grammar that the server accepts.
+                # The engine gives no reason if it cannot compile a grammar.
                 has_grammar = getattr(sampling_params, "structured_outputs", None) is not None
                 grammar = "the grammar could not be compiled, " * has_grammar
                 raise RetryableRequestError(
@@ -103,7 +114,7 @@ class RetryingClient:
 
 
 async def _checked(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Outputs until the engine reports that the grammar of the answer failed."""
+    """The outputs, or GrammarError when the engine reports that the grammar failed."""
     try:
         async for output in outputs:
             grammars.check_output(output)
@@ -112,30 +123,27 @@ async def _checked(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, No
         await outputs.aclose()
 
 
-_WHOLE = ("stop", "length", "repetition")
-
-
 def _failed(output: Any) -> bool:
     return any(one.finish_reason == "error" for one in output.outputs)
 
 
 def _between(anew: int, plan: BlockPlan) -> str:
-    """What the look at the blocks between two tries that failed tells of why they did. vLLM's
-    workers, which know, have no way to tell whom a request came from."""
+    """What the check between two failed attempts found. vLLM's workers know the cause, but cannot
+    report it with the request."""
     blocks = len(plan.lengths)
     if anew:
         return (
-            f"in between, {anew} of its {blocks} blocks were not whole in the store, and were "
-            "encoded anew"
+            f"in between, {anew} of its {blocks} blocks were missing or damaged in the store, and "
+            "were encoded again"
         )
     return (
-        f"in between, all its {blocks} blocks were whole in the store: the workers do not read "
-        "them within load_deadline_s, or not from that store, or the engine fails"
+        f"in between, all its {blocks} blocks were intact in the store: the workers cannot read "
+        "them within load_deadline_s, or read another store, or the engine fails"
     )
 
 
 def _marked(output: Any, ticket: Ticket) -> Any:
-    """An output that also tells, where it ends an answer, what became of the prompt's blocks."""
+    """The output; if it ends an answer, with what became of the prompt's blocks."""
     served = _served(output, ticket.plan)
     if served is not None:
         CUT_ANSWERS.inc(served.cut_short)
@@ -147,17 +155,35 @@ def _marked(output: Any, ticket: Ticket) -> Any:
 
 
 def _served(output: Any, plan: BlockPlan) -> ServedBlocks | None:
-    """What an output says of blocks; None if more outputs follow, or the answer was broken off.
+    """What became of the blocks; None if more outputs follow, or the answer was aborted.
 
-    The engine says it with the last token. It does not where a stop string ends the answer: vLLM
-    finds these where it makes text, in this process, and then breaks the engine's request off. Its
-    tokens that were not computed tell then that the blocks were there.
+    The engine reports it with the last token, except if a stop string ends the answer: vLLM finds
+    stop strings in this process, and aborts the engine's request. Then the number of cached tokens
+    shows that the blocks were there.
     """
     if output.kv_transfer_params and FIELD in output.kv_transfer_params:
         return ServedBlocks.from_dict(output.kv_transfer_params)
-    if not (output.finished and any(one.finish_reason in _WHOLE for one in output.outputs)):
+    if not (output.finished and any(one.finish_reason in _COMPLETE for one in output.outputs)):
         return None
     is_stopped_here = any(isinstance(one.stop_reason, str) for one in output.outputs)
     if is_stopped_here and (output.num_cached_tokens or 0) >= plan.context_tokens:
         return ServedBlocks(len(plan.lengths), 0, 0, cut_short=True)
-    raise ProtocolError("the engine answered without a word of blocks: is the connector there?")
+    raise ProtocolError("the engine did not report on the blocks: is the connector configured?")
+
+
+async def with_marker(
+    events: AsyncGenerator[str, None], ticket: Ticket
+) -> AsyncGenerator[str, None]:
+    """Add ``kv_transfer_params`` to the events that end an answer.
+
+    vLLM 0.32 adds them to answers that are not streamed only; later releases also to streams.
+    """
+    try:
+        async for event in events:
+            if ticket.marker and event.startswith(_DATA) and '"finish_reason":"' in event:
+                data = json.loads(event.removeprefix(_DATA))
+                data["kv_transfer_params"] = ticket.marker
+                event = f"{_DATA}{json.dumps(data, ensure_ascii=False)}\n\n"
+            yield event
+    finally:
+        await events.aclose()

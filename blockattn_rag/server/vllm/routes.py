@@ -1,4 +1,4 @@
-"""The routes of ``serving.endpoint`` in vLLM's API server."""
+"""Routes of block mode in vLLM's API server."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import Counter
 from vllm import envs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -21,12 +22,18 @@ from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
 from blockattn_rag.errors import BlockAttnError, GrammarError, MissError, ProtocolError
 from blockattn_rag.server.endpoint import CHAT_COMPLETIONS, COMPLETIONS, ENCODE, INFO, EncodeBody
-from blockattn_rag.server.vllm.counts import counted
-from blockattn_rag.server.vllm.service import Service
+from blockattn_rag.server.vllm.service import Create, Service
+
+# The name must not start with "vllm:": vLLM unregisters those when it starts an engine.
+REQUESTS = Counter(
+    "blockattn_requests",
+    "Requests to the endpoints of block mode, by path and HTTP status; streams when they begin.",
+    ["path", "status"],
+)
 
 
 def _check_key(raw_request: Request) -> None:
-    """Ask for the server's API key, which vLLM asks for on its own routes alone."""
+    """Check the server's API key, which vLLM does for its own routes only."""
     args = getattr(raw_request.app.state, "args", None)
     keys = [key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key]
     guard = AuthenticationMiddleware(raw_request.app, keys)
@@ -45,7 +52,7 @@ def _service(raw_request: Request) -> Service:
 
 @router.get(INFO)
 async def info(raw_request: Request) -> Response:
-    """What this server tells of itself."""
+    """Describe this server."""
     try:
         return JSONResponse(_service(raw_request).info(raw_request.headers).to_dict())
     except BlockAttnError as error:
@@ -55,7 +62,7 @@ async def info(raw_request: Request) -> Response:
 @router.post(ENCODE, dependencies=_JSON)
 @with_cancellation
 async def encode(told: Annotated[Any, Body()], raw_request: Request) -> Response:
-    """Have blocks stored."""
+    """Store blocks, or look them up."""
     try:
         body = EncodeBody.from_dict(told)
         answer = await _service(raw_request).encode(body, raw_request.headers)
@@ -68,30 +75,24 @@ async def encode(told: Annotated[Any, Body()], raw_request: Request) -> Response
 @with_cancellation
 @load_aware_call
 async def completions(request: CompletionRequest, raw_request: Request) -> Response:
-    """As ``/v1/completions``, with the blocks that ``kv_transfer_params`` tell of ensured."""
-    service = _service(raw_request)
-    handler = service.completions
-    answer = await _answer(service, handler, "create_completion", request, raw_request)
-    return counted(raw_request, answer)
+    """As ``/v1/completions``, in block mode if ``kv_transfer_params`` contain a plan."""
+    create = _service(raw_request).completions.create_completion
+    return counted(raw_request, await _answer(create, request, raw_request))
 
 
 @router.post(CHAT_COMPLETIONS, dependencies=_JSON)
 @with_cancellation
 @load_aware_call
 async def chat_completions(request: ChatCompletionRequest, raw_request: Request) -> Response:
-    """As ``/v1/chat/completions``; the prompt is ``kv_transfer_params.prompt_token_ids``."""
-    service = _service(raw_request)
-    handler = service.chat
-    answer = await _answer(service, handler, "create_chat_completion", request, raw_request)
-    return counted(raw_request, answer)
+    """As ``/v1/chat/completions``, with the prompt in ``kv_transfer_params.prompt_token_ids``."""
+    create = _service(raw_request).chat.create_chat_completion
+    return counted(raw_request, await _answer(create, request, raw_request))
 
 
-async def _answer(
-    service: Service, handler: Any, create: str, request: Any, raw_request: Request
-) -> Response:
-    """vLLM's answer, in the form in which its own routes give it."""
+async def _answer(create: Create, request: Any, raw_request: Request) -> Response:
+    """vLLM's answer, in the form that its own routes return."""
     try:
-        answer = await service.complete(handler, create, request, raw_request)
+        answer = await _service(raw_request).complete(create, request, raw_request)
     except BlockAttnError as error:
         return _refusal(error)
     if isinstance(answer, ErrorResponse):
@@ -106,12 +107,18 @@ async def _answer(
 
 
 def _refusal(error: BlockAttnError) -> Response:
-    """Why something was not done, in the form of vLLM's errors.
+    """An error in the form of vLLM's.
 
-    400: it cannot be asked so. 409: this server may not do what would be needed. 503: it could not
-    be done now.
+    400: the request is invalid. 409: blocks are missing that this server may not encode. 503: the
+    request failed and may succeed later.
     """
     statuses = {ProtocolError: 400, GrammarError: 400, MissError: 409}
     status = next((code for kind, code in statuses.items() if isinstance(error, kind)), 503)
-    told = {"message": str(error), "type": type(error).__name__, "param": None, "code": status}
-    return JSONResponse({"error": told}, status_code=status)
+    body = {"message": str(error), "type": type(error).__name__, "param": None, "code": status}
+    return JSONResponse({"error": body}, status_code=status)
+
+
+def counted(raw_request: Request, response: Response) -> Response:
+    """Count a response."""
+    REQUESTS.labels(raw_request.url.path, str(response.status_code)).inc()
+    return response

@@ -1,5 +1,5 @@
-"""Keeping blocks that were encoded here: out of the pages, over the ranks, to the home; or, if they
-may not be stored, in the memory of each rank."""
+"""Saves encoded blocks: gathers them from the pages of all ranks into the store, or keeps blocks
+that may not be stored in the memory of each rank."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import BlockId, block_keys
 from blockattn_rag.server.shares import Share
 from blockattn_rag.server.vllm.metrics import Counters
-from blockattn_rag.server.vllm.orders import Save, encode_name
 from blockattn_rag.server.vllm.pages import LayerPages
+from blockattn_rag.server.vllm.scheduler import Save, encode_name
 from blockattn_rag.store.base import KVStore
 from blockattn_rag.store.checks import check_finite
 from blockattn_rag.store.write_queue import WriteQueue
@@ -30,28 +30,27 @@ from blockattn_rag.store.write_queue import WriteQueue
 logger = logging.getLogger("blockattn_rag")
 
 QUEUE_BYTES = 1 << 30
-"""Blocks that wait to be written, at most; a single one may be larger."""
+"""Size limit of the queue of blocks to write; a single block may be larger."""
 
 States = list[tuple[Tensor, Tensor]]
-"""Keys and values of layers."""
+"""Keys and values of each layer."""
 
 
 class BlockSaver:
-    """Keeps blocks; the same calls must be made on every rank of the tensor-parallel group.
+    """Keeps encoded blocks. All ranks of the tensor-parallel group must make the same calls.
 
-    Of a block that may be stored, the first rank gathers all heads and writes one entry, so that an
-    entry is there whole or not at all, and is the same whichever engine wrote it. Of any other
-    block, each rank keeps its share, before ``save`` returns.
+    If a block may be stored, the first rank gathers all heads and writes one entry, so an entry is
+    complete and does not depend on the number of ranks. Otherwise each rank keeps its share in
+    memory before ``save`` returns.
 
     Args:
-        pages: of all layers of the share.
-        share: what this rank holds.
-        home: where entries are written, in threads of its own; whoever has it read-only, or has
-            not all layers, saves no block that may be stored.
-        kept: where the share is kept of blocks that may not be stored: in memory alone.
+        pages: Pages of all layers of the share.
+        share: Heads and layers of this rank.
+        home: Store for blocks that may be stored. Written by background threads.
+        kept: In-memory store for the share of blocks that may not be stored.
 
     Raises:
-        ServingError: what a layer writes to its pages cannot be read there.
+        ServingError: What a layer writes to its pages cannot be read back.
     """
 
     def __init__(
@@ -78,10 +77,10 @@ class BlockSaver:
             one.share_layout(pages[:place])
 
     def save(self, save: Save, slots: Tensor) -> None:
-        """Copy a block out of its pages, whose slots ``[tokens]`` are those of the whole prompt.
+        """Copy a block out of its pages. ``slots`` ``[tokens]`` covers the complete prompt.
 
         Raises:
-            ProtocolError: the plan does not fit the tokens.
+            ProtocolError: The plan does not fit the tokens.
         """
         (block,) = block_keys(save.token_ids, save.plan, self._profile)
         own = [one.read(slots) for one in self._pages]
@@ -98,18 +97,20 @@ class BlockSaver:
             self._note_unsaved(save.request_id, why)
 
     def unsaved(self) -> Mapping[str, str]:
-        """Why blocks could not be stored since this was last asked, by the name of the encoding
-        request. Clients read the reasons: they name neither the store's place nor a key."""
+        """Why blocks could not be stored since the last call, by the name of the encoding request.
+
+        Clients see the reasons, so they contain neither the store's location nor a key.
+        """
         with self._lock:
             unsaved, self._unsaved = self._unsaved, {}
         return unsaved
 
     def close(self) -> None:
-        """Write what waits, and take no more."""
+        """Write the queued blocks, and accept no more."""
         self._writes.close()
 
     def _block(self, block: BlockId, states: States) -> BlockKV:
-        """A block of these layers' keys and values, which may have stood after a sink."""
+        """A block of these keys and values, with positions counted from its own start."""
         layouts = [self._profile.layouts[layer] for layer in self._share.layers]
         keys = [
             shift_positions(one[:, block.start :], -block.start, layout)
@@ -121,12 +122,12 @@ class BlockSaver:
             token_ids=torch.tensor(block.ids, dtype=torch.int64),
             fingerprint=self._profile.fingerprint,
             digest=block.digest,
-            handle="",  # of a text, which is not known here
+            handle="",  # the digest of a text, which is unknown here
             namespace=block.namespaces[0],
         )
 
     def _keep(self, request_id: str, kv: BlockKV) -> None:
-        """Keep a share in memory. Loads of the same step, and of all later ones, find it."""
+        """Keep a share in memory, where loads of this step and of later ones find it."""
         try:
             check_finite(kv, "to memory")
             kept = kv.quantised() if self._quantises else kv
@@ -158,7 +159,7 @@ class BlockSaver:
             self._unsaved[encode_name(request_id)] = why
 
     def _gathered(self, states: States) -> States | None:
-        """Each layer's keys and values with the heads of all ranks; None but on the first rank."""
+        """Keys and values of each layer with all heads; None except on the first rank."""
         group = get_tp_group()
         if group.world_size == 1:
             return states
@@ -172,7 +173,7 @@ class BlockSaver:
         shares = [Share.of(self._profile, rank, group.world_size) for rank in range(len(parts))]
         whole = []
         for place, shape in enumerate(shapes):
-            # Where there are more ranks than heads, several ranks have the same ones.
+            # With more ranks than heads, several ranks have the same head.
             by_heads = {
                 share.heads[place // 2].start: part[place].view(shape)
                 for share, part in zip(shares, parts, strict=True)

@@ -1,15 +1,17 @@
-"""The connector's half in vLLM's scheduler: what each request's pages may be filled with.
+"""Scheduler half of the connector: plans loads into the pages of requests, and saves out of them.
 
-Nothing here asks a network: the scheduler's thread serves every request.
+The scheduler's thread serves every request, so nothing here waits for a network or a disk.
 """
 
 from __future__ import annotations
 
 import logging
+import uuid
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.request import RequestStatus
 
 from blockattn_rag.errors import ProtocolError
@@ -25,11 +27,9 @@ from blockattn_rag.server.protocol import (
     salt,
 )
 from blockattn_rag.server.vllm import grammars
-from blockattn_rag.server.vllm.metrics import Counters, Fetches
-from blockattn_rag.server.vllm.orders import UNSAVED, Load, Orders, Save
+from blockattn_rag.server.vllm.metrics import Counters, WorkerReport
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -37,7 +37,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("blockattn_rag")
 
-_MOST_UNSAVED = 1024
+UNSAVED = "blockattn_unsaved"
+"""Field of ``kv_transfer_params``. In a request: the name of an encoding request. In its answer:
+the reason why that block could not be stored, or None."""
+
+_ENCODE = "blockattn-encode-"
+_MAX_UNSAVED = 1024
 
 _ANSWERED = (
     RequestStatus.FINISHED_STOPPED,
@@ -46,50 +51,97 @@ _ANSWERED = (
 )
 
 
-@dataclass(slots=True)
-class _Asked:
-    """A request in block mode.
+def new_encode_name() -> str:
+    """Name for an encoding request that no client can guess."""
+    return f"{_ENCODE}{uuid.uuid4().hex}"
+
+
+def encode_name(request_id: str) -> str:
+    """The name in a request id, to which vLLM appends digits of its own."""
+    return request_id[: len(_ENCODE) + 32]
+
+
+# Token ids can be decoded to text, so ``repr`` omits them: vLLM logs the orders of a failed step.
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Fill the pages of a request with the keys and values of its context.
 
     Args:
-        plan: None if it is refused.
-        served: figures so far.
-        is_filling: its pages are being filled by the step that runs it, and the prefix cache gives
-            them to others already.
+        token_ids: Token ids of the complete prompt.
+        pages: Pages of the request, in order. The context starts in the first one.
+        computed: Context tokens that are already in the pages, which other requests may share.
     """
+
+    request_id: str
+    plan: BlockPlan
+    token_ids: list[int] = field(repr=False)
+    pages: list[int]
+    computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Store the block that a finished request computed: the last tokens of its prompt.
+
+    Args:
+        token_ids: Token ids of the complete prompt, including those of the sink.
+        pages: Pages with their keys and values.
+    """
+
+    request_id: str
+    plan: BlockPlan
+    token_ids: list[int] = field(repr=False)
+    pages: list[int]
+
+
+@dataclass(slots=True)
+class Orders(KVConnectorMetadata):
+    """What the workers do in one step.
+
+    Args:
+        refused: Ids of requests that must fail. The reasons are already logged.
+        is_idle: The model computes nothing in this step, so workers may wait for loads.
+    """
+
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    is_idle: bool = False
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request in block mode. ``plan`` is None if it is refused."""
 
     plan: BlockPlan | None
     served: ServedBlocks
-    is_filling: bool = False
 
 
 class SchedulerSide:
-    """Plans of requests, their salts, and the orders to the workers.
+    """Tracks requests in block mode and writes the orders for the workers.
 
     Args:
-        config: the connector's options.
-        profile: of the served model.
+        config: Options of the connector.
+        profile: Profile of the served model.
     """
 
     def __init__(self, config: ServingConfig, profile: ModelProfile) -> None:
         self._config = config
         self._profile = profile
         self._secret = config.tenant_secret
-        self._asked: dict[str, _Asked] = {}
+        self._requests: dict[str, _Request] = {}
         self._orders = Orders()
-        self._pool: BlockPool | None = None
         self._unsaved: OrderedDict[str, str] = OrderedDict()
         self.stats = Counters()
 
-    def bind(self, pool: BlockPool) -> None:
-        """Take the engine's pages, to have those forgotten that could not be filled."""
-        self._pool = pool
-
     def add(self, request: Request) -> None:
-        """Learn of a request, and see to it that it shares pages with its like alone.
+        """Register a new request and give it the cache salt of its plan.
 
-        Pages of block mode hold other keys and values than those of full mode, and those of one
-        cut of a prompt others than those of another. A request that is refused fails when it is
-        scheduled: here there is nobody to tell.
+        Pages of block mode hold other keys and values than those of full mode, and each way to cut
+        a prompt gives others again. The salt keeps them apart in the prefix cache. A refused
+        request fails when it is scheduled, because vLLM expects no error here.
         """
         try:
             plan = parse_plan(
@@ -99,7 +151,7 @@ class SchedulerSide:
                 namespace=self._config.namespace,
             )
         except ProtocolError:
-            # Its message may quote what was sent, which is no matter for a log.
+            # The message may quote the request, which does not belong in a log.
             self._refuse(request, "kv_transfer_params that an endpoint of this package refuses")
             return
         if plan is None:
@@ -111,113 +163,98 @@ class SchedulerSide:
         except ProtocolError as error:
             self._refuse(request, str(error))
             return
-        all_local = ServedBlocks(len(plan.lengths), 0, plan.context_tokens)  # if none is promised
-        self._asked[request.request_id] = _Asked(plan, all_local)
+        all_local = ServedBlocks(len(plan.lengths), 0, plan.context_tokens)  # unless blocks load
+        self._requests[request.request_id] = _Request(plan, all_local)
         _set_salt(request, salt(plan, self._profile, request.cache_salt))
 
     def _refuse(self, request: Request, why: str) -> None:
-        """Have a request fail when it is scheduled."""
+        """Make a request fail when it is scheduled."""
         logger.warning("request %s is refused: %s", request.request_id, why)
-        self._asked[request.request_id] = _Asked(None, ServedBlocks(0, 0, 0))
+        self._requests[request.request_id] = _Request(None, ServedBlocks(0, 0, 0))
         self.stats.count("refused")
         _set_salt(request, f"ba1-refused-{request.request_id}")
-        request.skip_reading_prefix_cache = False  # it would keep it from failing
+        request.skip_reading_prefix_cache = False  # otherwise vLLM never asks for its tokens
 
     def promised(self, request: Request, computed: int) -> tuple[int, bool]:
-        """Tokens that will be loaded beyond the ``computed`` ones, and whether others run
-        meanwhile."""
-        asked = self._asked.get(request.request_id)
-        if asked is None:
+        """Tokens to load beyond the ``computed`` ones, and whether other requests run meanwhile."""
+        known = self._requests.get(request.request_id)
+        if known is None:
             return 0, False
-        if asked.plan is None:
-            return 1, True  # which never come
-        if asked.plan.op == "encode":
+        if known.plan is None:
+            return 1, True  # a token that never arrives
+        if known.plan.op == "encode":
             return 0, False
-        tokens = max(asked.plan.context_tokens - computed, 0)
-        return tokens, self._config.load_async and tokens > 0
+        tokens = max(known.plan.context_tokens - computed, 0)
+        return tokens, tokens > 0
 
     def allocated(self, request: Request, pages: KVCacheBlocks, tokens: int) -> None:
-        """Pages were found for ``tokens`` tokens to be loaded; 0: for tokens to be computed."""
-        asked = self._asked.get(request.request_id)
-        if asked is None or tokens == 0:
+        """Order the load of ``tokens`` tokens into pages. 0: vLLM computes the tokens itself."""
+        known = self._requests.get(request.request_id)
+        if known is None or tokens == 0:
             return
-        if asked.plan is None:
+        if known.plan is None:
             self._orders.refused.append(request.request_id)
             return
-        context = asked.plan.context_tokens
-        asked.served = replace(asked.served, loaded_tokens=tokens, local_tokens=context - tokens)
-        asked.is_filling = not self._config.load_async
+        computed = known.plan.context_tokens - tokens
+        known.served = replace(known.served, loaded_tokens=tokens, local_tokens=computed)
+        token_ids, page_ids = list(request.prompt_token_ids or ()), list(pages.get_block_ids()[0])
         self._orders.loads.append(
-            Load(
-                request.request_id,
-                asked.plan,
-                list(request.prompt_token_ids or ()),
-                list(pages.get_block_ids()[0]),
-                context - tokens,
-                self._config.load_async,
-            )
+            Load(request.request_id, known.plan, token_ids, page_ids, computed)
         )
 
     def orders(self, step: SchedulerOutput) -> Orders:
-        """What the workers are to do in this step."""
+        """Orders for the workers in this step."""
         orders, self._orders = self._orders, Orders()
         orders.is_idle = step.total_num_scheduled_tokens == 0
         return orders
 
-    def heard(self, output: KVConnectorOutput) -> None:
-        """Take the workers' news of loads, and of blocks that they could not store."""
-        # vLLM forgets these pages where their request runs. It may have been left, or have made
-        # room for others since.
-        self._forget(output.invalid_block_ids)
-        if isinstance(news := output.kv_connector_worker_meta, Fetches):
-            for request_id, fetch in news.of_requests.items():
-                if (asked := self._asked.get(request_id)) is not None:
-                    asked.is_filling = False
-                    asked.served = replace(
-                        asked.served, fetch_s=fetch.seconds, int8_blocks=fetch.int8_blocks
-                    )
-            self._unsaved.update(news.unsaved)
-            while len(self._unsaved) > _MOST_UNSAVED:  # nobody waits for them any more
-                self._unsaved.popitem(last=False)
+    def take(self, output: KVConnectorOutput) -> None:
+        """Record what the workers report of finished loads and of blocks that are not stored."""
+        if not isinstance(report := output.kv_connector_worker_meta, WorkerReport):
+            return
+        for request_id, fetch in report.fetches.items():
+            if (known := self._requests.get(request_id)) is not None:
+                known.served = replace(
+                    known.served, fetch_s=fetch.seconds, int8_blocks=fetch.int8_blocks
+                )
+        self._unsaved.update(report.unsaved)
+        while len(self._unsaved) > _MAX_UNSAVED:  # their requests are long gone
+            self._unsaved.popitem(last=False)
 
     def finished(self, request: Request, pages: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: whether its pages are still needed, and what its client is told."""
-        asked = self._asked.pop(request.request_id, None)
+        """End a request.
+
+        Returns:
+            Whether its pages are still needed, and the ``kv_transfer_params`` of its answer.
+        """
+        known = self._requests.pop(request.request_id, None)
         name = (request.kv_transfer_params or {}).get(UNSAVED)
-        if asked is None and isinstance(name, str):
+        if known is None and isinstance(name, str):
             return False, {UNSAVED: self._unsaved.pop(name, None)}
-        is_answered = request.status in _ANSWERED
-        if asked is not None and asked.is_filling and not is_answered:
-            self._forget(set(pages))  # it was left meanwhile, or what fills them failed
-        if (failed := grammars.failure(request)) is not None:
-            return False, failed
-        if asked is None or asked.plan is None or not is_answered:
+        if (failure := grammars.failure(request)) is not None:
+            return False, failure
+        if known is None or known.plan is None or request.status not in _ANSWERED:
             return False, None
-        plan = asked.plan
-        if plan.op == "encode":
+        if known.plan.op == "encode":
             token_ids = list(request.prompt_token_ids or ())
-            self._orders.saves.append(Save(request.request_id, plan, token_ids, list(pages)))
+            save = Save(request.request_id, known.plan, token_ids, list(pages))
+            self._orders.saves.append(save)
             return True, None
         self.stats.count("answers")
-        self.stats.count("loaded_tokens", asked.served.loaded_tokens)
-        self.stats.count("local_tokens", asked.served.local_tokens)
-        return False, asked.served.to_dict()
-
-    def _forget(self, pages: set[int]) -> None:
-        """Have the prefix cache give these pages to nobody any more."""
-        if self._pool is not None:
-            self._pool.evict_blocks(pages)
+        self.stats.count("loaded_tokens", known.served.loaded_tokens)
+        self.stats.count("local_tokens", known.served.local_tokens)
+        return False, known.served.to_dict()
 
     def _check(self, request: Request, plan: BlockPlan) -> None:
-        """Refuse what block mode cannot answer as it was asked. Raises ProtocolError."""
+        """Raise ProtocolError for a request that block mode cannot answer."""
         token_ids = request.prompt_token_ids
         reason = None
         if token_ids is None or request.prompt_embeds is not None or request.mm_features:
-            reason = "the prompt is not made of tokens alone"
+            reason = "the prompt does not consist of tokens alone"
         elif request.skip_reading_prefix_cache:
-            reason = "prompt_logprobs, or echo with logprobs, needs the whole prompt computed"
+            reason = "prompt_logprobs, or echo with logprobs, needs the complete prompt computed"
         elif request.resumable or request.sampling_params is None:
-            reason = "it is no request for one answer to one prompt"
+            reason = "it does not ask for one answer to one prompt"
         elif request.lora_request:
             reason = "blocks are encoded and read without any LoRA adapter"
         elif plan.op == "encode":
@@ -225,10 +262,10 @@ class SchedulerSide:
         if reason is not None:
             raise ProtocolError(f"block mode is not possible for op={plan.op!r}: {reason}")
         if plan.op == "encode":
-            block_keys(token_ids or (), plan, self._profile)  # looks at what is before the block
+            block_keys(token_ids or (), plan, self._profile)  # checks what precedes the block
 
     def _why_not_kept(self, plan: BlockPlan) -> str | None:
-        """Why this server does not keep a block that is to be encoded; None if it does."""
+        """Why this server cannot keep a block to be encoded; None if it can."""
         if may_store(plan.keep_at(0)):
             return "the server is read_only" if self._config.read_only else None
         has_room = plan.context_tokens <= self._config.private_tokens(self._profile)
@@ -236,7 +273,7 @@ class SchedulerSide:
 
 
 def _set_salt(request: Request, cache_salt: str | None) -> None:
-    """Give a request another salt, and its pages the names that follow from it."""
+    """Change the salt of a request, and the page hashes that follow from it."""
     request.cache_salt = cache_salt
     request.block_hashes.clear()
     request.update_block_hashes()

@@ -1,10 +1,9 @@
-"""What the endpoints do: refuse what block mode cannot do, ensure blocks, and hand on to vLLM."""
+"""Requests to the endpoints: check them, ensure their blocks, and pass them to vLLM."""
 
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.errors import ProtocolError, ServingError
@@ -16,39 +15,39 @@ from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import BlockPlan, full_mode_salt, parse_plan
 from blockattn_rag.server.vllm import grammars
 from blockattn_rag.server.vllm.ensure import BlockEnsurer, Encodable, encodables
-from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket
-from blockattn_rag.server.vllm.streams import with_marker
+from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket, with_marker
 from blockattn_rag.store import open_store
 
 if TYPE_CHECKING:
     from fastapi.datastructures import Headers
 
-logger = logging.getLogger("blockattn_rag")
+Create = Callable[[Any, Any], Awaitable[Any]]
+"""Method of one of vLLM's handlers: an answer to a body and its HTTP request."""
 
 _CHAT_IDS = "prompt_token_ids"
-"""Where vLLM takes the token ids of a chat from, in ``kv_transfer_params``."""
+"""Field of ``kv_transfer_params`` with the token ids of a chat."""
 
 _DIALECT = "%llguidance"
-"""How such grammars begin."""
+"""Prefix of grammars in llguidance's dialect."""
 
 _UNSUPPORTED = {
-    "echo": "the prompt is not computed as a whole",
-    "prompt_logprobs": "the prompt is not computed as a whole",
-    "use_beam_search": "beams are requests of their own in vLLM, which would each load the blocks",
-    "truncate_prompt_tokens": "lengths are those of the whole prompt",
+    "echo": "the prompt is not computed in one piece",
+    "prompt_logprobs": "the prompt is not computed in one piece",
+    "use_beam_search": "vLLM runs each beam as a request, which would load the blocks again",
+    "truncate_prompt_tokens": "the plan covers the complete prompt",
     "prompt_embeds": "blocks are found by their tokens",
-    "suffix": "the prompt ends where its final block does",
+    "suffix": "the prompt ends with its final block",
 }
 
 
 class Service:
-    """The endpoints' work, for one server.
+    """Serves the endpoints of one server.
 
     Args:
-        engine_client: vLLM's.
-        state: of vLLM's app, with its handlers.
-        config: the connector's options.
-        profile: of the served model.
+        engine_client: Client of vLLM's engine.
+        state: State of vLLM's app, with its handlers.
+        config: Options of the connector.
+        profile: Profile of the served model.
     """
 
     def __init__(
@@ -68,18 +67,18 @@ class Service:
 
     @classmethod
     def of(cls, engine_client: Any, state: Any) -> Service:
-        """For a server, by the options of its connector.
+        """Make the service of a server from the options of its connector.
 
         Raises:
-            ServingError: it has no connector of this package, or that is one of several; or it has
-                several engines, of which each would keep other private blocks.
+            ServingError: The server does not use this package's connector alone; or it has several
+                engines, each of which would keep other private blocks.
         """
         transfer = engine_client.vllm_config.kv_transfer_config
         if transfer is None or transfer.kv_connector != CONNECTOR:
             found = "none" if transfer is None else transfer.kv_connector
             raise ServingError(
-                f"the plugin blockattn needs the connector {CONNECTOR}, found {found}; give it by "
-                "--kv-transfer-config, or leave the plugin out of VLLM_PLUGINS"
+                f"the plugin blockattn needs the connector {CONNECTOR}, found {found}; set it in "
+                "--kv-transfer-config, or remove the plugin from VLLM_PLUGINS"
             )
         config = ServingConfig.parse(transfer.kv_connector_extra_config)
         parallel = engine_client.vllm_config.parallel_config
@@ -87,14 +86,14 @@ class Service:
         engines = parallel.data_parallel_size_local if is_local else parallel.data_parallel_size
         if engines > 1 and config.private_bytes:
             raise ServingError(
-                f"this API server has {engines} engines (data parallelism), and a block that may "
-                "not be stored is in the memory of one: requests would meet others. Start an API "
-                "server for each (--data-parallel-external-lb), or set private_memory '0'"
+                f"this API server has {engines} engines (data parallelism), but a block that may "
+                "not be stored is in the memory of only one of them. Start an API server for each "
+                "engine (--data-parallel-external-lb), or set private_memory '0'"
             )
         return cls(engine_client, state, config, ModelProfile.read(config.profile))
 
     def info(self, headers: Headers) -> ServerInfo:
-        """What this server tells of itself. Raises ProtocolError for a bad tenant."""
+        """Describe this server to a tenant. Raises ProtocolError for an invalid tenant."""
         profile, config = self._profile, self._config
         return ServerInfo(
             fingerprint=profile.fingerprint,
@@ -108,15 +107,15 @@ class Service:
         )
 
     async def encode(self, body: EncodeBody, headers: Headers) -> EncodeAnswer:
-        """Have blocks stored, or look whether they are.
+        """Store blocks, or look them up.
 
         Raises:
-            ProtocolError: a block cannot be encoded here.
-            MissError, ServingError, StoreError: see ``BlockEnsurer.ensure``.
+            ProtocolError: A block cannot be encoded by this server.
+            MissError, ServingError, StoreError: As ``BlockEnsurer.ensure``.
         """
-        if body.model is not None and body.model not in self._base_names:
+        if body.model is not None and body.model not in self._names:
             raise ProtocolError(
-                f"found the model {body.model!r:.200}, expected {' or '.join(self._base_names)}: "
+                f"found the model {body.model!r:.200}, expected {' or '.join(self._names)}: "
                 "blocks are encoded by the base model, without adapters"
             )
         namespace, opens_prompt = self._namespace(headers), body.opens_prompt
@@ -133,19 +132,17 @@ class Service:
         )
 
     async def complete(
-        self, handler: Any, create: str, request: Any, raw_request: Any
+        self, create: Create, request: Any, raw_request: Any
     ) -> AsyncGenerator[str, None] | Any:
-        """A completion by vLLM's own handler, when all blocks are there.
+        """Answer a completion or chat with vLLM's handler, after ensuring all blocks.
 
         Args:
-            handler: vLLM's, with this service's client.
-            create: its method.
-            request: the body, whose ``kv_transfer_params`` hold the plan; without, the answer is
-                computed in full mode.
+            create: Method of the handler in ``completions`` or ``chat``.
+            request: Body. ``kv_transfer_params`` contain the plan; without them, full mode.
 
         Raises:
-            ProtocolError: it cannot be answered in block mode; says why.
-            MissError, ServingError, StoreError: see ``BlockEnsurer.ensure``.
+            ProtocolError: Block mode cannot answer the request.
+            MissError, ServingError, StoreError: As ``BlockEnsurer.ensure``.
         """
         token_ids, params = _prompt_of(request)
         grammars.prepare_request(request, self._grammars)
@@ -153,12 +150,12 @@ class Service:
             if self._secret is not None:
                 namespace = self._namespace(raw_request.headers)
                 request.cache_salt = full_mode_salt(self._secret, namespace, request.cache_salt)
-            return await getattr(handler, create)(request, raw_request)
+            return await create(request, raw_request)
         plan = parse_plan(params, len(token_ids), namespace=self._namespace(raw_request.headers))
         if plan is None or plan.op != "complete":
             raise ProtocolError(
-                "kv_transfer_params must hold blockattn with op='complete' here, or be left out "
-                "for full mode"
+                "kv_transfer_params must contain blockattn with op='complete'; leave them out for "
+                "full mode"
             )
         self._check(request, len(token_ids))
         cut = _cut(token_ids, plan)
@@ -170,13 +167,13 @@ class Service:
             **plan.to_dict(self._secret, self._config.namespace),
         }
         CURRENT.set(ticket)
-        answer = await getattr(handler, create)(request, raw_request)
+        answer = await create(request, raw_request)
         return with_marker(answer, ticket) if isinstance(answer, AsyncGenerator) else answer
 
     async def _ensure(
         self, blocks: Sequence[Encodable], *, thorough: bool = False
     ) -> dict[str, int]:
-        """Tokens of each block that had to be encoded, by key."""
+        """Encode missing blocks. Returns their tokens by key."""
         encoded = await self._ensurer.ensure(blocks, thorough=thorough)
         return {b.key: len(b.block.ids) for b, new in zip(blocks, encoded, strict=True) if new}
 
@@ -190,8 +187,7 @@ class Service:
     ) -> list[Encodable]:
         if any(not 0 <= id_ < self._profile.vocab_size for one in blocks for id_ in one):
             raise ProtocolError(
-                f"a block has token ids beyond the model's, which are below "
-                f"{self._profile.vocab_size}"
+                f"a block has invalid token ids, expected 0 to {self._profile.vocab_size - 1}"
             )
         found = encodables(
             blocks,
@@ -204,45 +200,39 @@ class Service:
         longest = max(len(one.token_ids) for one in found)
         if longest >= self._max_tokens:
             raise ProtocolError(
-                f"a block takes {longest} tokens with what it is encoded after, expected fewer "
-                f"than the server's max_model_len, {self._max_tokens}"
+                f"a block has {longest} tokens including the sink, expected fewer than the "
+                f"server's max_model_len, {self._max_tokens}"
             )
         return found
 
     @property
-    def _base_names(self) -> tuple[str, ...]:
+    def _names(self) -> tuple[str, ...]:
         """Names of the base model."""
         return tuple(one.name for one in self._models.base_model_paths)
 
-    @property
-    def _names(self) -> tuple[str, ...]:
-        """Names by which this server can be asked."""
-        return self._base_names
-
     def _namespace(self, headers: Headers) -> str:
-        """For whom a request is: the tenant that the gateway names, where the server has tenants.
+        """Namespace of a request: its tenant's, which the gateway sets, or the server's default.
 
         Raises:
-            ProtocolError: the header is no name, or this server knows no tenants.
+            ProtocolError: The tenant is invalid, or this server has no tenants.
         """
         tenants = headers.getlist(TENANT_HEADER)
         if not tenants:
             return self._config.namespace
         if self._secret is None:
             raise ProtocolError(
-                f"found the header {TENANT_HEADER}, and this server keeps no tenants apart; set "
+                f"found the header {TENANT_HEADER}, but this server has no tenants; set "
                 "tenant_secret_env in the connector's options"
             )
-        if len(tenants) > 1 or not tenants[0]:  # a gateway that added its own to a client's
+        if len(tenants) > 1 or not tenants[0]:  # a gateway that appended to the client's header
             raise ProtocolError(
                 f"found the header {TENANT_HEADER} {len(tenants)} times, expected one name; a "
-                "gateway must replace what clients send, and leave it out where there is no tenant"
+                "gateway must replace what clients send, and remove it if there is no tenant"
             )
         return namespace_name(tenants[0])
 
     def _check(self, request: Any, num_prompt_tokens: int) -> None:
-        """Refuse what block mode cannot answer as it was asked, before anything is encoded for it.
-        Raises ProtocolError."""
+        """Raise ProtocolError for a request that block mode cannot answer."""
         for name, why in _UNSUPPORTED.items():
             value = getattr(request, name, None)
             if value is not None and value is not False:
@@ -254,17 +244,17 @@ class Service:
             )
         held = getattr(request, "structured_outputs", None)
         if held is not None and _DIALECT in (held.grammar or "") and self._grammars != "guidance":
-            # The backend "auto" accepts it, and fails in the engine.
+            # The backend "auto" accepts it and fails in the engine.
             raise ProtocolError(
-                "a grammar in llguidance's dialect, as that of a required tool call, needs vLLM's "
+                "a grammar in llguidance's dialect, such as for a required tool call, needs vLLM's "
                 f"backend guidance, found {self._grammars}; start the server with "
                 """--structured-outputs-config '{"backend": "guidance"}'"""
             )
         model = request.model
         if model in self._models.lora_requests:
             raise ProtocolError(
-                f"found the LoRA adapter {model!r} as the model: block mode is not possible with "
-                "adapters, whose weights were not trained to read the base model's blocks"
+                f"found the LoRA adapter {model!r} as the model: block mode does not support "
+                "adapters, which are not trained to read blocks of the base model"
             )
         if model and model not in self._names:
             raise ProtocolError(
@@ -273,7 +263,7 @@ class Service:
 
 
 def _with_client(handler: Any, client: RetryingClient) -> Any:
-    """vLLM's handler with another engine client; None stays None."""
+    """A copy of one of vLLM's handlers with another engine client; None if there is none."""
     if handler is None:
         return None
     own = copy.copy(handler)
@@ -282,10 +272,10 @@ def _with_client(handler: Any, client: RetryingClient) -> Any:
 
 
 def _prompt_of(request: Any) -> tuple[list[int], Mapping[str, Any] | None]:
-    """A body's prompt as token ids, and its ``kv_transfer_params``, if block mode is asked for.
+    """Token ids of a body's prompt, and its other ``kv_transfer_params``; None for full mode.
 
     Raises:
-        ProtocolError: block mode is asked for and the prompt is no list of token ids.
+        ProtocolError: The body asks for block mode, and its prompt is no list of token ids.
     """
     params = request.kv_transfer_params
     if params is None:
@@ -294,9 +284,7 @@ def _prompt_of(request: Any) -> tuple[list[int], Mapping[str, Any] | None]:
     ids = params.get(_CHAT_IDS) if is_chat else request.prompt
     if not isinstance(ids, list) or not ids or any(type(one) is not int for one in ids):
         place = f"kv_transfer_params.{_CHAT_IDS}" if is_chat else "prompt"
-        raise ProtocolError(
-            f"block mode takes one prompt as a list of token ids in {place}; found something else"
-        )
+        raise ProtocolError(f"block mode expects one prompt as a list of token ids in {place}")
     return ids, {name: params[name] for name in params if not (is_chat and name == _CHAT_IDS)}
 
 

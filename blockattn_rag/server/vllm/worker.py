@@ -1,4 +1,4 @@
-"""The connector's half in each of vLLM's workers: blocks into pages, and out of them."""
+"""Worker half of the connector: loads blocks into pages, and saves them out of pages."""
 
 from __future__ import annotations
 
@@ -23,10 +23,16 @@ from blockattn_rag.server.loader import BlockLoader, LoaderStats
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import BlockId, block_keys
 from blockattn_rag.server.shares import Share, open_share
-from blockattn_rag.server.vllm.metrics import Counters, Fetch, Fetches, ServingStats, count_loads
-from blockattn_rag.server.vllm.orders import Load, Orders, Save
+from blockattn_rag.server.vllm.metrics import (
+    Counters,
+    Fetch,
+    ServingStats,
+    WorkerReport,
+    count_loads,
+)
 from blockattn_rag.server.vllm.pages import LayerPages
 from blockattn_rag.server.vllm.saver import BlockSaver
+from blockattn_rag.server.vllm.scheduler import Load, Orders, Save
 from blockattn_rag.store import MemoryStore, TieredStore, open_store
 
 logger = logging.getLogger("blockattn_rag")
@@ -34,14 +40,14 @@ logger = logging.getLogger("blockattn_rag")
 _NAP_S = 0.002
 
 _PAUSE_S = 0.5
-"""How long a store that failed several times in a row is left alone. Requests whose blocks only the
-home has fail meanwhile: it must not be long after the home is back."""
+"""Pause after repeated failures of a tier. Requests whose blocks only that tier has fail meanwhile,
+so it is short."""
 
 
 @dataclass(slots=True)
 class Done:
-    """Ids of requests whose blocks were stored or loaded in a step; ``failed`` are also among
-    ``loaded``, which is how vLLM wants it."""
+    """Ids of requests whose blocks were stored or loaded in a step. vLLM expects those in
+    ``failed`` in ``loaded`` as well."""
 
     saved: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
@@ -50,7 +56,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
-    """A load that was begun: its order, the blocks that hold tokens which are not computed yet."""
+    """A running load: its order, and the blocks with tokens that are not in the pages yet."""
 
     order: Load
     wanted: Sequence[BlockId]
@@ -61,13 +67,13 @@ class _Loading:
 class WorkerSide:
     """Loads and saves of one rank.
 
-    All that touches pages runs on the worker's own thread, between its steps: threads only read
-    from stores and write to them.
+    Pages are touched on the worker's own thread only, between its steps. Other threads read from
+    stores and write to them.
 
     Args:
-        config: the connector's options.
-        profile: of the served model.
-        page_tokens: tokens of a page, as the scheduler counts them.
+        config: Options of the connector.
+        profile: Profile of the served model.
+        page_tokens: Tokens of a page, as the scheduler counts them.
     """
 
     def __init__(self, config: ServingConfig, profile: ModelProfile, page_tokens: int) -> None:
@@ -77,21 +83,20 @@ class WorkerSide:
         self._pages: list[LayerPages] = []
         self._loading: dict[str, _Loading] = {}
         self._done = Done()
-        self._spoilt: set[int] = set()
         self._fetches: dict[str, Fetch] = {}
         self._loaded = LoaderStats()
         self.stats = Counters()
 
     def register(self, layers: Mapping[str, Any]) -> None:
-        """Take this rank's attention layers, by name, and open its stores.
+        """Take the attention layers of this rank, by name, and open its stores.
 
         Raises:
-            ServingError: they are not those of the profile.
-            StoreError, ValueError: a store cannot be opened.
+            ServingError: The layers differ from the profile.
+            StoreError, ValueError: A store cannot be opened.
         """
         config, profile = self._config, self._profile
         by_index = {extract_layer_index(name): layer for name, layer in layers.items()}
-        # Draft layers of speculative decoding come after the model's own.
+        # Draft layers of speculative decoding follow the layers of the model.
         indices = sorted(index for index in by_index if index < profile.num_layers)
         pipe, group = get_pp_group(), get_tp_group()
         own = _own_layers(indices, pipe.world_size, profile.num_layers)
@@ -103,7 +108,7 @@ class WorkerSide:
         home = open_store(config.store)
         tiers = config.nearer_tiers(profile, share)
         self._store = TieredStore(*tiers, open_share(home, share, profile), pause_s=_PAUSE_S)
-        # As many tokens on each rank, so that all ranks drop the same blocks.
+        # The same number of tokens on each rank, so that all ranks evict the same blocks.
         private_bytes = config.private_tokens(profile) * share.bytes_per_token(profile)
         kept = MemoryStore(max(private_bytes, 1), on_host=True)
         self._loader = BlockLoader(self._store, profile, share, config.load_deadline_s, kept=kept)
@@ -113,51 +118,42 @@ class WorkerSide:
             else None
         )
 
-    def obey(self, orders: Orders) -> None:
-        """Begin the loads of a step, and end those that its forward pass needs; copy what is to be
-        saved out of the pages."""
+    def execute(self, orders: Orders) -> None:
+        """Start the loads of a step, and copy the blocks to be saved out of their pages."""
         for request_id in orders.refused:
             self._fail(request_id)
-        for save in orders.saves:  # first, because a load may need what stays in memory
+        for save in orders.saves:  # before loads, which may need a block that stays in memory
             self._save(save)
         for load in orders.loads:
             self._start(load)
-        for load in orders.loads:
-            if not load.is_async:
-                self._finish(self._loading.pop(load.request_id))
         if orders.is_idle and self._loading:
             futures = [one.blocks for one in self._loading.values()]
             wait(futures, _NAP_S, FIRST_COMPLETED)
 
     def done(self) -> Done:
-        """What was done since this was last asked. Writes what arrived meanwhile to its pages."""
+        """Write blocks that arrived to their pages, and return what is done since the last call."""
         for request_id in [key for key, one in self._loading.items() if one.blocks.done()]:
             self._finish(self._loading.pop(request_id))
         done, self._done = self._done, Done()
         return done
 
-    def spoilt_pages(self) -> set[int]:
-        """Pages that the forward pass needed and that could not be filled."""
-        spoilt, self._spoilt = self._spoilt, set()
-        return spoilt
-
-    def news(self) -> Fetches | None:
-        """How the loads went that are done since this was last asked, and saves that failed."""
+    def report(self) -> WorkerReport | None:
+        """Loads and failed saves since the last call; None if there are none."""
         unsaved = self._saver.unsaved() if self._pages and self._saver is not None else {}
         if not self._fetches and not unsaved:
             return None
         fetches, self._fetches = self._fetches, {}
-        return Fetches(fetches, unsaved)
+        return WorkerReport(fetches, unsaved)
 
     def counted(self) -> ServingStats | None:
-        """What was counted since this was last asked."""
+        """Counts since the last call; None if there are none."""
         if self._pages:
             before, self._loaded = self._loaded, self._loader.stats()
             count_loads(self.stats, before, self._loaded, self._config.tier_names)
         return self.stats.taken()
 
     def close(self) -> None:
-        """Write what waits to be stored, and end the threads."""
+        """Write the blocks that wait to be stored, and end the threads."""
         if self._pages:
             if self._saver is not None:
                 self._saver.close()
@@ -171,34 +167,28 @@ class WorkerSide:
         self._loading[load.request_id] = _Loading(load, wanted, self._loader.start(wanted), began)
 
     def _finish(self, loading: _Loading) -> None:
-        """Write the blocks of a load to its pages, once they are there; or have its request
-        fail."""
-        order = loading.order
+        """Write loaded blocks to their pages, or let their request fail."""
+        request_id = loading.order.request_id
         try:
             blocks = loading.blocks.result()
         except LoadError as error:
-            logger.warning("request %s fails: %s", order.request_id, error)
-            if order.is_async:
-                self._fail(order.request_id)
-            else:
-                self._spoilt.update(order.pages[order.computed // self._page_tokens :])
+            logger.warning("request %s fails: %s", request_id, error)
+            self._fail(request_id)
             return
         seconds = time.monotonic() - loading.since
-        self._write(order, loading.wanted, blocks)
-        self._fetches[order.request_id] = Fetch(
-            seconds, sum(one.scales is not None for one in blocks)
-        )
-        if order.is_async:
-            self._done.loaded.add(order.request_id)
+        self._write(loading.order, loading.wanted, blocks)
+        quantised = sum(one.scales is not None for one in blocks)
+        self._fetches[request_id] = Fetch(seconds, quantised)
+        self._done.loaded.add(request_id)
 
     def _write(self, order: Load, wanted: Sequence[BlockId], blocks: Sequence[BlockKV]) -> None:
-        """Write to the slots past what is computed: those before may be others' as well."""
+        """Write to the slots after the computed tokens, whose pages other requests may share."""
         device = self._pages[0].device
         placed = [
             PlacedBlock(_on(device, kv), one.start, one.start)
             for one, kv in zip(wanted, blocks, strict=True)
         ]
-        skipped = order.computed - wanted[0].start  # tokens of the first one
+        skipped = order.computed - wanted[0].start  # tokens of the first block
         slots = self._slots(order.pages, order.plan.context_tokens)[order.computed :]
         angles: Angles = {}
         for index, pages in enumerate(self._pages):
@@ -208,7 +198,7 @@ class WorkerSide:
 
     def _save(self, save: Save) -> None:
         if self._saver is None:
-            raise ServingError("a worker that encodes nothing was told to save a block")
+            raise ServingError("this server encodes nothing, but was asked to save a block")
         self._saver.save(save, self._slots(save.pages, len(save.token_ids)))
         self._done.saved.add(save.request_id)
 
@@ -217,7 +207,7 @@ class WorkerSide:
         self._done.failed.add(request_id)
 
     def _slots(self, pages: Sequence[int], tokens: int) -> Tensor:
-        """Where the first tokens of a request lie, ``[tokens]`` int64."""
+        """Slots of the first tokens of a request: ``[tokens]`` int64."""
         device = self._pages[0].device
         starts = torch.tensor(pages, dtype=torch.int64, device=device) * self._page_tokens
         places = torch.arange(self._page_tokens, device=device)
@@ -225,8 +215,8 @@ class WorkerSide:
 
 
 def _on(device: torch.device, kv: BlockKV) -> BlockKV:
-    """A block on the device of the pages. Where that is a GPU, the copy is ordered with all that
-    the worker's thread gives it to do, and the thread goes on."""
+    """A block on the device of the pages. The copy to a GPU runs in the order of the worker's other
+    work there, and does not block its thread."""
     if kv.device == device:
         return kv
     layers = [kv.tensors(layer) for layer in range(kv.num_layers)]
@@ -234,12 +224,12 @@ def _on(device: torch.device, kv: BlockKV) -> BlockKV:
 
 
 def _own_layers(indices: Sequence[int], ranks: int, num_layers: int) -> range:
-    """The layers of a pipeline-parallel rank, which follow each other: of a single one, all."""
+    """Consecutive layers of a pipeline-parallel rank; without pipeline parallelism, all layers."""
     found = range(indices[0], indices[-1] + 1) if indices else range(0)
     if list(found) != list(indices) or (ranks == 1 and len(found) != num_layers):
         raise ServingError(
-            f"found attention layers {list(indices)}, expected all from a first to a last one: "
-            "the model has layers without keys and values, which block mode does not know"
+            f"found attention layers {list(indices)}, expected consecutive ones: block mode does "
+            "not support models with layers that have no keys and values"
         )
     return found
 
@@ -247,22 +237,21 @@ def _own_layers(indices: Sequence[int], ranks: int, num_layers: int) -> range:
 def _check_layer(
     index: int, pages: LayerPages, layer: Any, share: Share, profile: ModelProfile
 ) -> None:
-    """Refuse a layer whose pages do not hold what the profile says, or hold another's."""
+    """Raise ServingError for a layer whose pages differ from the profile, or are shared."""
     told, heads = profile.layers[index], share.heads[share.layers.index(index)]
     expected = (len(heads), told.key_size, told.value_size)
     if pages.sizes != expected:
         raise ServingError(
-            f"layer {index} has (heads, key size, value size) {pages.sizes} here, expected "
-            f"{expected} of the profile ({profile.name}); make the profile of the model that is "
-            "served"
+            f"layer {index} has (heads, key size, value size) {pages.sizes}, but the profile of "
+            f"{profile.name} says {expected}; make a profile of the model that is served"
         )
     if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
         raise ServingError(
-            f"layer {index} has the keys and values of another layer, which block mode in vLLM "
-            "does not know"
+            f"layer {index} shares the keys and values of another layer, which block mode in vLLM "
+            "does not support"
         )
     if not hasattr(layer.impl, "do_kv_cache_update"):
         raise ServingError(
-            f"{type(layer.impl).__name__} writes pages as a part of attention alone, so that "
-            "nothing can be loaded; use another attention backend (VLLM_ATTENTION_BACKEND)"
+            f"{type(layer.impl).__name__} writes pages only as part of attention, so blocks cannot "
+            "be loaded; use another attention backend (VLLM_ATTENTION_BACKEND)"
         )
