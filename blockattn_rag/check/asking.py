@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Keep, may_store
-from blockattn_rag.server.client.background import background
+from blockattn_rag.server.client.http import background
 from blockattn_rag.server.client.request import completion_body
 from blockattn_rag.server.client.server import Server
 from blockattn_rag.server.endpoint import COMPLETIONS, EncodeAnswer, EncodeBody

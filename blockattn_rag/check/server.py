@@ -21,7 +21,7 @@ from blockattn_rag.check.checks import CheckReport, CheckRow, placed_context
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Keep
-from blockattn_rag.server.client.client import Client, RefusedError
+from blockattn_rag.server.client.http import Client, RefusedError
 from blockattn_rag.server.client.server import Server
 from blockattn_rag.server.endpoint import COMPLETIONS, TENANT_HEADER, EncodeAnswer, ServerInfo
 from blockattn_rag.server.measured_profile import profile_of

@@ -11,7 +11,7 @@ import pytest
 from blockattn_rag.check.asking import Answer, Asker, Probe
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.model import BlockModel
-from blockattn_rag.server.client.client import Client
+from blockattn_rag.server.client.http import Client
 from blockattn_rag.server.client.server import Server
 from blockattn_rag.server.protocol import ServedBlocks
 from tests.models import shared_tiny_llama, tiny_tokenizer

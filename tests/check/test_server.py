@@ -14,7 +14,7 @@ from blockattn_rag.errors import ServingError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel
-from blockattn_rag.server.client import client
+from blockattn_rag.server.client import http
 from blockattn_rag.server.endpoint import INFO
 from blockattn_rag.server.protocol import BlockPlan, ServedBlocks
 from blockattn_rag.store import MemoryStore
@@ -52,7 +52,7 @@ def model() -> BlockModel:
 def check(monkeypatch: pytest.MonkeyPatch) -> Iterator[Check]:
     """Checks a server while it listens."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(client, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(http, "_PAUSE_S", 0.0)
     with ExitStack() as stack:
 
         def run(server: FakeServer, local: BlockModel | None = None, seed: int = 1) -> ServerReport:

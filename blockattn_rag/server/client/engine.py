@@ -1,4 +1,4 @@
-"""RemoteEngine: a model behind a server, used as the engines of this process are."""
+"""RemoteEngine: a model behind a server, with the interface of a local engine."""
 
 from __future__ import annotations
 
@@ -19,37 +19,34 @@ from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, 
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, is_private, keep_of
-from blockattn_rag.server.client.background import background
-from blockattn_rag.server.client.client import API_KEY_VARIABLE, Client
+from blockattn_rag.server.client.http import API_KEY_VARIABLE, Client, background
 from blockattn_rag.server.client.ingest import ToEncode, batches, precompute
-from blockattn_rag.server.client.model import RemoteModel
 from blockattn_rag.server.client.request import check_possible, sink_asked
-from blockattn_rag.server.client.server import Server, count_missing_now, room_for
+from blockattn_rag.server.client.server import RemoteModel, Server, count_missing_now, room_for
 from blockattn_rag.server.endpoint import ServerInfo
 
 
 class RemoteEngine:
-    """Answers prompts made of blocks by a model behind a server, such as ``vllm serve`` with this
-    package's connector.
+    """Engine for a model behind a server, such as ``vllm serve`` with this package's connector.
 
-    The server stores blocks and computes; of the model, the tokenizer alone is loaded here. The
-    first call asks the server what it is, and refuses one that lacks the connector, or has another
-    tokenizer. May be called from many threads and event loops.
+    The server computes and stores blocks. Only the tokenizer is loaded in this process. The first
+    call fetches the server's description, and raises if the server lacks the connector or has
+    another tokenizer. Safe to use from many threads and event loops.
 
     Args:
-        base_url: the server's address, such as ``"http://gpu:8000"``, with or without ``/v1``.
-        model: its name at the server; default: the server's first model.
-        tokenizer: a transformers tokenizer, or its name or path; default: that of ``model``.
-        api_key: of the server; default: what the environment has in ``BLOCKATTN_RAG_API_KEY``.
-        on_miss: see ``GenerateOptions``. The server encodes and stores what it has not stored.
-        recipe: ``"auto"``: the server's own. Anything else must have the server's sink and nothing
-            more, because servers do not apply adapters and promotion yet.
-        timeout_s: seconds without a byte of an answer after which it is given up.
-        retries: further tries after failures that may pass: before the first token of an answer,
-            never after.
+        base_url: Address of the server, such as ``"http://gpu:8000"``, with or without ``/v1``.
+        model: Name of the model at the server. Default: the server's first model.
+        tokenizer: A transformers tokenizer, or its name or path. Default: that of ``model``.
+        api_key: API key of the server. Default: the environment variable
+            ``BLOCKATTN_RAG_API_KEY``.
+        on_miss: See ``GenerateOptions``. The server encodes and stores missing blocks.
+        recipe: ``"auto"`` for the server's recipe. Any other must consist of the server's sink,
+            because servers do not apply adapters and promotion yet.
+        timeout_s: Seconds to wait for the next byte of an answer.
+        retries: Retries after failures that may pass, before the first token of an answer.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -65,9 +62,9 @@ class RemoteEngine:
         retries: int = 1,
     ) -> None:
         if not (isinstance(retries, int) and retries >= 0):
-            raise ValueError(f"retries must be a whole number from 0 on, found {retries!r}")
+            raise ValueError(f"retries must be an integer of at least 0, found {retries!r}")
         if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be a number above 0, found {timeout_s!r}")
+            raise ValueError(f"timeout_s must be positive, found {timeout_s!r}")
         self._defaults = GenerateOptions.parse({"on_miss": on_miss}, GenerateOptions())
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         client = Client(base_url, api_key, timeout_s, retries)
@@ -78,12 +75,12 @@ class RemoteEngine:
 
     @property
     def model(self) -> RemoteModel:
-        """What is known here of the server's model."""
+        """Name, tokenizer and limits of the server's model."""
         return self._server.model
 
     @property
     def defaults(self) -> GenerateOptions:
-        """Options of calls that set nothing else; the recipe is the server's sink."""
+        """Default options of calls. The recipe is the server's sink."""
         return replace(self._defaults, recipe=self.recipe)
 
     @property
@@ -98,10 +95,10 @@ class RemoteEngine:
 
     @property
     def info(self) -> ServerInfo:
-        """What the server tells of itself; asked for by the first call.
+        """The server's description, fetched at the first call.
 
         Raises:
-            ServingError: the server cannot be reached, or is not as it must be.
+            ServingError: The server is unreachable or incompatible.
         """
         return self._server.info_now()
 
@@ -114,7 +111,7 @@ class RemoteEngine:
         show_progress: bool = False,
         recipe: RecipeLike | None = None,
     ) -> list[str]:
-        """As ``BlockAttentionEngine.encode``, in the server's store."""
+        """Encode texts into the server's store, as ``BlockAttentionEngine.encode``."""
         blocks, as_prompt = blocks_to_encode(texts)
         self.precompute(blocks, as_prompt=as_prompt, show_progress=show_progress, recipe=recipe)
         return [block.handle for block in blocks]
@@ -129,13 +126,13 @@ class RemoteEngine:
         batch_tokens: int | None = None,
         recipe: RecipeLike | None = None,
     ) -> EncodeStats:
-        """As ``BlockAttentionEngine.precompute``: several requests run side by side, each of
-        ``batch_tokens`` at most.
+        """As ``BlockAttentionEngine.precompute``, with concurrent requests of ``batch_tokens``
+        each.
 
         Raises:
-            ContextOverflowError: a block is longer than what the server's model holds.
-            ValueError: there is something to compute, and the server stores nothing.
-            ServingError: a request failed; what was encoded before is stored.
+            ContextOverflowError: A block is longer than the model's context window.
+            ValueError: Blocks are missing, and the server is read-only.
+            ServingError: A request failed. Blocks of earlier requests are stored.
         """
         sink = sink_asked(recipe)
         info = self.info
@@ -149,7 +146,7 @@ class RemoteEngine:
         if info.read_only and (absent := count_missing_now(self._server, bodies)):
             raise ValueError(
                 f"{absent} of {sum(len(body.blocks) for body in bodies)} blocks are not in the "
-                f"store, and {self.base_url} is read-only; encode them by a server that may write"
+                f"store, and {self.base_url} is read-only; encode them with a server that is not"
             )
         if info.read_only:
             return EncodeStats(reused=sum(len(body.blocks) for body in bodies))
@@ -162,10 +159,10 @@ class RemoteEngine:
         *,
         recipe: RecipeLike | None = None,
     ) -> None:
-        """Does nothing: the server reads blocks when the prompt that holds them comes."""
+        """Do nothing: the server reads blocks when it gets their prompt."""
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
-        """Whether a block's KV is stored. ``first``: as the first block of a prompt."""
+        """Whether a block is stored. ``first``: as the first block of a prompt."""
         wanted = [one for one in [self._to_encode(block, first)] if one.ids]
         bodies = [*batches(wanted, as_prompt=first, batch_tokens=None)]
         return bool(bodies) and not count_missing_now(self._server, bodies)
@@ -173,29 +170,29 @@ class RemoteEngine:
     # -- answering ---------------------------------------------------------------------------
 
     def generate(self, prompt: Prompt, **options: Any) -> Generation:
-        """As ``BlockAttentionEngine.generate``, with the same options.
+        """Answer a prompt, with the options of ``BlockAttentionEngine.generate``.
 
-        ``assembly`` must be left out, and ``recipe`` be the server's. Of what transformers'
-        ``generate`` takes, what vLLM knows too may be given, and vLLM's ``response_format`` and
-        ``structured_outputs``.
+        ``assembly`` is not supported, and ``recipe`` must match the server's. Other options of
+        transformers' ``generate`` are accepted if vLLM has them, as are vLLM's
+        ``response_format`` and ``structured_outputs``.
 
         Raises:
-            ContextOverflowError: the prompt does not fit in the model's context window.
-            MissError: a passage is not stored, and ``on_miss`` is ``"error"``; or a block is not,
-                and the server is read-only.
-            ServingError: the server refuses, fails, or answers in another mode.
-            ValueError: an option is out of range, or not possible.
+            ContextOverflowError: The prompt does not fit in the model's context window.
+            MissError: A passage is not stored, and ``on_miss`` is ``"error"`` or the server is
+                read-only.
+            ServingError: The server refuses, fails, or answers in another mode.
+            ValueError: An option is out of range or not supported.
         """
         return self.submit(prompt, **options).result()
 
     def submit(
         self, prompt: LatePrompt, *, group: Group | None = None, **options: Any
     ) -> PendingAnswer:
-        """Ask for an answer without waiting; ``options`` are those of ``generate``.
+        """Start an answer without waiting for it. ``options``: those of ``generate``.
 
         Args:
-            prompt: a prompt, or a function that makes it in another thread.
-            group: of no meaning here, because the server makes batches of all that it is asked.
+            prompt: A prompt, or a function that makes it in another thread.
+            group: Ignored, because the server batches all requests.
         """
         pending, start = self._pending(prompt, options)
         start()
@@ -204,14 +201,13 @@ class RemoteEngine:
     async def agenerate(
         self, prompt: LatePrompt, *, group: Group | None = None, **options: Any
     ) -> Generation:
-        """``generate`` for event loops. Cancelling the task ends the generation."""
+        """``generate`` for event loops. Cancelling the task stops the generation."""
         return await self.submit(prompt, group=group, **options).wait()
 
     def stream(self, prompt: Prompt, **options: Any) -> Generator[GenerationChunk, None, None]:
-        """Answer a prompt piece by piece; ``options`` are those of ``generate``.
+        """Stream an answer. ``options``: those of ``generate``.
 
-        The last chunk carries the whole ``Generation``. Leaving the iterator early ends the
-        generation at the server.
+        The last chunk has the complete ``Generation``. Closing the iterator stops the generation.
         """
         pending, start = self._pending(prompt, options)
         return pending.chunks(start)
@@ -224,12 +220,12 @@ class RemoteEngine:
     def generate_batch(
         self, prompts: Sequence[Prompt], *, batch_size: int = MAX_BATCH, **options: Any
     ) -> list[Generation]:
-        """Answer several prompts, in order; ``options`` are those of ``generate``.
+        """Answer several prompts, in order. ``options``: those of ``generate``.
 
-        ``batch_size`` of them are under way at a time. After an error the rest is dropped.
+        ``batch_size`` requests run at a time. After an error, the remaining ones are dropped.
         """
         if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be a whole number from 1 on, found {batch_size!r}")
+            raise ValueError(f"batch_size must be an integer of at least 1, found {batch_size!r}")
         gate = asyncio.Semaphore(batch_size)
         waiting = [self._pending(prompt, options, gate) for prompt in prompts]
         try:
@@ -237,7 +233,7 @@ class RemoteEngine:
                 start()
             return [pending.result() for pending, _ in waiting]
         finally:
-            for pending, _ in waiting:  # those behind one that failed, or an interrupt
+            for pending, _ in waiting:  # after an error or an interrupt
                 pending.leave()
 
     # -- inside ------------------------------------------------------------------------------
@@ -249,11 +245,11 @@ class RemoteEngine:
     def _pending(
         self, prompt: LatePrompt, given: Mapping[str, Any], gate: asyncio.Semaphore | None = None
     ) -> tuple[PendingAnswer, Callable[[], None]]:
-        """A request that was checked, and what asks the server for its answer."""
+        """A checked request, and a function that starts it."""
         sink = sink_asked(given.get("recipe"))
         options = GenerateOptions.parse({**given, "recipe": None}, self._defaults)
         check_possible(options)
-        if not callable(prompt):  # a bad one is refused now
+        if not callable(prompt):  # an invalid prompt raises now
             prompt = made(prompt)
         pending = PendingAnswer(partial(made, prompt))
         return pending, partial(self._start, pending, options, sink, gate)
@@ -270,12 +266,12 @@ class RemoteEngine:
                 return await self._server.answer(pending, options, sink)
 
         work = background.start(answer())
-        pending.answer.add_done_callback(lambda _: work.cancel())  # if it was left
+        pending.answer.add_done_callback(lambda _: work.cancel())  # if the caller has left
         work.add_done_callback(partial(_hand_over, pending))
 
 
 def _hand_over(pending: PendingAnswer, work: Future[Generation]) -> None:
-    """Give whoever waits what became of the work, unless nobody waits any more."""
+    """Complete a request with the result of its coroutine, unless the caller has left."""
     if work.cancelled() or not pending.begin():
         pending.leave()
     elif error := work.exception():

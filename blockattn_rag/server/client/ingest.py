@@ -1,4 +1,4 @@
-"""Ingestion through a server: which blocks are sent together, and what became of them."""
+"""Ingestion through a server: batches of blocks, and their outcomes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tqdm.auto import tqdm
 
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.server.client.background import background
+from blockattn_rag.server.client.http import background
 from blockattn_rag.server.endpoint import EncodeAnswer, EncodeBody
 
 AT_ONCE = 8
-"""Requests under way at a time. The server computes their blocks in batches of its own."""
+"""Concurrent requests. The server batches their blocks."""
 
 BATCH_TOKENS = 8192
 _BATCH_BLOCKS = 32
@@ -27,7 +27,7 @@ Encode = Callable[[EncodeBody], Coroutine[Any, Any, EncodeAnswer]]
 
 
 class ToEncode(NamedTuple):
-    """A block's token ids, and whether private blocks alone are to find it."""
+    """Token ids of a block, and whether only private blocks find it."""
 
     ids: Sequence[int]
     private: bool = False
@@ -36,11 +36,11 @@ class ToEncode(NamedTuple):
 def batches(
     blocks: Sequence[ToEncode], *, as_prompt: bool, batch_tokens: int | None
 ) -> Iterator[EncodeBody]:
-    """Distinct blocks as bodies of requests.
+    """Group distinct blocks into request bodies.
 
     Args:
-        as_prompt: the first block opens a prompt, and is another one than the same ids elsewhere.
-        batch_tokens: of one request; a block of more tokens has one of its own.
+        as_prompt: The first block is the first of a prompt, and so is encoded without the sink.
+        batch_tokens: Maximum tokens of a request; a longer block gets a request of its own.
     """
     if as_prompt and blocks:
         yield EncodeBody((tuple(blocks[0].ids),), opens_prompt=True, private=blocks[0].private)
@@ -64,13 +64,13 @@ def precompute(
     show_progress: bool,
     on_progress: Callable[[int, int], None] | None,
 ) -> EncodeStats:
-    """Have blocks encoded that are not stored, several requests at a time.
+    """Encode missing blocks with concurrent requests.
 
-    What a request encoded is stored when its answer comes: a run that was interrupted goes on where
-    it stopped.
+    The blocks of a request are stored when it is answered, so an interrupted run can be repeated
+    and continues where it stopped.
 
     Raises:
-        ServingError: a request failed; those that had not begun are not made.
+        ServingError: A request failed. No further ones are sent.
     """
     started = time.perf_counter()
     total, done, stats = sum(len(body.blocks) for body in bodies), 0, EncodeStats()
@@ -91,13 +91,13 @@ def precompute(
                     if on_progress is not None:
                         on_progress(done, total)
         finally:
-            for answer in running:  # beside one that failed, or an interrupt
+            for answer in running:  # after an error or an interrupt
                 answer.cancel()
     return replace(stats, seconds=time.perf_counter() - started)
 
 
 def _with(stats: EncodeStats, body: EncodeBody, answer: EncodeAnswer) -> EncodeStats:
-    """The figures with those of one more answer."""
+    """Add an answer to the stats."""
     lengths = outcome_lengths(body, answer)
     return replace(
         stats,
@@ -109,22 +109,22 @@ def _with(stats: EncodeStats, body: EncodeBody, answer: EncodeAnswer) -> EncodeS
 
 
 def outcome_lengths(body: EncodeBody, answer: EncodeAnswer) -> dict[str, list[int]]:
-    """Tokens of the blocks that met each outcome.
+    """Token counts of blocks by outcome.
 
     Raises:
-        ProtocolError: the answer is not of these blocks, or leaves out what it was asked to do.
+        ProtocolError: The answer does not fit the request.
     """
     if len(answer.blocks) != len(body.blocks):
         raise ProtocolError(
-            f"the server told of {len(answer.blocks)} blocks, asked for {len(body.blocks)}"
+            f"the server answered for {len(answer.blocks)} blocks, expected {len(body.blocks)}"
         )
     lengths: dict[str, list[int]] = {"found": [], "encoded": [], "missing": []}
     for outcome, ids in zip(answer.blocks, body.blocks, strict=True):
         lengths[outcome].append(len(ids))
     if lengths["encoded" if body.only_look else "missing"]:
         raise ProtocolError(
-            "the server encoded blocks that it was asked to look for"
+            "the server encoded blocks that it should only look up"
             if body.only_look
-            else "the server left blocks missing that it was asked to encode"
+            else "the server did not encode all blocks"
         )
     return lengths

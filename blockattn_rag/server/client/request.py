@@ -1,35 +1,45 @@
-"""What a server is asked for an answer: token ids, where they are cut, and how to choose tokens."""
+"""One answer of a server: its request as token ids, and the tokens that come back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, get_args
 
+from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
 from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.engine.pending import PendingAnswer
 from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine.results import Clock, FinishReason, Generation, Mode, ReuseStats
 from blockattn_rag.engine.tokenised import Tokenised
+from blockattn_rag.errors import ProtocolError, ServingError
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.prompts.sinks import is_sink
-from blockattn_rag.server.protocol import BlockPlan
+from blockattn_rag.server.fields import shown
+from blockattn_rag.server.protocol import BlockPlan, ServedBlocks
 
-_OF_TRANSFORMERS = {"min_new_tokens": "min_tokens"}
-_OF_THE_SERVER = (
+_RENAMED = {"min_new_tokens": "min_tokens"}
+"""vLLM's names of transformers' arguments."""
+
+_SUPPORTED = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p", "min_tokens"),
     *("logit_bias", "bad_words", "allowed_token_ids", "stop_token_ids", "ignore_eos"),
     *("priority", "repetition_detection"),
 )
-"""Arguments beside ``Sampling``'s own that vLLM takes."""
+"""Arguments of vLLM in addition to those of ``Sampling``."""
 
 _LEAST_TOP_P = 1e-6
+_MOST_TOKENS = 1 << 31
 
 
 def sink_asked(recipe: RecipeLike | None) -> str | None:
-    """The sink that a recipe requires of a server; None: any.
+    """The sink that a recipe requires of a server; None for any.
 
     Raises:
-        ValueError: the recipe has more than a sink, which servers do not apply.
+        ValueError: The recipe has more than a sink, which servers do not apply.
     """
     if recipe is None or recipe == AUTO:
         return None
@@ -38,37 +48,32 @@ def sink_asked(recipe: RecipeLike | None) -> str | None:
     found = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     if found != Recipe(found.sink, fingerprints=found.fingerprints, model=found.model):
         raise ValueError(
-            f"Found recipe {found}, but a server applies the sink of a recipe alone: use "
-            "recipe='auto', or load the model in this process."
+            f"found recipe {found}, but a server applies only the sink of a recipe; use "
+            "recipe='auto', or load the model in this process"
         )
     return found.sink
 
 
 def check_possible(options: GenerateOptions) -> None:
-    """Refuse what a server cannot do.
-
-    Raises:
-        ValueError: an option of block mode is not as it must be, or one of sampling is not known
-            there.
-    """
+    """Raise ValueError for options that a server does not support."""
     if options.assembly != "auto" and options.mode == "block":
         raise ValueError(
-            f"found assembly={options.assembly!r}, which a server's engine cannot do; leave it "
-            "out, or load the model in this process"
+            f"found assembly={options.assembly!r}, which servers do not support; leave it out, or "
+            "load the model in this process"
         )
-    known = (*_OF_THE_SERVER, *_OF_TRANSFORMERS)
+    known = (*_SUPPORTED, *_RENAMED)
     if unknown := sorted(options.sampling.extra.keys() - set(known)):
         raise ValueError(
-            f"found {', '.join(unknown)}, which a server does not take; beside the options of "
-            f"generate it takes {', '.join(known)}"
+            f"found {', '.join(unknown)}, which servers do not support; expected options of "
+            f"generate, or {', '.join(known)}"
         )
 
 
 class TokenPrompt(NamedTuple):
     """A prompt as token ids.
 
-    ``blocks``: the context blocks that have tokens, the first one with BOS; ``context``: each of
-    them tokenised; ``final``: ids of the final block, at least one.
+    ``blocks``: context blocks that have tokens; ``context``: their tokens, the first one with BOS;
+    ``final``: token ids of the final block, at least one.
     """
 
     blocks: list[Block]
@@ -89,14 +94,14 @@ class TokenPrompt(NamedTuple):
 def completion_body(
     model: str, ids: Sequence[int], plan: BlockPlan | None, limit: int, sampling: Sampling
 ) -> dict[str, Any]:
-    """The body of a request for an answer.
+    """Body of a completion request.
 
     Args:
-        model: its name at the server.
-        ids: of the whole prompt.
-        plan: how it is cut; None: the answer is computed in full mode.
-        limit: tokens that may be generated.
-        sampling: how they are chosen.
+        model: Name of the model at the server.
+        ids: Token ids of the complete prompt.
+        plan: How the prompt is cut; None for full mode.
+        limit: Maximum number of tokens to generate.
+        sampling: How tokens are chosen.
     """
     chosen = {
         "temperature": sampling.temperature or 0.0,
@@ -104,7 +109,7 @@ def completion_body(
         "top_k": sampling.top_k,
         "seed": _signed(sampling.seed),
         "stop": list(sampling.stop) or None,
-        **{_OF_TRANSFORMERS.get(name, name): value for name, value in sampling.extra.items()},
+        **{_RENAMED.get(name, name): value for name, value in sampling.extra.items()},
         **(sampling.grammar.asked if sampling.grammar else {}),
         "kv_transfer_params": plan and plan.to_dict(),
     }
@@ -120,5 +125,122 @@ def completion_body(
 
 
 def _signed(seed: int | None) -> int | None:
-    """A seed of 64 bits as the server takes it, which knows signed ones alone."""
+    """A 64-bit seed as a signed integer, which is what vLLM accepts."""
     return seed if seed is None or seed < 1 << 63 else seed - (1 << 64)
+
+
+class ComingAnswer:
+    """Decodes the tokens of a stream, emits their text, and builds the ``Generation``.
+
+    Text is decoded here, so it is the same as that of a local engine, and control tokens are found
+    by their ids.
+
+    Args:
+        request: Request to emit text to.
+        prompt: Prompt of the request.
+        mode: Requested mode.
+        tokenizer: A transformers tokenizer.
+        sampling: Stop strings, and control tokens to keep.
+        recipe: Recipe of the server.
+    """
+
+    def __init__(
+        self,
+        request: PendingAnswer,
+        prompt: TokenPrompt,
+        mode: Mode,
+        tokenizer: Any,
+        sampling: Sampling,
+        recipe: str,
+    ) -> None:
+        self._request = request
+        self._prompt = prompt
+        self._mode = mode
+        self._detokenizer = Detokenizer(tokenizer, sampling.stop, sampling.keep_tokens)
+        self._recipe = "" if mode == "full" else recipe
+        self._clock = Clock(request.started)
+        self._sent = time.perf_counter()
+        self._ids: list[int] = []
+        self._finish_reason: str | None = None
+        self._params: Mapping[str, Any] | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a token has arrived."""
+        return bool(self._ids)
+
+    def take(self, event: Any) -> None:
+        """Process an event of the stream. Raises ProtocolError if it is malformed."""
+        try:
+            self._params = event.get("kv_transfer_params") or self._params
+            for choice in event["choices"]:
+                for token in choice.get("token_ids") or ():
+                    self._push(token)
+                self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ProtocolError(
+                f"found {shown(event)} in the server's answer, expected a chunk of a completion"
+            ) from error
+
+    def _push(self, token: int) -> None:
+        if type(token) is not int or not 0 <= token < _MOST_TOKENS:
+            raise TypeError("a token id must be an integer from 0 to 2**31 - 1")
+        self._clock.note_token()
+        self._ids.append(token)
+        self._emit(self._detokenizer.push(token))
+
+    def _emit(self, text: str) -> None:
+        since = len(self._detokenizer.text) - len(text)
+        self._request.emit(text, self._detokenizer.marks(since))
+
+    def complete(self) -> Generation:
+        """The complete answer, after the stream has ended.
+
+        Raises:
+            ProtocolError: It has no token ids, or was not computed in the requested mode.
+            ServingError: The server did not complete it.
+        """
+        self._emit(self._detokenizer.finish())
+        reason = "stop" if self._detokenizer.stopped else self._finish_reason
+        if reason is not None and not self._ids:
+            raise ProtocolError("the server's answer has no token ids, which the request asked for")
+        if reason not in get_args(FinishReason):
+            raise ServingError(f"the server ended an answer early: finish_reason={shown(reason)}")
+        ids = self._ids[: self._detokenizer.num_tokens]  # tokens may follow the stop string
+        stats = self._clock.complete(self._stats(), len(ids))
+        text, marks = self._detokenizer.text, self._detokenizer.marks()
+        return Generation(text, ids, reason, stats, marks)  # type: ignore[arg-type]
+
+    def _stats(self) -> ReuseStats:
+        """Reuse as the server reports it."""
+        prompt = self._prompt
+        computed = len(prompt.final)
+        if self._mode == "full" or not prompt.context:
+            self._clock.assembling = self._clock.prefilling = self._sent
+            total = computed + sum(prompt.lengths)
+            return ReuseStats(self._mode, computed_tokens=total, recipe=self._recipe)
+        served = ServedBlocks.from_dict(self._params)
+        tokens = sum(prompt.lengths)
+        if not served.cut_short:
+            tokens = served.loaded_tokens + served.local_tokens
+        if (served.blocks, tokens) != (len(prompt.lengths), sum(prompt.lengths)):
+            raise ProtocolError(
+                f"the server answered from {served.blocks} blocks of {tokens} tokens, expected "
+                f"{len(prompt.lengths)} of {sum(prompt.lengths)}"
+            )
+        if served.encoded > served.blocks or served.encoded_tokens > tokens:
+            raise ProtocolError(
+                f"the server reports {served.encoded} of {served.blocks} blocks as encoded, and "
+                f"{served.encoded_tokens} of {tokens} tokens"
+            )
+        self._clock.assembling = self._clock.prefilling = self._sent + served.fetch_s
+        return replace(
+            ReuseStats("block"),
+            hits=served.blocks - served.encoded,
+            misses=served.encoded,
+            reused_tokens=tokens - served.encoded_tokens,
+            computed_tokens=computed + served.encoded_tokens,
+            fetch_s=served.fetch_s,
+            int8_blocks=served.int8_blocks,
+            recipe=self._recipe,
+        )

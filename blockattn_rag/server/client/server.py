@@ -1,26 +1,29 @@
-"""What one server is asked, and what it must be."""
+"""A server as seen by its client: what it is, its model, and the requests that it is sent."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingAnswer
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation
+from blockattn_rag.engine.tokenised import Tokenised, remembering
 from blockattn_rag.errors import ContextOverflowError, MissError, ServingError
-from blockattn_rag.prompts.blocks import Block, Keep, keep_of
-from blockattn_rag.server.client.answer import ComingAnswer
-from blockattn_rag.server.client.background import background
-from blockattn_rag.server.client.client import Client, PassingError, RefusedError
+from blockattn_rag.model.loading import load_tokenizer
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, Keep, keep_of
+from blockattn_rag.prompts.tokenization import BlockTokenizer
+from blockattn_rag.server.client.http import Client, PassingError, RefusedError, background
 from blockattn_rag.server.client.ingest import outcome_lengths
-from blockattn_rag.server.client.model import RemoteModel
-from blockattn_rag.server.client.request import TokenPrompt, completion_body
+from blockattn_rag.server.client.request import ComingAnswer, TokenPrompt, completion_body
 from blockattn_rag.server.endpoint import (
     COMPLETIONS,
     ENCODE,
@@ -38,16 +41,113 @@ T = TypeVar("T")
 _MOST_USED = 4096
 
 
+class RemoteModel:
+    """A model behind a server. Only its tokenizer is loaded in this process.
+
+    Args:
+        given: Name of the model at the server; None for the server's first model.
+        tokenizer: A transformers tokenizer, or its name or path; None for the model's name.
+        ask_info: Fetches the server's description.
+    """
+
+    def __init__(
+        self, given: str | None, tokenizer: Any, ask_info: Callable[[], ServerInfo]
+    ) -> None:
+        self.given = given
+        self._given_tokenizer = tokenizer
+        self._ask_info = ask_info
+        self._lock = threading.Lock()
+        self._block_tokenizer: BlockTokenizer | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the model at the server."""
+        return self.given or self._ask_info().models[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the model, its tokenizer and the layout of its keys and values."""
+        return self._ask_info().fingerprint
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Maximum number of tokens of a prompt and its answer together."""
+        return self._ask_info().max_tokens
+
+    @property
+    def tokenizer(self) -> BlockTokenizer:
+        """The tokenizer. Asks the server for the model's name if none was given."""
+        if self._block_tokenizer is not None:
+            return self._block_tokenizer
+        is_named = self._given_tokenizer is not None or self.given is not None
+        return self._load(self.given if is_named else self.name)
+
+    def name_at(self, info: ServerInfo) -> str:
+        """Name of the model at a server with this description."""
+        return self.given or info.models[0]
+
+    def check(self, info: ServerInfo) -> None:
+        """Raise ServingError if a server does not have this model, or has another tokenizer."""
+        if self.name_at(info) not in info.models:
+            raise ServingError(
+                f"the server has no model {self.given!r}; it has {', '.join(info.models)}"
+            )
+        tokenizer = self._load(self.name_at(info))
+        if tokenizer.fingerprint != info.tokenizer:
+            raise ServingError(
+                f"the tokenizer ({tokenizer.fingerprint[:12]}) differs from the server's "
+                f"({info.tokenizer[:12]}), so token ids would mean other texts; pass the tokenizer "
+                "of the served model as tokenizer="
+            )
+
+    def tokenise(self, prompt: BlockPrompt) -> TokenPrompt:
+        """Tokenize a prompt. Raises ValueError if it has no token."""
+        context, final = self.tokenizer.with_final_ids(prompt)
+        tokenised = [self.tokenised(block, index == 0) for index, block in enumerate(context)]
+        there = [place for place, one in enumerate(tokenised) if one.ids]
+        return TokenPrompt([context[i] for i in there], [tokenised[i] for i in there], final)
+
+    def tokenised(self, block: Block, first: bool) -> Tokenised:
+        """Tokenize a block. ``first``: it is the first of its prompt, and gets BOS."""
+        return self._remembered(block, first)
+
+    @cached_property
+    def _remembered(self) -> Callable[[Block, bool], Tokenised]:
+        return remembering(self.tokenizer)
+
+    def _load(self, name: str | None) -> BlockTokenizer:
+        with self._lock:
+            if self._block_tokenizer is None:
+                given = name if self._given_tokenizer is None else self._given_tokenizer
+                self._block_tokenizer = self._made(given)
+            return self._block_tokenizer
+
+    def _made(self, given: Any) -> BlockTokenizer:
+        if isinstance(given, BlockTokenizer):
+            return given
+        if not isinstance(given, (str, Path)):
+            return BlockTokenizer(given)
+        try:
+            return BlockTokenizer(load_tokenizer(given))
+        except (OSError, ValueError) as error:
+            if self._given_tokenizer is not None:
+                raise
+            raise ServingError(
+                f"cannot load a tokenizer named {str(given)!r}, as the server calls its model; "
+                "pass its name or path as tokenizer="
+            ) from error
+
+
 class Server:
-    """A server with this package's connector, asked for one of its models.
+    """A server with this package's connector, and one of its models.
 
     Coroutines run in the event loop of ``background``.
 
     Args:
-        client: reaches it.
-        model: the name by which it knows the model; None for its first.
-        tokenizer: see ``RemoteModel``.
-        sink: after which it must encode passages; None: whichever it has.
+        client: HTTP client of the server.
+        model: Name of the model at the server; None for its first model.
+        tokenizer: As for ``RemoteModel``.
+        sink: Sink that the server must encode passages with; None for any.
     """
 
     def __init__(self, client: Client, model: str | None, tokenizer: Any, sink: str | None) -> None:
@@ -56,50 +156,49 @@ class Server:
         self._sink = sink
         self._info: ServerInfo | None = None
         self._has_warned = False
-        # Digests of system messages that may be stored when they come again.
+        # Digests of blocks that may be stored when they are used again.
         self._used: set[str] = set()
 
     def info_now(self) -> ServerInfo:
-        """``info``, for other threads, which wait for it."""
+        """``info`` for other threads. Blocks until it is there."""
         return self._info or background.start(self.info()).result()
 
     async def info(self) -> ServerInfo:
-        """What the server tells of itself; asked for by the first call, and again after failures,
-        because it may be another one by then.
+        """The server's description, fetched once, and again after failures.
 
         Raises:
-            ServingError: it cannot be reached, or is not as it must be.
+            ServingError: The server is unreachable or incompatible.
         """
         return await self._retried(self._checked_info)
 
     async def encode(self, body: EncodeBody) -> EncodeAnswer:
-        """Have blocks encoded, or looked for."""
+        """Encode blocks, or look them up."""
 
         async def ask() -> EncodeAnswer:
-            # By the base model, whichever model is to answer.
-            told = {**body.to_dict(), "model": (await self._checked_info()).models[0]}
-            return EncodeAnswer.from_dict(await self.client.post(ENCODE, told))
+            # Blocks are always encoded by the base model.
+            asked = {**body.to_dict(), "model": (await self._checked_info()).models[0]}
+            return EncodeAnswer.from_dict(await self.client.post(ENCODE, asked))
 
         return await self._retried(ask)
 
     async def count_missing(self, body: EncodeBody) -> int:
-        """How many of these blocks are not stored."""
+        """Number of these blocks that are not stored."""
         look = replace(body, only_look=True)
         return len(outcome_lengths(look, await self.encode(look))["missing"])
 
     def check_sink(self, sink: str | None, info: ServerInfo) -> None:
-        """Refuse, by a ValueError, a sink that is not the server's; None is any."""
+        """Raise ValueError for another sink than the server's. None matches any."""
         wanted = sink or self._sink
         if wanted not in (None, info.sink):
             raise ValueError(
                 f"found sink={wanted!r}, but {self.client.base_url} encodes passages with "
-                f"sink={info.sink!r}; leave it out, or ask a server with that sink"
+                f"sink={info.sink!r}; leave it out, or use a server with that sink"
             )
 
     async def answer(
         self, pending: PendingAnswer, options: GenerateOptions, sink: str | None
     ) -> Generation:
-        """The answer to a prompt; ``sink`` is the one that the call gave.
+        """Answer a prompt. ``sink``: the sink that the call requires, if any.
 
         Raises as ``RemoteEngine.generate``.
         """
@@ -116,7 +215,7 @@ class Server:
         return await self._complete(pending, prompt, plan, limit, options)
 
     def _keep(self, prompt: TokenPrompt) -> tuple[Keep, ...]:
-        """What the server may do with the blocks of a prompt: as an engine of this process."""
+        """Where the server may keep each block, by the rules of a local engine."""
         keeps = [keep_of(block.origin) for block in prompt.blocks]
         digests = [one.digest for one in prompt.context]
         again = [digest in self._used for digest in digests]
@@ -136,7 +235,7 @@ class Server:
         limit: int,
         options: GenerateOptions,
     ) -> Generation:
-        """The server's answer; asked for once more if it failed before the first token."""
+        """The server's answer. Failures before the first token are retried."""
         tokenizer = self.model.tokenizer.tokenizer
         has_begun = False
 
@@ -156,7 +255,7 @@ class Server:
         return await self._retried(ask, lambda: not has_begun)
 
     async def _check_nothing_missing(self, prompt: TokenPrompt) -> None:
-        """Refuse, by a MissError, a prompt with passages that are not stored."""
+        """Raise MissError if a passage of the prompt is not stored."""
         missing: list[Block] = []
         for at, (block, tokenised) in enumerate(zip(prompt.blocks, prompt.context, strict=True)):
             if keep_of(block.origin) == "store":
@@ -187,7 +286,7 @@ class Server:
     async def _retried(
         self, ask: Callable[[], Awaitable[T]], may_retry: Callable[[], bool] = lambda: True
     ) -> T:
-        """``Client.retried``; after a failure, another server may be at this address."""
+        """As ``Client.retried``. Fetches the description again after a failure."""
 
         async def checked() -> T:
             try:
@@ -203,19 +302,14 @@ class Server:
             return
         self._has_warned = True
         logger.warning(
-            "%s at %s is not known to be block-fine-tuned: in block mode its answers will be less "
-            "accurate than in full mode. Use mode='full' "
-            "where that matters.",
+            "%s at %s is not known to be block-fine-tuned, so its answers in block mode may be "
+            "less accurate than in full mode; use mode='full' where that matters",
             self.model.name_at(info), self.client.base_url,
         )  # fmt: skip
 
 
 def room_for(tokens: int, info: ServerInfo) -> int:
-    """How many tokens may be generated after so many.
-
-    Raises:
-        ContextOverflowError: none.
-    """
+    """Number of tokens that may follow. Raises ContextOverflowError if there are none."""
     room = info.max_tokens - tokens
     if room < 1:
         raise ContextOverflowError(
@@ -226,5 +320,5 @@ def room_for(tokens: int, info: ServerInfo) -> int:
 
 
 def count_missing_now(server: Server, bodies: Sequence[EncodeBody]) -> int:
-    """``Server.count_missing`` of several bodies, for other threads."""
+    """``Server.count_missing`` for several bodies, for other threads. Blocks."""
     return sum(background.start(server.count_missing(body)).result() for body in bodies)

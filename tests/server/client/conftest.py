@@ -10,7 +10,7 @@ import pytest
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.model import BlockModel
-from blockattn_rag.server.client import RemoteEngine, client
+from blockattn_rag.server.client import RemoteEngine, http
 from blockattn_rag.store import MemoryStore
 from tests.models import tiny_model, tiny_tokenizer
 from tests.server.client.fake_server import FakeServer
@@ -29,7 +29,7 @@ def block_model() -> BlockModel:
 def _directly_and_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No proxy between the test and its server, and no pause before a new try."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(client, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(http, "_PAUSE_S", 0.0)
 
 
 @pytest.fixture

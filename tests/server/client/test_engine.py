@@ -257,7 +257,7 @@ def test_as_many_tries_are_made_as_were_asked_for(server: FakeServer) -> None:
     server.faults.append(fault(RefusalError(503, "overloaded")))
     with pytest.raises(ServingError, match="overloaded"):
         engine.generate([A, Q])
-    with pytest.raises(ValueError, match="retries must be a whole number from 0 on, found -1"):
+    with pytest.raises(ValueError, match="retries must be an integer of at least 0, found -1"):
         RemoteEngine(server.url, retries=-1)
 
 
@@ -276,7 +276,7 @@ def test_a_silent_server_is_given_up(server: FakeServer) -> None:
     assert engine.info.max_tokens
     server.faults.append(wait)
     try:
-        with pytest.raises(ServingError, match=r"said nothing for 0\.2 seconds.*timeout_s"):
+        with pytest.raises(ServingError, match=r"sent nothing for 0\.2 seconds.*timeout_s"):
             engine.generate([A, Q])
         assert len(server.bodies(COMPLETIONS)) == 1
     finally:
@@ -298,7 +298,7 @@ def test_a_new_try_goes_to_what_the_server_is_by_then(
         raise RefusalError(503, "restarting")
 
     server.faults.append(become_another)
-    with pytest.raises(ServingError, match=r"tokenizer here .* differs"):
+    with pytest.raises(ServingError, match=r"the tokenizer .* differs"):
         engine.generate([A, Q])
 
 
@@ -317,7 +317,7 @@ def test_a_server_without_the_connector_is_refused_before_anything_is_sent(serve
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("tokenizer", "0" * 64, "the tokenizer here .* differs .*by tokenizer="),
+        ("tokenizer", "0" * 64, "the tokenizer .* differs .*as tokenizer="),
         ("v", 2, "found version 2 of the protocol, expected 1"),
         ("models", ["another"], "has no model 'the-model'; it has another"),
     ],
@@ -351,7 +351,7 @@ def test_a_server_that_may_not_encode_says_what_is_missing(serve: Serve) -> None
 
 
 def test_a_name_that_is_no_tokenizer_asks_for_one(server: FakeServer) -> None:
-    with pytest.raises(ServingError, match=r"'the-model', as the server calls.*by tokenizer="):
+    with pytest.raises(ServingError, match=r"'the-model', as the server calls.*as tokenizer="):
         RemoteEngine(server.url).generate([A, Q])
 
 
@@ -376,10 +376,10 @@ def told(**figures: Any) -> Any:
         (lambda _: None, "was not computed in block mode"),
         (lambda _: {"another": {}}, "was not computed in block mode"),
         (told(mode="full"), "mode must be one of block"),
-        (told(loaded_tokens=3), "from 2 blocks of 3 tokens, asked for 2 of 54"),
-        (told(blocks=1), "from 1 blocks of 54 tokens, asked for 2 of 54"),
+        (told(loaded_tokens=3), "from 2 blocks of 3 tokens, expected 2 of 54"),
+        (told(blocks=1), "from 1 blocks of 54 tokens, expected 2 of 54"),
         (told(encoded=1, encoded_tokens=0), "found 1 encoded blocks of 0 tokens"),
-        (told(encoded=5), "5 of 2 blocks were encoded"),
+        (told(encoded=5), "5 of 2 blocks as encoded"),
         (told(loaded_tokens=0, cut_short=True, encoded=2, encoded_tokens=55), "55 of 54 tokens"),
         (told(loaded_tokens=0, cut_short=True, blocks=1), "from 1 blocks of 54 tokens"),
     ],
@@ -403,7 +403,7 @@ def test_an_event_that_vllm_does_not_write_is_refused(
     server: FakeServer, engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch, event: Any
 ) -> None:
     monkeypatch.setattr(server, "complete", lambda _path, _body, write: write(event))
-    with pytest.raises(ServingError, match=r"a piece of a completion|answers"):
+    with pytest.raises(ServingError, match=r"a chunk of a completion|answers"):
         engine.generate([A, Q])
     assert len(server.requests) == 2
 
@@ -415,7 +415,7 @@ def test_a_key_is_sent_and_shown_to_nobody(
     server = serve(api_key="the-secret")
     engine = RemoteEngine(server.url, tokenizer=tiny_tokenizer(), api_key="the-secret")
     assert engine.generate([A, Q], max_new_tokens=1).token_ids
-    with pytest.raises(ServingError, match=r"answers 401.*by api_key") as refused:
+    with pytest.raises(ServingError, match=r"answers 401.*as api_key") as refused:
         RemoteEngine(server.url, tokenizer=tiny_tokenizer(), api_key="a-wrong-one").generate([Q])
     monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "the-secret")
     by_environment = RemoteEngine(server.url, tokenizer=tiny_tokenizer())
@@ -432,10 +432,13 @@ def test_a_key_is_sent_and_shown_to_nobody(
     ("options", "message"),
     [
         ({"assembly": "copy"}, "found assembly='copy'"),
-        ({"recipe": Recipe(promote=1)}, "Found recipe promote 1, but a server applies the sink"),
-        ({"recipe": Recipe(positions="composite")}, "Found recipe composite positions"),
+        (
+            {"recipe": Recipe(promote=1)},
+            "found recipe promote 1, but a server applies only the sink",
+        ),
+        ({"recipe": Recipe(positions="composite")}, "found recipe composite positions"),
         ({"recipe": "no/such"}, "Found no recipe at no/such"),
-        ({"num_beams": 2}, "found num_beams, which a server does not take.*repetition_penalty"),
+        ({"num_beams": 2}, "found num_beams, which servers do not support.*repetition_penalty"),
         ({"recipe": "head:4"}, "found sink='head:4', but .* encodes passages with sink='none'"),
     ],
 )

@@ -133,8 +133,8 @@ def test_a_recipe_with_another_sink_than_the_servers_is_refused(
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"blocks": ["found"], "stored_bytes": 0}, "told of 1 blocks, asked for 2"),
-        ({"blocks": ["found", "missing"], "stored_bytes": 0}, "left blocks missing"),
+        ({"blocks": ["found"], "stored_bytes": 0}, "answered for 1 blocks, expected 2"),
+        ({"blocks": ["found", "missing"], "stored_bytes": 0}, "did not encode all blocks"),
         ({"blocks": ["found", "there"], "stored_bytes": 0}, "must be one of found, encoded"),
         ("not JSON", "the answer must be an object, found 'not JSON'"),
     ],
@@ -155,7 +155,7 @@ def test_looking_is_not_encoding(
     engine: RemoteEngine, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "encode", lambda *_: {"blocks": ["encoded"], "stored_bytes": 1})
-    with pytest.raises(ProtocolError, match="encoded blocks that it was asked to look for"):
+    with pytest.raises(ProtocolError, match="encoded blocks that it should only look up"):
         engine.contains(BLOCKS[0])
 
 

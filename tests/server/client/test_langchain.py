@@ -220,7 +220,7 @@ def test_max_retries_bounds_the_further_tries(
 
 def test_timeout_bounds_the_wait(server: FakeServer, saved: str) -> None:
     chat = remote(server.url, saved, timeout=0)
-    with pytest.raises(ValueError, match="timeout_s must be a number above 0, found 0"):
+    with pytest.raises(ValueError, match="timeout_s must be positive, found 0"):
         chat.invoke(MESSAGES)
 
 

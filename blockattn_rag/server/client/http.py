@@ -1,24 +1,34 @@
-"""One server over HTTP: JSON there and back, answers as streams of events, a second try."""
+"""HTTP client of one server: JSON, event streams, retries, and the event loop that they run in."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+)
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 
+from blockattn_rag.engine.threads import start_thread
 from blockattn_rag.errors import MissError, ServingError
-from blockattn_rag.server.client.background import background
 
 T = TypeVar("T")
 
 API_KEY_VARIABLE = "BLOCKATTN_RAG_API_KEY"
-"""Environment variable with the API key, where none is given."""
+"""Environment variable with the default API key."""
 
 _CONNECT_S = 10.0
 _PAUSE_S = 0.5
@@ -26,15 +36,59 @@ _LONGEST_PAUSE_S = 30.0
 _MOST_CONNECTIONS = 1000
 
 _PASSING = frozenset({429, 500, 502, 503, 504})
-"""Statuses of failures that may be gone at the next try. vLLM says 500 also where it could not load
-the keys and values of a prompt."""
+"""Statuses worth a retry. vLLM also answers 500 when it cannot load the KV of a prompt."""
+
+
+class Background:
+    """An event loop in a background thread. It starts at first use and ends with the process.
+
+    Connections belong to an event loop. With one loop for the whole process, all threads and event
+    loops share the same connections.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The running loop. Raises RuntimeError if no thread can be started."""
+        with self._lock:
+            if self._loop is None:
+                started: Future[asyncio.AbstractEventLoop] = Future()
+                stop = asyncio.Event()
+                start_thread(
+                    lambda: asyncio.run(_run_until(stop, started)),
+                    "blockattn-remote",
+                    lambda: started.result().call_soon_threadsafe(stop.set),
+                )
+                self._loop = started.result()
+            return self._loop
+
+    @property
+    def running(self) -> asyncio.AbstractEventLoop | None:
+        """The loop, unless it has not started or has ended."""
+        return None if self._loop is None or self._loop.is_closed() else self._loop
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine. Cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+
+async def _run_until(stop: asyncio.Event, started: Future[asyncio.AbstractEventLoop]) -> None:
+    started.set_result(asyncio.get_running_loop())
+    await stop.wait()
+
+
+background = Background()
+
+if hasattr(os, "register_at_fork"):
+    # A forked process has none of its parent's threads.
+    os.register_at_fork(after_in_child=background.__init__)  # type: ignore[misc]
 
 
 class PassingError(Exception):
-    """A failure that may be gone at the next try. Callers see a ServingError in its place.
-
-    ``pause_s``: how long to wait before.
-    """
+    """A failure worth a retry after ``pause_s`` seconds. Callers get a ServingError instead."""
 
     def __init__(self, message: str, pause_s: float | None = None) -> None:
         super().__init__(message)
@@ -42,17 +96,17 @@ class PassingError(Exception):
 
 
 class Client:
-    """Asks one server, in the event loop of ``background``.
+    """HTTP client of one server, for coroutines in the event loop of ``background``.
 
     Args:
-        base_url: address of the server, with or without ``/v1`` at its end.
-        api_key: sent as a bearer token; never shown.
-        timeout_s: seconds without a byte of an answer after which it is given up.
-        retries: further tries after failures that may pass.
-        headers: sent with every request.
+        base_url: Address of the server, with or without a trailing ``/v1``.
+        api_key: Bearer token. Never shown in messages.
+        timeout_s: Seconds to wait for the next byte of an answer.
+        retries: Retries after failures that may pass.
+        headers: Headers of every request.
 
     Raises:
-        ValueError: the address is none, or holds a password; or the key cannot be sent.
+        ValueError: The address is invalid or contains a password, or the key is invalid.
     """
 
     def __init__(
@@ -72,25 +126,25 @@ class Client:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def get(self, path: str) -> Any:
-        """What the server says at a path, as JSON.
+        """Get JSON.
 
         Raises:
-            PassingError: no answer, or one of a failure that may pass.
-            MissError: blocks are missing that the server may not encode.
-            ServingError: the server refuses; says why.
+            PassingError: No answer, or a failure worth a retry.
+            MissError: Blocks are missing that the server may not encode.
+            ServingError: The server refuses the request.
         """
         async with self._answer("GET", path, None) as response:
             return _parsed(await response.aread())
 
     async def post(self, path: str, body: Any) -> Any:
-        """``get``, with something to say."""
+        """Post JSON and return the answer. Raises as ``get``."""
         async with self._answer("POST", path, body) as response:
             return _parsed(await response.aread())
 
     async def events(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
-        """The events of an answer, each as JSON, as they come. Raises as ``get``.
+        """Post JSON and yield the events of the answer. Raises as ``get``.
 
-        Leaving the generator closes the stream, by which the server knows that nobody waits.
+        Closing the generator closes the connection, so the server stops generating.
         """
         async with self._answer("POST", path, body) as response:
             async for line in _lines(response):
@@ -102,18 +156,18 @@ class Client:
                 if isinstance(event, dict) and "error" in event:
                     raise self._failure(event, None)
                 yield event
-        raise PassingError(f"{self.base_url} ended its answer in the middle")
+        raise PassingError(f"{self.base_url} closed the connection in the middle of an answer")
 
     async def retried(
         self, ask: Callable[[], Awaitable[T]], may_retry: Callable[[], bool] = lambda: True
     ) -> T:
-        """What is asked for, maybe after failures.
+        """Call ``ask``, with retries after failures that may pass.
 
         Args:
-            may_retry: whether to try again, asked after each failure.
+            may_retry: Whether a retry is possible, called after each failure.
 
         Raises:
-            ServingError: the server refuses, or it failed each time.
+            ServingError: The server refuses, or every attempt failed.
         """
         for left in range(self.retries, -1, -1):
             try:
@@ -126,52 +180,50 @@ class Client:
 
     @asynccontextmanager
     async def _answer(self, method: str, path: str, body: Any) -> AsyncIterator[httpx.Response]:
-        """An answer whose head has come, and says that all is well."""
+        """A successful answer, whose body is not read yet."""
         try:
             async with self._connections().stream(
                 method, self.base_url + path, json=body, headers=self._headers
             ) as response:
                 if not response.is_success:
-                    raise self._failure(await response.aread(), response)
+                    raise self._failure(_parsed(await response.aread()), response)
                 yield response
-        except httpx.ReadTimeout as error:  # no new try: the server may have too much to do
+        except httpx.ReadTimeout as error:  # no retry: the server may be overloaded
             raise ServingError(
-                f"{self.base_url} said nothing for {self._timeout.read:g} seconds; give it longer "
-                "by timeout_s, or less to do"
+                f"{self.base_url} sent nothing for {self._timeout.read:g} seconds; raise "
+                "timeout_s, or reduce the load"
             ) from error
         except httpx.TransportError as error:
             raise PassingError(f"cannot reach {self.base_url}: {error or repr(error)}") from error
         except httpx.RequestError as error:
-            raise ServingError(f"cannot read what {self.base_url} answers: {error}") from error
+            raise ServingError(f"cannot read the answer of {self.base_url}: {error}") from error
 
     def _connections(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
-        if self._http is None or self._loop is not loop:  # another one since a fork
+        if self._http is None or self._loop is not loop:  # a new loop after a fork
             limits = httpx.Limits(max_connections=_MOST_CONNECTIONS)
             self._http = httpx.AsyncClient(timeout=self._timeout, limits=limits)
             self._loop = loop
             weakref.finalize(self, _close, loop, self._http).atexit = False
         return self._http
 
-    def _failure(self, told: Any, response: httpx.Response | None) -> Exception:
-        """What a server's error means; ``response``: what it came with, if not in a stream."""
-        told = _parsed(told) if isinstance(told, bytes) else told
-        error = told.get("error", told) if isinstance(told, dict) else told
+    def _failure(self, answer: Any, response: httpx.Response | None) -> Exception:
+        """The exception for an error of the server. ``response``: None inside a stream."""
+        error = answer.get("error", answer) if isinstance(answer, dict) else answer
         fields = error if isinstance(error, dict) else {"message": error}
-        said = fields.get("message", fields)
         code = fields.get("code") if response is None else response.status_code
-        message = f"{self.base_url} answers {code}: {str(said)[:1000]}"
+        message = f"{self.base_url} answers {code}: {str(fields.get('message', fields))[:1000]}"
         if type(code) is int and code in _PASSING:
             return PassingError(message, _retry_after(response))
         if code == 409:
             return MissError(message)
         if code in (401, 403):
-            message += f"; give the server's key by api_key, or in {API_KEY_VARIABLE}"
+            message += f"; pass the server's key as api_key, or set {API_KEY_VARIABLE}"
         return RefusedError(message, code)
 
 
 class RefusedError(ServingError):
-    """A server refuses; ``status`` is the HTTP status of its refusal."""
+    """The server refuses a request. ``status``: its HTTP status."""
 
     def __init__(self, message: str, status: object) -> None:
         super().__init__(message)
@@ -179,16 +231,16 @@ class RefusedError(ServingError):
 
 
 def server_url(base_url: str) -> str:
-    """An address without the ``/v1`` that OpenAI's clients want at its end.
+    """A server's address without a trailing ``/v1``.
 
     Raises:
-        ValueError: it is no address of a server, or holds a user's name or password.
+        ValueError: The address is invalid, or contains a user name or password.
     """
     given = base_url.strip() if isinstance(base_url, str) else ""
     if "@" in given:
         raise ValueError(
-            "found a user or password in a server's address, which messages show; give a key by "
-            "api_key"
+            "found a user or password in the server's address, which appears in messages; pass a "
+            "key as api_key instead"
         )
     try:
         parts = urlsplit(str(httpx.URL(given)))
@@ -197,8 +249,8 @@ def server_url(base_url: str) -> str:
         is_address = False
     if not is_address or parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(
-            "a server's address must be such as http://gpu:8000 or https://gpu/v1; found "
-            f"{base_url!r:.200}"
+            f"invalid server address {base_url!r:.200}: expected one such as http://gpu:8000 or "
+            "https://gpu/v1"
         )
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
@@ -206,15 +258,13 @@ def server_url(base_url: str) -> str:
 def _sendable(api_key: str) -> str:
     is_text = isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()
     if not is_text or " " in api_key:
-        # The key itself is not shown.
-        raise ValueError(
-            "an API key has printable ASCII characters and no blanks; this one differs"
-        )
+        # The message does not show the key.
+        raise ValueError("invalid API key: expected printable ASCII characters without spaces")
     return api_key
 
 
 def _parsed(data: bytes) -> Any:
-    """JSON, or, of what is none, its text."""
+    """The JSON value, or the text if it is not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -222,7 +272,7 @@ def _parsed(data: bytes) -> Any:
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Lines of an answer. Those of httpx end also at separators that JSON texts may hold."""
+    """Lines of an answer. httpx also splits at separators that may occur inside JSON strings."""
     rest = b""
     async for piece in response.aiter_bytes():
         *lines, rest = (rest + piece).split(b"\n")
@@ -232,11 +282,11 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def _retry_after(response: httpx.Response | None) -> float | None:
-    said = "" if response is None else response.headers.get("Retry-After", "")
-    return float(said) if said.isdecimal() else None
+    value = "" if response is None else response.headers.get("Retry-After", "")
+    return float(value) if value.isdecimal() else None
 
 
 def _close(loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient) -> None:
-    """Close the connections of a client that is gone."""
+    """Close the connections of a garbage-collected client."""
     if loop is background.running:
         loop.call_soon_threadsafe(lambda: loop.create_task(http.aclose()))
