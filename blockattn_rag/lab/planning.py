@@ -1,4 +1,4 @@
-"""What storing a collection's keys and values takes, and what it gives: from a config alone."""
+"""Capacity planning: storage and times of a collection, estimated from a model's config alone."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from blockattn_rag.lab.efficiency.timing import check_sizes
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is to store in and to compute with: bytes, and bytes or operations per second.
+    """Capacities and speeds of a machine.
 
     Args:
-        gpu_bytes: None where the model runs on the CPU.
-        device_bytes_per_s: memory bandwidth of what the model runs on.
-        transfer_bytes_per_s: from main memory to the GPU.
-        network_bytes_per_s: from an object store or another shared home; None where there is none.
-        network_latency_s: until the first byte comes from there.
+        memory_bytes, disk_bytes: Room for blocks (and, on the CPU, for weights in memory).
+        gpu_bytes: Memory of the GPU. None: the model runs on the CPU.
+        operations_per_s: Floating-point operations per second.
+        device_bytes_per_s: Memory bandwidth of the device that runs the model.
+        transfer_bytes_per_s: Bandwidth from main memory to the GPU.
+        disk_bytes_per_s: Bandwidth of the disk.
+        network_bytes_per_s: Bandwidth of a shared store, such as S3. None: there is none.
+        network_latency_s: Seconds until that store's first byte.
     """
 
     memory_bytes: int
@@ -44,9 +47,10 @@ class Footprint:
     """Bytes of a model's weights, and of keys and values.
 
     Args:
-        bytes_per_token: of a stored block, with the scales of values if it is quantised.
-        bytes_per_block: what a stored block takes besides: the scales of keys.
-        dequantised_bytes_per_token: of a quantised block, when it is read.
+        weight_bytes: Bytes of the weights.
+        bytes_per_token: Bytes per token of a stored block, scales of quantised values included.
+        bytes_per_block: Further bytes of a stored block: the scales of quantised keys.
+        dequantised_bytes_per_token: Bytes per token of a quantised block after it is read.
     """
 
     weight_bytes: int
@@ -55,14 +59,20 @@ class Footprint:
     dequantised_bytes_per_token: int = 0
 
     def block_bytes(self, tokens: int) -> int:
-        """A stored block of so many tokens."""
+        """Bytes of a stored block of so many tokens."""
         return self.bytes_per_block + tokens * self.bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Where blocks may lie: how many passages fit, the time to first token from there, and whether
-    that is less than a full prefill takes."""
+    """A place for blocks.
+
+    Args:
+        name: Name of the tier.
+        passages: Passages that fit.
+        ttft_s: Time to first token with blocks from there.
+        pays: Whether that is less than a full prefill takes.
+    """
 
     name: str
     passages: int
@@ -72,11 +82,17 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Storage, ingestion and time to first token of a collection. Bytes and seconds.
+    """Storage, ingestion and time to first token of a collection.
 
-    ``full_ttft_s`` is the full prefill that reuse saves. ``break_even_bytes_per_s``: a store that
-    is read more slowly than this is slower than computing the passages; None where reuse saves
-    nothing even from memory.
+    Args:
+        footprint: Bytes of the model and its blocks.
+        passage_bytes, total_bytes: Bytes of a stored passage, and of the collection.
+        ingest_s: Seconds to encode the collection.
+        full_ttft_s: Seconds of the full prefill that reuse saves.
+        break_even_bytes_per_s: Bandwidth of a store at which reuse is as fast as a full prefill.
+            None: reuse saves nothing even from memory.
+        tiers: Places for blocks.
+        machine: The machine that was planned for.
     """
 
     footprint: Footprint
@@ -90,13 +106,13 @@ class Plan:
 
 
 def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> Footprint:
-    """What a model of this config takes; no weights are made or loaded.
+    """The footprint of a model with this config, without creating or loading weights.
 
-    The model is built and run once on PyTorch's meta device, which computes shapes alone; so the
+    The model is built and run once on PyTorch's meta device, which computes only shapes, so the
     figures hold for any architecture.
 
     Raises:
-        UnsupportedModelError: its layers have no keys and values to store.
+        UnsupportedModelError: Layers have no keys and values to store.
     """
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
@@ -136,19 +152,18 @@ def plan(
 ) -> Plan:
     """Plan a collection.
 
-    A forward takes as long as its operations or the reading of weights and blocks, whichever is
-    longer; what must be fetched first comes on top. At the speeds that ``machine`` states, that is
-    an estimate, for choosing; ``blockattn-rag bench`` measures.
+    A forward takes as long as its operations, or as reading weights and blocks, whichever is
+    longer; fetching blocks comes on top. This is an estimate; ``blockattn-rag bench`` measures.
 
     Args:
-        config: of a model with gated feed-forward layers (for the operations).
-        dtype: of weights, keys and values, unless ``kv_dtype`` says otherwise.
-        machine: what stores and computes.
-        passages: number of passages in the collection.
-        passage_tokens: tokens of a passage.
-        top_k: passages in a prompt.
-        question_tokens: tokens of the question.
-        kv_dtype: what keys and values are stored in; see ``kv.quantization``.
+        config: Config of a model with gated feed-forward layers.
+        dtype: Type of weights, keys and values.
+        machine: The machine.
+        passages: Passages of the collection.
+        passage_tokens: Tokens of a passage.
+        top_k: Passages of a prompt.
+        question_tokens: Tokens of the question.
+        kv_dtype: Type of stored keys and values; see ``kv.quantization``.
     """
     check_sizes(passages=passages, passage_tokens=passage_tokens)
     check_sizes(top_k=top_k, question_tokens=question_tokens)
@@ -160,7 +175,7 @@ def plan(
     passage = model.block_bytes(passage_tokens)
     context = top_k * passage_tokens
     moved = top_k * passage
-    # What is dequantised is written and read again.
+    # Dequantised blocks are written and read again.
     read = moved + 2 * context * model.dequantised_bytes_per_token
 
     def forward_s(operations: float, read: int = 0) -> float:
@@ -177,7 +192,7 @@ def plan(
     if machine.gpu_bytes is None:
         room, from_memory = machine.memory_bytes - model.weight_bytes, reuse
     else:
-        # A tenth of the GPU's memory is left to activations and the allocator.
+        # A tenth of the GPU's memory is for activations and the allocator.
         add("gpu", math.floor(0.9 * machine.gpu_bytes) - model.weight_bytes, reuse)
         room, from_memory = machine.memory_bytes, reuse + moved / machine.transfer_bytes_per_s
     add("memory", room, from_memory)
@@ -189,7 +204,7 @@ def plan(
         footprint=model,
         passage_bytes=passage,
         total_bytes=passage * passages,
-        # In batches, where reading the weights hardly counts.
+        # In batches, reading the weights hardly counts.
         ingest_s=passages * prefill_flops(config, passage_tokens) / machine.operations_per_s,
         full_ttft_s=full,
         break_even_bytes_per_s=moved / (full - from_memory) if full > from_memory else None,
@@ -199,7 +214,7 @@ def plan(
 
 
 def measured_operations_per_s(dtype: torch.dtype, device: str) -> float:
-    """Operations per second of a matrix product on this machine: what a forward comes near to."""
+    """Operations per second of a matrix product on this machine, which a forward comes close to."""
     size = 8192 if device == "cuda" else 1024  # a GPU would hardly notice the smaller one
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = math.inf

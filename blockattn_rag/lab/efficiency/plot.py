@@ -1,4 +1,4 @@
-"""A plot of benchmark rows: one line a path over one axis. Needs matplotlib (extra ``train``)."""
+"""A plot of benchmark rows, with a line for each path. Needs matplotlib (extra ``train``)."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ AXES = {
 def plot(
     rows: Sequence[Mapping[str, Any]], file: Path, *, x: str, unit: str, series: str | None = None
 ) -> None:
-    """Write a plot of ``<path>_<unit>`` over ``x`` to ``file``; its ending tells the format.
+    """Plot ``<path>_<unit>`` over ``x``.
 
     Args:
-        rows: of one of the benchmarks.
-        file: where to.
-        x: the field of the horizontal axis.
+        rows: Rows of a benchmark.
+        file: File to write; its ending is the format.
+        x: Field of the horizontal axis.
         unit: ``"s"``, ``"tokens_per_s"`` or ``"peak_bytes"``.
-        series: a field whose values each get lines of their own.
+        series: Field whose values get separate lines.
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure

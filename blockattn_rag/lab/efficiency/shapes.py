@@ -1,4 +1,4 @@
-"""Models for benchmarks: Llama shapes with random weights, and a tokenizer that counts."""
+"""Models for benchmarks: Llama shapes with random weights, and a tokenizer of numbered words."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shape_config(shape: str, **settings: Any) -> Any:
 
 
 def floating_type(name: str) -> torch.dtype:
-    """The floating type of PyTorch that has this name."""
+    """PyTorch's floating type of this name."""
     kind = getattr(torch, name, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ValueError(f"dtype must name a floating type such as bfloat16, found {name!r}")
@@ -88,7 +88,7 @@ def counting_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def random_text(num_tokens: int, vocab_size: int, rng: random.Random) -> str:
-    """A text of exactly that many tokens of the counting tokenizer, t0 (padding) left out."""
+    """A text of exactly that many tokens of the counting tokenizer, without t0 (padding)."""
     return " ".join(f"t{rng.randrange(1, vocab_size)}" for _ in range(num_tokens))
 
 
@@ -110,10 +110,10 @@ def prefill_flops(config: Any, new_tokens: int, cached_tokens: int = 0) -> float
     multiply-add; each token attends to the cached tokens and to the new ones up to itself.
 
     Args:
-        config: of a Llama-like transformers model (gated feed-forward layers); of experts, those
-            that a token goes through are counted.
-        new_tokens: tokens computed now.
-        cached_tokens: tokens whose keys and values are there already.
+        config: Config of a Llama-like transformers model (gated feed-forward layers). Only the
+            active experts are counted.
+        new_tokens: Tokens to compute.
+        cached_tokens: Tokens whose keys and values exist.
     """
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads
@@ -126,7 +126,7 @@ def prefill_flops(config: Any, new_tokens: int, cached_tokens: int = 0) -> float
 
 
 def _active_width(config: Any) -> int:
-    """Width of the feed-forward layer that a token goes through, all its experts together."""
+    """Width of a token's feed-forward layer, all its active experts together."""
     experts = getattr(config, "num_experts_per_tok", None)
     if not experts:
         return int(config.intermediate_size)

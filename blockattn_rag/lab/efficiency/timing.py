@@ -1,4 +1,4 @@
-"""Timing several ways of doing one thing, side by side."""
+"""Timing of several ways to do one thing, side by side."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 OnProgress = Callable[[int, int], None]
-"""Called with runs done and all runs."""
+"""Called with the number of finished runs and of all runs."""
 
 
 class Turns:
-    """Measures ways in turns, so that a disturbance hits all of them; each is warmed up once.
+    """Runs ways in turns, so that a disturbance affects all of them. Each is warmed up once.
 
     Args:
-        repeats: counted runs of each way.
-        total: how often ``measure`` will be called, with as many ways each time.
-        on_progress: called after each run.
+        repeats: Counted runs of each way.
+        total: Number of calls of ``measure``, with as many ways each time.
+        on_progress: Called after each run.
     """
 
     def __init__(self, repeats: int, total: int, on_progress: OnProgress | None = None) -> None:
@@ -32,8 +32,10 @@ class Turns:
         self._done = 0
 
     def measure(self, ways: Mapping[str, Callable[[], float]], unit: str = "s") -> dict[str, Any]:
-        """Median, lowest and highest of what each way returned, the warm-up left out: fields
-        ``<way>_<unit>``, ``<way>_min_<unit>`` and ``<way>_max_<unit>`` of a row."""
+        """Median, minimum and maximum of each way's results, without the warm-up.
+
+        They are fields of a row: ``<way>_<unit>``, ``<way>_min_<unit>`` and ``<way>_max_<unit>``.
+        """
         found: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(self._repeats + 1):
             for name, way in ways.items():
@@ -49,20 +51,16 @@ class Turns:
 
 
 def check_sizes(**sizes: int) -> None:
-    """Refuse what is below 1.
-
-    Raises:
-        ValueError: naming the size.
-    """
+    """Raise ``ValueError`` for a size below 1."""
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, found {value}")
 
 
 def machine(device: str | torch.device = "cpu") -> dict[str, Any]:
-    """What the figures depend on: processor, threads, accelerator, versions.
+    """Facts about the machine that figures depend on: processor, threads, accelerator, versions.
 
-    ``accelerator`` is the one that ``device`` names; None for the CPU.
+    ``accelerator`` is the one of ``device``; None for the CPU.
     """
     device = torch.device(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -77,7 +75,7 @@ def machine(device: str | torch.device = "cpu") -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name, from Linux's own list where there is one."""
+    """The processor's name, from ``/proc/cpuinfo`` if there is one."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as listing:
         for line in listing:
             if "model name" in line:

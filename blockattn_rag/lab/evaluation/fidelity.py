@@ -198,7 +198,7 @@ def measure_fidelity(
 
     Raises:
         ValueError: An unknown prompt format, a recipe that cannot be used, or no sample.
-        DataError: ``records_path`` holds records of another measurement, or is no record file.
+        DataError: ``records_path`` holds records of another measurement, or is not a record file.
         ContextOverflowError: A prompt does not fit in the context window.
     """
     if not samples:

@@ -78,10 +78,10 @@ def bootstrap_mean(
     """Mean of the values with a percentile bootstrap interval (Efron 1979), deterministic.
 
     Args:
-        values: one score for each sample; must not be empty.
-        level: probability that the interval is meant to cover, in (0, 1).
-        resamples: how often the values are drawn anew, with replacement.
-        seed: of the random draws.
+        values: One score for each sample, at least one.
+        level: Confidence level, in (0, 1).
+        resamples: Number of resamples, drawn with replacement.
+        seed: Random seed.
     """
     if not values:
         raise ValueError("expected at least one value to average, found none")
@@ -99,10 +99,10 @@ def bootstrap_ratio(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """The mean of the numerators over that of the denominators, with the interval of
-    ``bootstrap_mean``; both are drawn together, sample by sample.
+    """Mean of the numerators over the mean of the denominators, with its bootstrap interval.
 
-    The mean of the denominators must be above 0; resamples in which it is not are left out.
+    Both are drawn together, sample by sample. The mean of the denominators must be above 0;
+    resamples in which it is not are left out.
     """
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, found {level}")
@@ -114,6 +114,6 @@ def bootstrap_ratio(
     counts = [min(rows, resamples - start) for start in range(0, resamples, rows)]
     drawn = [pairs[:, rng.integers(size, size=(n, size))].mean(axis=2) for n in counts]
     above, below = np.concatenate(drawn, axis=1)
-    told = below > 0
-    low, high = np.quantile(above[told] / below[told], [(1 - level) / 2, (1 + level) / 2])
+    valid = below > 0
+    low, high = np.quantile(above[valid] / below[valid], [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(pairs[0].mean() / pairs[1].mean()), float(low), float(high))

@@ -1,4 +1,4 @@
-"""What fits into the time of a repair: numbers of prompts and steps, from measured speeds.
+"""The plan of a repair: numbers of prompts and steps that fit into its time at measured speeds.
 
 No torch here, so that the command line can read the limits.
 """
@@ -13,7 +13,7 @@ from blockattn_rag.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of a repair. They are no options: what is measured decides within them.
+    """Bounds of a repair. They are not options, because measurements decide within them.
 
     Args:
         questions: Most questions that the model writes; more bring little, and take time from the
@@ -25,8 +25,8 @@ class Limits:
             it, and each token takes a forward.
         top_k: The teacher's likeliest tokens that are kept at each token of an answer; the rest
             counts as one token.
-        held_out: Questions for choosing and for measuring, together: fewer leave intervals that
-            tell nothing, more take time from the fit.
+        held_out: Questions for choosing and for measuring, together: fewer leave intervals too
+            wide to be useful, more take time from the fit.
         held_out_share: Most of the questions that are held out.
         fewest_held_out: Fewest of them: two to choose on and two to measure on, as a spread needs
             two.
@@ -83,8 +83,7 @@ class Speeds:
 
     @property
     def compare(self) -> float:
-        """One recipe's predictions: a forward, without the backward pass that takes twice as long,
-        and the reading of blocks."""
+        """One recipe's predictions: a forward without the backward pass of twice its time."""
         return self.step / 2
 
     def held_out(self, recipes: int) -> float:

@@ -12,14 +12,15 @@ from blockattn_rag.store.base import Found, get_many, get_or_error
 
 
 class ReadThroughStore:
-    """``KVStore`` that reads from a lender what it does not have, and writes to a folder of its
-    own: a repair uses a database's blocks and leaves no other ones there. Blocks in int8 are not
-    read, because an adapter is not fitted to rounded ones.
+    """Store that reads missing blocks from a lender and writes only to a folder of its own.
+
+    So a repair uses a database's blocks and adds none to it. Blocks in int8 are not read, because
+    an adapter is not fitted to rounded ones.
 
     Args:
         path: The folder.
         max_bytes: Most bytes in it.
-        lender: The store to read from. None: none.
+        lender: The store to read from, if any.
     """
 
     def __init__(self, path: Path, max_bytes: int, lender: KVStore | None) -> None:
@@ -63,6 +64,6 @@ T = TypeVar("T", bound=Found)
 
 
 def _unrounded(found: T) -> T | None:
-    """What a store answered; None in place of a block in int8."""
+    """What a store returned, with None in place of a block in int8."""
     is_rounded = isinstance(found, BlockKV) and found.scales is not None
     return None if is_rounded else found

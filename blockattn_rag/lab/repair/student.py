@@ -21,8 +21,8 @@ from blockattn_rag.store.base import KVStore
 from blockattn_rag.store.namespaces import Access
 
 _BIAS_UNIT = 20.0
-"""A correction's constants are trained in this unit: they are so much larger than its weights, and
-Adam's steps are of one size for all."""
+"""Unit in which a correction's constants are trained. They are much larger than its weights, and
+Adam's steps have one size for all."""
 
 
 class ReadyPrompt(NamedTuple):
@@ -33,8 +33,8 @@ class ReadyPrompt(NamedTuple):
 
 
 class BlockSource:
-    """Prompts made ready for block mode: passages' keys and values come from a store, and those
-    that it lacks are computed by the stock model and stored.
+    """Prepares prompts for block mode: passages' keys and values come from a store, and missing
+    ones are computed by the stock model and stored.
 
     Args:
         model: The model.
@@ -58,12 +58,12 @@ class BlockSource:
 class Student(nn.Module):
     """Block mode along given answers, differentiable in the correction.
 
-    The module's parameters are the correction's. The model is no part of it: its weights must be
-    frozen, and are neither trained, nor moved, nor saved with the module.
+    The module's parameters are the correction's. The model is not part of it: its weights must be
+    frozen, and are neither trained, moved nor saved with the module.
 
     Args:
         model: The model.
-        correction: The correction that the training starts from, of contexts that come without it.
+        correction: The correction that the training starts from.
     """
 
     def __init__(self, model: BlockModel, correction: Correction) -> None:

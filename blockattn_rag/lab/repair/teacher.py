@@ -147,8 +147,8 @@ class Teacher:
         return answer
 
     def _path(self, ids: Sequence[int]) -> Path:
-        told = json.dumps([*self._made_by, *ids]).encode()
-        return self._folder / f"{hashlib.sha256(told).hexdigest()}.safetensors"
+        text = json.dumps([*self._made_by, *ids]).encode()
+        return self._folder / f"{hashlib.sha256(text).hexdigest()}.safetensors"
 
     def _check_room(self, tokens: int) -> None:
         most = self._model.max_context_tokens

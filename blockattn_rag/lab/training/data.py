@@ -1,4 +1,4 @@
-"""Training data: JSON lines of three kinds become token ids, block by block.
+"""Training data: JSON lines of three kinds, encoded to token ids block by block.
 
 One JSON object a line; the kinds may be mixed in one file::
 
@@ -8,15 +8,16 @@ One JSON object a line; the kinds may be mixed in one file::
     {"question": …, "passages": [{"title": …, "text": …}, …], "answer": …}
     {"passages": […], "turns": [{"question": …, "answer": …}, …]}
 
-*Messages*: each turn is a block, the last two (a question and the assistant's answer) are the
-final block. *Blocks*: taken literally, no chat template; ``before`` and ``after`` are the block's
-template and ``control`` says whether control tokens in ``text`` are parsed (see ``blocks.Block``).
-*Passages*: written by a prompt format of :mod:`blockattn_rag.prompts`. With *turns*, everything
+*Messages*: each turn is a block; the last two (a question and the assistant's answer) are the
+final block. *Blocks* are used literally, without a chat template; ``before`` and ``after`` are the
+block's template, and ``control`` says whether control tokens in ``text`` are parsed (see
+``blocks.Block``).
+*Passages* are written by a prompt format of :mod:`blockattn_rag.prompts`. With *turns*, everything
 after the first question is in the final block and every answer is learned.
 
-Token ids come from the same ``BlockTokenizer`` as the engine's.
-A response is tokenised alone, because at inference generation starts after the final block's text.
-The token that closes an answer (end of turn, or EOS) is learned after each answer.
+Token ids come from the engine's ``BlockTokenizer``. A response is tokenized alone, because at
+inference generation starts after the final block's text. The token that ends an answer (end of
+turn, or EOS) is learned too.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ class EncodedSample:
     """Token ids of a sample.
 
     Args:
-        input_ids: all tokens, in order.
-        labels: as ``input_ids`` where a token is to be learned, else ``-100``. Not shifted.
-        block_lengths: tokens of each block; the last is the final block with its answers.
+        input_ids: All tokens, in order.
+        labels: ``input_ids`` of tokens to learn, ``-100`` for others. Not shifted.
+        block_lengths: Tokens of each block; the last is the final block with its answers.
     """
 
     input_ids: list[int]
@@ -76,8 +77,14 @@ class EncodedSample:
 
 @dataclass(slots=True)
 class DataReport:
-    """What was read: samples, how many of them have a context (a block before the final one),
-    tokens, and the lines left out with the reason for each."""
+    """Counts of what was read.
+
+    Args:
+        samples: Samples.
+        with_context: Samples with a block before the final one.
+        tokens: Tokens.
+        skipped: Lines left out, each with the reason.
+    """
 
     samples: int = 0
     with_context: int = 0
@@ -86,14 +93,14 @@ class DataReport:
 
 
 class SampleEncoder:
-    """Turns records into token ids for one tokenizer and one prompt format.
+    """Encodes records for one tokenizer and one prompt format.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        prompt: prompt format of records with passages: its name, or the format.
-        blocks_per_turn: into how many blocks a turn of ``messages`` may be cut at blank lines and
-            the like; see :func:`~blockattn_rag.prompts.segmentation.conversation`.
-        max_tokens: the longest sample allowed; None for no limit.
+        tokenizer: A transformers tokenizer.
+        prompt: Prompt format of records with passages, or its name.
+        blocks_per_turn: Most blocks that a turn of ``messages`` is cut into; see
+            :func:`~blockattn_rag.prompts.segmentation.conversation`.
+        max_tokens: Longest sample. None: no limit.
     """
 
     def __init__(
@@ -116,7 +123,7 @@ class SampleEncoder:
         """Token ids of one record.
 
         Raises:
-            DataError: the record is malformed, holds an empty block, or is too long.
+            DataError: The record is malformed, has an empty block, or is too long.
         """
         try:
             sample = self.parse(record)
@@ -134,7 +141,7 @@ class SampleEncoder:
         return encoded
 
     def parse(self, record: object) -> Sample:
-        """The sample that a record of any kind stands for."""
+        """The sample of a record of any kind."""
         fields: Record = of_kind(record, dict, "a record")
         if "messages" in fields:
             return self._parse_messages(fields)
@@ -148,7 +155,7 @@ class SampleEncoder:
         )
 
     def encode(self, sample: Sample) -> EncodedSample:
-        """Token ids as the engine makes them: per block; answers follow the final block."""
+        """Token ids as in the engine, block by block; answers follow the final block."""
         context, final = self.tokenizer.prompt_ids(sample.prompt)
         labels = [IGNORED] * len(final)
         for text, answer in [("", sample.answer), *sample.further]:
@@ -191,7 +198,7 @@ class SampleEncoder:
 
     def _follow_up(self, question: str) -> tuple[Span, ...]:
         first, *rest = formats.follow_up(question, self.hf_tokenizer)
-        # The end of the previous answer is among that answer's learned tokens already.
+        # The end of the previous answer is among its learned tokens already.
         return (Span(first.text.removeprefix(self._end_text), first.origin), *rest)
 
 
@@ -202,16 +209,17 @@ def read_samples(
     on_error: OnError = "raise",
     report: DataReport | None = None,
 ) -> Iterator[EncodedSample]:
-    """Stream the samples of JSON-lines files (``.gz`` too), line by line. Blank lines do not count.
+    """Stream the samples of JSON-lines files, plain or gzip, without blank lines.
 
     Args:
-        on_error: ``"raise"`` stops at the first bad line; ``"skip"`` leaves out bad lines, and
-            files or ends of files that cannot be read, lists them in ``report`` and logs their
-            number at the end.
-        report: filled while reading.
+        files: The files.
+        encoder: Encodes the records.
+        on_error: ``"raise"`` stops at the first bad line. ``"skip"`` leaves out bad lines and
+            unreadable (ends of) files, lists them in ``report`` and logs their number at the end.
+        report: Filled while reading.
 
     Raises:
-        DataError: with file, line number, what was found and what was expected.
+        DataError: A line is bad; the message names file and line.
     """
     report = DataReport() if report is None else report
     for sample in (found for path in files for found in _encoded_lines(Path(path), encoder)):
@@ -229,7 +237,7 @@ def read_samples(
 
 
 def _encoded_lines(path: Path, encoder: SampleEncoder) -> Iterator[EncodedSample | DataError]:
-    """The samples of a file in order; in place of a line that cannot be read, its error."""
+    """The samples of a file in order, with an error in place of each bad line."""
     try:
         for number, line in numbered_lines(path):
             try:
@@ -248,7 +256,7 @@ def _parse_blocks(fields: Record) -> Sample:
 
 
 def _block(item: object, where: str) -> Block:
-    """A block from its text, or from an object with text, template and control."""
+    """A block given by its text, or by an object with text, template and control."""
     fields: Record = {"text": item} if isinstance(item, str) else of_kind(item, dict, where)
     if unknown := fields.keys() - {"text", "before", "after", "control"}:
         raise DataError(f"found {where} with keys {listed(unknown)}, expected 'text', and "
@@ -265,7 +273,7 @@ def _block(item: object, where: str) -> Block:
 
 
 def _turns(fields: Record, asked: str, answered: str) -> list[tuple[str, str]]:
-    """(question, answer) of one turn given in the record itself, or of each of its ``turns``."""
+    """Questions and answers: the record's own, or those of its ``turns``."""
     if "turns" not in fields:
         return [(text_of(fields, asked), text_of(fields, answered))]
     turns = _objects(fields, "turns")

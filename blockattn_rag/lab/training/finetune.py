@@ -141,7 +141,7 @@ def check_output(
             )
     if work.is_foreign(result, LOG) or result.is_symlink():
         raise FileExistsError(
-            f"{output} is no earlier result (a folder with {LOG}), so it is not overwritten; "
+            f"{output} is not an earlier result (a folder with {LOG}), so it is not overwritten; "
             "choose another output"
         )
     if result.exists() and not overwrite:

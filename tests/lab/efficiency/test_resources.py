@@ -12,7 +12,7 @@ from tests.lab.efficiency.engines import tiny_engine
 KIB = 1024
 
 
-def test_the_peak_is_what_was_held_at_once() -> None:
+def test_the_peak_is_what_is_allocated_at_once() -> None:
     def work() -> None:
         first = torch.zeros(256 * KIB, dtype=torch.uint8)
         second = torch.zeros(512 * KIB, dtype=torch.uint8)

@@ -23,7 +23,7 @@ def test_words_of_the_counting_tokenizer_are_tokens() -> None:
     assert 0 not in ids
 
 
-def test_a_random_prompt_has_exactly_the_asked_for_tokens() -> None:
+def test_a_random_prompt_has_exactly_the_requested_tokens() -> None:
     prompt = random_prompt(100, 32, 7, 512)
     assert [len(block.text.split()) for block in prompt.context] == [32, 32, 32, 4]
     assert len(prompt.final.split()) == 7
@@ -54,7 +54,7 @@ def test_unknown_shapes_and_types_are_refused() -> None:
         random_llama("tiny", max_tokens=64, dtype="int8")
 
 
-def test_of_experts_those_that_a_token_goes_through_are_counted() -> None:
+def test_only_active_experts_are_counted() -> None:
     dense = SimpleNamespace(**SHAPES["tiny"])
     experts = SimpleNamespace(**{**SHAPES["tiny"], "intermediate_size": 32}, num_experts_per_tok=2)
     assert prefill_flops(experts, 10) == prefill_flops(dense, 10)

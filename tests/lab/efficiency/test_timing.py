@@ -5,7 +5,7 @@ import pytest
 from blockattn_rag.lab.efficiency.timing import Turns, check_sizes, machine
 
 
-def test_the_warm_up_counts_for_nothing_and_ways_take_turns() -> None:
+def test_the_warm_up_is_not_counted_and_ways_take_turns() -> None:
     calls: list[str] = []
     times = {"a": iter([100.0, 8.0, 10.0, 3.0]), "b": iter([100.0, 1.0, 5.0, 2.0])}
 

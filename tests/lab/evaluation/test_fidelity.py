@@ -88,7 +88,7 @@ def test_the_floor_is_rounding_and_block_mode_is_not(
     assert set(row["recovery"]) == set(row["kl"]) == {"mean", "low", "high"}
 
 
-def test_where_block_mode_equals_full_mode_nothing_is_recovered(
+def test_equal_modes_have_no_recovery(
     engine: BlockAttentionEngine, samples: list[EvaluationSample]
 ) -> None:
     bare = [replace(sample, passages=()) for sample in samples]
@@ -115,13 +115,13 @@ def test_blocks_are_rounded_as_the_engine_keeps_them(
     assert rounded.settings["kv_dtype"] == "int8"
 
 
-def test_without_plain_block_mode_nothing_is_recovered(
+def test_without_plain_block_mode_there_is_no_recovery(
     engine: BlockAttentionEngine, samples: list[EvaluationSample]
 ) -> None:
     assert measure(engine, samples, "bos")["bos"].recovery is None
 
 
-def test_a_stopped_run_goes_on_where_it_was(
+def test_an_interrupted_comparison_resumes(
     engine: BlockAttentionEngine,
     samples: list[EvaluationSample],
     tmp_path: Path,
@@ -169,7 +169,7 @@ def test_records_made_with_another_recipe_of_the_same_name_are_refused(
     measure(engine, samples, "none", records_path=path)
 
 
-def test_what_cannot_be_measured_is_refused(
+def test_unusable_recipes_and_no_samples_are_refused(
     engine: BlockAttentionEngine, samples: list[EvaluationSample]
 ) -> None:
     for recipes in (("none", "none"), ("full",), ("closed-book", "none")):

@@ -82,7 +82,7 @@ def test_ids_are_the_logs_own_or_numbers_of_lines(tmp_path: Path) -> None:
         ([{"prompt": ["a"], "id": 1}, {"prompt": ["b"], "id": "1"}], "line 2: the id '1' was used"),
     ],
 )
-def test_a_line_that_is_no_prompt_is_named(
+def test_an_invalid_line_of_a_log_is_reported(
     tmp_path: Path, records: list[Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):

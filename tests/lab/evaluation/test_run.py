@@ -120,7 +120,7 @@ def test_num_passages_shortens_the_prompt(tmp_path: Path) -> None:
     ]
 
 
-def test_a_stopped_run_goes_on_from_its_records(tmp_path: Path) -> None:
+def test_an_interrupted_evaluation_resumes_from_its_records(tmp_path: Path) -> None:
     path, data = tmp_path / "out" / "records.jsonl", samples(tmp_path)
     engine = FakeEngine({"full": {"1": "100 metres"}}, fail_after=3)
     with pytest.raises(KeyboardInterrupt):
@@ -150,9 +150,7 @@ def test_records_of_other_settings_are_refused(tmp_path: Path) -> None:
     "text",
     ["what is this\n", "my only notes, no newline", '{"id": 1}\n{"id": 2}', "[1, 2]", '{"set up'],
 )
-def test_a_file_that_holds_no_records_is_refused_and_left_as_it_is(
-    tmp_path: Path, text: str
-) -> None:
+def test_a_file_without_records_is_refused_and_unchanged(tmp_path: Path, text: str) -> None:
     path, data = tmp_path / "records.jsonl", samples(tmp_path, 1)
     path.write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match="line 1: not a record file"):
@@ -160,7 +158,7 @@ def test_a_file_that_holds_no_records_is_refused_and_left_as_it_is(
     assert path.read_text(encoding="utf-8") == text
 
 
-def test_a_run_killed_while_it_wrote_its_settings_starts_anew(tmp_path: Path) -> None:
+def test_a_run_killed_while_writing_its_settings_starts_again(tmp_path: Path) -> None:
     path, data = tmp_path / "records.jsonl", samples(tmp_path, 1)
     run(FakeEngine({}), data, (), records_path=path)
     whole = path.read_bytes()

@@ -28,7 +28,7 @@ def contexts_of(prompts: int, seed: int = 0) -> list[list[list[int]]]:
     return torch.randint(256, shape, generator=generator).tolist()
 
 
-def test_a_linear_difference_is_found_again_and_explained() -> None:
+def test_a_linear_difference_is_recovered() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = 0.3 * torch.randn(2, 6, 6, generator=generator)
     bias = torch.randn(2, NUM_PLACES, 6, generator=generator)
@@ -44,7 +44,7 @@ def test_a_linear_difference_is_found_again_and_explained() -> None:
     assert torch.equal(sums.left(nothing), sums.yy)
 
 
-def test_what_is_left_is_the_squared_difference_written_out() -> None:
+def test_the_remaining_difference_is_that_of_its_definition() -> None:
     generator = torch.Generator().manual_seed(1)
     block, full = torch.randn(2, 1, 5, 4, generator=generator)
     sums = Sums(1, 4)

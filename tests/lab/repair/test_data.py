@@ -26,7 +26,7 @@ QUESTIONS = [
 ]
 
 
-def test_samples_show_the_first_passage_always_and_numbers_and_orders_at_random() -> None:
+def test_samples_always_show_the_first_passage_in_random_company() -> None:
     samples = draw_samples(QUESTIONS, 80, 1, 4, seed=0)
     for number, sample in enumerate(samples):
         question = QUESTIONS[number % 4]

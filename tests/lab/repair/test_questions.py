@@ -102,7 +102,7 @@ def test_no_further_question_is_written_when_the_time_is_up(
     assert len(writer.shown) == 2
 
 
-def test_what_was_written_is_not_written_again_and_a_cut_line_is(
+def test_existing_questions_are_kept_and_a_cut_line_is_written_again(
     writer: Any, tmp_path: Path
 ) -> None:
     first = write(writer, tmp_path)
@@ -122,7 +122,7 @@ def test_a_damaged_file_is_reported(writer: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("passages", [[], [Passage("", "fact 0 is")]])
-def test_a_collection_that_gives_no_question_is_refused(
+def test_passages_without_any_question_are_refused(
     writer: Any, tmp_path: Path, passages: list[Passage]
 ) -> None:
     with pytest.raises(DataError, match=r"found no passage|no question about any of 1 passages"):

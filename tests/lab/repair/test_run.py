@@ -132,7 +132,7 @@ class TestResult:
         )
         assert kept.adapter.digest == good.adapter.digest  # type: ignore[union-attr]
 
-    def test_stages_are_reported_to_their_end(
+    def test_every_stage_reports_its_end(
         self, finished: tuple[Path, Recipe, dict[str, tuple[int, int]]]
     ) -> None:
         *_, stages = finished
@@ -182,7 +182,7 @@ class TestResult:
         assert "report.png is left out: it needs matplotlib" in caplog.text
         assert not (tmp_path / "recipe" / "report.png").exists()
 
-    def test_where_nothing_is_lost_no_recipe_is_chosen(
+    def test_equal_candidates_leave_the_simplest(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Candidates that are all the same leave the simplest."""
@@ -260,7 +260,7 @@ class TestMaterial:
         assert report["written"]
         assert report["questions"] == 12
 
-    def test_blocks_of_a_lender_are_used_and_none_is_left_there(
+    def test_a_lenders_blocks_are_used_and_none_is_added(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         lender = MemoryStore(1 << 26)
@@ -389,7 +389,7 @@ class TestInterruption:
                 torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
         assert not output.with_name("recipe.work").exists()
 
-    def test_what_was_done_is_not_done_again(
+    def test_finished_stages_are_not_repeated(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fails(*_: Any, **__: Any) -> None:
@@ -414,7 +414,7 @@ class TestInterruption:
             ({"prompt_format": "other"}, r"prompt format \(chat, now other\)"),
         ],
     )
-    def test_other_inputs_are_reported_and_no_resumption(
+    def test_other_inputs_are_refused(
         self,
         model: BlockModel,
         tmp_path: Path,

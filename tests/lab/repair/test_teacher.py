@@ -87,20 +87,20 @@ def test_an_answer_ends_with_its_end_token_though_its_batch_goes_on(
         assert len(cut.predictions.tokens) == length
 
 
-def test_what_was_answered_before_is_not_computed_again(
+def test_existing_answers_are_not_computed_again(
     model: BlockModel, tmp_path: Path, answered: Callable[[], int]
 ) -> None:
     Teacher(model, tmp_path, 4, 8).answer_all(PROMPTS[:2], silent)
-    told: list[tuple[int, int]] = []
+    seen: list[tuple[int, int]] = []
     teacher = Teacher(model, tmp_path, 4, 8)
-    assert teacher.answer_all(PROMPTS, lambda *figures: told.append(figures)) == 1
+    assert teacher.answer_all(PROMPTS, lambda *figures: seen.append(figures)) == 1
     assert answered() == 3
-    assert (told[0], told[-1]) == ((2, 3), (3, 3))
+    assert (seen[0], seen[-1]) == ((2, 3), (3, 3))
     teacher(PROMPTS[0])
     assert answered() == 3
 
 
-def test_other_settings_have_answers_of_their_own(
+def test_other_settings_have_their_own_answers(
     model: BlockModel, tmp_path: Path, answered: Callable[[], int]
 ) -> None:
     for number, (tokens, top_k) in enumerate([(4, 8), (5, 8), (4, 7)], 1):

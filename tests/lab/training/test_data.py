@@ -197,7 +197,7 @@ class TestBadData:
         assert f"{file}, line 3: " in str(caught.value)
         assert expected in str(caught.value)
 
-    def test_bad_lines_may_be_left_out_and_are_listed(
+    def test_bad_lines_can_be_skipped_and_are_listed(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         good = [json.dumps(record).encode() for record in RECORDS.values()]

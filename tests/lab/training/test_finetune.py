@@ -54,9 +54,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 class TestResult:
-    def test_training_lowers_the_loss_in_both_modes_and_documents_itself(
-        self, folder: Path
-    ) -> None:
+    def test_training_lowers_the_loss_in_both_modes_and_writes_a_card(self, folder: Path) -> None:
         evaluated: dict[str, Any] = {"eval_data": [str(folder / "eval.jsonl")], "eval_steps": 6}
         report = finetune(config(settings(folder, **evaluated, epochs=4.0)))
         first, *_, last = [e for e in report.history if "eval_block_loss" in e]
@@ -71,9 +69,7 @@ class TestResult:
         assert (output / "training_curves.png").stat().st_size > 1000
         assert not (folder / "out.work").exists()
 
-    def test_the_result_is_an_ordinary_model_that_is_known_to_be_block_tuned(
-        self, folder: Path
-    ) -> None:
+    def test_the_result_is_an_ordinary_model_marked_as_block_tuned(self, folder: Path) -> None:
         finetune(config(settings(folder, max_steps=1)))
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "out")
         marker = {"version": 1, "modes": ["block", "full"], "positions": "reordered"}
@@ -82,7 +78,7 @@ class TestResult:
         assert BlockModel.from_pretrained(folder / "out").is_block_tuned
 
     @pytest.mark.parametrize("sink", ["bos", "head:4"])
-    def test_a_model_that_was_trained_after_a_sink_says_so(self, folder: Path, sink: str) -> None:
+    def test_a_model_trained_with_a_sink_records_it(self, folder: Path, sink: str) -> None:
         plain = finetune(config(settings(folder, "plain", max_steps=1)))
         report = finetune(config(settings(folder, max_steps=1, sink=sink)))
         assert report.loss != plain.loss  # the sink was seen
@@ -95,9 +91,7 @@ class TestResult:
         finetune(config(settings(folder, max_steps=1, modes=("full",))))
         assert not BlockModel.from_pretrained(folder / "out").is_block_tuned
 
-    def test_adapters_load_by_path_with_a_mark_and_a_fingerprint_of_their_own(
-        self, folder: Path
-    ) -> None:
+    def test_adapters_load_by_path_with_their_own_mark_and_fingerprint(self, folder: Path) -> None:
         finetune(config(settings(folder, max_steps=2, lora=True)))
         assert not (folder / "out" / "model.safetensors").exists()
         base, tuned = (BlockModel.from_pretrained(folder / name) for name in ("model", "out"))
@@ -117,9 +111,7 @@ class TestResult:
         modes = {path.name: path.stat().st_mode & 0o777 for path in (folder / "out").iterdir()}
         assert set(modes.values()) == {0o640}, modes
 
-    def test_adapters_of_full_mode_alone_take_the_mark_of_their_base_away(
-        self, folder: Path
-    ) -> None:
+    def test_adapters_of_full_mode_alone_remove_the_mark_of_their_base(self, folder: Path) -> None:
         given: dict[str, Any] = {"model": "bundled", "lora": True, "max_steps": 1}
         finetune(config(settings(folder, **given, modes=("full",))))
         finetune(config(settings(folder, "both", **given)))
@@ -133,7 +125,7 @@ class TestResult:
         assert BlockModel.from_pretrained(folder / "both").is_block_tuned
         assert load_config(folder / "both").num_hidden_layers == 4
 
-    def test_a_run_that_never_gets_warm_is_told_of(
+    def test_a_run_that_ends_in_its_warm_up_is_warned_of(
         self, folder: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         finetune(config(settings(folder, max_steps=3)))
@@ -199,7 +191,7 @@ class TestResume:
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
 
-    def test_a_half_written_checkpoint_is_passed_over(self, tmp_path: Path) -> None:
+    def test_a_half_written_checkpoint_is_skipped(self, tmp_path: Path) -> None:
         for step, state in ((4, '{"global_step": 4}'), (12, '{"glob'), (8, None)):
             (tmp_path / f"checkpoint-{step}").mkdir()
             if state is not None:
@@ -208,7 +200,7 @@ class TestResume:
         assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-4"]
 
     @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-    def test_a_run_that_ended_before_its_result_was_written_takes_no_further_step(
+    def test_a_finished_training_resumes_without_a_further_step(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
     ) -> None:
         # Half an epoch: at the end of a whole one, there is no further step to take.
@@ -224,7 +216,7 @@ class TestResume:
         for name, tensor in weights(folder / "whole").items():
             torch.testing.assert_close(weights(folder / "out")[name], tensor, rtol=0, atol=0)
 
-    def test_a_resumed_run_reports_as_often_as_it_is_asked_to(
+    def test_a_resumed_run_uses_its_own_logging_interval(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         proceed = BlockTrainer.training_step
@@ -275,7 +267,7 @@ class TestRefusals:
             finetune(config(settings(folder)))
         assert sorted(folder.iterdir()) == before
 
-    def test_bad_data_may_be_left_out_of_the_run(self, folder: Path) -> None:
+    def test_bad_data_can_be_skipped(self, folder: Path) -> None:
         with (folder / "train.jsonl").open("a") as file:
             file.write('{"prompt": 3}\n')
         report = finetune(config(settings(folder, max_steps=1, on_error="skip")))
@@ -301,7 +293,7 @@ class TestRefusals:
         assert not (folder / "out.work").exists()
 
     @pytest.mark.parametrize("kind", ["folder", "file", "link"])
-    def test_nothing_but_an_earlier_result_is_replaced(self, folder: Path, kind: str) -> None:
+    def test_only_an_earlier_result_is_replaced(self, folder: Path, kind: str) -> None:
         out = folder / "out"
         if kind == "folder":
             out.mkdir()
@@ -311,12 +303,12 @@ class TestRefusals:
         else:
             (folder / "model" / "training_log.json").touch()
             out.symlink_to(folder / "model")
-        with pytest.raises(FileExistsError, match="no earlier result"):
+        with pytest.raises(FileExistsError, match="not an earlier result"):
             finetune(config(settings(folder, overwrite=True)))
         assert (out / "mine").is_file() or out.is_file() or out.is_symlink()
 
     @pytest.mark.parametrize("used", ["model", "train.jsonl", "eval.jsonl"])
-    def test_what_a_run_reads_is_not_replaced(self, folder: Path, used: str) -> None:
+    def test_an_output_with_the_runs_inputs_is_refused(self, folder: Path, used: str) -> None:
         out = folder / "out"
         out.mkdir()
         (out / "training_log.json").touch()
@@ -331,7 +323,9 @@ class TestRefusals:
         assert (out / used).exists()
 
     @pytest.mark.parametrize("overwrite", [True, False])
-    def test_a_folder_that_is_no_work_folder_is_kept(self, folder: Path, overwrite: bool) -> None:
+    def test_a_foreign_folder_in_place_of_the_work_folder_is_kept(
+        self, folder: Path, overwrite: bool
+    ) -> None:
         (folder / "out.work").mkdir()
         (folder / "out.work" / "mine").touch()
         with pytest.raises(FileExistsError, match="move it away"):
@@ -373,7 +367,7 @@ class TestRefusals:
         report = finetune(config(settings(folder, "cut", max_steps=1, blocks_per_turn=2)))
         assert report.train.with_context == 1
 
-    def test_samples_without_a_context_are_told_of(
+    def test_samples_without_a_context_are_warned_of(
         self, folder: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         finetune(config(settings(folder, max_steps=1)))
@@ -383,7 +377,7 @@ class TestRefusals:
         finetune(config(settings(folder, "more", max_steps=1)))
         assert "only 12 of 32 samples have a context" in caplog.text
 
-    def test_a_model_that_cannot_be_cut_in_blocks_is_refused(self, folder: Path) -> None:
+    def test_an_unsupported_model_is_refused(self, folder: Path) -> None:
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
         write_model(folder / "dynamic", rope_parameters=rope)
         with pytest.raises(UnsupportedModelError, match="dynamic"):
@@ -417,7 +411,7 @@ class TestRefusals:
             ({"lora_rank": 0}, "lora_rank is 0, expected 1 or more"),
         ],
     )
-    def test_settings_that_make_no_sense_are_refused(
+    def test_invalid_settings_are_refused(
         self, folder: Path, changes: dict[str, Any], expected: str
     ) -> None:
         with pytest.raises(ValueError, match=expected):
