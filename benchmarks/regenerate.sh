@@ -13,18 +13,19 @@ bench() { # NAME, then the arguments of `blockattn-rag bench`
   shift
   if [ ${#wanted[@]} -gt 0 ] && [[ " ${wanted[*]} " != *" $name "* ]]; then return; fi
   echo "== $name"
-  blockattn-rag bench "$@" --output "benchmarks/results/$name.json" --plot "docs/figures/$name.svg"
+  blockattn-rag bench "$@" --plot "docs/figures/$name.svg" --json |
+    python -m json.tool --indent 1 > "benchmarks/results/$name.json"
 }
 
 wanted=("$@")
 bench ttft-float32 ttft --lengths 512,1024,2048,4096,8192 --repeats 3
 bench ttft-bfloat16 ttft --dtype bfloat16 --lengths 4096,8192 --repeats 1
 bench decode decode --lengths 2048,8192 --block-tokens 128,512 --repeats 2
-bench shared shared --batch-sizes 32 --system-tokens 2048 --repeats 1
+bench shared shared --batch-sizes 32 --lengths 2048 --repeats 1
 bench memory memory --lengths 2048,8192
 bench memory-256 memory --block-tokens 256 --lengths 2048,8192
 bench ingest ingest --block-tokens 64,128,512 --repeats 3
-bench batch batch --batch-sizes 1,2,4 --length 4096 --repeats 1
+bench batch batch --batch-sizes 1,2,4 --lengths 4096 --repeats 1
 if [ ${#wanted[@]} -eq 0 ] || [[ " ${wanted[*]} " == *" packing "* ]]; then
   python benchmarks/packing.py > benchmarks/results/packing.json
 fi

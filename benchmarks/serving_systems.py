@@ -168,8 +168,8 @@ class Systems:
 
     def _make_profile(self) -> None:
         if not self._profile.exists():
-            made = ("fingerprint", self._model, "--sink", self._sink, "--dtype", self._dtype)
-            command = [sys.executable, "-m", "blockattn_rag", *made, "--output"]
+            made = ("check", self._model, "--recipe", self._sink, "--dtype", self._dtype)
+            command = [sys.executable, "-m", "blockattn_rag", *made, "--profile"]
             subprocess.run([*command, str(self._profile)], check=True)
 
     def forget(self) -> None:

@@ -61,7 +61,7 @@ def commands(path: Path, entries: int) -> dict[str, Callable[[], object]]:
     return {
         "import": lambda: None,
         "open": lambda: repr(DirectoryStore(path))[:14],
-        "stats --quick": lambda: DirectoryStore(path).stats().entries,
+        "ls": lambda: DirectoryStore(path).stats().entries,
         "stats": lambda: sum(1 for _ in describe_all(DirectoryStore(path))),
         "gc --dry-run": collect,
         "verify --sample 1%": sample,

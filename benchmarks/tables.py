@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from blockattn_rag.app.cli.figures import duration, size
+from blockattn_rag.app.cli.output import duration, size
 
 RESULTS = Path(__file__).parent / "results"
 Row = Mapping[str, Any]

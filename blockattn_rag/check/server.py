@@ -271,7 +271,7 @@ def _local_rows(
     if found != expected:
         detail = (
             f"found {found[:12]}, expected {expected[:12]}; give --dtype as it is there, and serve "
-            "what was measured: blockattn-rag fingerprint MODEL --output PROFILE"
+            "what was measured: blockattn-rag check MODEL --profile FILE"
         )
         yield CheckRow(name, False, None, None, detail)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,9 @@ def load_model(
 
 
 def default_device() -> str:
+    """The device that ``"auto"`` means: ``$BLOCKATTN_RAG_DEVICE``, an accelerator, or the CPU."""
+    if device := os.environ.get("BLOCKATTN_RAG_DEVICE"):
+        return device
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"

@@ -26,7 +26,7 @@ class ServingConfig:
 
     Args:
         store: the home of all entries, a path or an address that every process can reach.
-        profile: path of the model's profile, as ``blockattn-rag fingerprint`` writes it.
+        profile: path of the model's profile, as ``blockattn-rag check --profile`` writes it.
         memory: bytes of blocks that each rank keeps in its host's memory, such as ``8GiB``.
         private_memory: bytes of blocks that may not be stored, which all ranks together keep in
             their hosts' memory; ``0`` for none: requests with such blocks are refused.

@@ -1,8 +1,8 @@
 """ModelProfile: all that a server's engine must know of a model, in a small JSON file.
 
 A server does not load the model by transformers, and its engine has the weights in another form.
-So the model is measured once, where it can be (``blockattn-rag fingerprint``), and a file says what
-was seen.
+So the model is measured once, where it can be (``blockattn-rag check --profile``), and a file says
+what was seen.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class ModelProfile:
             why = error.strerror if isinstance(error, OSError) else error
             raise ServingError(
                 f"cannot read a model's profile from {path}: {why}; make one by `blockattn-rag "
-                f"fingerprint MODEL --output {path}`"
+                f"check MODEL --profile {path}`"
             ) from error
 
     def write(self, path: str | Path) -> None:

@@ -68,7 +68,7 @@ def test_a_file_that_holds_none_says_how_to_make_one(tmp_path: Path, content: by
     path = tmp_path / "model.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ServingError, match=r"model.json: .*fingerprint MODEL --output") as caught:
+    with pytest.raises(ServingError, match=r"model.json: .*check MODEL --profile") as caught:
         ModelProfile.read(path)
     assert "None" not in str(caught.value).replace("found version None", "")
 

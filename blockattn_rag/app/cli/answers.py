@@ -1,14 +1,15 @@
-"""Answers as the command line shows them: text as it comes, sources, and what was reused."""
+"""Answers in a terminal: text as it comes, sources, what was reused, and both modes compared."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from blockattn_rag.app.cli.figures import count, duration
-from blockattn_rag.app.cli.output import note, piece, spinner
-from blockattn_rag.app.rag.ask import Answer, Assistant
-from blockattn_rag.app.rag.history import Turn
+from rich.console import RenderableType
+
+from blockattn_rag.app.cli.output import count, duration, emit, note, piece, table, working
+from blockattn_rag.app.cli.progress import spinner
+from blockattn_rag.app.rag.ask import Answer, Assistant, Turn
 from blockattn_rag.engine.results import Mode
 
 _SHOWN_CHARACTERS = 100
@@ -22,7 +23,7 @@ def show_answer(
     history: Sequence[Turn] = (),
     quiet: bool = False,
 ) -> Answer:
-    """Ask, and show the answer as it comes, unless ``quiet``; a terminal shows the waiting."""
+    """Ask, and print the answer as it comes, unless ``quiet``."""
     with ExitStack() as until_text:
         until_text.enter_context(spinner("answering"))
 
@@ -33,7 +34,7 @@ def show_answer(
         on_text = None if quiet else show
         answer = assistant.ask(question, mode=mode, on_text=on_text, history=history)
     if not quiet:
-        piece(_cut_off(answer) + "\n")
+        piece(_ending(answer) + "\n")
     if misses := answer.stats.misses:
         note(
             f"note: {count(misses, 'block')} {'was' if misses == 1 else 'were'} computed now; "
@@ -42,27 +43,27 @@ def show_answer(
     return answer
 
 
-def _cut_off(answer: Answer) -> str:
-    """What stands behind an answer that did not come to its end."""
+def _ending(answer: Answer) -> str:
+    """Why an incomplete answer ends."""
     if answer.finish_reason == "stop":
         return ""
     if answer.finish_reason == "repetition":
-        return " ... [ended: the answer repeated itself; fewer passages may help: --top-k 2]"
+        return " ... [stopped: the answer repeats itself; try fewer passages, such as --top-k 2]"
     if answer.finish_reason != "length":
-        return f" ... [ended: {answer.finish_reason}]"
+        return f" ... [stopped: {answer.finish_reason}]"
     tokens = count(answer.stats.generated_tokens, "token")
     return f" ... [cut off after {tokens}: --max-new-tokens, or the end of the context window]"
 
 
-def sources(answer: Answer, *, whole: bool = False) -> list[str]:
-    """A line for each source, with its page if it has one; ``whole``: and its whole text."""
+def sources(answer: Answer, *, complete: bool = False) -> list[str]:
+    """A line per source, with its page if it has one; or, if ``complete``, its complete text."""
     lines = []
     for number, source in enumerate(answer.sources, 1):
         page = f"page {source.page}" if source.page else ""
         name = " ".join(filter(None, (source.source, page, source.title)))
         score = "" if source.score is None else f" ({source.score:.2f})"
         text = " ".join(source.text.split())
-        if whole:
+        if complete:
             lines.append(f"[{number}] {name}{score}\n{source.text.strip()}\n")
             continue
         more = "..." if len(text) > _SHOWN_CHARACTERS else ""
@@ -71,7 +72,7 @@ def sources(answer: Answer, *, whole: bool = False) -> list[str]:
 
 
 def figures(answer: Answer) -> str:
-    """What an answer reused and took, in one line."""
+    """What an answer reused, and its times, in one line."""
     stats = answer.stats
     tokens = count(stats.prompt_tokens, "prompt token")
     first = (
@@ -87,3 +88,60 @@ def figures(answer: Answer) -> str:
         f"block mode: {count(stats.hits, 'block')} reused, {stats.misses} computed{int8}; "
         f"{stats.reused_tokens:,} of {tokens} reused{promoted}; {first}{recipe}"
     )
+
+
+def show_comparison(assistant: Assistant, question: str, *, as_json: bool = False) -> None:
+    """Answer in both modes, and print both answers and a table of their times.
+
+    Block mode comes first: what full mode reads cannot help it, and it reads the passages from the
+    store, as in a new process. Full mode takes nothing from the store or from earlier answers.
+    """
+    answers: list[Answer] = []
+    modes: tuple[Mode, ...] = ("block", "full")
+    for mode in modes:
+        if not as_json:
+            piece(f"{mode} mode:\n")
+        with working(as_json):
+            answers.append(show_answer(assistant, question, mode=mode, quiet=as_json))
+    block, full = answers
+    data = {
+        "question": question,
+        "block": block.to_dict(),
+        "full": full.to_dict(),
+        "answers_are_equal": block.answer == full.answer,
+        "first_token_ratio": full.waited_s / block.waited_s,
+        "answer_ratio": full.answered_s / block.answered_s,
+    }
+    emit(as_json, data, "", *sources(block), "", _table(block, full), *_remarks(block, full))
+
+
+def _table(block: Answer, full: Answer) -> RenderableType:
+    def times(label: str, block_s: float, full_s: float) -> tuple[str, ...]:
+        return label, duration(block_s), duration(full_s), f"{full_s / block_s:.1f} x"
+
+    rows = [
+        times("first token", block.waited_s, full.waited_s),
+        times("whole answer", block.answered_s, full.answered_s),
+        *(
+            (label, f"{getattr(block.stats, name):,}", f"{getattr(full.stats, name):,}", "")
+            for label, name in (
+                ("prompt tokens computed", "computed_tokens"),
+                ("prompt tokens reused", "reused_tokens"),
+                ("answer tokens", "generated_tokens"),
+            )
+        ),
+    ]
+    title = f"Both modes, {count(block.stats.prompt_tokens, 'prompt token')}"
+    return table(title, ("", "block mode", "full mode", "full / block"), rows)
+
+
+def _remarks(block: Answer, full: Answer) -> list[str]:
+    equal = "The answers are equal." if block.answer == full.answer else "The answers differ."
+    recipe = f" Block mode's recipe: {block.stats.recipe}." if block.stats.recipe else ""
+    remarks = [f"{equal}{recipe} Times include retrieval, but not loading the model."]
+    if misses := block.stats.misses:
+        remarks.append(
+            f"Block mode had to compute {count(misses, 'block')} of the prompt; ask again to "
+            "measure with every passage stored."
+        )
+    return remarks

@@ -1,4 +1,4 @@
-"""The application: its commands, its global options, and how errors reach the user."""
+"""The application: commands, global options, errors and logging."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from blockattn_rag.app.cli import (
     check,
     demo,
     evaluate,
-    fingerprint,
     ingest,
     plan,
     remove,
@@ -44,20 +43,20 @@ _EXTRA_OF = {
     "obstore": "s3",
     "redis": "redis",
 }
-"""The extra that installs a package, by the package's module."""
+"""The extra that installs each module."""
 _DEQUANTISING = "blockattn_rag.model.gguf"
-"""The logger that reports that a GGUF file is dequantised."""
+"""The logger that reports when a GGUF file is dequantised."""
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells report it: 128 + SIGINT."""
+"""Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
 
 
 class _OneLineErrors(TyperGroup):
-    """Shows an error as one line and exits with status 1; ``--debug`` shows the traceback."""
+    """Reports an error in one line, with exit status 1; ``--debug`` shows the traceback."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Accepts ``-v`` behind a command, too, and refuses NUL, which no name of a file holds."""
+        """Accepts ``-v`` after a command, too, and refuses NUL, which no file name contains."""
         if damaged := next((argument for argument in args if "\0" in argument), None):
-            raise typer.BadParameter(f"expected no NUL character in an argument, found {damaged!r}")
+            raise typer.BadParameter(f"found a NUL character in {damaged!r}, expected none")
         own = args[: args.index("--")] if "--" in args else args
         verbose = [one for one in own if one in _VERBOSE]
         rest = [one for one in own if one not in _VERBOSE]
@@ -70,12 +69,11 @@ class _OneLineErrors(TyperGroup):
             fail("interrupted")
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            # The reader of our output has gone (``| head``): there is no one left to tell.
+            # The reader of the output is gone (``| head``).
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - closed by the interpreter's exit
             raise typer.Exit(1) from None
         except Exception as error:
-            # The boundary to the user: whatever went wrong is told in one line. The errors of the
-            # argument parser carry an exit status and know how to show themselves.
+            # The argument parser's errors have an exit status, and are shown by typer.
             if hasattr(error, "exit_code") or isinstance(error, typer.Abort) or ctx.params["debug"]:
                 raise
             fail(_message(error))
@@ -90,7 +88,7 @@ def _message(error: Exception) -> str:
     if isinstance(error, expected) and text:
         return text
     name = type(error).__name__
-    return f"{name}: {text} (blockattn-rag --debug ... shows where)" if text else name
+    return f"{name}: {text} (blockattn-rag --debug ... shows the traceback)" if text else name
 
 
 def _top(module: str | None) -> str:
@@ -106,21 +104,13 @@ app = typer.Typer(
     help="Block-Attention for RAG: encode passages once, reuse them in every answer.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (
-    demo.demo,
-    ingest.ingest,
-    remove.remove,
-    ask.ask,
-    check.check,
-    fingerprint.fingerprint,
-    train.train,
-    repair.repair,
-):
+for command in (demo.demo, ingest.ingest, ask.ask, remove.remove, repair.repair, train.train):
     app.command()(command)
 app.command("eval")(evaluate.evaluate)
-app.command("plan")(plan.plan)
+for command in (check.check, plan.plan):
+    app.command()(command)
 app.add_typer(store.app, name="store")
-app.add_typer(bench.app, name="bench")
+app.command()(bench.bench)
 
 
 def _show_version(wanted: bool) -> None:
@@ -132,36 +122,39 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def options(
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Log what is loaded, retrieved and reused.")
+        bool, typer.Option("--verbose", "-v", help="Log loading, retrieval and reuse.")
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks and log details.")
+        bool, typer.Option("--debug", help="Show tracebacks, and log details.")
     ] = False,
     version: Annotated[  # noqa: ARG001 - handled by its callback
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show version.")
     ] = False,
 ) -> None:
     """Block-Attention for RAG: encode passages once, reuse them in every answer."""
-    # These are read by huggingface_hub and tqdm when they are imported.
-    if not sys.stderr.isatty():  # no bars for loading weights in log files
+    # huggingface_hub and tqdm read these variables when they are imported.
+    if not sys.stderr.isatty():  # no progress bars in log files
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")
-    if not debug:  # not each of its attempts: the error tells what came of them
+    if not debug:  # the error at the end is enough
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-        # Packages that set up logging as they are imported would show each request to a server.
+        # Some packages set up logging when they are imported, which would show every request.
         logging.getLogger("httpx").setLevel(logging.WARNING)
     logger = logging.getLogger("blockattn_rag")
     usual = logging.INFO if verbose else logging.WARNING
     logger.setLevel(logging.DEBUG if debug else usual)
-    # A wait of minutes, once for each file.
+    # Dequantising a file takes minutes, once.
     logging.getLogger(_DEQUANTISING).setLevel(logging.DEBUG if debug else logging.INFO)
     if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
         logger.addHandler(_ToStderr())
 
 
 class _ToStderr(logging.Handler):
-    """Prints the package's log. Warnings of ``rag`` and the start of dequantising are notes to the
-    user. Libraries have handlers of their own; one at the root would print theirs twice."""
+    """Prints the package's log.
+
+    Warnings of ``rag`` and the start of dequantising are shown as notes. A handler of the root
+    logger would print the libraries' logs twice.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         is_warning = record.levelno >= logging.WARNING

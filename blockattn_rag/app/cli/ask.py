@@ -1,4 +1,4 @@
-"""``blockattn-rag ask``: a question to a database, or several."""
+"""``blockattn-rag ask``: questions to a database."""
 
 from __future__ import annotations
 
@@ -11,48 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from blockattn_rag.app.cli import conversation
-from blockattn_rag.app.cli.answers import figures, show_answer, sources
-from blockattn_rag.app.cli.compare import show_comparison
-from blockattn_rag.app.cli.output import (
-    JsonOption,
-    RecipeOption,
-    ServerOption,
-    emit,
-    note,
-    waiting,
-    working,
-)
+from blockattn_rag.app.cli.answers import figures, show_answer, show_comparison, sources
+from blockattn_rag.app.cli.options import DatabaseOption, JsonOption, RecipeOption
+from blockattn_rag.app.cli.output import emit, note, working
+from blockattn_rag.app.cli.progress import waiting
 from blockattn_rag.app.rag.ask import TOP_K, Assistant
 from blockattn_rag.app.rag.database import Database
-from blockattn_rag.app.rag.model_names import existing_model
+from blockattn_rag.app.rag.names import existing_model
 from blockattn_rag.engine.results import Mode
-
-ModeOption = Annotated[
-    Mode, typer.Option(help="block reuses stored passages; full computes everything.")
-]
-
-
-def _object(text: str | bytes, name: str, option: str, example: str) -> dict[str, Any]:
-    """The JSON object that an option is, or names the file of."""
-    try:
-        found = json.loads(text)
-    except ValueError as error:  # also where bytes are no text
-        raise typer.BadParameter(f"{name} is no JSON: {error}", param_hint=option) from error
-    if not isinstance(found, dict):
-        message = f"expected an object, such as {example}, found {json.dumps(found)[:100]}"
-        raise typer.BadParameter(message, param_hint=option)
-    return found
-
-
-def _variables(text: str | None) -> dict[str, Any]:
-    """``--chat-template-kwargs``."""
-    return {} if text is None else _object(text, "it", "--chat-template-kwargs", _VARIABLES)
-
-
-def _schema(file: Path | None) -> dict[str, Any] | None:
-    """``--schema``."""
-    return None if file is None else _object(file.read_bytes(), str(file), "--schema", _SCHEMA)
-
 
 _VARIABLES = "'{\"enable_thinking\": false}'"
 _SCHEMA = '{"type": "object", "properties": {"metres": {"type": "integer"}}}'
@@ -62,28 +28,31 @@ def ask(
     question: Annotated[
         str | None,
         typer.Argument(
-            help="What to ask. Without it, a conversation; if standard input is no terminal, its "
-            "lines, each a question of its own.",
+            help="The question. Without it: a conversation, or in a pipe, one question per line of "
+            "standard input.",
             show_default=False,
         ),
     ] = None,
     *,
-    db: Annotated[Path, typer.Option(help="Database folder, made by `blockattn-rag ingest`.")],
+    db: DatabaseOption,
     model: Annotated[
         str | None,
         typer.Option(
-            help="Another model than the one the passages were encoded by.", callback=existing_model
+            help="Answer with this model instead of the one that encoded the passages.",
+            callback=existing_model,
         ),
     ] = None,
-    server: ServerOption = None,
-    mode: ModeOption = "block",
+    mode: Annotated[
+        Mode, typer.Option(help="block reuses stored passages; full computes everything.")
+    ] = "block",
     compare: Annotated[
-        bool,
-        typer.Option("--compare", help="Answer in both modes and show their times side by side."),
+        bool, typer.Option("--compare", help="Answer in both modes and compare their times.")
     ] = False,
     recipe: RecipeOption = None,
     top_k: Annotated[int, typer.Option(min=1, max=200, help="Passages to retrieve.")] = TOP_K,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum length of an answer in tokens.")
+    ] = 256,
     chat_template_kwargs: Annotated[
         str | None,
         typer.Option(
@@ -94,73 +63,84 @@ def ask(
     schema: Annotated[
         Path | None,
         typer.Option(
-            help="File of a JSON schema: the answer is JSON that fits it, whole or an error.",
+            help="JSON schema that answers must match.",
             metavar="FILE.json",
             exists=True,
             dir_okay=False,
             readable=True,
         ),
     ] = None,
-    page: Annotated[
-        bool, typer.Option("--page", help="Show each source whole, and not its beginning alone.")
-    ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Answer a question from the ingested passages; then the sources, and what was reused.
+    """Answer questions from the ingested passages, with sources and what was reused.
 
-    Without a question it stays open, keeps the model loaded, and later questions may refer to
-    earlier ones: Ctrl-C stops an answer, Ctrl-D leaves, /help tells more.
+    A conversation keeps the model loaded, and later questions may refer to earlier ones. Ctrl-C
+    stops an answer, Ctrl-D leaves, /help lists the commands.
     """
+    is_conversation = _is_conversation(question, as_json)
     with working(as_json):
         if question is not None and not question.strip():
             raise typer.BadParameter("the question is empty", param_hint="QUESTION")
         if compare and mode != "block":
             raise typer.BadParameter("--compare answers in both modes; leave out --mode")
-        if compare and _is_conversation(question, as_json):
+        if compare and is_conversation:
             raise typer.BadParameter("--compare needs a QUESTION", param_hint="QUESTION")
-        variables, held_to = _variables(chat_template_kwargs), _schema(schema)
+        variables = {}
+        if chat_template_kwargs is not None:
+            variables = _object(chat_template_kwargs, "--chat-template-kwargs", _VARIABLES)
+        answer_schema = None
+        if schema is not None:
+            answer_schema = _object(schema.read_bytes(), "--schema", _SCHEMA)
         with waiting("loading the model"):
-            database = Database.open(
-                db, model=model, server=server, recipe=recipe, device=device, dtype=dtype,
-                remembers=not compare,
-            )  # fmt: skip
+            database = Database.open(db, model=model, recipe=recipe, remembers=not compare)
             if not database.collection.count():
                 raise ValueError(
-                    f"{db} holds no passage; run `blockattn-rag ingest PATH --db {db}`"
+                    f"{db} holds no passages; run `blockattn-rag ingest PATH --db {db}`"
                 )
             assistant = Assistant(
                 database,
                 top_k=top_k,
                 max_new_tokens=max_new_tokens,
                 chat_template_kwargs=variables,
-                schema=held_to,
+                schema=answer_schema,
             )
-    if _is_conversation(question, as_json):
-        note("/help lists what can be typed, Ctrl-D leaves")
-        conversation.talk(assistant, mode=mode, whole=page)
+    if is_conversation:
+        note("/help lists the commands, Ctrl-D leaves")
+        conversation.talk(assistant, mode=mode)
         return
     given = (line.strip() for line in sys.stdin) if question is None else [question]
-    asked = filter(None, given)
+    questions = filter(None, given)
     if compare:
         with working(as_json), waiting("warming up both modes"):
             assistant.warm_up()
-        for one in asked:
-            show_comparison(assistant, one, as_json=as_json, whole=page)
+        for one in questions:
+            show_comparison(assistant, one, as_json=as_json)
     else:
-        _answer(assistant, asked, mode, as_json=as_json, whole=page)
+        _answer(assistant, questions, mode, as_json=as_json)
+
+
+def _object(text: str | bytes, option: str, example: str) -> dict[str, Any]:
+    """The JSON object of an option.
+
+    Raises:
+        BadParameter: It is not a JSON object.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise typer.BadParameter(f"invalid JSON: {error}", param_hint=option) from error
+    if not isinstance(found, dict):
+        message = f"found {json.dumps(found)[:100]}, expected an object such as {example}"
+        raise typer.BadParameter(message, param_hint=option)
+    return found
 
 
 def _is_conversation(question: str | None, as_json: bool) -> bool:
     return question is None and sys.stdin.isatty() and sys.stdout.isatty() and not as_json
 
 
-def _answer(
-    assistant: Assistant, questions: Iterable[str], mode: Mode, *, as_json: bool, whole: bool
-) -> None:
-    """Answer questions, each on its own, with sources and figures."""
+def _answer(assistant: Assistant, questions: Iterable[str], mode: Mode, *, as_json: bool) -> None:
     for question in questions:
         with working(as_json):
             answer = show_answer(assistant, question, mode=mode, quiet=as_json)
-        emit(as_json, answer.to_dict(), "", *sources(answer, whole=whole), figures(answer))
+        emit(as_json, answer.to_dict(), "", *sources(answer), figures(answer))

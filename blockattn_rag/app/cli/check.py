@@ -1,153 +1,92 @@
-"""``blockattn-rag check``: does block mode work as it should, with this model or on this server?"""
+"""``blockattn-rag check``: whether block mode is exact for a model, or works on a server."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockattn_rag.app.cli.figures import count, size
-from blockattn_rag.app.cli.output import JsonOption, ModelArgument, emit, table, waiting, working
-from blockattn_rag.app.rag.model_names import check_recipe, existing_model, loading
+from blockattn_rag.app.cli.options import (
+    MODEL_HELP,
+    DtypeOption,
+    JsonOption,
+    file_in_folder,
+)
+from blockattn_rag.app.cli.output import count, emit, note, size, table, working
+from blockattn_rag.app.cli.progress import waiting
+from blockattn_rag.app.rag.names import check_recipe, existing_model, loading
 
 if TYPE_CHECKING:
     from blockattn_rag.check.checks import CheckReport
     from blockattn_rag.check.server import ServerReport
+    from blockattn_rag.engine.recipe import Recipe
     from blockattn_rag.model import BlockModel
+
+_API_KEY = "BLOCKATTN_RAG_API_KEY"
+Result = tuple["CheckReport", dict[str, Any], list[str]]
+"""A report, more fields of the JSON object, and lines below the table."""
 
 
 def check(
     model: Annotated[
         str | None,
         typer.Argument(
-            help=f"{ModelArgument} With --server: its answers are compared with this model's.",
+            help=f"{MODEL_HELP} With --server, its answers are compared with this model's.",
             callback=existing_model,
         ),
     ] = None,
     server: Annotated[
-        str | None, typer.Option(help="Check the server at this address, such as http://gpu:8000.")
+        str | None,
+        typer.Option(
+            help="Check the server at this address, such as http://gpu:8000. Its API key is read "
+            f"from {_API_KEY}."
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="Where the server's tokenizer is found here. Default: MODEL's, or that of the "
-            "name by which the server knows its model."
+            help="The server's tokenizer. Default: MODEL's, or that of the server's model name."
         ),
     ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="The model's name at the server. Default: its base model's.")
-    ] = None,
-    api_key_env: Annotated[
-        str, typer.Option(help="The environment variable with the server's API key.")
-    ] = "BLOCKATTN_RAG_API_KEY",
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="Check block mode with this recipe, too: auto, a sink such as head:4, or the "
-            "folder of a recipe."
+            help="Also check block mode with this recipe: auto, a sink such as head:4, or a "
+            "recipe folder."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the profile that vLLM needs to this file: fingerprint, layout, and the "
+            "sink of --recipe.",
+            callback=file_in_folder,
+        ),
+    ] = None,
+    dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Measure whether a model, or a server, answers in blocks as it should; exit status 0 if so,
-    else 1.
+    """Check that block mode is exact for a model, or that a server answers as it should.
 
-    A server is asked from outside, with random tokens that nobody else asks for. What this leaves
-    in its store is said at the end.
+    The exit status is 0 if every check passes, else 1. A server is asked about random tokens, which
+    no other prompt contains; the last line says what this leaves in its store.
     """
-    report: CheckReport
-    if server is not None and recipe is not None:
-        raise typer.BadParameter("--recipe is for a MODEL; a server has its own")
     if server is not None:
+        if recipe is not None or profile is not None:
+            raise typer.BadParameter("--recipe and --profile are for a MODEL; a server has its own")
         with working(as_json):
-            from blockattn_rag.check.server import check_server
-
-            loaded = None if model is None else _loaded(model, device, dtype)
-            report = on_server = check_server(
-                server,
-                loaded,
-                tokenizer=tokenizer,
-                served_name=served_model_name,
-                api_key=os.environ.get(api_key_env),
-            )
-        _show(as_json, report, *_told_of_server(on_server))
-    elif tokenizer or served_model_name:
-        raise typer.BadParameter("--tokenizer and --served-model-name are of a --server; give one")
-    elif model is not None:
-        with working(as_json):
-            from blockattn_rag.check.checks import check_model
-            from blockattn_rag.engine.find_recipe import resolve_recipe
-            from blockattn_rag.store import MemoryStore
-
-            check_recipe(recipe)
-            loaded = _loaded(model, device, dtype)
-            checked = None
-            if recipe is not None:
-                checked = resolve_recipe(recipe, loaded, MemoryStore(1))
-            with waiting("checking"):
-                report = check_model(loaded, checked)
-        told, lines = _told_of_model(model, report, loaded)
-        _show(as_json, report, {**told, "recipe": checked and str(checked)}, lines)
-    else:
+            report, fields, lines = _check_server(server, model, tokenizer, dtype)
+    elif tokenizer:
+        raise typer.BadParameter("--tokenizer needs --server")
+    elif model is None:
         raise typer.BadParameter("expected a MODEL, or the address of a --server; found neither")
-    if not report.passed:
-        raise typer.Exit(1)
-
-
-def _loaded(model: str, device: str, dtype: str) -> BlockModel:
-    from blockattn_rag.model import BlockModel
-
-    with waiting(f"loading {model}"), loading(model):
-        return BlockModel.from_pretrained(model, device=device, dtype=dtype)
-
-
-def _told_of_model(
-    model: str, report: CheckReport, loaded: BlockModel
-) -> tuple[dict[str, Any], list[str]]:
-    """What is told of a model: for programs, and for people."""
-    verdict = "usable in block mode" if report.passed else "NOT usable in block mode"
-    told = {"model": model, "block_tuned": loaded.is_block_tuned, "fingerprint": loaded.fingerprint}
-    return told, [verdict + _untuned(loaded.is_block_tuned)]
-
-
-def _told_of_server(report: ServerReport) -> tuple[dict[str, Any], list[str]]:
-    """What is told of a server: for programs, and for people."""
-    info, left = report.info, count(report.left_blocks, "block")
-    told = {
-        "server": report.model,
-        "model": info.models[0],
-        "block_tuned": info.block_tuned,
-        "fingerprint": info.fingerprint,
-        "read_only": info.read_only,
-        "left_blocks": report.left_blocks,
-        "left_bytes": report.left_bytes,
-    }
-    if not report.has_blocks:
-        verdict = "answers" if report.passed else "does NOT answer"
-        reason = "; block mode was not asked for: the server is read-only, with no private_memory"
-        return told, [f"{verdict} in full mode as it should{reason}"]
-    verdict = "answers in block mode" if report.passed else "does NOT answer in block mode"
-    lines = [f"{verdict} as it should{_untuned(info.block_tuned)}"]
-    if report.left_blocks:
-        lines.append(
-            f"left in its store: {left} of random tokens, at most {size(report.left_bytes)}, which "
-            "nobody else asks for; `blockattn-rag store gc` takes that away"
-        )
-    return told, lines
-
-
-def _untuned(block_tuned: bool) -> str:
-    if block_tuned:
-        return ""
-    return "; not known to be block-fine-tuned, so its answers will be less accurate there"
-
-
-def _show(as_json: bool, report: CheckReport, told: dict[str, Any], lines: list[str]) -> None:
-    shown = [
+    else:
+        with working(as_json):
+            report, fields, lines = _check_model(model, recipe, profile, dtype)
+    rows = [
         (
             row.name,
             "yes" if row.passed else "NO",
@@ -158,7 +97,89 @@ def _show(as_json: bool, report: CheckReport, told: dict[str, Any], lines: list[
         for row in report.rows
     ]
     columns = ("check", "passed", "found", "allowed", "detail")
-    data = {**told, "passed": report.passed, "rows": [asdict(row) for row in report.rows]}
-    emit(
-        as_json, data, table(told.get("server", told["model"]), columns, shown, left=(0, 4)), *lines
-    )
+    title = str(fields.get("server", fields["model"]))
+    data = {**fields, "passed": report.passed, "rows": [asdict(row) for row in report.rows]}
+    emit(as_json, data, table(title, columns, rows, left=(0, 4)), *lines)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def _load(model: str, dtype: str) -> BlockModel:
+    from blockattn_rag.model import BlockModel
+
+    with waiting(f"loading {model}"), loading(model):
+        return BlockModel.from_pretrained(model, dtype=dtype)
+
+
+def _check_model(name: str, recipe: str | None, profile: Path | None, dtype: str) -> Result:
+    from blockattn_rag.check.checks import check_model
+    from blockattn_rag.engine.find_recipe import resolve_recipe
+    from blockattn_rag.store import MemoryStore
+
+    check_recipe(recipe)
+    loaded = _load(name, dtype)
+    used = None if recipe is None else resolve_recipe(recipe, loaded, MemoryStore(1))
+    if profile is not None and used is not None and used.adapter is not None:
+        raise ValueError(
+            f"found the recipe {used}, but a server applies the sink of a recipe alone; pass a "
+            "sink, or leave out --profile"
+        )
+    with waiting("checking"):
+        report = check_model(loaded, used)
+    fields = {
+        "model": name,
+        "block_tuned": loaded.is_block_tuned,
+        "fingerprint": loaded.fingerprint,
+        "recipe": used and str(used),
+    }
+    verdict = "usable in block mode" if report.passed else "NOT usable in block mode"
+    lines = [verdict + _untuned(loaded.is_block_tuned), f"fingerprint {loaded.fingerprint}"]
+    if profile is not None and report.passed:
+        _write_profile(profile, loaded, used)
+    return report, fields, lines
+
+
+def _write_profile(file: Path, loaded: BlockModel, recipe: Recipe | None) -> None:
+    from blockattn_rag.server.measured_profile import profile_of
+
+    written = profile_of(loaded, None if recipe is None else recipe.sink)
+    written.write(file)
+    note(f"wrote the profile {file}: {loaded.name} in {written.dtype}, sink {written.sink}")
+
+
+def _check_server(server: str, model: str | None, tokenizer: str | None, dtype: str) -> Result:
+    from blockattn_rag.check.server import check_server
+
+    loaded = None if model is None else _load(model, dtype)
+    report = check_server(server, loaded, tokenizer=tokenizer, api_key=os.environ.get(_API_KEY))
+    info = report.info
+    fields = {
+        "server": report.model,
+        "model": info.models[0],
+        "block_tuned": info.block_tuned,
+        "fingerprint": info.fingerprint,
+        "read_only": info.read_only,
+        "left_blocks": report.left_blocks,
+        "left_bytes": report.left_bytes,
+    }
+    return report, fields, _server_lines(report)
+
+
+def _server_lines(report: ServerReport) -> list[str]:
+    if not report.has_blocks:
+        verdict = "answers" if report.passed else "does NOT answer"
+        reason = "block mode was not checked: the server is read-only, without private_memory"
+        return [f"{verdict} in full mode as it should; {reason}"]
+    verdict = "answers in block mode" if report.passed else "does NOT answer in block mode"
+    lines = [f"{verdict} as it should{_untuned(report.info.block_tuned)}"]
+    if report.left_blocks:
+        left = count(report.left_blocks, "block")
+        lines.append(
+            f"left in its store: {left} of random tokens, at most {size(report.left_bytes)}; "
+            "`blockattn-rag store gc` deletes them"
+        )
+    return lines
+
+
+def _untuned(block_tuned: bool) -> str:
+    return "" if block_tuned else "; not block-fine-tuned, so answers are less accurate there"

@@ -1,4 +1,4 @@
-"""``ask`` that stays open: questions typed one after another, each behind those before it."""
+"""``ask`` in a terminal: questions one after another, each with the turns before it."""
 
 from __future__ import annotations
 
@@ -6,35 +6,28 @@ import contextlib
 
 from blockattn_rag.app.cli.answers import figures, show_answer, sources
 from blockattn_rag.app.cli.output import emit, fail, note, piece
-from blockattn_rag.app.rag.ask import Answer, Assistant
-from blockattn_rag.app.rag.history import Turn
+from blockattn_rag.app.rag.ask import Answer, Assistant, Turn
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.errors import BlockAttnError
 
 _PROMPT = "> "
 
 _HELP = """\
-Type a question; it may refer to the ones before it.
-  /sources  the sources of the last answer, whole
-  /clear    forget the questions and answers so far
-  /help     this
-  /quit     leave, as Ctrl-D does
+Type a question; it may refer to earlier ones.
+  /sources  show the complete sources of the last answer
+  /clear    forget the conversation so far
+  /help     show this help
+  /quit     leave (as Ctrl-D does)
 Ctrl-C stops an answer."""
 
 
-def talk(assistant: Assistant, *, mode: Mode, whole: bool) -> None:
-    """Answer what is typed, until the user leaves.
-
-    Args:
-        assistant: answers.
-        mode: of every answer.
-        whole: show sources whole.
-    """
-    with contextlib.suppress(ImportError):  # Windows has none; with it, lines can be edited
+def talk(assistant: Assistant, *, mode: Mode) -> None:
+    """Answer questions until the user leaves."""
+    with contextlib.suppress(ImportError):  # missing on Windows; makes lines editable
         import readline  # noqa: F401
     turns: list[Turn] = []
     last: Answer | None = None
-    while (line := _typed()) is not None:
+    while (line := _read_line()) is not None:
         match line.split():
             case []:
                 continue
@@ -45,18 +38,18 @@ def talk(assistant: Assistant, *, mode: Mode, whole: bool) -> None:
             case ["/clear"]:
                 turns.clear()
                 last = None
-                note("forgotten")
+                note("conversation cleared")
             case ["/sources"]:
-                emit(False, {}, *(sources(last, whole=True) if last else ["no answer yet"]))
+                emit(False, {}, *(sources(last, complete=True) if last else ["no answer yet"]))
             case [word, *_] if word.startswith("/"):
-                note(f"there is no {word}; /help tells what can be typed")
+                note(f"unknown command {word}; /help lists the commands")
             case _:
-                if (answer := _answered(assistant, line, mode, turns)) is not None:
-                    emit(False, {}, "", *sources(answer, whole=whole), figures(answer))
+                if (answer := _answer(assistant, line, mode, turns)) is not None:
+                    emit(False, {}, "", *sources(answer), figures(answer))
                     last = answer
 
 
-def _typed() -> str | None:
+def _read_line() -> str | None:
     """The next line; None if the user leaves."""
     while True:
         try:
@@ -68,11 +61,11 @@ def _typed() -> str | None:
             piece("\n")
             note("Ctrl-D leaves")
         except UnicodeDecodeError as error:
-            note(f"that is no text in the terminal's encoding, {error.encoding}; type it again")
+            note(f"the line is not valid {error.encoding}, the terminal's encoding; type it again")
 
 
-def _answered(assistant: Assistant, question: str, mode: Mode, turns: list[Turn]) -> Answer | None:
-    """The answer, which becomes a turn; None if it was stopped or failed."""
+def _answer(assistant: Assistant, question: str, mode: Mode, turns: list[Turn]) -> Answer | None:
+    """Answer, and add the turn. None if the answer was stopped or failed."""
     try:
         answer = show_answer(assistant, question, mode=mode, history=turns)
     except KeyboardInterrupt:

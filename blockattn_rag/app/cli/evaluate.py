@@ -1,4 +1,4 @@
-"""``blockattn-rag eval``: what block mode costs in accuracy, by recipe."""
+"""``blockattn-rag eval``: block mode compared with full mode, by recipe."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from blockattn_rag.app.cli.fidelity import show_fidelity
-from blockattn_rag.app.cli.figures import count, duration, percent
-from blockattn_rag.app.cli.output import (
-    JsonOption,
-    KVDtypeHelp,
-    KVDtypeName,
-    ModelArgument,
-    emit,
-    note,
-    progress,
-    table,
-    waiting,
-    working,
-)
-from blockattn_rag.app.rag.model_names import check_recipe, existing_model, loading
+from blockattn_rag.app.cli.options import MODEL_HELP, DtypeOption, JsonOption, KVDtypeOption
+from blockattn_rag.app.cli.output import count, emit, note, percent, table, working
+from blockattn_rag.app.cli.progress import progress, waiting
+from blockattn_rag.app.rag.names import check_recipe, existing_model, loading
 
 if TYPE_CHECKING:
     from blockattn_rag.engine.engine import BlockAttentionEngine
-    from blockattn_rag.lab.evaluation import EvaluationReport, ModeResult
+    from blockattn_rag.lab.evaluation import EvaluationReport, FidelityReport, ModeResult
+
+_BATCH_SIZE = 8
+_LEGEND = (
+    "In percent. accuracy: answers that contain an accepted one, with a 95 % interval; exact:",
+    "answers that equal one; F1: words in common with one; diff: accuracy minus full mode's; same:",
+    "answers equal to full mode's; reused: prompt tokens whose keys and values were reused.",
+)
+_FIDELITY_LEGEND = (
+    "KL: divergence from full mode's predictions in nats, mean over the answer's tokens; first KL:",
+    "at the first token; agree: tokens that the recipe would choose, too; same: answers that it",
+    "would give, too; recovered: share of the divergence without a recipe (none) that is gone. In",
+    "percent, with 95 % intervals. floor: full attention computed in two steps (rounding alone).",
+)
 
 
 def evaluate(
-    model: Annotated[str, typer.Option(help=ModelArgument, callback=existing_model)],
+    model: Annotated[str, typer.Option(help=MODEL_HELP, callback=existing_model)],
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Questions, .jsonl or .jsonl.gz; a line: "
+            help="Questions, .jsonl or .jsonl.gz, one per line: "
             '{"id": "1", "question": "...", "answers": ["..."], '
             '"passages": [{"title": "...", "text": "...", "gold": true}]}'
         ),
@@ -42,80 +44,60 @@ def evaluate(
     log: Annotated[
         Path | None,
         typer.Option(
-            help="Prompts to replay in both modes, without right answers, .jsonl or .jsonl.gz; a "
-            'line: {"prompt": ["block", "...", "final block"]}'
+            help="Prompts to replay in both modes, .jsonl or .jsonl.gz, one per line: "
+            '{"prompt": ["block", "...", "final block"]}'
         ),
     ] = None,
     recipes: Annotated[
         str,
         typer.Option(
-            help="Recipes to compare with full mode: auto, none, a sink such as head:4, or the "
-            "folder of a recipe; commas between."
+            help="Recipes to compare with full mode, comma-separated: auto, none, a sink such as "
+            "head:4, or a recipe folder."
         ),
     ] = "auto",
     closed_book: Annotated[
         bool, typer.Option("--closed-book", help="Also answer without passages.")
     ] = False,
-    prompt_format: Annotated[
-        str,
-        typer.Option(
-            help="auto (a known checkpoint's own, else chat), chat (the model's own template), "
-            "block-attention, turborag, tulu3-block, llama3-block or kvlink."
-        ),
-    ] = "auto",
-    num_passages: Annotated[
-        int | None, typer.Option(min=1, help="Passages a question, the gold ones among them.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first questions or prompts.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 48,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Questions answered at once; 1 shows times to first token.")
-    ] = 8,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum length of an answer in tokens.")
+    ] = 48,
     output: Annotated[
         Path | None,
-        typer.Option(help="Keep every record in this JSONL file; a stopped run resumes from it."),
+        typer.Option(help="JSONL file for every record. An interrupted run resumes from it."),
     ] = None,
     fidelity: Annotated[
         bool,
-        typer.Option(
-            "--fidelity",
-            help="Compare predictions with full mode's along full mode's answer. Right answers are "
-            "not used.",
-        ),
+        typer.Option("--fidelity", help="Compare predictions instead of counting right answers."),
     ] = False,
-    kv_dtype: Annotated[KVDtypeName, typer.Option(help=KVDtypeHelp)] = "model",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    kv_dtype: KVDtypeOption = "model",
+    dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Compare block mode with full mode, by recipe: right answers, or predictions.
+    """Compare block mode with full mode: right answers, or predictions.
 
-    With --data, questions are answered and scored. With --data --fidelity or with --log, every
-    recipe's predictions are compared with full mode's along full mode's answers.
+    With --data, questions are answered and scored. With --data --fidelity or with --log, each
+    recipe's predictions are compared with full mode's along full mode's answers, without labels.
     """
     if (data is None) == (log is None):
         raise typer.BadParameter("expected --data FILE or --log FILE, and not both")
-    if log is not None and (given := _only_with_data(closed_book, num_passages, prompt_format)):
-        raise typer.BadParameter(f"{given} is for --data; leave it out with --log")
+    if log is not None and closed_book:
+        raise typer.BadParameter("--closed-book needs --data")
     with working(as_json):
         from blockattn_rag.engine.engine import BlockAttentionEngine
         from blockattn_rag.lab import evaluation
 
         names = [name.strip() for name in recipes.split(",") if name.strip()]
         if log is not None:
-            prompts = evaluation.read_log(log, limit=limit)
+            prompts = evaluation.read_log(log)
         elif data is not None:
-            samples = evaluation.read_samples(data, limit=limit)
+            samples = evaluation.read_samples(data)
         for name in names:
             check_recipe(name)
         with waiting(f"loading {model}"), loading(model):
-            # Each row computes its own answers: no tails of another row's (engine.tails).
+            # Without residents, no row reuses what another row computed.
             engine: BlockAttentionEngine = BlockAttentionEngine.from_pretrained(
-                model, device=device, dtype=dtype, kv_dtype=kv_dtype, recipe="none",
-                resident_bytes=0,
-            )  # fmt: skip
+                model, dtype=dtype, kv_dtype=kv_dtype, recipe="none", resident_bytes=0
+            )
         common: dict[str, Any] = {"max_new_tokens": max_new_tokens, "records_path": output}
         compared = report = None
         with progress("answering" if data and not fidelity else "comparing") as tick:
@@ -125,36 +107,24 @@ def evaluate(
             elif data is not None:
                 common |= {
                     "closed_book": closed_book,
-                    "prompt": prompt_format,
-                    "num_passages": num_passages,
                     "settings": {"model": model, "data": data.name},
                 }
                 if fidelity:
                     compared = evaluation.measure_fidelity(engine, samples, names, **common)
                 else:
-                    report = evaluation.evaluate(
-                        engine, samples, names, **common, batch_size=batch_size
-                    )
+                    common["batch_size"] = _BATCH_SIZE
+                    report = evaluation.evaluate(engine, samples, names, **common)
     title = f"{model} on {(data or log or Path()).name}"
     if compared:
-        show_fidelity(as_json, title, compared)
+        emit(as_json, compared.to_dict(), _fidelity_table(title, compared), *_FIDELITY_LEGEND)
     if report:
         _show(as_json, title, report, max_new_tokens)
-
-
-def _only_with_data(closed_book: bool, num_passages: int | None, prompt_format: str) -> str:
-    """The first option given that makes prompts of data; empty if there is none."""
-    if closed_book:
-        return "--closed-book"
-    if num_passages is not None:
-        return "--num-passages"
-    return "--prompt-format" if prompt_format != "auto" else ""
 
 
 def _show(as_json: bool, title: str, report: EvaluationReport, max_new_tokens: int) -> None:
     tables = [_table(title, report.results)]
     tables += [_table(f"of these: {kind}", rows) for kind, rows in report.by_kind.items()]
-    emit(as_json, report.to_dict(), *tables, *_legend(report.results))
+    emit(as_json, report.to_dict(), *tables, *_LEGEND)
     if report.cut_off:
         _note_cut_off(report, max_new_tokens)
 
@@ -163,31 +133,12 @@ def _note_cut_off(report: EvaluationReport, max_new_tokens: int) -> None:
     rows = ", ".join(f"{r.cut_off} in {r.mode}" for r in report.results if r.cut_off)
     note(
         f"cut off: {report.cut_off} of {count(len(report.records), 'answer')} ({rows}), after "
-        f"{count(max_new_tokens, 'token')} (--max-new-tokens) or where the context window "
-        "ended, maybe before what was asked"
+        f"{count(max_new_tokens, 'token')} (--max-new-tokens) or at the end of the context window"
     )
 
 
-def _legend(results: list[ModeResult]) -> list[str]:
-    """What the columns hold."""
-    return [
-        "In percent. accuracy: an answer occurs in the output, and where its mean lies (95 %);",
-        "exact: the output is one; F1: words shared with an answer; diff: accuracy less that of",
-        "full mode; same: outputs equal to those of full mode; reused: prompt tokens whose keys",
-        "and values were found.",
-        "TTFT: time to the first token, median."
-        if _are_timed(results)
-        else "Times are reported with --batch-size 1: in a batch, all wait for the whole batch.",
-    ]
-
-
-def _are_timed(results: list[ModeResult]) -> bool:
-    return all(result.ttft_s is not None for result in results)
-
-
 def _table(title: str, results: list[ModeResult]) -> RenderableType:
-    times = ("TTFT",) if _are_timed(results) else ()
-    columns = ("recipe", "accuracy (95 %)", "exact", "F1", "diff", "same", *times, "reused")
+    columns = ("recipe", "accuracy (95 %)", "exact", "F1", "diff", "same", "reused")
     rows = [_row(result) for result in results]
     return table(f"{title}, {count(results[0].samples, 'question')}", columns, rows)
 
@@ -202,6 +153,21 @@ def _row(result: ModeResult) -> tuple[str, ...]:
         percent(result.f1.mean),
         "-" if result.mode == "full" else f"{result.difference.mean * 100:+.1f}",
         percent(result.agreement),
-        *(() if result.ttft_s is None else (duration(result.ttft_s),)),
         percent(stats.reused_tokens / stats.prompt_tokens if stats.prompt_tokens else None),
     )
+
+
+def _fidelity_table(title: str, report: FidelityReport) -> RenderableType:
+    columns = ("recipe", "KL (95 %)", "first KL", "agree", "same", "recovered (95 %)")
+    rows = [
+        (
+            row.mode,
+            f"{row.kl.mean:.4f} ({row.kl.low:.4f}-{row.kl.high:.4f})",
+            f"{row.first_kl.mean:.4f}",
+            percent(row.agreement.mean),
+            percent(row.identical.mean),
+            "-" if row.recovery is None else "{} ({} to {})".format(*map(percent, row.recovery)),
+        )
+        for row in report.results
+    ]
+    return table(f"{title}, {count(report.results[0].samples, 'prompt')}", columns, rows)

@@ -1,8 +1,7 @@
-"""``blockattn-rag plan``: what a collection's keys and values take, and what they save."""
+"""``blockattn-rag plan``: storage and times of a collection, from a model's config."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -10,14 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockattn_rag.app.cli.figures import count, duration, size
-from blockattn_rag.app.cli.output import JsonOption, KVDtypeHelp, KVDtypeName, emit, table, working
-from blockattn_rag.app.rag.model_names import existing_model, loading
+from blockattn_rag.app.cli.options import JsonOption, KVDtypeOption
+from blockattn_rag.app.cli.output import count, duration, emit, size, table, working
+from blockattn_rag.app.rag.names import existing_model, loading
 
 if TYPE_CHECKING:
     from blockattn_rag.lab.planning import Machine, Plan, Tier
 
 GIB = 1 << 30
+_DEVICE_BYTES_PER_S = {"cpu": 10e9, "cuda": 2e12}
+"""Memory bandwidths of a usual machine and of a data centre's GPU."""
 
 
 def plan(
@@ -25,87 +26,73 @@ def plan(
     model: Annotated[
         str,
         typer.Option(
-            help="Model name or folder (only its config is read), or a shape: 135m, 1b, 8b.",
+            help="Model name or folder (only its config is read), or a Llama shape: 135m, 1b, 8b.",
             callback=existing_model,
         ),
     ] = "bundled",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a passage.")] = 256,
-    top_k: Annotated[int, typer.Option(min=1, help="Passages in a prompt.")] = 10,
-    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 50,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per passage.")] = 256,
+    top_k: Annotated[int, typer.Option(min=1, help="Passages per prompt.")] = 10,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Of keys and values; if not given, float32 on a CPU, on a GPU the model's own."
+            help="Type of keys and values. Default: float32 on a CPU, the model's own on a GPU."
         ),
     ] = None,
-    kv_dtype: Annotated[KVDtypeName, typer.Option(help=KVDtypeHelp)] = "model",
+    kv_dtype: KVDtypeOption = "model",
     gpu_memory: Annotated[
-        float | None, typer.Option(min=0, help="GiB of the GPU's memory; without, CPU alone.")
+        float | None, typer.Option(min=0, help="GPU memory in GiB. Default: no GPU.")
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(min=0, help="GiB of main memory; this machine's if not given.")
-    ] = None,
-    disk: Annotated[
-        float | None, typer.Option(min=0, help="GiB on disk; what is free here if not given.")
+        float | None, typer.Option(min=0, help="Main memory in GiB. Default: this machine's.")
     ] = None,
     tflops: Annotated[
         float | None,
-        typer.Option(min=0, help="Speed in 10^12 operations a second; measured if not given."),
+        typer.Option(help="Speed in 10^12 operations per second. Default: measured here."),
     ] = None,
-    bandwidth: Annotated[
-        float | None,
-        typer.Option(min=0, help="GB/s of the device's own memory; 10 (CPU), 2000 (GPU)."),
-    ] = None,
-    transfer: Annotated[float, typer.Option(min=0, help="GB/s from memory to GPU.")] = 25.0,
-    disk_speed: Annotated[float, typer.Option(min=0, help="GB/s from disk.")] = 2.0,
     network: Annotated[
         float | None,
-        typer.Option(min=0, help="GB/s from a shared store, such as S3; 1.2 is 10 Gbit/s."),
+        typer.Option(help="GB/s from a shared store such as S3. Default: no shared store."),
     ] = None,
-    latency: Annotated[
-        float, typer.Option(min=0, help="Milliseconds until the first byte comes from there.")
-    ] = 100.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Storage, ingestion time and time to first token of a collection, from a config alone."""
+    """Estimate storage, ingestion time and time to first token from a model's config.
+
+    No weights are needed. The estimate assumes the disk space that is free here, 25 GB/s from
+    memory to a GPU, 2 GB/s from disk, and 0.1 s to the first byte of a shared store.
+    """
+    for option, value in (("--tflops", tflops), ("--network", network)):
+        if value is not None and value <= 0:
+            raise typer.BadParameter(f"found {value:g}, expected above 0", param_hint=option)
     with working(as_json):
+        import psutil
         import torch
 
         from blockattn_rag.lab.planning import Machine, measured_operations_per_s
         from blockattn_rag.lab.planning import plan as make_plan
 
-        for option, value in (
-            ("--tflops", tflops), ("--bandwidth", bandwidth),
-            ("--transfer", transfer), ("--disk-speed", disk_speed), ("--network", network),
-        ):  # fmt: skip
-            if value == 0:
-                raise typer.BadParameter("must be above 0", param_hint=option)
         on_gpu = gpu_memory is not None
+        device = "cuda" if on_gpu else "cpu"
         config, kind = _config(model, dtype, on_gpu=on_gpu)
         if tflops is None and on_gpu and not torch.cuda.is_available():
             raise ValueError(
-                "--gpu-memory was given, but no GPU is here to measure: add --tflops with what "
-                "it reaches in practice (some 600 for an H100 in bfloat16, 100 for an RTX 4090)"
+                "found --gpu-memory, but no GPU to measure: add --tflops with the speed that it "
+                "reaches in practice (about 600 for an H100 in bfloat16, 100 for an RTX 4090)"
             )
-        device, usual = ("cuda", 2000.0) if on_gpu else ("cpu", 10.0)
         machine = Machine(
-            memory_bytes=_memory_here() if memory is None else int(memory * GIB),
-            disk_bytes=shutil.disk_usage(Path.cwd()).free if disk is None else int(disk * GIB),
+            memory_bytes=psutil.virtual_memory().total if memory is None else int(memory * GIB),
+            disk_bytes=shutil.disk_usage(Path.cwd()).free,
             gpu_bytes=None if gpu_memory is None else int(gpu_memory * GIB),
             operations_per_s=1e12 * tflops if tflops else measured_operations_per_s(kind, device),
-            device_bytes_per_s=1e9 * (bandwidth or usual),
-            transfer_bytes_per_s=transfer * 1e9,
-            disk_bytes_per_s=disk_speed * 1e9,
+            device_bytes_per_s=_DEVICE_BYTES_PER_S[device],
             network_bytes_per_s=None if network is None else network * 1e9,
-            network_latency_s=latency / 1e3,
         )
-        counts = {"passages": passages, "passage_tokens": tokens, "top_k": top_k}
         found = make_plan(
             config,
             kind,
             machine,
-            **counts,
-            question_tokens=question_tokens,
+            passages=passages,
+            passage_tokens=tokens,
+            top_k=top_k,
             kv_dtype=kv_dtype,
         )
     settings = {
@@ -118,7 +105,7 @@ def plan(
 
 
 def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
-    """The config of a model or shape, and the type of its keys and values as it will be loaded."""
+    """The config of a model or shape, and the type of its keys and values when it is loaded."""
     import torch
 
     from blockattn_rag.lab.efficiency.shapes import SHAPES, floating_type, shape_config
@@ -132,13 +119,6 @@ def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
     if dtype:
         return config, floating_type(dtype)
     return config, (config.dtype or torch.bfloat16) if on_gpu else torch.float32
-
-
-def _memory_here() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not on this system
-        raise ValueError("this system does not tell its memory: add --memory") from None
 
 
 def _shown(settings: dict[str, Any], found: Plan, machine: Machine) -> list[Any]:
@@ -156,11 +136,11 @@ def _shown(settings: dict[str, Any], found: Plan, machine: Machine) -> list[Any]
     title = f"{count(passages, 'passage')}, {settings['model']}, {settings['dtype']}"
     if settings["kv_dtype"] != "model":
         title += f", blocks in {settings['kv_dtype']}"
-    columns = ("blocks in", "room for", "of yours", "first token", "against full prefill")
+    columns = ("blocks in", "capacity", "of yours", "first token", "against full prefill")
     return [
         table(title, columns, rows),
-        f"A passage takes {size(found.passage_bytes)}, all take {size(found.total_bytes)} "
-        f"({size(found.footprint.bytes_per_token)} a token); encoding all takes "
+        f"Storage: {size(found.passage_bytes)} per passage, {size(found.total_bytes)} in all "
+        f"({size(found.footprint.bytes_per_token)} per token). Encoding all: "
         f"{duration(found.ingest_s)}. Full prefill: {duration(found.full_ttft_s)}.",
         _break_even(found),
         f"Estimated at {machine.operations_per_s / 1e12:.2f} * 10^12 operations/s, "
@@ -178,5 +158,5 @@ def _gain(found: Plan, tier: Tier) -> str:
 def _break_even(found: Plan) -> str:
     speed = found.break_even_bytes_per_s
     if speed is None:
-        return "Computing is faster than reuse here, wherever the blocks lie."
-    return f"A store that is read at less than {speed / 1e9:.2f} GB/s is slower than computing."
+        return "Computing is faster than reuse here, wherever the blocks are stored."
+    return f"Below {speed / 1e9:.2f} GB/s, reading a store is slower than computing."

@@ -1,4 +1,4 @@
-"""``blockattn-rag remove``: files out of the database."""
+"""``blockattn-rag remove``: removes files from a database."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Annotated
 
 import typer
 
-from blockattn_rag.app.cli.figures import count
-from blockattn_rag.app.cli.output import JsonOption, emit, working
+from blockattn_rag.app.cli.options import DatabaseOption, JsonOption
+from blockattn_rag.app.cli.output import count, emit, working
 from blockattn_rag.app.rag.database import chroma_client, require_manifest
-from blockattn_rag.app.rag.sources import all_sources, delete_passages, ids_of
+from blockattn_rag.app.rag.passages import all_sources, delete_passages, ids_of
 
 
 def remove(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH...", help="Files and folders as they were ingested."),
+        typer.Argument(metavar="PATH...", help="Files and folders, as they were ingested."),
     ],
-    db: Annotated[Path, typer.Option(help="Database folder, made by `blockattn-rag ingest`.")],
+    db: DatabaseOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove the passages of files from the search, whether or not the files still exist.
+    """Remove files from a database, whether or not they still exist.
 
-    Their keys and values stay until `blockattn-rag store gc` collects them.
+    The keys and values of their passages stay until `blockattn-rag store gc` deletes them.
     """
     with working(as_json):
         name = require_manifest(db).collection
@@ -31,12 +31,12 @@ def remove(
         known = all_sources(collection)
         wanted = {path: _at_or_below(path, known) for path in paths}
         if absent := [str(path) for path, found in wanted.items() if not found]:
-            listed = f"{known[0]} is one of {len(known)}" if known else "it holds none"
+            listed = f"it has {known[0]} and {len(known) - 1} more" if known else "it is empty"
             raise ValueError(f"{db} has nothing from {', '.join(absent)} ({listed})")
         sources = sorted({source for found in wanted.values() for source in found})
         ids = list(ids_of(collection, sources))
         delete_passages(collection, ids)
-        # An empty collection looks to gc as if it were the wrong one.
+        # Without --force, gc refuses to delete everything.
         force = "" if collection.count() else " --force"
     emit(
         as_json,
@@ -47,8 +47,11 @@ def remove(
 
 
 def _at_or_below(path: Path, sources: list[str]) -> list[str]:
-    """Sources are named by a resolved folder and what lies below it, links as they stand: what a
-    link leads to counts only where the link itself is none."""
+    """The sources at a path or in a folder.
+
+    Sources are named by a resolved folder and the path in it, with links not resolved. So a link is
+    looked up by its own name first, and then by its target's.
+    """
     for place in (path.parent.resolve() / path.name, path.resolve()):
         if found := [source for source in sources if Path(source).is_relative_to(place)]:
             return found

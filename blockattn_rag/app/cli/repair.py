@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockattn_rag import __version__
-from blockattn_rag.app.cli.figures import count, duration
-from blockattn_rag.app.cli.output import JsonOption, ModelArgument, emit, stages, working
-from blockattn_rag.app.rag.model_names import existing_model, loading
+from blockattn_rag.app.cli.options import MODEL_HELP, JsonOption
+from blockattn_rag.app.cli.output import count, duration, emit, working
+from blockattn_rag.app.cli.progress import stages
+from blockattn_rag.app.rag.names import existing_model, loading
 
 if TYPE_CHECKING:
     from blockattn_rag.app.rag.database import Database
@@ -26,50 +27,46 @@ if TYPE_CHECKING:
 
 _EMBEDDING_SIZE = 1024
 _EMBEDDED_AT_ONCE = 512
-_LINE = '.jsonl or .jsonl.gz; a line: {"title": "...", "text": "..."}'
+_LINE = '.jsonl or .jsonl.gz, one per line: {"title": "...", "text": "..."}'
 _ENCODED_AT_ONCE = 64
 _DATABASE_FORMAT = "ask"
 RECIPE_FOLDER = "recipe"  # as in store/directory.py, which loads torch
 
 
 def repair(
-    db: Annotated[
-        Path | None, typer.Option(help="Database folder, made by `blockattn-rag ingest`.")
-    ] = None,
+    db: Annotated[Path | None, typer.Option(help="Database folder, made by `ingest`.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(help=ModelArgument + " Default: the database's.", callback=existing_model),
+        typer.Option(help=f"{MODEL_HELP} Default: the database's.", callback=existing_model),
     ] = None,
     passages: Annotated[
-        Path | None, typer.Option(help=f"Passages to fit to instead of a database's, {_LINE}")
+        Path | None, typer.Option(help=f"Passages to fit to, instead of a database's: {_LINE}")
     ] = None,
     questions: Annotated[
         Path | None,
         typer.Option(
-            help='Questions as they are asked, .jsonl or .jsonl.gz; a line: {"question": "..."}, '
-            'with "answers": ["..."] to count right answers, and "passages" as for `eval` if it '
-            "has its own. Default: the model writes questions about passages."
+            help='Real questions, .jsonl or .jsonl.gz, one per line: {"question": "..."}, with '
+            '"answers": ["..."] to count right answers, and with "passages" as for `eval`. '
+            "Default: the model writes questions about the passages."
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the recipe. Default: `recipe` in the database's folder or in the "
-            "model's, or NAME-recipe here if the model is not a folder."
+            help="Folder of the recipe. Default: `recipe` in the database's or the model's folder, "
+            "or NAME-recipe here if the model is not a folder."
         ),
     ] = None,
     minutes: Annotated[
-        float, typer.Option(min=0.1, help="Minutes that it may take, measurements included.")
+        float, typer.Option(min=0.1, help="Time limit in minutes, measurements included.")
     ] = 20.0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Make a recipe: block mode of a model that was not block-fine-tuned answers better with it.
+    """Make a recipe that improves the block mode of a model without block fine-tuning.
 
-    The model's own answers in full mode are the example, so no labels are needed. The simplest
+    It is fitted to the model's own answers in full mode, so no labels are needed. The simplest
     recipe that is as good as the best is measured on held-out questions and written next to the
-    database, where `ask` finds it. A stopped run resumes when it is started again.
+    database, where `ask` finds it. An interrupted run resumes when it is started again.
     """
     started = time.monotonic()
     with working(as_json):
@@ -77,34 +74,34 @@ def repair(
         from blockattn_rag.lab.repair.run import repair as run
 
         check_packages()
-        job = _job(db, model, passages, questions, output, device, dtype)
-        with stages() as tell:
+        job = _job(db, model, passages, questions, output)
+        with stages() as report:
             recipe = run(
                 job.model,
                 job.material,
                 job.output,
                 minutes=minutes,
                 version=__version__,
-                on_progress=tell,
+                on_progress=report,
             )
             encoded = None
             if job.database is not None:
                 job.database.use_own_recipe()
                 until = started + 60 * minutes
-                encoded = _encode_passages(job.database, recipe, until, tell)
+                encoded = _encode_passages(job.database, recipe, until, report)
     _show(as_json, job, recipe, encoded, time.monotonic() - started)
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What is repaired.
+    """What to repair.
 
     Args:
         model: The model.
         material: What to fit to.
         output: Folder of the recipe.
-        database: The database that uses the recipe from then on.
-        ask: Command that uses it: the recipe belongs to the model and dtype that were given.
+        database: The database that uses the recipe afterwards.
+        ask: Command that uses the recipe.
     """
 
     model: BlockModel
@@ -120,43 +117,37 @@ def _job(
     passages: Path | None,
     questions: Path | None,
     output: Path | None,
-    device: str,
-    dtype: str,
 ) -> _Job:
-    """Opens what the options name.
+    """Open what the options name.
 
     Raises:
-        BadParameter: Options are missing, or do not go together.
+        BadParameter: Options are missing, or exclude each other.
     """
     if db is not None and passages is not None:
         raise typer.BadParameter("found --db and --passages, expected one of them")
     if db is not None:
-        return _of_database(db, model, questions, output, device, dtype)
+        return _of_database(db, model, questions, output)
     if model is None or (passages is None and questions is None):
         raise typer.BadParameter(
             "expected --db FOLDER, or --model NAME with --passages FILE or with --questions FILE "
             "whose questions have passages"
         )
-    return _of_files(model, passages, questions, output, device, dtype)
+    return _of_files(model, passages, questions, output)
 
 
-def _of_database(
-    db: Path, model: str | None, questions: Path | None, output: Path | None, device: str,
-    dtype: str,
-) -> _Job:  # fmt: skip
+def _of_database(db: Path, model: str | None, questions: Path | None, output: Path | None) -> _Job:
     from blockattn_rag.app.rag.database import Database
-    from blockattn_rag.app.rag.passages import all_passages, retriever
-    from blockattn_rag.app.rag.prompts import prompt_maker
+    from blockattn_rag.app.rag.passages import all_passages, prompt_maker, retriever
     from blockattn_rag.engine.find_recipe import recipe_in_use
     from blockattn_rag.lab.repair.data import Material, read_questions
     from blockattn_rag.lab.repair.plan import LIMITS
     from blockattn_rag.prompts.formats import Passage
 
-    database = Database.open(db, model=model, recipe="none", device=device, dtype=dtype)
+    database = Database.open(db, model=model, recipe="none")
     engine, find = database.local_engine, retriever(database)
     texts = all_passages(database)
     if not texts:
-        raise ValueError(f"{db} holds no passage; run `blockattn-rag ingest PATH --db {db}`")
+        raise ValueError(f"{db} holds no passages; run `blockattn-rag ingest PATH --db {db}`")
     made = prompt_maker(database)
 
     def nearest(text: str, number: int) -> list[Passage]:
@@ -180,8 +171,7 @@ def _of_database(
     )
     target = output or db / RECIPE_FOLDER
     is_used = target.resolve() == (db / RECIPE_FOLDER).resolve()
-    given = (("--model", model), ("--dtype", None if dtype == "auto" else dtype))
-    ask = " ".join(["ask", *(f"{option} {value}" for option, value in given if value)])
+    ask = f"ask --model {model}" if model else "ask"
     return _Job(engine.model, material, target, database if is_used else None, ask)
 
 
@@ -190,9 +180,8 @@ def _text(passage: Passage) -> str:
 
 
 def _of_files(
-    model: str, passages: Path | None, questions: Path | None, output: Path | None, device: str,
-    dtype: str,
-) -> _Job:  # fmt: skip
+    model: str, passages: Path | None, questions: Path | None, output: Path | None
+) -> _Job:
     from blockattn_rag.engine.find_recipe import recipe_in_use
     from blockattn_rag.lab.repair.data import Material, read_passages, read_questions
     from blockattn_rag.lab.repair.plan import LIMITS
@@ -206,8 +195,8 @@ def _of_files(
     if questions is not None:
         asked = read_questions(questions, nearest, LIMITS.passages)
     with loading(model):
-        # Packed weights serve answers; training would make them again at every change of mode.
-        loaded = BlockModel.from_pretrained(model, device=device, dtype=dtype, pack_weights=False)
+        # Training would pack the weights again at every change of mode.
+        loaded = BlockModel.from_pretrained(model, pack_weights=False)
     form, tokenizer = format_for(AUTO, loaded.name), loaded.tokenizer.tokenizer
     material = Material(
         prompt=lambda question, shown: form.prompt(question, shown, tokenizer),
@@ -221,7 +210,7 @@ def _of_files(
 
 
 def _beside_model(model: str) -> Path:
-    """Where `auto` finds a model's recipe; of a name without a folder, here."""
+    """Where ``auto`` finds a model's recipe; for a name without a folder, a folder here."""
     path = Path(model).expanduser()
     if path.exists():
         return (path if path.is_dir() else path.parent) / RECIPE_FOLDER
@@ -229,7 +218,7 @@ def _beside_model(model: str) -> Path:
 
 
 class _Lexical:
-    """The passages that share most words with a text."""
+    """Retriever of the passages that share most words with a text."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         import numpy as np
@@ -256,24 +245,26 @@ class _Lexical:
 
 
 def _encode_passages(
-    database: Database, recipe: Recipe, until: float, tell: Progress
+    database: Database, recipe: Recipe, until: float, report: Progress
 ) -> tuple[int, int]:
-    """Encode a database's passages with a recipe while there is time; how many, and of how many.
+    """Encode a database's passages with a recipe until a time. Returns (encoded, all).
 
     Passages that are stored with the recipe's sink and without an adapter are not computed again.
     """
-    from blockattn_rag.app.rag.passages import passage_blocks
+    from blockattn_rag.app.rag.passages import all_passages
+    from blockattn_rag.prompts.blocks import Block
 
-    engine, blocks = database.local_engine, passage_blocks(database)
+    engine = database.local_engine
+    blocks = [Block(text, database.template) for text in all_passages(database)]
     done = 0
     for start in range(0, len(blocks), _ENCODED_AT_ONCE):
         if start and time.monotonic() > until:
             break
-        tell("re-encoding passages", done, len(blocks))
+        report("re-encoding passages", done, len(blocks))
         part = blocks[start : start + _ENCODED_AT_ONCE]
         engine.precompute(part, recipe=recipe)
         done += len(part)
-    tell("re-encoding passages", done, len(blocks))
+    report("re-encoding passages", done, len(blocks))
     return done, len(blocks)
 
 
@@ -287,10 +278,7 @@ def _show(
     else:
         done, total = encoded
         later = "" if done == total else "; the others are encoded when they are first used"
-        use = (
-            f"{done} of {count(total, 'passage')} re-encoded{later}. `{job.ask}` uses the recipe "
-            "now."
-        )
+        use = f"{done} of {count(total, 'passage')} re-encoded{later}. `{job.ask}` now uses it."
     data = {
         "recipe": str(recipe),
         "output": job.output,

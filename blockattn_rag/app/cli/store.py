@@ -1,14 +1,14 @@
-"""``blockattn-rag store``: what a KV store holds, whether it is sound, what can go."""
+"""``blockattn-rag store``: inspection and maintenance of a KV store."""
 
 from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import islice
 from typing import Annotated, Any
 
 import typer
@@ -21,65 +21,49 @@ from blockattn_rag.app.cli.addresses import (
     open_folder,
     open_maintained,
 )
-from blockattn_rag.app.cli.figures import count, size
-from blockattn_rag.app.cli.output import (
-    JsonOption,
-    counter,
-    emit,
-    note,
-    plain,
-    table,
-    working,
-)
+from blockattn_rag.app.cli.options import JsonOption
+from blockattn_rag.app.cli.output import count, emit, note, plain, size, table, working
+from blockattn_rag.app.cli.progress import counter
 from blockattn_rag.errors import StoreError
 
 _GROUPS = ("models", "namespaces", "kv_dtypes")
 _COLUMNS = ("model", "namespace", "kept in", "entries", "tokens", "size")
 
 app = typer.Typer(no_args_is_help=True, help="Inspect and clean a KV store.")
+app.command()(collect.gc)
+app.command()(collect.live)
 
 
 @app.command()
-def stats(
-    store: StoreArgument,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Count entries and bytes only, as they are listed.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """How many entries there are, of which models, tenants and number types, and how large."""
+def stats(store: StoreArgument, as_json: JsonOption = False) -> None:
+    """Count entries, tokens and bytes by model, namespace and type."""
     with working(as_json):
-        opened = open_maintained(store)
-        if quick:
-            listed = opened.stats()
-            data = {"store": store, "entries": listed.entries, "bytes": listed.total_bytes}
-        else:
-            kinds, unreadable = _kinds(opened)
-    if quick:
-        shown = f"{store}: {count(listed.entries, 'entry')}, {size(listed.total_bytes)}"
-        emit(as_json, data, shown)
-        return
+        kinds, unreadable = _kinds(open_maintained(store))
     total: Counter[str] = Counter(entries=0, tokens=0, bytes=0)
     groups: dict[str, dict[str, Counter[str]]] = {name: {} for name in _GROUPS}
-    for kind_names, figures in kinds.items():
+    for names, figures in kinds.items():
         total.update(figures)
-        for group, name in zip(groups.values(), kind_names, strict=True):
+        for group, name in zip(groups.values(), names, strict=True):
             group.setdefault(name, Counter()).update(figures)
     rows = [
-        (_shown(model), _plain(namespace), kv_dtype, m["entries"], m["tokens"], size(m["bytes"]))
-        for (model, namespace, kv_dtype), m in kinds.items()
+        (ascii(model)[1:-1][:12], ascii(namespace)[1:-1], kv_dtype, *_cells(figures))
+        for (model, namespace, kv_dtype), figures in kinds.items()
     ]
-    rows.append(("all", "", "", total["entries"], total["tokens"], size(total["bytes"])))
+    rows.append(("all", "", "", *_cells(total)))
     if unreadable:
-        note(f"note: {unreadable.count} more cannot be used; blockattn-rag store verify tells why")
+        note(f"note: {unreadable.count} more cannot be used; blockattn-rag store verify says why")
     data = {"store": store, **total, **groups, "unreadable": asdict(unreadable)}
     emit(as_json, data, table(str(store), _COLUMNS, rows))
+
+
+def _cells(figures: Counter[str]) -> tuple[object, ...]:
+    return figures["entries"], figures["tokens"], size(figures["bytes"])
 
 
 def _kinds(
     opened: kv_store.MaintainedStore,
 ) -> tuple[dict[tuple[str, str, str], Counter[str]], kv_store.Tally]:
-    """Entries, tokens and bytes by model, namespace and number type; what cannot be read."""
+    """Entries, tokens and bytes by model, namespace and type; and entries that cannot be read."""
     kinds: dict[tuple[str, str, str], Counter[str]] = {}
     unreadable = kv_store.Tally()
     with counter("entries read") as tick:
@@ -98,21 +82,19 @@ def _kinds(
 def list_entries(
     store: StoreArgument,
     long: Annotated[
-        bool, typer.Option("--long", "-l", help="Read headers, too: handle, tokens, tenant, model.")
+        bool, typer.Option("--long", "-l", help="Also handle, tokens, namespace and model.")
     ] = False,
-    limit: Annotated[int, typer.Option(min=0, help="How many entries to print; 0 for all.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """List entries, one a line: key, bytes, when last used (object stores: when written)."""
+    """List entries: key, bytes, and the time of the last use (in object stores: of writing)."""
     with working(as_json):
         opened = open_maintained(store)
     rows = _long_rows(opened) if long else _rows(opened)
-    rows = islice(rows, limit) if limit else rows
     if not as_json:
         for row in rows:
             typer.echo(plain("  ".join(str(value) for value in row.values())))
         return
-    # One object, written as it is listed.
+    # One object, written while entries are listed.
     typer.echo(f'{{"store": {json.dumps(store)}, "entries": [', nl=False)
     for number, row in enumerate(rows):
         typer.echo(f"{', ' if number else ''}{json.dumps(row)}", nl=False)
@@ -144,7 +126,7 @@ def _long_rows(opened: kv_store.MaintainedStore) -> Iterator[dict[str, Any]]:
 def _time(used_ns: int) -> str:
     try:
         return datetime.fromtimestamp(used_ns // 10**9, UTC).isoformat()
-    except (ValueError, OverflowError):  # a clock that was wrong by thousands of years
+    except (ValueError, OverflowError):  # a wrong clock
         return f"{used_ns} ns"
 
 
@@ -152,20 +134,17 @@ def _time(used_ns: int) -> str:
 def verify(
     store: StoreArgument,
     delete: Annotated[
-        bool, typer.Option("--delete", help="Delete damaged entries; they are computed anew.")
+        bool, typer.Option("--delete", help="Delete damaged entries; they will be recomputed.")
     ] = False,
     sample: Annotated[
-        str, typer.Option(help="Read this share of the entries only: 1% or 0.01.")
+        str, typer.Option(help="Share of the entries to read, chosen at random: 1% or 0.01.")
     ] = "100%",
-    seed: Annotated[
-        int, typer.Option(help="Which share: 0, 1, 2, ... read each entry once in all.")
-    ] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Read and check every entry; exit status 1 if any is damaged and was not deleted.
+    """Read and check entries. The exit status is 1 if any stays damaged or could not be read.
 
-    What could not be read, for want of memory or permission, may be sound: it is told, is not
-    deleted, and makes the exit status 1 too.
+    An entry that could not be read, for lack of memory or permission, may be intact: it is reported
+    and not deleted.
     """
     share = _share(sample)
     with working(as_json), counter("verified") as tick:
@@ -174,14 +153,14 @@ def verify(
             tick,
             delete_damaged=delete,
             sample=share,
-            seed=seed,
+            seed=secrets.randbits(30),
             found=None if as_json else lambda key, why: emit(False, {}, f"{key}: {why}"),
         )
     data = asdict(report) | {"store": store, "bytes": report.total_bytes, "sample": share}
     for error in report.errors.first.values():
         note(f"note: {error}")
     summary = (
-        f"{count(report.ok, 'entry')} sound ({size(report.total_bytes)}), "
+        f"{count(report.ok, 'entry')} intact ({size(report.total_bytes)}), "
         f"{report.damaged.count} damaged, {report.unread.count} not readable, "
         f"{report.deleted} deleted, {count(report.leftovers.count, 'temporary file')}"
     )
@@ -192,43 +171,27 @@ def verify(
         raise typer.Exit(1)
 
 
-app.command()(collect.gc)
-app.command()(collect.live)
-
-
 @app.command()
 def shrink(
     store: FolderArgument,
     max_bytes: Annotated[
-        str, typer.Option(help="What the entries may take: 500MB, 20GB, 20GiB, or bytes.")
+        str, typer.Option(help="Maximum size of the entries: 500MB, 20GB, 20GiB, or bytes.")
     ],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing, only tell.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete the entries not used for the longest time, whatever refers to them, down to a size.
+    """Delete the least recently used entries until the store fits a size.
 
-    They are computed anew when they are needed. In Python, `DirectoryStore(path, max_bytes=…)`
-    keeps a store within a size all the time.
+    They will be recomputed when they are needed, even if passages refer to them. In Python,
+    `DirectoryStore(path, max_bytes=…)` keeps a store within a size all the time.
     """
     most = _bytes(max_bytes)
     with working(as_json):
-        report = kv_store.shrink(open_folder(store), most, dry_run=dry_run)
-    verb = "would delete" if dry_run else "deleted"
+        report = kv_store.shrink(open_folder(store), most)
     summary = (
-        f"{verb} {count(len(report.deleted), 'entry')} ({size(report.freed_bytes)}); "
+        f"deleted {count(len(report.deleted), 'entry')} ({size(report.freed_bytes)}); "
         f"the others take {size(report.left_bytes)}"
     )
     emit(as_json, {**asdict(report), "store": store, "max_bytes": most}, summary)
-
-
-def _shown(fingerprint: str) -> str:
-    """The start of what a file says."""
-    return _plain(fingerprint)[:12]
-
-
-def _plain(text: str) -> str:
-    """In ASCII, since it could hold a terminal's control codes."""
-    return ascii(text)[1:-1]
 
 
 def _bytes(text: str) -> int:

@@ -1,97 +1,82 @@
-"""``blockattn-rag train``: block fine-tuning of any supported model.
-
-The options are made from the fields of ``FinetuneConfig``.
-"""
+"""``blockattn-rag train``: block fine-tuning."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import Field, fields
-from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockattn_rag.app.cli.figures import count, duration
-from blockattn_rag.app.cli.output import JsonOption, ModelArgument, emit, note, working
-from blockattn_rag.app.rag.model_names import existing_model, loading
-from blockattn_rag.lab.training.config import FinetuneConfig, OnError
+from blockattn_rag.app.cli.options import MODEL_HELP, JsonOption
+from blockattn_rag.app.cli.output import count, duration, emit, note, working
+from blockattn_rag.app.rag.names import existing_model, loading
 
 if TYPE_CHECKING:
     from blockattn_rag.lab.training.report import FinetuneReport
 
-# Type and default of each option that the command line spells in another way than its setting.
-_SPELT: dict[str, tuple[Any, Any]] = {
-    "output": (Path, Parameter.empty),
-    "train_data": (list[Path], Parameter.empty),
-    "eval_data": (list[Path] | None, None),
-    "modes": (str, "block,full"),
-    "on_error": (OnError, "raise"),
-}
 
+def train(
+    model: Annotated[str, typer.Option(help=MODEL_HELP, callback=existing_model)],
+    output: Annotated[Path, typer.Option(help="Folder of the result. Appears when complete.")],
+    data: Annotated[list[Path], typer.Option(help="Training data, JSON lines. Repeatable.")],
+    eval_data: Annotated[
+        list[Path] | None, typer.Option(help="Evaluation data, JSON lines. Repeatable.")
+    ] = None,
+    epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 1.0,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-5,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples per optimizer step.")] = 64,
+    blocks_per_turn: Annotated[
+        int, typer.Option(min=1, help='Blocks that a turn of "messages" may be split into.')
+    ] = 1,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="Train LoRA adapters instead of all weights.")
+    ] = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16 (autocast).")] = False,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Save memory at the cost of time.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted run from its last checkpoint.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier result in the output folder.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Fine-tune a model to answer in block mode as well as in full mode.
 
-def train(**options: Any) -> None:
-    """Fine-tune a model so that it answers in block mode as well as in full mode.
-
-    Data: JSON lines with "messages"; with "prompt", "blocks", "response"; or with "question",
-    "passages", "answer". The defaults are the papers'. For several GPUs: `accelerate launch -m
-    blockattn_rag train ...`.
+    Each line of the data is a JSON object with "messages", with "prompt", "blocks" and "response",
+    or with "question", "passages" and "answer". The defaults are the paper's. FinetuneConfig in
+    Python has more settings. For several GPUs: `accelerate launch -m blockattn_rag train ...`.
     """
-    as_json = options.pop("as_json")
     with working(as_json):
+        from blockattn_rag.lab.training.config import FinetuneConfig
         from blockattn_rag.lab.training.finetune import finetune
 
-        config = _config(options)
-        with loading(config.model):
+        config = FinetuneConfig(
+            model,
+            output,
+            data,
+            eval_data=eval_data or (),
+            epochs=epochs,
+            learning_rate=learning_rate,
+            batch_size=batch_size,
+            blocks_per_turn=blocks_per_turn,
+            lora=lora,
+            bf16=bf16,
+            gradient_checkpointing=gradient_checkpointing,
+            resume=resume,
+            overwrite=overwrite,
+        )
+        with loading(model):
             report = finetune(config)
-    _show(report, as_json, config)
+    _show(as_json, report, "adapter" if lora else "model")
 
 
-def _options() -> Iterator[Parameter]:
-    """The options of ``train``, named as the settings are."""
-    model = typer.Option(help=ModelArgument, callback=existing_model)
-    yield Parameter("model", Parameter.KEYWORD_ONLY, annotation=Annotated[str, model])
-    # The type of ``positions`` would load torch. Here it is text, as every other Literal.
-    types = get_type_hints(FinetuneConfig, localns={"Positions": str})
-    for setting in fields(FinetuneConfig):
-        if setting.metadata:
-            yield _option(setting, types[setting.name])
-    yield Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption)
-
-
-def _option(setting: Field[Any], kind: Any) -> Parameter:
-    """The option of a setting."""
-    written = str if get_origin(kind) is Literal else kind
-    kind, default = _SPELT.get(setting.name, (written, setting.default))
-    flag = "data" if setting.name == "train_data" else setting.name.replace("_", "-")
-    option = typer.Option(
-        f"--{flag}/--no-{flag}" if default is True else f"--{flag}",
-        help=setting.metadata["help"],
-        rich_help_panel=setting.metadata.get("panel"),
-        min=setting.metadata.get("least"),
-    )
-    kind = Annotated[kind, option]
-    return Parameter(setting.name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-
-
-# typer reads the options from the signature.
-train.__signature__ = Signature([*_options()])  # type: ignore[attr-defined]
-
-
-def _config(options: dict[str, Any]) -> FinetuneConfig:
-    """The settings that the options stand for."""
-    spelt = {
-        "eval_data": options["eval_data"] or (),
-        "modes": tuple(mode.strip() for mode in options["modes"].split(",")),
-    }
-    return FinetuneConfig(**{**options, **spelt})
-
-
-def _show(report: FinetuneReport, as_json: bool, config: FinetuneConfig) -> None:
+def _show(as_json: bool, report: FinetuneReport, what: str) -> None:
     skipped = [*report.train.skipped, *report.evaluation.skipped]
     for reason in skipped:
-        note(f"left out: {reason}")
+        note(f"skipped: {reason}")
     losses = report.eval_losses.items()
     data = {
         "output": report.output,
@@ -102,7 +87,6 @@ def _show(report: FinetuneReport, as_json: bool, config: FinetuneConfig) -> None
         "skipped": skipped,
         "history": report.history,
     }
-    what = "adapter" if config.lora else "model"
     emit(
         as_json,
         data,
@@ -116,9 +100,9 @@ def _show(report: FinetuneReport, as_json: bool, config: FinetuneConfig) -> None
 
 def _evaluation(report: FinetuneReport) -> str:
     if not report.eval_losses:
-        return "No evaluation data were given (--eval-data), so the losses by mode are not known."
+        return "No evaluation: pass --eval-data to compare the loss in both modes."
     losses = (
         f"{mode} mode {before:.4f} before, {after:.4f} after"
         for mode, (before, after) in report.eval_losses.items()
     )
-    return f"Loss on the answers of the evaluation data: {'; '.join(losses)}."
+    return f"Loss on the evaluation data: {'; '.join(losses)}."

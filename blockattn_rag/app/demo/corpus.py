@@ -1,4 +1,4 @@
-"""The frozen encyclopedia of the demo: its passages, questions, and the rule for a right answer.
+"""The encyclopedia that the bundled model was made for: passages, questions, right answers.
 
 The files in ``data`` were written once, by the repository's ``recipes/bundled_model``.
 """
@@ -24,12 +24,12 @@ class Question:
     Args:
         kind: ``"one-passage"`` (one passage states the value), ``"comparison"`` (of two entities)
             or ``"order"`` (two passages describe one entity, and the later one holds).
-        question: the question.
-        answer: a right answer in full sentences.
-        expected: the words that make an answer right; see :func:`is_correct`.
-        gold: the passages that the answer rests on, counted from 0 in ``passages``, or in
-            :func:`bundled_corpus` where ``passages`` is empty.
-        passages: of the question's prompt, in prompt order; empty where retrieval finds them.
+        question: The question.
+        answer: A right answer in full sentences.
+        expected: Words that make an answer right; see :func:`is_correct`.
+        gold: Indices of the passages with the answer, in ``passages``, or in
+            :func:`bundled_corpus` if ``passages`` is empty.
+        passages: Passages of the prompt, in order. Empty: they are retrieved.
     """
 
     kind: str
@@ -54,20 +54,20 @@ def bundled_questions() -> tuple[Question, ...]:
 
 @cache
 def bundled_samples(kind: str, num_passages: int, split: str = "test") -> tuple[Question, ...]:
-    """Questions with the passages of their prompts, each prompt about entities of its own.
+    """Questions with the passages of their prompts.
 
-    The bundled model was trained on entities of the split ``"train"`` alone. There are 60 test
+    The bundled model was trained on the split ``"train"`` alone. There are 60 test
     questions of each of the kinds ``"one-passage"`` and ``"order"`` on 5 passages, and on 3
     passages 100 test and 160 training questions of the kind ``"one-passage"``.
 
     Raises:
-        FileNotFoundError: no such samples come with the package.
+        FileNotFoundError: The package has no such samples.
     """
     return tuple(_question(record) for record in _records(f"{split}-{kind}-{num_passages}"))
 
 
 def is_correct(question: Question, answer: str) -> bool:
-    """Whether the expected words occur in the answer one after the other, whatever their case."""
+    """Whether the answer contains the expected words in sequence, in any case."""
     return f" {_normalize(question.expected)} " in f" {_normalize(answer)} "
 
 
@@ -77,7 +77,7 @@ def _normalize(text: str) -> str:
 
 
 def _records(name: str) -> list[dict[str, Any]]:
-    """The JSON objects of a file of the demo."""
+    """The JSON objects of a data file."""
     lines = (_DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 

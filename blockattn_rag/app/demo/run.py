@@ -1,7 +1,7 @@
-"""The demo: a collection in Chroma, and its questions answered in block mode and in full mode.
+"""The demo: a collection in Chroma, and questions about it answered in both modes.
 
-With a real model, the collection is the 40 articles of ``demo.facts``; with the bundled model it is
-the encyclopedia that this model was made for.
+The collection is the 40 articles of ``demo.facts``, or for the bundled model the encyclopedia that
+it was made for.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """Passages, questions about them, and how they are asked.
+    """Passages, and questions about them.
 
     Args:
         name: Name of the Chroma collection.
-        passages: One document each.
+        passages: The passages; each is a document.
         questions: Questions that the passages answer.
-        top_k: Passages of a prompt.
-        max_new_tokens: Longest answer.
+        top_k: Passages per prompt.
+        max_new_tokens: Maximum length of an answer.
     """
 
     name: str
@@ -79,6 +79,11 @@ def collection_for(model: str) -> Collection:
     return Collection(_FACTS, passages, asked, 6, 40)
 
 
+def speedup(ratio: float) -> str:
+    """A ratio of two times: ``3.5 times sooner``, or ``1.2 times later`` below 1."""
+    return f"{ratio:.1f} times sooner" if ratio >= 1 else f"{1 / ratio:.1f} times later"
+
+
 def default_model() -> str:
     """SmolLM2 if the package with its weights is installed, else the bundled model."""
     from blockattn_rag.model.gguf import is_gguf, smollm2
@@ -87,7 +92,7 @@ def default_model() -> str:
 
 
 def default_folder() -> Path:
-    """Where the demo keeps its database; see ``folders.state_folder``."""
+    """Folder of the demo's database; see ``files.state_folder``."""
     return state_folder() / "demo"
 
 
@@ -100,15 +105,15 @@ class DemoAnswer:
     full: Answer
 
     def is_right(self, mode: Mode) -> bool:
-        """Whether the mode's answer contains an accepted one."""
+        """Whether the answer in this mode contains an accepted one."""
         return facts.is_right(self.of(mode).answer, self.asked.answers)
 
     def of(self, mode: Mode) -> Answer:
-        """The mode's answer."""
+        """The answer in this mode."""
         return self.block if mode == "block" else self.full
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types; times in seconds. ``hits`` and the like are of block mode."""
+        """As plain JSON types; times in seconds. ``hits`` and so on are those of block mode."""
         modes: dict[str, Any] = {
             mode: {
                 "answer": self.of(mode).answer,
@@ -129,26 +134,25 @@ class DemoAnswer:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a user's database, whose questions would be answered from the demo's passages."""
+    """Refuse a user's database: the demo would add its passages to it."""
     found = Manifest.read(folder)
-    is_own = folder == default_folder()  # whatever an earlier version left there
+    is_own = folder == default_folder()  # may be from an earlier version
     if found and not is_own and found.collection not in (_ENCYCLOPEDIA, _FACTS):
         raise DatabaseError(
-            f"{folder} holds a database with other documents than the demo's: give another folder "
-            f"(--db), or ask it: blockattn-rag demo --web --db {folder}"
+            f"{folder} is a database with other documents than the demo's: name another folder "
+            f"(--db), or ask it with blockattn-rag demo --web --db {folder}"
         )
 
 
 class Demo:
-    """A demo in progress: load it, ``ingest``, warm up its assistant, then ``ask`` each question.
+    """A demo in progress: ``ingest``, warm up the assistant, then ``ask`` each question.
 
-    What a previous run left in the folder is reused.
+    Passages that an earlier run stored are reused.
 
     Args:
         folder: Folder of the database.
         model: Name or path of the model.
-        store: Address of the keys and values, as ``Manifest.store``. None: the folder ``kv`` of the
-            database.
+        store: Address of the store. None: the folder ``kv`` of the database.
         remembers: As for ``Database.open``.
 
     Raises:
@@ -176,8 +180,7 @@ class Demo:
         self.load_s = time.perf_counter() - started
 
     def ingest(self, on_progress: Callable[[str, int, int], None] | None = None) -> IngestReport:
-        """Encode and store the passages that are not stored yet; ``on_progress`` gets the stage,
-        and how many of how many passages are done."""
+        """Encode and store new passages. ``on_progress`` is called with (stage, done, total)."""
         documents = self.collection.documents()
         return ingest_documents(self.database, documents, on_progress=on_progress)
 
@@ -188,12 +191,12 @@ class Demo:
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """The complete demo.
+    """Results of a demo.
 
     Attributes:
-        recipe: What block mode ran with.
-        store: Folder or address of the keys and values.
-        stored_bytes: What they take there.
+        recipe: Recipe of block mode.
+        store: Folder or address of the store.
+        stored_bytes: Size of the store.
         load_s, ask_s: Seconds that loading and answering took.
     """
 
@@ -211,7 +214,7 @@ class DemoReport:
     def of(
         cls, demo: Demo, ingest: IngestReport, answers: list[DemoAnswer], ask_s: float
     ) -> DemoReport:
-        """The report of a demo that has ended."""
+        """The report of a finished demo."""
         engine = demo.database.local_engine
         return cls(
             db=str(demo.folder),

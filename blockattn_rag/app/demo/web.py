@@ -1,6 +1,6 @@
 """A page that answers one question in full mode and in block mode, side by side.
 
-Everything that is shown is escaped here: questions, passages and answers come from others. Only
+Questions, passages and answers come from others, so everything shown is escaped here. Only
 ``serve`` needs gradio.
 """
 
@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from threading import Event
 from typing import NamedTuple
 
+from blockattn_rag.app.demo.run import speedup
 from blockattn_rag.app.rag.ask import Answer, Assistant
 from blockattn_rag.app.rag.database import Database
 from blockattn_rag.app.rag.passages import retriever
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 MAX_NEW_TOKENS = 80
 _TICK_S = 0.1
-"""How often the clock of a column is drawn until there is a token."""
+"""Seconds between updates of a column's clock."""
 
 _STYLE = """<style>
 .ba-bar { display: flex; height: 14px; border-radius: 4px; overflow: hidden; margin: 8px 0 4px }
@@ -40,7 +41,7 @@ _STYLE = """<style>
 
 
 class Retrieved(NamedTuple):
-    """A passage of a prompt, and whether its keys and values were stored before the question."""
+    """A retrieved passage, and whether it was stored before the question."""
 
     text: str
     tokens: int
@@ -48,7 +49,7 @@ class Retrieved(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """What the page shows, as HTML."""
+    """The parts of the page, as HTML."""
 
     full: str
     block: str
@@ -56,12 +57,11 @@ class Columns(NamedTuple):
 
 
 class Race:
-    """Answers questions to a database in both modes, one after the other: at the same time they
-    would slow each other down.
+    """Answers questions in both modes, one after the other so that neither slows the other down.
 
     Args:
         database: An open database.
-        top_k: Passages of a prompt.
+        top_k: Passages per prompt.
     """
 
     def __init__(self, database: Database, top_k: int = 6) -> None:
@@ -69,7 +69,7 @@ class Race:
         self.assistant = Assistant(database, top_k=top_k, max_new_tokens=MAX_NEW_TOKENS)
 
     def run(self, question: str) -> Iterator[Columns]:
-        """Answer a question; what the page shows, each time that it changes."""
+        """Answer a question, and yield the page whenever it changes."""
         question = question.strip()
         shown = Columns(_column("full"), _column("block"), "")
         if not question:
@@ -88,16 +88,15 @@ class Race:
                     if answer:
                         answers[mode] = answer
                     yield shown
-            block, full = answers["block"].stats.ttft_s, answers["full"].stats.ttft_s
-            faster, ratio = ("block", full / block) if full > block else ("full", block / full)
-            gain = f"<p><b>First token {ratio:.1f} times sooner in {faster} mode.</b></p>"
+            ratio = answers["full"].stats.ttft_s / answers["block"].stats.ttft_s
+            gain = f"<p><b>First token {speedup(ratio)} in block mode.</b></p>"
             yield shown._replace(passages=gain + shown.passages)
         except Exception as error:
             logger.exception("cannot answer %r", question)
             yield shown._replace(passages=f"<b>Error:</b> {escape(str(error))}")
 
     def retrieved(self, question: str) -> list[Retrieved]:
-        """The passages of a question's prompt, best first."""
+        """The passages retrieved for a question, best first."""
         engine, template = self._database.engine, self._database.template
         found = []
         for text in retriever(self._database)(question, self._top_k):
@@ -107,13 +106,13 @@ class Race:
         return found
 
     def _stream(self, question: str, mode: Mode) -> Iterator[tuple[str, float, Answer | None]]:
-        """The text so far, the time to its first piece or until now; at the end, the answer."""
+        """Yields the text so far, the time to its first piece or until now, and last the answer."""
         pieces: SimpleQueue[str] = SimpleQueue()
-        left = Event()
+        closed = Event()
 
         def on_text(piece: str) -> None:
-            if left.is_set():
-                raise InterruptedError("the reader has left")
+            if closed.is_set():
+                raise InterruptedError("the page was closed")
             pieces.put(piece)
 
         started, first_s, text = time.perf_counter(), None, ""
@@ -125,12 +124,12 @@ class Race:
                         text += pieces.get(timeout=_TICK_S)
                         first_s = first_s or time.perf_counter() - started
                     except Empty:
-                        pass  # the clock goes on
+                        pass  # only the clock changes
                     yield text, first_s or time.perf_counter() - started, None
                 answer = coming.result()
                 yield answer.answer, answer.stats.ttft_s, answer
             finally:
-                left.set()  # a page that was closed ends the answer
+                closed.set()  # closing the page stops the answer
 
 
 def _column(
@@ -156,7 +155,7 @@ def _column(
 
 
 def _passages(found: Sequence[Retrieved]) -> str:
-    """The list of passages, each with what block mode reuses of it."""
+    """The list of passages, with what block mode reuses."""
     rows = []
     for one in found:
         kind, tag = ("reused", "reused") if one.stored else ("computed", "computed now")
@@ -170,13 +169,20 @@ def _passages(found: Sequence[Retrieved]) -> str:
 
 
 def require_gradio() -> None:
-    """Raise an ImportError that names the extra if gradio is not installed."""
+    """Check for gradio, before a model is loaded.
+
+    Raises:
+        ImportError: It is not installed; names the extra.
+    """
     if find_spec("gradio") is None:
         raise ImportError(f"--web needs {missing_extra('gradio', 'web')}")
 
 
-def serve(race: Race, examples: Sequence[str], host: str, on_ready: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C; ``on_ready`` gets its address."""
+def serve(race: Race, examples: Sequence[str], on_ready: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C.
+
+    It listens on 127.0.0.1, or on ``$GRADIO_SERVER_NAME``. ``on_ready`` is called with its address.
+    """
     import gradio
 
     with gradio.Blocks(analytics_enabled=False, title="blockattn-rag: two modes") as page:
@@ -192,8 +198,6 @@ def serve(race: Race, examples: Sequence[str], host: str, on_ready: Callable[[st
             [button.click, question.submit], race.run, question, [full, block, passages],
             show_progress="hidden", concurrency_limit=1,
         )  # fmt: skip
-    _, url, _ = page.launch(
-        server_name=host, share=False, quiet=True, prevent_thread_lock=True, footer_links=[]
-    )
+    _, url, _ = page.launch(share=False, quiet=True, prevent_thread_lock=True, footer_links=[])
     on_ready(url)
     page.block_thread()

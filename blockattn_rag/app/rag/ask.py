@@ -1,4 +1,4 @@
-"""``ask``: a question to a database, through a LlamaIndex query engine."""
+"""Questions to a database, answered by a LlamaIndex query engine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import blockattn_rag.llama_index as adapter
 from blockattn_rag.app.rag.database import Database
 from blockattn_rag.app.rag.documents import SOURCE_KEY
-from blockattn_rag.app.rag.history import Turn, with_history
 from blockattn_rag.app.rag.passages import distinct_retriever
 from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.errors import StoreError
@@ -24,14 +23,21 @@ if TYPE_CHECKING:
     from llama_index.core.schema import NodeWithScore, QueryBundle
 
 TOP_K = 5
-"""Passages of a prompt by default."""
+"""Default number of passages in a prompt."""
 
 logger = logging.getLogger("blockattn_rag.app.rag")
 
 
+class Turn(NamedTuple):
+    """A question and its answer in a conversation."""
+
+    question: str
+    answer: str
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A passage that an answer was given from; ``page``: its page in a PDF, or empty."""
+    """A passage that an answer is based on. ``page`` is its page in a PDF, or empty."""
 
     source: str
     page: str
@@ -42,14 +48,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer with its sources and what it reused.
+    """An answer, its sources, and what it reused.
 
-    ``stats`` are of all calls of the language model together: ``ttft_s`` runs to the first token of
-    the last call, because the answer is that call's. ``finish_reason`` is ``"length"`` where the
-    answer was cut off by ``max_new_tokens`` or by the end of the context window, and
-    ``"repetition"`` where it was ended because it repeated itself. ``waited_s`` is what a user
-    waits: from the question to the first text, retrieval included; ``answered_s``: to the end of
-    the answer. ``object`` is the JSON value that the answer is, where a schema asked for one.
+    Attributes:
+        stats: Totals of all model calls. ``ttft_s`` ends at the first token of the last call, which
+            gives the answer.
+        finish_reason: ``"stop"``, ``"length"`` (cut off by ``max_new_tokens`` or the context
+            window) or ``"repetition"`` (stopped because the answer repeated itself).
+        waited_s: Seconds from the question to the first text, retrieval included.
+        object: The answer as a JSON value, if a schema was given.
+        answered_s: Seconds from the question to the end of the answer.
     """
 
     question: str
@@ -62,7 +70,7 @@ class Answer:
     answered_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types, the figures beside the other fields; times in seconds."""
+        """As plain JSON types; times in seconds."""
         return {
             "question": self.question,
             "answer": self.answer,
@@ -82,14 +90,14 @@ class Answer:
 
 
 class Assistant:
-    """Answers questions from a database by a LlamaIndex query engine.
+    """Answers questions from a database.
 
     Args:
-        database: an open database.
-        top_k: passages to retrieve, of different texts.
-        max_new_tokens: longest answer.
-        chat_template_kwargs: variables of the model's chat template, such as ``enable_thinking``.
-        schema: a JSON schema that every answer is held to; it stands with the question.
+        database: An open database.
+        top_k: Passages to retrieve, with different texts.
+        max_new_tokens: Maximum length of an answer.
+        chat_template_kwargs: Variables of the model's chat template, such as ``enable_thinking``.
+        schema: JSON schema that every answer must match. The prompt includes it.
     """
 
     def __init__(
@@ -121,16 +129,16 @@ class Assistant:
         """Answer a question.
 
         Args:
-            question: what is asked.
-            mode: block mode reuses passages, full mode computes everything.
-            on_text: gets the answer piece by piece; one that follows a schema when it is whole.
-            history: the turns before it, oldest first. Passages are looked for by the question and
-                the one before it.
+            question: The question.
+            mode: Block mode reuses passages, full mode computes everything.
+            on_text: Called with each piece of the answer; with a schema, once with all of it.
+            history: Earlier turns, oldest first. Passages are retrieved for the question and the
+                previous one.
 
         Raises:
-            IncompleteAnswerError: an answer that was to follow a schema was cut.
-            GrammarError: the schema cannot be compiled.
-            ValueError: the question holds bytes that are no text.
+            IncompleteAnswerError: An answer with a schema was cut off.
+            GrammarError: The schema cannot be compiled.
+            ValueError: The question is not valid UTF-8.
         """
         from llama_index.core.query_engine import RetrieverQueryEngine
 
@@ -181,18 +189,20 @@ class Assistant:
         )
 
     def warm_up(self) -> None:
-        """Run retrieval and the model once in both modes, so that the next answer is timed without
-        the first call's extra time. No passage is looked up or stored."""
+        """Run retrieval and the model once in both modes, so that later times are comparable.
+
+        No passage is read or stored.
+        """
         from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 
         self._retriever.retrieve("warm-up")
         llm = self._llm("block")
         self._store_head(llm)
-        whole = llm.filled(
+        filled = llm.filled(
             DEFAULT_TEXT_QA_PROMPT_SEL, context_str=wrap("passage"), query_str="warm-up"
         )
-        head = tuple(block for block in whole.context if not block.is_passage)
-        prompt = replace(whole, context=head)
+        head = tuple(block for block in filled.context if not block.is_passage)
+        prompt = replace(filled, context=head)
         for mode in get_args(Mode):
             self._database.engine.generate(prompt, mode=mode, max_new_tokens=2)
 
@@ -208,7 +218,7 @@ class Assistant:
     def _query(
         self, question: str, history: Sequence[Turn], llm: adapter.BlockAttentionLLM
     ) -> QueryBundle:
-        """What the model is asked, and what passages are looked for by."""
+        """The model's question, and the texts to retrieve passages for."""
         from llama_index.core import QueryBundle
         from llama_index.core.output_parsers.pydantic import PYDANTIC_FORMAT_TMPL
 
@@ -221,31 +231,58 @@ class Assistant:
         if self._schema is not None:
             schema = json.dumps(self._schema, ensure_ascii=False)
             query = f"{query}\n\n{PYDANTIC_FORMAT_TMPL.format(schema=schema).strip()}"
-        looked_for = [question, *(turn.question for turn in history[-1:])]
-        return QueryBundle(query, custom_embedding_strs=looked_for)
+        retrieve_for = [question, *(turn.question for turn in history[-1:])]
+        return QueryBundle(query, custom_embedding_strs=retrieve_for)
 
     def _store_head(self, llm: adapter.BlockAttentionLLM) -> None:
-        """Store the prompt's head, once: `store gc` may have deleted it, as no passage refers to
-        it. That it cannot be stored is no reason not to answer."""
-        self._head_was_stored = True  # or was tried: a store that hangs is not waited for again
+        """Store the instructions before the passages once; ``store gc`` deletes them.
+
+        A store that fails here does not prevent the answer, and is not tried again.
+        """
+        self._head_was_stored = True
         try:
             adapter.encode_prompt_head(llm)
         except StoreError as error:
             logger.warning("%s. The answer is not affected.", error)
 
 
+def with_history(
+    question: str, turns: Sequence[Turn], *, count: Callable[[str], int], max_tokens: int
+) -> str:
+    """A question with the turns before it.
+
+    The turns come after the passages, which thus remain reusable blocks.
+
+    Args:
+        question: The question.
+        turns: Earlier turns, oldest first.
+        count: Counts the tokens of a text.
+        max_tokens: Maximum tokens of the earlier turns. The oldest are left out first.
+    """
+    kept: list[str] = []
+    left = max_tokens
+    for turn in reversed(turns):
+        text = f"Q: {turn.question}\nA: {turn.answer}"
+        if (left := left - count(text)) < 0:
+            break
+        kept.insert(0, text)
+    if not kept:
+        return question
+    return "Earlier questions and answers:\n" + "\n".join(kept) + f"\n\nThis question: {question}"
+
+
 def _check_text(question: str) -> None:
     try:
         question.encode()
-    except UnicodeEncodeError as error:  # bytes of a pipe or an argument come as half surrogates
+    except UnicodeEncodeError as error:  # Python turns invalid bytes into unpaired surrogates
         raise ValueError(
-            f"expected a question in UTF-8, found bytes that are none after {error.start} "
-            f"characters of {question[:80]!a}; convert the input, or set the terminal's encoding"
+            f"found a question with invalid UTF-8 after {error.start} characters of "
+            f"{question[:80]!a}; convert the input, or set the terminal's encoding"
         ) from error
 
 
 def _total(mode: Mode, calls: Sequence[Any]) -> ReuseStats:
-    """The figures of all calls of the language model; the first token is the last call's."""
+    """The totals of all model calls, with the first token of the last one."""
     used = [ReuseStats.from_dict(call["usage"]) for call in calls]
     total = sum(used, ReuseStats(mode))
     *_, last = used or [total]
@@ -266,7 +303,7 @@ def _source(found: NodeWithScore) -> Source:
 
 @contextlib.contextmanager
 def _finished_calls() -> Iterator[list[Any]]:
-    """Collects what the language model reports of each call: ``usage`` and ``finish_reason``."""
+    """Collects the ``usage`` and ``finish_reason`` of each model call."""
     from llama_index.core.instrumentation.event_handlers import BaseEventHandler
     from llama_index.core.instrumentation.events import BaseEvent
     from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent

@@ -1,11 +1,11 @@
-"""A database folder: Chroma, the KV store, the recipe, and a manifest of what made them.
+"""A database folder: Chroma, the KV store, the recipe, and a manifest.
 
 ::
 
-    DIR/blockattn.json  model, embedding, chunk size, collection, block template, recipe
-    DIR/recipe/         the recipe that `repair` made for these passages
+    DIR/blockattn.json  manifest: model, embedding, chunk size, recipe and other settings
+    DIR/recipe/         recipe made by `repair` for these passages
     DIR/chroma/         embedded Chroma: passages, their embeddings and KV handles
-    DIR/kv/             DirectoryStore: keys and values, unless the manifest names another store
+    DIR/kv/             keys and values, unless the manifest names another store
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockattn_rag.app.rag.embedding import HASHING, load_embedding, whole_embedding
-from blockattn_rag.app.rag.model_names import check_recipe, loading
+from blockattn_rag.app.rag.names import (
+    HASHING,
+    absolute_embedding,
+    check_recipe,
+    load_embedding,
+    loading,
+)
 from blockattn_rag.errors import DatabaseError
 from blockattn_rag.files import write_json
 from blockattn_rag.prompts.blocks import BlockTemplate
@@ -37,27 +42,25 @@ MANIFEST = "blockattn.json"
 AUTO = "auto"
 VERSION = 2
 _CHROMA, _CHROMA_FILE = "chroma", "chroma.sqlite3"
-_WITH_SINK = 1
-"""The version whose manifests had a sink in place of a recipe."""
 
 logger = logging.getLogger("blockattn_rag.app.rag")
-"""What users should know of a database that serves them all the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a database was made with.
+    """Settings of a database.
 
     Args:
-        model: Model that encodes passages, or of a server the name of its tokenizer here.
+        model: Model that encodes passages; with a server, where its tokenizer is found here.
         fingerprint: Fingerprint of the model that encoded last.
         embedding: Embedding of the passages.
         collection: Chroma collection.
-        chunk_size: Longest passage in tokens.
+        chunk_size: Maximum length of a passage in tokens.
         template: Block template of the passages.
         recipe: Recipe of block mode: ``"auto"``, ``"none"``, a sink or a folder. ``"auto"`` is the
             folder ``recipe`` of the database, if there is one.
         namespace: Namespace of the keys and values in the store.
+        dtype: Type of the model's weights.
         kv_dtype: Type that keys and values are stored in from now on.
         store: Address or absolute path of the store. None: the folder ``kv`` of the database.
         server: Address of the server that has the model and the store. None: this process.
@@ -71,6 +74,7 @@ class Manifest:
     template: dict[str, str] = field(default_factory=lambda: asdict(BLANK_LINE))
     recipe: str = AUTO
     namespace: str = ""
+    dtype: str = AUTO
     kv_dtype: str = "model"
     store: str | None = None
     server: str | None = None
@@ -84,13 +88,10 @@ class Manifest:
             return None
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
-            if fields.get("version") == _WITH_SINK:
-                # Its passages are encoded again if the recipe found now has another sink.
-                fields.pop("sink", None)
-                fields["version"] = VERSION
             if (found := fields.get("version")) != VERSION:
                 raise DatabaseError(
-                    f"{path} is of version {found}, expected {VERSION}; ingest into a new folder"
+                    f"{path} has version {found}, expected {VERSION}; delete the folder, or use "
+                    "a new one"
                 )
             check_namespace(fields.get("namespace", ""))
             if (kind := fields.get("kv_dtype", "model")) not in ("model", "int8"):
@@ -104,8 +105,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """An open database: its folder, its manifest, the engine that serves it, and the embedding of
-    its passages."""
+    """An open database: folder, manifest, the engine that answers, and the embedding."""
 
     path: Path
     manifest: Manifest
@@ -113,27 +113,22 @@ class Database:
     embedding: BaseEmbedding
 
     @classmethod
-    def create(
-        cls,
-        path: Path,
-        wanted: Manifest,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        remembers: bool = True,
-    ) -> Database:
-        """Open a folder for ingestion; make it if it does not exist.
+    def create(cls, path: Path, wanted: Manifest, *, remembers: bool = True) -> Database:
+        """Open a folder for ingestion, and create it if it does not exist.
 
-        ``wanted.fingerprint`` is filled in from the loaded model. ``remembers``: As for ``open``.
+        Args:
+            path: The folder.
+            wanted: The settings. The fingerprint is filled in from the loaded model.
+            remembers: As for :meth:`open`.
 
         Raises:
-            DatabaseError: the folder has passages of another embedding: its vectors do not compare.
-            FileNotFoundError: the embedding is a folder that does not exist.
+            DatabaseError: The folder has passages with another embedding.
+            FileNotFoundError: The embedding is a folder that does not exist.
         """
         old = Manifest.read(path)
         if Path(wanted.model).exists():
             wanted = replace(wanted, model=str(Path(wanted.model).resolve()))
-        wanted = replace(wanted, embedding=whole_embedding(wanted.embedding))
+        wanted = replace(wanted, embedding=absolute_embedding(wanted.embedding))
         is_other = old and (old.embedding, old.template) != (wanted.embedding, wanted.template)
         if old and is_other and has_passages(path, old):
             raise DatabaseError(
@@ -141,16 +136,16 @@ class Database:
                 "use the same, or ingest into a new folder"
             )
         embedding = load_embedding(wanted.embedding)
-        # A server has a recipe of its own, whatever the database noted before.
+        # A server has a recipe of its own, whatever the manifest says.
         used = replace(wanted, recipe=AUTO) if wanted.server else wanted
-        engine = _load_engine(path, used, device, dtype, remembers)
+        engine = _load_engine(path, used, remembers)
         if old and old.model != wanted.model:
             names = (path, old.model, wanted.model)
-            logger.warning("%s was made with %s; from now on it is %s's", *names)
+            logger.warning("%s was made with %s and now uses %s", *names)
         manifest = replace(wanted, fingerprint=engine.model.fingerprint)
         path.mkdir(parents=True, exist_ok=True)
         if old and is_other:
-            _forget_collection(path, old)
+            _delete_collection(path, old)
         write_json(path / MANIFEST, asdict(manifest))
         return cls(path, manifest, engine, embedding)
 
@@ -160,31 +155,26 @@ class Database:
         path: Path,
         *,
         model: str | None = None,
-        server: str | None = None,
         recipe: str | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
         remembers: bool = True,
     ) -> Database:
-        """Open a folder for questions, with the model that encoded it or with another one, which
-        may be a server's.
+        """Open a folder for questions.
 
-        Handles hold no model identity: another model computes the passages again, and stores them.
+        Handles do not depend on the model: another model than the one that encoded the passages
+        computes them again when they are used, and stores them.
 
         Args:
             path: The folder.
-            model: Another model than the database's.
-            server: Server that has the model and the store.
+            model: Another model than the database's, in this process.
             recipe: Another recipe than the database's.
-            device, dtype: Of the model in this process.
             remembers: Whether blocks and the ends of conversations stay in memory for later
-                answers. False where answers are timed: each is then as in a new process.
+                answers. False to time answers: each is then as in a new process.
 
         Raises:
-            DatabaseError: the folder is no database.
+            DatabaseError: The folder is not a database.
         """
         manifest = require_manifest(path)
-        server = server or (None if model else manifest.server)
+        server = None if model else manifest.server
         wanted = replace(
             manifest,
             model=model or manifest.model,
@@ -192,7 +182,7 @@ class Database:
             recipe=recipe or (AUTO if server else manifest.recipe),
         )
         embedding = load_embedding(manifest.embedding)
-        engine = _load_engine(path, wanted, device, dtype, remembers)
+        engine = _load_engine(path, wanted, remembers)
         if engine.model.fingerprint != manifest.fingerprint:
             logger.warning(
                 "%s was encoded by %s in another state (weights, dtype, tokenizer, model, or "
@@ -204,22 +194,22 @@ class Database:
 
     @property
     def local_engine(self) -> BlockAttentionEngine:
-        """The engine, which has its model in this process.
+        """The engine with its model in this process.
 
         Raises:
-            DatabaseError: a server has it.
+            DatabaseError: A server has the model.
         """
         from blockattn_rag.engine.engine import BlockAttentionEngine
 
         if not isinstance(self.engine, BlockAttentionEngine):
             raise DatabaseError(
-                f"{self.path} is answered by {self.manifest.server}, and this needs the model in "
-                "this process; name one by --model"
+                f"{self.path} uses the server {self.manifest.server}, but this command needs the "
+                "model in this process: name one with --model"
             )
         return self.engine
 
     def use_own_recipe(self) -> None:
-        """Note that ``ask`` uses the recipe in the database's folder from now on."""
+        """Use the recipe in the database's folder from now on."""
         if self.manifest.recipe != AUTO:
             write_json(self.path / MANIFEST, asdict(replace(self.manifest, recipe=AUTO)))
 
@@ -233,18 +223,17 @@ class Database:
 
     @property
     def collection(self) -> Collection:
-        """The Chroma collection. Vectors always come with the call: Chroma embeds nothing."""
+        """The Chroma collection. Calls pass vectors: Chroma embeds nothing itself."""
         return self.client.get_or_create_collection(
             self.manifest.collection,
             embedding_function=None,
-            # Chroma's default looks at 100 candidates, and small collections shall give the same
-            # answer every time.
+            # With Chroma's default of 100 candidates, the results of small collections vary.
             configuration={"hnsw": {"space": "cosine", "ef_search": 200}},
         )
 
 
 def has_passages(path: Path, manifest: Manifest) -> bool:
-    """Whether the collection of a database holds anything; a failed ingestion leaves it empty."""
+    """Whether a database has passages. A failed ingestion leaves it empty."""
     if not (path / _CHROMA / _CHROMA_FILE).is_file():
         return False
     client = chroma_client(path / _CHROMA)
@@ -252,8 +241,8 @@ def has_passages(path: Path, manifest: Manifest) -> bool:
     return manifest.collection in names and client.get_collection(manifest.collection).count() > 0
 
 
-def _forget_collection(path: Path, manifest: Manifest) -> None:
-    """Delete an empty collection, which keeps the length of its former vectors."""
+def _delete_collection(path: Path, manifest: Manifest) -> None:
+    """Delete an empty collection, which would keep the dimension of its former vectors."""
     if (path / _CHROMA / _CHROMA_FILE).is_file():
         client = chroma_client(path / _CHROMA)
         if manifest.collection in [one.name for one in client.list_collections()]:
@@ -264,7 +253,7 @@ def require_manifest(path: Path) -> Manifest:
     """The manifest of a folder that must be a database."""
     if (manifest := Manifest.read(path)) is None:
         raise DatabaseError(
-            f"{path} is no database (no {MANIFEST} there); make one with `blockattn-rag ingest "
+            f"{path} is not a database (no {MANIFEST} there); make one with `blockattn-rag ingest "
             f"PATH --db {path}`"
         )
     return manifest
@@ -274,7 +263,7 @@ def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
     """Embedded Chroma in a folder, telemetry off.
 
     Raises:
-        DatabaseError: ``create`` is False and there is no Chroma database.
+        DatabaseError: There is no Chroma database, and ``create`` is False.
     """
     if not create and not (path / _CHROMA_FILE).is_file():
         raise DatabaseError(f"{path} holds no Chroma database (no {_CHROMA_FILE} there)")
@@ -285,16 +274,11 @@ def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
     return chromadb.PersistentClient(str(path), settings=Settings(anonymized_telemetry=False))
 
 
-def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str, remembers: bool) -> Engine:
+def _load_engine(path: Path, wanted: Manifest, remembers: bool) -> Engine:
     check_recipe(wanted.recipe)
     if wanted.server is not None:
         from blockattn_rag.server.client import RemoteEngine
 
-        if (device, dtype) != ("auto", "auto"):
-            raise ValueError(
-                f"found device {device!r} and dtype {dtype!r}, but {wanted.server} has the model "
-                "and decides on them; leave them out"
-            )
         return RemoteEngine(wanted.server, tokenizer=wanted.model, recipe=wanted.recipe)
     from blockattn_rag.engine.engine import BlockAttentionEngine
     from blockattn_rag.kv.quantization import check_kv_dtype
@@ -305,8 +289,7 @@ def _load_engine(path: Path, wanted: Manifest, device: str, dtype: str, remember
         engine = BlockAttentionEngine.from_pretrained(
             wanted.model,
             store=wanted.store or path / "kv",
-            device=device,
-            dtype=dtype,
+            dtype=wanted.dtype,
             namespace=wanted.namespace,
             kv_dtype=check_kv_dtype(wanted.kv_dtype),
             recipe=wanted.recipe,

@@ -1,4 +1,4 @@
-"""Files to LlamaIndex documents, ready for block attention."""
+"""Reads files into LlamaIndex documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from llama_index.core.schema import Document
 
 SOURCE_KEY = "source"
-"""Metadata key: where a document came from. Shown with answers, never to the model."""
+"""Metadata key of a document's origin. Shown with answers, never to the model."""
 
 _SNIFFED_BYTES = 8192
 _HTML = (".html", ".htm", ".xhtml")
@@ -20,8 +20,7 @@ _HTML = (".html", ".htm", ".xhtml")
 
 @dataclass(slots=True)
 class Loaded:
-    """Documents, and what was left out of a folder: files, with the reason, and links that lead out
-    of it."""
+    """Documents, and what was skipped: files with the reason, and links out of their folder."""
 
     documents: list[Document] = field(default_factory=list)
     skipped: list[tuple[Path, str]] = field(default_factory=list)
@@ -29,7 +28,7 @@ class Loaded:
 
 
 class UnreadableFileError(ValueError):
-    """A file yields no text; the message says why, without the file's name."""
+    """A file has no readable text. The message does not name the file."""
 
 
 def load_documents(
@@ -38,21 +37,20 @@ def load_documents(
     exclude: Path | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Loaded:
-    """Read files, and every visible file below folders, by LlamaIndex's readers.
+    """Read files, and every visible file in folders, with LlamaIndex's readers.
 
-    Links in a folder are followed only where they stay within it, because a person who may write
-    into the folder must not be able to have files from elsewhere read. A link that ``paths`` names
-    is followed.
+    Links in a folder are followed only if they stay in it: someone who may write into the folder
+    must not be able to make this read other files. Links named in ``paths`` are followed.
 
     Args:
-        paths: files and folders. A file named here must be readable; an unreadable one found in a
-            folder is left out and reported.
-        exclude: a folder to pass over, such as the database itself.
-        on_progress: called with (files read, files in all).
+        paths: Files and folders. A file named here must be readable; an unreadable one in a folder
+            is skipped and reported.
+        exclude: Folder to skip, such as the database itself.
+        on_progress: Called with (files read, all files).
 
     Raises:
-        FileNotFoundError: a path does not exist.
-        UnreadableFileError: a named file has no text or cannot be read, or nothing was found.
+        FileNotFoundError: A path does not exist.
+        UnreadableFileError: A named file cannot be read or has no text, or nothing was found.
     """
     loaded = Loaded()
     wanted: list[tuple[Path, bool]] = []
@@ -70,8 +68,8 @@ def load_documents(
         if on_progress is not None:
             on_progress(done, len(wanted))
     if not loaded.documents:
-        left_out = [*loaded.skipped, *((link, "a link out of the folder") for link in loaded.links)]
-        first = "".join(f"; {file}: {reason}" for file, reason in left_out[:1])
+        skipped = [*loaded.skipped, *((link, "a link out of the folder") for link in loaded.links)]
+        first = "".join(f"; {file}: {reason}" for file, reason in skipped[:1])
         raise UnreadableFileError(f"no readable document in {', '.join(map(str, paths))}{first}")
     return loaded
 
@@ -86,12 +84,12 @@ def _add(loaded: Loaded, file: Path, *, required: bool) -> None:
 
 
 def _below(folder: Path, exclude: Path | None) -> tuple[list[Path], list[Path]]:
-    """The visible files below a folder, and the links there that lead out of it."""
+    """The visible files in a folder, and the links that lead out of it."""
     files, links = [], []
     for path in sorted(folder.rglob("*")):
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue
-        # What a link names, and whether it is there, is looked at only within the folder.
+        # Targets outside the folder are not even looked at.
         if path.is_symlink() and not _target(path).is_relative_to(folder):
             links.append(path)
         elif path.is_file() and not (exclude and path.resolve().is_relative_to(exclude)):
@@ -100,7 +98,7 @@ def _below(folder: Path, exclude: Path | None) -> tuple[list[Path], list[Path]]:
 
 
 def _target(link: Path) -> Path:
-    """Where a link leads; to itself if it leads in a circle."""
+    """A link's target; the link itself if it leads in a circle."""
     try:
         return link.resolve()
     except (OSError, RuntimeError):  # the latter before Python 3.13
@@ -116,11 +114,10 @@ def _read(file: Path) -> list[Document]:
         with file.open("rb") as raw:
             if b"\0" in raw.read(_SNIFFED_BYTES):
                 raise UnreadableFileError(
-                    "binary, in no format that a reader knows (text in UTF-16 must be saved as "
-                    "UTF-8)"
+                    "binary, in an unknown format (text in UTF-16 must be saved as UTF-8)"
                 )
     try:
-        # The default of ``errors`` drops what is not UTF-8, silently.
+        # By default, bytes that are not UTF-8 are dropped silently.
         found = SimpleDirectoryReader(
             input_files=[file],
             filename_as_id=True,
@@ -129,18 +126,18 @@ def _read(file: Path) -> list[Document]:
             file_extractor=own,
         ).load_data()
     except Exception as error:
-        # Readers are plugins for dozens of formats and raise whatever theirs raise.
+        # Readers are plugins for dozens of formats, and raise all kinds of errors.
         raise UnreadableFileError(f"cannot be read ({_cause(error)})") from error
     documents = [document for document in found if document.text.strip()]
     if not documents:
-        raise UnreadableFileError("holds no text")
+        raise UnreadableFileError("contains no text")
     for document in documents:
         set_source(document, str(file))
     return documents
 
 
 def _own_reader(file: Path) -> dict[str, BaseReader]:
-    """The reader of an HTML file, which LlamaIndex would read with its tags; else none."""
+    """Our reader for HTML, which LlamaIndex would read with its tags; else none."""
     if file.suffix.lower() not in _HTML:
         return {}
     from blockattn_rag.app.rag.html import HtmlReader
@@ -149,17 +146,17 @@ def _own_reader(file: Path) -> dict[str, BaseReader]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What lies behind a reader's error: the last attempt's, because some readers try again."""
+    """The cause of a reader's error. Some readers retry; then it is the last attempt's."""
     cause = error.__cause__ or error
     attempt = getattr(cause, "last_attempt", None)
     return (attempt.exception() if attempt else None) or cause
 
 
 def set_source(document: Document, source: str) -> None:
-    """Note where a document came from, hidden from model and embedder.
+    """Set a document's origin in its metadata, hidden from model and embedding.
 
-    The absolute path that SimpleDirectoryReader adds is hidden too: were it part of the text, the
-    KV of a passage would depend on where its file lies.
+    The absolute path that SimpleDirectoryReader adds is hidden, too: otherwise the KV of a passage
+    would depend on its file's location.
     """
     document.metadata[SOURCE_KEY] = source
     hidden = (SOURCE_KEY, "file_path")

@@ -1,4 +1,8 @@
-"""Text of HTML pages: what a reader sees, without tags, scripts and styles."""
+"""Text of HTML pages, without tags, scripts and styles.
+
+BeautifulSoup is not used: it guesses encodings instead of refusing unknown ones, and on hostile
+pages the time of its parser, ``html.parser``, grows with the square of their size.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +26,8 @@ _INLINE = frozenset(
     )
 )  # fmt: skip
 
-# The page is read tag by tag, without a tree: where an element ends does not matter for its text.
-# ``html.parser`` is not used because its time grows with the square of a page of unclosed tags.
-# Every alternative matches to the end of the page if need be, so that no text is scanned twice.
+# The page is read tag by tag, without a tree. Every alternative can match to the end of the page,
+# so that no text is scanned twice.
 _MARKUP = re.compile(
     r"""
       <!--(?:-?>|.*?(?:--!?>|\Z))
@@ -35,7 +38,7 @@ _MARKUP = re.compile(
     """,
     re.VERBOSE | re.DOTALL | re.IGNORECASE,
 )
-# Elements whose content is text up to their end tag, whatever it looks like.
+# Elements whose content is text up to their end tag, even if it looks like markup.
 _RAW = {
     name: re.compile(rf"</{name}(?=[\s/>])", re.IGNORECASE)
     for name in ("script", "style", "noscript", "title", "textarea")
@@ -46,8 +49,8 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-# The encodings that the HTML standard reads under the names of their subsets. A declaration in
-# ASCII characters cannot be in UTF-16, so the standard reads such a page as UTF-8.
+# The HTML standard reads these encodings as their supersets. A declaration in ASCII characters
+# cannot be in UTF-16, so the standard reads such a page as UTF-8.
 _SUPERSETS = {
     "ascii": "windows-1252",
     "iso8859-1": "windows-1252",
@@ -73,10 +76,10 @@ class HtmlReader(BaseReader):
 
 
 def html_text(page: bytes) -> str:
-    """The title and the visible text of a page; blocks and cells are separated, inline tags not.
+    """The title and visible text of a page, one line per block element.
 
-    The encoding is the one that a browser uses: that of the byte order mark, else the one that the
-    page declares, else UTF-8, else windows-1252.
+    The encoding is chosen as in browsers: from the byte order mark, else from the page's
+    declaration, else UTF-8, else windows-1252.
 
     Raises:
         ValueError: The page's bytes are not in that encoding, or it declares an unknown one.
@@ -111,7 +114,7 @@ def html_text(page: bytes) -> str:
 
 
 class _Lines:
-    """Lines of text, without blank ones; cells of a table are separated by bars."""
+    """Non-blank lines of text. Table cells are separated by bars."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -140,7 +143,7 @@ class _Lines:
 
 
 def _tokens(page: str) -> Iterator[tuple[str, str]]:
-    """The tags of a page, such as ``p`` or ``/p``, with their attributes; text has no tag."""
+    """Tags such as ``p`` or ``/p`` with their attributes, and text with an empty tag."""
     at = 0
     while markup := _MARKUP.search(page, at):
         yield "", page[at : markup.start()]
@@ -158,7 +161,7 @@ def _tokens(page: str) -> Iterator[tuple[str, str]]:
 
 
 def _decoded(page: bytes) -> str:
-    """A page's characters, with line breaks as ``\\n``."""
+    """The page's characters, with ``\\n`` as line breaks."""
     for mark, encoding in _MARKS:
         if page.startswith(mark):
             text = _decoded_as(encoding, page[len(mark) :])
@@ -197,7 +200,7 @@ def _decoded_as(encoding: str, page: bytes) -> str:
 
 
 def _declared_encoding(page: bytes) -> str:
-    """The encoding that a page without a byte order mark names; else an empty string."""
+    """The encoding that a page declares, or an empty string."""
     text = page.decode("latin-1")
     for tag, attributes in _tokens(text):
         if tag == "body":
@@ -216,11 +219,11 @@ def _declared_encoding(page: bytes) -> str:
 
 
 def _known_encoding(label: str) -> str:
-    """Python's name of a declared encoding; empty if there is none."""
+    """Python's name of a declared encoding; empty if it is unknown."""
     try:
         name = codecs.lookup(label).name
         name = _SUPERSETS.get(name, name)
-        # The declaration was read as ASCII, which rules out base64, EBCDIC and the like.
+        # The declaration was readable as ASCII, which rules out base64, EBCDIC and so on.
         return name if b"<".decode(name) == "<" else ""
     except (LookupError, ValueError):
         return ""

@@ -1,19 +1,21 @@
-"""``ingest``: documents are split, encoded and stored, then added to Chroma."""
+"""Ingestion: documents are split, encoded and stored, then added to Chroma."""
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import blockattn_rag.llama_index as adapter
+from blockattn_rag.adapters.handles import handles_in
 from blockattn_rag.app.rag.database import Database
 from blockattn_rag.app.rag.documents import SOURCE_KEY
-from blockattn_rag.app.rag.estimate import Estimate, estimate
-from blockattn_rag.app.rag.sources import delete_passages, ids_of
+from blockattn_rag.app.rag.passages import delete_passages, ids_of
 from blockattn_rag.prompts.blocks import Block, handle_of
 
 if TYPE_CHECKING:
@@ -22,12 +24,16 @@ if TYPE_CHECKING:
 
 _ADD_BATCH = 128
 """Passages embedded at once: bounds what an interruption loses."""
+_FEW = 8
+"""Entries that every database may have besides its passages, such as the prompt's head."""
 
 
 @dataclass(frozen=True, slots=True)
 class IngestReport:
-    """What an ingestion did. ``computed`` and ``reused`` count distinct blocks: equal passages
-    share one."""
+    """What an ingestion did.
+
+    ``computed`` and ``reused`` count distinct blocks: equal passages share one.
+    """
 
     documents: int
     passages: int
@@ -49,22 +55,22 @@ def ingest_documents(
     on_progress: Callable[[str, int, int], None] | None = None,
     on_estimate: Callable[[Estimate], None] | None = None,
 ) -> IngestReport:
-    """Split documents, encode the passages, and add what is new to Chroma. Idempotent.
+    """Split documents, encode the passages, and add new ones to Chroma. Idempotent.
 
-    Keys and values are stored first, passages added to Chroma after: whatever interrupts this,
-    running it again completes it. Passages that a source no longer yields are removed.
+    Keys and values are stored before passages are added to Chroma, so that running it again
+    completes an interrupted ingestion. Passages that a source no longer has are removed.
 
     Args:
-        database: where to.
-        documents: each with its origin in ``metadata["source"]``.
-        on_progress: called with (stage, done, total).
-        on_estimate: called before anything is encoded, unless a server has the model.
+        database: The database.
+        documents: Documents with their origin in ``metadata["source"]``.
+        on_progress: Called with (stage, done, total).
+        on_estimate: Called before anything is encoded, unless a server has the model.
     """
     from llama_index.core.node_parser import SentenceSplitter
 
     from blockattn_rag.llama_index.nodes import stamp
 
-    # Loaded before the clock starts: imports are no work of the ingestion.
+    # Loaded before the clock starts.
     collection, engine = database.collection, database.engine
     tokenizer, size = engine.model.tokenizer, database.manifest.chunk_size
     splitter = SentenceSplitter(
@@ -73,7 +79,7 @@ def ingest_documents(
         tokenizer=lambda text: tokenizer.final_ids(text, first=False),
         include_prev_next_rel=False,
     )
-    tell = on_progress or _tell_nobody
+    report = on_progress or (lambda *_: None)
     started = time.perf_counter()
     nodes = with_stable_ids(splitter(documents))
     texts = [adapter.canonical_text(node) for node in nodes]
@@ -83,15 +89,15 @@ def ingest_documents(
         on_estimate(found)
         stored = found.blocks - found.new_blocks
     encoding = "encoding passages"
-    tell(encoding, stored, len({block.handle for block in blocks}))
-    stats = engine.precompute(blocks, on_progress=partial(tell, encoding))
-    tell(encoding, stats.computed + stats.reused, stats.computed + stats.reused)
+    report(encoding, stored, len({block.handle for block in blocks}))
+    stats = engine.precompute(blocks, on_progress=partial(report, encoding))
+    report(encoding, stats.computed + stats.reused, stats.computed + stats.reused)
     llm = adapter.BlockAttentionLLM(engine=engine, block_template=database.template)
     adapter.encode_prompt_head(llm)
     passages = [
         stamp(node, text) if text else node for node, text in zip(nodes, texts, strict=True)
     ]
-    added, removed = _synchronise(database, collection, passages, tell)
+    added, removed = _synchronise(database, collection, passages, report)
     return IngestReport(
         documents=len(documents),
         passages=len(passages),
@@ -107,14 +113,10 @@ def ingest_documents(
     )
 
 
-def _tell_nobody(stage: str, done: int, total: int) -> None:
-    pass
-
-
 def with_stable_ids(nodes: Sequence[BaseNode]) -> list[BaseNode]:
-    """The nodes, each with an id that its source and its text decide.
+    """The nodes, with IDs that depend on source and text alone.
 
-    Chroma ignores a passage whose id it has, so the id must change with the text.
+    Chroma ignores a passage whose ID it has, so the ID must change with the text.
     """
     seen: Counter[str] = Counter()
     for node in nodes:
@@ -129,9 +131,9 @@ def _synchronise(
     database: Database,
     collection: Collection,
     passages: Sequence[BaseNode],
-    tell: Callable[[str, int, int], None],
+    report: Callable[[str, int, int], None],
 ) -> tuple[int, int]:
-    """Make Chroma hold exactly these passages of their sources; (added, removed)."""
+    """Make Chroma contain exactly these passages of their sources. Returns (added, removed)."""
     from llama_index.vector_stores.chroma import ChromaVectorStore
 
     sources = sorted({str(node.metadata[SOURCE_KEY]) for node in passages})
@@ -140,11 +142,140 @@ def _synchronise(
     vectors = ChromaVectorStore(chroma_collection=collection)
     adding = "adding passages to Chroma"
     if new:
-        tell(adding, 0, len(new))
+        report(adding, 0, len(new))
     for start in range(0, len(new), _ADD_BATCH):
         batch = new[start : start + _ADD_BATCH]
         adapter.add_nodes(vectors, database.embedding(batch), database.client)
-        tell(adding, start + len(batch), len(new))
+        report(adding, start + len(batch), len(new))
     stale = sorted(existing - {node.node_id for node in passages})
     delete_passages(collection, stale)
     return len(new), len(stale)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What an ingestion is about to encode.
+
+    Args:
+        passages: Passages of the documents.
+        blocks: Distinct passages; each is encoded once.
+        new_blocks: Blocks that are not stored yet.
+        new_tokens: Tokens of the new blocks.
+        new_bytes: Bytes of their keys and values, in the database's type.
+        int8_bytes: Bytes of their keys and values in int8.
+        seconds: Encoding time. None if the model has no gated feed-forward layers.
+        folder: Folder of the store. None for other stores.
+        free_bytes: Free space in the folder.
+    """
+
+    passages: int
+    blocks: int
+    new_blocks: int
+    new_tokens: int
+    new_bytes: int
+    int8_bytes: int
+    seconds: float | None
+    folder: Path | None
+    free_bytes: int | None
+
+
+def estimate(database: Database, blocks: Sequence[Block]) -> Estimate | None:
+    """Estimate the encoding of blocks; None if a server has the model.
+
+    Outside folders, all blocks count as new: looking each up takes a request.
+    """
+    from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.lab.efficiency.shapes import prefill_flops
+    from blockattn_rag.lab.planning import footprint, measured_operations_per_s
+    from blockattn_rag.store import DirectoryStore
+
+    engine = database.engine
+    if not isinstance(engine, BlockAttentionEngine):
+        return None
+
+    model, store = engine.model, engine.store
+    distinct = [*{block.handle: block for block in blocks}.values()]
+    folder = store.path if isinstance(store, DirectoryStore) else None
+    new = [one for one in distinct if folder is None or not engine.contains(one)]
+    sizes = [len(model.tokenizer.block_ids(one, first=False)) for one in new]
+    config = model.config.get_text_config(decoder=True)
+    taken = {
+        kind: sum(map(footprint(config, model.dtype, kind).block_bytes, sizes)) if sizes else 0
+        for kind in ("model", "int8")
+    }
+    seconds = None
+    if not sizes:
+        seconds = 0.0
+    elif hasattr(config, "intermediate_size"):
+        speed = measured_operations_per_s(model.dtype, model.device.type)
+        seconds = sum(prefill_flops(config, size) for size in sizes) / speed
+    return Estimate(
+        passages=len(blocks),
+        blocks=len(distinct),
+        new_blocks=len(new),
+        new_tokens=sum(sizes),
+        new_bytes=taken[engine.kv_dtype],
+        int8_bytes=taken["int8"],
+        seconds=seconds,
+        folder=folder,
+        free_bytes=None if folder is None else shutil.disk_usage(_existing(folder)).free,
+    )
+
+
+def check_room(found: Estimate) -> None:
+    """Refuse an ingestion that does not fit on the disk.
+
+    Raises:
+        ValueError: There is not enough free space.
+    """
+    if found.free_bytes is not None and found.new_bytes > found.free_bytes:
+        int8 = ""
+        if found.int8_bytes < found.new_bytes:
+            int8 = f" (int8 takes {_gib(found.int8_bytes)}: --kv-dtype int8)"
+        raise ValueError(
+            f"{found.folder} has {_gib(found.free_bytes)} free, but the keys and values of "
+            f"{found.new_blocks:,} passages take about {_gib(found.new_bytes)}{int8}; free space, "
+            "ingest less, or ingest elsewhere"
+        )
+
+
+def _gib(number: int) -> str:
+    return f"{number / (1 << 30):.2f} GiB"
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(one for one in (folder, *folder.absolute().parents) if one.exists())
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """Entries that ``store gc --grace 0s`` would delete, their bytes, and the bytes of all."""
+
+    entries: int
+    nbytes: int
+    total_bytes: int
+
+
+def unused_entries(database: Database) -> Unused | None:
+    """Count the entries of a database's own store that no passage uses; None if there are few.
+
+    A store that may be shared, or that a server has, is not judged.
+    """
+    from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.store import DirectoryStore, LiveHandles, gc
+    from blockattn_rag.store.live import is_handle
+
+    engine, manifest = database.engine, database.manifest
+    store = engine.store if isinstance(engine, BlockAttentionEngine) else None
+    if manifest.store is not None or not isinstance(store, DirectoryStore):
+        return None
+    collections = database.client.list_collections()
+    live = LiveHandles(filter(is_handle, handles_in(collections)))
+    stats = store.stats()
+    if stats.entries <= len(live) + _FEW:
+        return None
+    found = gc(store, live, grace_s=0, namespaces={manifest.namespace}, dry_run=True)
+    if found.deleted.count <= _FEW:
+        return None
+    return Unused(found.deleted.count, found.freed_bytes, stats.total_bytes)

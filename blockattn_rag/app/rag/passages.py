@@ -1,22 +1,29 @@
-"""A database's passages: all of them, and those that its retriever finds."""
+"""A database's passages: their texts, sources, prompts and retrieval."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import blockattn_rag.llama_index as adapter
 from blockattn_rag.adapters.handles import records_of
 from blockattn_rag.app.rag.database import Database
-from blockattn_rag.prompts.blocks import Block
+from blockattn_rag.app.rag.documents import SOURCE_KEY
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.markers import wrap
 
 if TYPE_CHECKING:
+    from chromadb.api.models.Collection import Collection
     from llama_index.core.retrievers import BaseRetriever
     from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
+_PASSAGES_PER_CALL = 1_000
+_SOURCES_PER_CALL = 100
+
 
 def all_passages(database: Database) -> list[str]:
-    """The canonical texts of a database's passages, each once, sorted."""
+    """The canonical texts of a database's passages, distinct and sorted."""
     from llama_index.core.vector_stores.utils import metadata_dict_to_node
 
     nodes: Iterator[BaseNode] = (
@@ -26,13 +33,52 @@ def all_passages(database: Database) -> list[str]:
     return sorted({text for node in nodes if (text := adapter.canonical_text(node))})
 
 
-def passage_blocks(database: Database) -> list[Block]:
-    """The blocks of a database's passages, as its prompts hold them."""
-    return [Block(text, database.template) for text in all_passages(database)]
+def all_sources(collection: Collection) -> list[str]:
+    """The sources of a collection's passages, sorted."""
+    found = (metadata or {} for (metadata,) in records_of(collection, "metadatas"))
+    return sorted({str(metadata[SOURCE_KEY]) for metadata in found if SOURCE_KEY in metadata})
+
+
+def orphaned_sources(collection: Collection, unread: Container[str]) -> list[str]:
+    """Sources whose file is gone or in ``unread``, but whose passages are still there."""
+    return [name for name in all_sources(collection) if name in unread or _is_gone(Path(name))]
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        return path.is_absolute() and not path.exists()
+    except OSError:  # no permission to look
+        return False
+
+
+def ids_of(collection: Collection, sources: Sequence[str]) -> Iterator[str]:
+    """IDs of the passages of these sources."""
+    for at in range(0, len(sources), _SOURCES_PER_CALL):
+        where: Any = {SOURCE_KEY: {"$in": list(sources[at : at + _SOURCES_PER_CALL])}}
+        yield from collection.get(where=where, include=[])["ids"]
+
+
+def delete_passages(collection: Collection, ids: Sequence[str]) -> None:
+    """Delete passages, in calls of the size that Chroma accepts."""
+    for at in range(0, len(ids), _PASSAGES_PER_CALL):
+        collection.delete(ids=list(ids[at : at + _PASSAGES_PER_CALL]))
+
+
+def prompt_maker(database: Database) -> Callable[[str, Sequence[str]], BlockPrompt]:
+    """A function that makes the prompt of ``ask`` from a question and canonical passages."""
+    from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
+
+    llm = adapter.BlockAttentionLLM(engine=database.engine, block_template=database.template)
+
+    def prompt(question: str, passages: Sequence[str]) -> BlockPrompt:
+        context = "\n\n".join(map(wrap, passages))
+        return llm.filled(DEFAULT_TEXT_QA_PROMPT_SEL, context_str=context, query_str=question)
+
+    return prompt
 
 
 def retriever(database: Database) -> Callable[[str, int], list[str]]:
-    """What gives a question's best passages, at most so many, as ``ask`` finds them."""
+    """A function that returns the canonical passages that ``ask`` retrieves for a question."""
 
     def nearest(question: str, count: int) -> list[str]:
         found = distinct_retriever(database, count).retrieve(question)
@@ -42,9 +88,9 @@ def retriever(database: Database) -> Callable[[str, int], list[str]]:
 
 
 def distinct_retriever(database: Database, top_k: int) -> BaseRetriever:
-    """Retriever of the nearest passages of a database, each text once.
+    """Retriever of the nearest passages, each text once.
 
-    Equal texts, such as those of one file in two folders, would take the places of others.
+    Otherwise equal texts, such as copies of a file in two folders, would crowd out others.
     """
     from llama_index.core import VectorStoreIndex
     from llama_index.core.retrievers import BaseRetriever

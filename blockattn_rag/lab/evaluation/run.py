@@ -278,7 +278,7 @@ def _check_room(
         raise ContextOverflowError(
             f"{len(found)} of {len(samples)} prompts do not fit in the model's context window of "
             f"{most + 1} tokens, the answer included: {listed(list(found))}, up to "
-            f"{max(found.values())} tokens; keep fewer passages (num_passages, --num-passages), or "
+            f"{max(found.values())} tokens; keep fewer passages (num_passages), or "
             "leave these samples out"
         )
 

@@ -309,7 +309,7 @@ def _check_context(report: DataReport) -> None:
         raise DataError(
             "no sample has a context: each is a question and its answer in one block, which is the "
             "same in block and full mode. Give passages or blocks; or cut turns of messages "
-            "(blocks_per_turn, --blocks-per-turn); or train full mode alone (modes, --modes full)"
+            "(blocks_per_turn, --blocks-per-turn); or train full mode alone (modes)"
         )
     if report.with_context < report.samples / 2:
         logger.warning(

@@ -19,11 +19,12 @@ COMMANDS = (
     "demo",
     "ingest",
     "ask",
-    "check",
-    "fingerprint",
-    "train",
+    "remove",
     "repair",
+    "train",
     "eval",
+    "check",
+    "plan",
     "store",
     "bench",
 )
@@ -70,7 +71,7 @@ def test_an_error_is_one_line_on_stderr_and_status_1(cli: Command, tmp_path: Pat
     assert (output.status, output.stdout) == (1, "")
     [line] = output.stderr.splitlines()
     assert line.startswith("error: ")
-    assert "is no database" in line
+    assert "is not a database" in line
     assert "blockattn-rag ingest" in line
 
 

@@ -12,7 +12,7 @@ from jsonschema import validate
 
 from blockattn_rag.app.cli.conversation import talk
 from blockattn_rag.app.rag.ask import Assistant
-from blockattn_rag.app.rag.database import Database
+from blockattn_rag.app.rag.database import MANIFEST, Database
 from blockattn_rag.llama_index import BlockAttentionLLM
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.endpoint import COMPLETIONS
@@ -93,9 +93,9 @@ def test_an_answer_that_is_cut_is_an_error_and_not_half_an_object(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (b"{", "schema.json is no JSON: Expecting property name"),
-        (b"\xff\xfe\xff", "schema.json is no JSON: "),
-        ([1], 'expected an object, such as {"type": "object", '),
+        (b"{", "invalid JSON: Expecting property name"),
+        (b"\xff\xfe\xff", "invalid JSON: "),
+        ([1], 'expected an object such as {"type": "object", '),
         (True, "found true"),
     ],
 )
@@ -144,7 +144,7 @@ def test_in_a_conversation_every_answer_fits(
 ) -> None:
     lines = iter([QUESTION, "And now?", "/quit"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
-    talk(Assistant(Database.open(filled), schema=SCHEMA), mode="block", whole=False)
+    talk(Assistant(Database.open(filled), schema=SCHEMA), mode="block")
     out, _ = capsys.readouterr()
     answers = [line for line in out.splitlines() if line.startswith("{")]
     assert len(answers) == 2
@@ -154,14 +154,17 @@ def test_in_a_conversation_every_answer_fits(
 
 
 def test_a_server_is_asked_for_it(
-    cli: Command, filled: Path, model: Path, schema: Write, monkeypatch: pytest.MonkeyPatch
+    cli: Command, database: Path, model: Path, schema: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    command = ("ask", QUESTION, "--db", database, "--schema", schema(), "--json")
+    expected = cli(*command).json["object"]
     server = FakeServer(BlockModel.from_pretrained(model, device="cpu"))
-    command = ("ask", QUESTION, "--db", filled, "--schema", schema(), "--json")
+    manifest = database / MANIFEST
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "server": server.url}))
     with server.listening():
-        found = cli(*command, "--server", server.url)
+        found = cli(*command)
     assert found.status == 0, found.stderr
-    assert found.json["object"] == cli(*command).json["object"]
+    assert found.json["object"] == expected
     [body] = server.bodies(COMPLETIONS)
     assert body["structured_outputs"] == {"json": SCHEMA}

@@ -9,6 +9,8 @@ import pytest
 
 from blockattn_rag.check.checks import CheckReport, CheckRow
 from blockattn_rag.model import BlockModel
+from blockattn_rag.server.measured_profile import profile_of
+from blockattn_rag.server.profile import ModelProfile
 from tests.app.cli.conftest import Command
 from tests.recipes import recipe_of
 from tests.server.client.fake_server import FakeServer
@@ -22,7 +24,7 @@ def loaded(model: Path) -> BlockModel:
 @pytest.fixture
 def server(loaded: BlockModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("THE_KEY", "the-secret")
+    monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "the-secret")
     fake = FakeServer(loaded, api_key="the-secret", block_tuned=False)
     with fake.listening():
         yield fake
@@ -54,7 +56,7 @@ def test_check_takes_a_recipe(
     nowhere = cli("check", model, "--recipe", "nowhere")
     assert (nowhere.status, "Found no recipe at nowhere" in nowhere.stderr) == (1, True)
     server = cli("check", model, "--recipe", "bos", "--server", "http://127.0.0.1:9")
-    assert (server.status, "--recipe is for a MODEL" in server.stderr) == (2, True)
+    assert (server.status, "--recipe and --profile are for a MODEL" in server.stderr) == (2, True)
 
 
 def test_check_shows_a_failed_row_and_exits_with_status_1(
@@ -73,11 +75,11 @@ def test_check_shows_a_failed_row_and_exits_with_status_1(
 def test_a_server_is_checked_beside_its_model(
     cli: Command, server: FakeServer, model: Path
 ) -> None:
-    output = cli("check", model, "--server", server.url, "--api-key-env", "THE_KEY")
+    output = cli("check", model, "--server", server.url)
     assert output.status == 0, output.stderr
     assert output.stdout.startswith(server.url)
     assert "block mode = local model" in output.stdout
-    assert "answers in block mode as it should; not known to be block-fine" in output.stdout
+    assert "answers in block mode as it should; not block-fine-tuned" in output.stdout
     assert "left in its store: 1 block of random tokens, at most" in output.stdout
     assert "the-secret" not in output.stdout
 
@@ -85,12 +87,10 @@ def test_a_server_is_checked_beside_its_model(
 def test_a_server_is_checked_by_its_tokenizer_alone(
     cli: Command, server: FakeServer, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "the-secret")
     command = ("check", "--server", server.url, "--tokenizer", model, "--json")
-    told = cli(*command, "--served-model-name", "the-model").json
-    assert told["passed"]
-    assert (told["server"], told["model"], told["left_blocks"]) == (server.url, "the-model", 1)
-    assert {body["model"] for _, body in server.requests if body} == {"the-model"}
+    found = cli(*command).json
+    assert found["passed"]
+    assert (found["server"], found["left_blocks"]) == (server.url, 1)
     server.marker = lambda _: None
     refused = cli(*command)
     assert refused.status == 1
@@ -100,7 +100,6 @@ def test_a_server_is_checked_by_its_tokenizer_alone(
 def test_a_wrong_server_gives_status_1(
     cli: Command, server: FakeServer, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "the-secret")
     monkeypatch.setattr(server, "page_key", lambda ids, _, salt: (tuple(ids), salt))
     output = cli("check", "--server", server.url, "--tokenizer", model)
     assert output.status == 1
@@ -110,7 +109,6 @@ def test_a_wrong_server_gives_status_1(
 def test_nothing_is_left_on_a_read_only_server(
     cli: Command, server: FakeServer, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "the-secret")
     server.info["read_only"] = server.read_only = True
     output = cli("check", "--server", server.url, "--tokenizer", model)
     assert output.status == 0
@@ -119,14 +117,43 @@ def test_nothing_is_left_on_a_read_only_server(
     server.keeps = False
     output = cli("check", "--server", server.url, "--tokenizer", model)
     assert output.status == 0
-    assert "block mode was not asked for: the server is read-only" in output.stdout
+    assert "block mode was not checked: the server is read-only" in output.stdout
+
+
+def test_a_profile_is_written_for_the_sink_and_dtype(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "profile.json"
+    command = ("check", model, "--dtype", "bfloat16", "--profile", file)
+    output = cli(*command, "--recipe", "head:4", "--json")
+    assert output.status == 0, output.stdout + output.stderr
+    loaded = BlockModel.from_pretrained(model, dtype="bfloat16")
+    profile = ModelProfile.read(file)
+    assert profile == profile_of(loaded, "head:4")
+    assert (profile.dtype, profile.sink, profile.name) == ("bfloat16", "head:4", str(model))
+    assert output.json["fingerprint"] == profile.fingerprint
+    assert str(file) in output.stderr
+    assert cli(*command).status == 0
+    assert ModelProfile.read(file).sink == "none"
+
+
+def test_a_profile_without_a_folder_or_with_an_adapter_is_refused(
+    cli: Command, model: Path, loaded: BlockModel, tmp_path: Path
+) -> None:
+    output = cli("check", model, "--profile", tmp_path / "nowhere" / "profile.json")
+    assert (output.status, "no such folder" in output.stderr) == (2, True)
+    recipe_of(loaded).save(tmp_path / "recipe")
+    file = tmp_path / "profile.json"
+    output = cli("check", model, "--profile", file, "--recipe", tmp_path / "recipe")
+    assert (output.status, file.exists()) == (1, False)
+    assert "a server applies the sink of a recipe alone" in output.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "expected a MODEL, or the address of a --server"),
-        (("bundled", "--tokenizer", "bundled"), "--tokenizer and --served-model-name are"),
+        (("bundled", "--tokenizer", "bundled"), "--tokenizer needs --server"),
         (("--server", "http://127.0.0.1:9", "--tokenizer", "bundled"), "cannot reach http://127"),
     ],
 )
@@ -138,9 +165,10 @@ def test_what_cannot_be_checked_is_refused(
     assert message in " ".join(output.stderr.replace("│", " ").split())
 
 
-def test_a_server_without_the_key_is_refused_by_it(
-    cli: Command, server: FakeServer, model: Path
+def test_a_server_refuses_a_wrong_key(
+    cli: Command, server: FakeServer, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "wrong")
     output = cli("check", "--server", server.url, "--tokenizer", model)
     assert output.status == 1
     assert "answers 401" in output.stderr

@@ -86,8 +86,8 @@ def test_passages_that_block_mode_had_to_compute_are_told(cli: Command, database
     for entry in (database / "kv").rglob("*.safetensors"):
         entry.unlink()
     shown = cli(*command(database, "--compare")).stdout
-    assert "1 block of the prompt had to be computed in block mode: ask again" in shown
-    assert "had to be computed" not in cli(*command(database, "--compare")).stdout
+    assert "Block mode had to compute 1 block of the prompt; ask again" in shown
+    assert "had to compute" not in cli(*command(database, "--compare")).stdout
 
 
 def test_lines_of_a_pipe_are_compared_one_by_one(cli: Command, filled: Path) -> None:

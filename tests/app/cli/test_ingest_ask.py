@@ -10,8 +10,7 @@ import pytest
 from blockattn_rag.app.rag.ask import Answer
 from blockattn_rag.app.rag.database import MANIFEST, Database, Manifest
 from blockattn_rag.app.rag.documents import load_documents
-from blockattn_rag.app.rag.estimate import Estimate
-from blockattn_rag.app.rag.ingest import ingest_documents
+from blockattn_rag.app.rag.ingest import Estimate, ingest_documents
 from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.llama_index import BlockAttentionLLM
 from blockattn_rag.model import BlockModel
@@ -228,7 +227,7 @@ def test_another_model_for_a_database_is_refused_before_it_is_loaded(
 ) -> None:
     output = cli("ingest", documents, "--db", database, "--model", "bundled")
     assert output.status == 1
-    assert output.stderr.startswith(f"error: {database} holds passages encoded by {model}, found ")
+    assert output.stderr.startswith(f"error: {database} has passages encoded by {model}, found ")
     assert "leave out --model, or ingest into a new folder" in output.stderr
     assert cli("ingest", documents, "--db", database, "--model", model).status == 0
 
@@ -243,7 +242,7 @@ def test_a_database_follows_its_model_to_another_folder(
     before.rename(after)
     output = cli(*command, after)
     assert (output.json["computed"], output.json["model"]) == (0, str(after))
-    assert output.stderr.count(f"was made with {before}; from now on it is {after}'s") == 1
+    assert output.stderr.count(f"was made with {before} and now uses {after}") == 1
 
 
 def test_a_failed_ingestion_fixes_neither_model_nor_embedding(
@@ -309,10 +308,10 @@ def test_an_ingestion_that_the_disk_has_no_room_for_is_refused(
     cli: Command, documents: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr("blockattn_rag.app.rag.estimate.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("blockattn_rag.app.rag.ingest.shutil.disk_usage", lambda _: usage)
     output = cli("ingest", documents, "--db", tmp_path / "db", "--model", model)
     assert output.status == 1
-    assert "free, and the keys and values of 2 passages take about " in output.stderr
+    assert "free, but the keys and values of 2 passages take about " in output.stderr
     assert "--kv-dtype int8" in output.stderr
     assert not [*(tmp_path / "db").rglob("*.safetensors")]
 
@@ -338,7 +337,7 @@ def test_unused_entries_are_told_with_the_command_that_frees_them(
     unused = second.json["unused"]
     assert first.json["computed"] <= unused["entries"] <= first.json["computed"] + 1
     assert (
-        "belong to no passage any more; when no ingestion runs, free them: "
+        "belong to no passage any more; when no ingestion is running, free them: "
         f"blockattn-rag store gc {tmp_path / 'db'} " in second.stderr
     )
     freed = cli("store", "gc", tmp_path / "db", "--grace", "0s", "--json").json
@@ -377,14 +376,14 @@ def test_questions_need_words_and_passages(
     (database / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
     output = cli("ask", "How?", "--db", database)
     assert output.status == 1
-    assert "holds no passage" in output.stderr
+    assert "holds no passages" in output.stderr
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "is damaged"),
-        ('{"version": 9}', "version 9, expected 2"),
+        ('{"version": 9}', "has version 9, expected 2"),
         ('{"version": 2}', "damaged"),
     ],
 )

@@ -5,10 +5,20 @@ import time
 import pytest
 from rich.console import Console
 
-from blockattn_rag.app.cli.bench.report import spread
+from blockattn_rag.app.cli.bench import spread
 from blockattn_rag.app.cli.evaluate import _table
-from blockattn_rag.app.cli.figures import count, duration, size
-from blockattn_rag.app.cli.output import _width, emit, fail, note, plain, stages, table, waiting
+from blockattn_rag.app.cli.output import (
+    _width,
+    count,
+    duration,
+    emit,
+    fail,
+    note,
+    plain,
+    size,
+    table,
+)
+from blockattn_rag.app.cli.progress import stages, waiting
 from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.lab.evaluation import Interval, ModeResult
 
@@ -99,7 +109,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr("blockattn_rag.app.cli.output.time.monotonic", found.monotonic)
+    monkeypatch.setattr("blockattn_rag.app.cli.progress.time.monotonic", found.monotonic)
     return found
 
 
@@ -139,7 +149,7 @@ def test_a_terminal_shows_bars_with_the_remaining_time(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = Console(width=100, stderr=True, force_terminal=True)
-    monkeypatch.setattr("blockattn_rag.app.cli.output.stderr", terminal)
+    monkeypatch.setattr("blockattn_rag.app.cli.progress.stderr", terminal)
     with stages() as tell:
         tell("encoding", 5, 10)
     shown = capsys.readouterr().err
@@ -160,7 +170,7 @@ def test_a_wait_is_told_if_it_is_long(clock: Clock, capsys: pytest.CaptureFixtur
 def test_a_wait_without_a_terminal_is_told_while_it_lasts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockattn_rag.app.cli.output._PATIENCE_S", 0.01)
+    monkeypatch.setattr("blockattn_rag.app.cli.progress._PATIENCE_S", 0.01)
     with waiting("loading"):
         time.sleep(0.3)
         assert capsys.readouterr().err == "loading ...\n"

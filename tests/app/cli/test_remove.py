@@ -35,7 +35,7 @@ def test_a_deleted_file_is_named_by_the_next_ingestion_and_removed_by_its_old_pa
     gone = documents / "tower.txt"
     gone.unlink()
     output = cli("ingest", documents, "--db", database)
-    assert f"still answering from {database}: {gone}" in output.stderr
+    assert f"{database} still has their passages: {gone}" in output.stderr
     assert cli("ingest", documents, "--db", database, "--json").json["orphaned"] == [str(gone)]
     assert cli("remove", gone, "--db", database, "--json").json["removed"] == 1
     assert cli("ingest", documents, "--db", database, "--json").json["orphaned"] == []
@@ -47,7 +47,7 @@ def test_a_folder_stands_for_all_that_was_read_below_it(
     assert cli("remove", documents, "--db", database, "--json").json["removed"] == 2
     output = cli("ask", "How?", "--db", database)
     assert output.status == 1
-    assert "holds no passage" in output.stderr
+    assert "holds no passages" in output.stderr
 
 
 def test_what_was_never_ingested_is_an_error_and_nothing_is_removed(
@@ -87,8 +87,8 @@ def test_a_file_that_a_link_out_of_the_folder_replaced_is_named(
     replaced.rename(outside)
     replaced.symlink_to(outside)
     output = cli("ingest", documents, "--db", database)
-    assert f"left out: 1 link out of the folders given, such as {replaced};" in output.stderr
-    assert f"still answering from {database}: {replaced}" in output.stderr
+    assert f"skipped: 1 link out of their folder, such as {replaced};" in output.stderr
+    assert f"{database} still has their passages: {replaced}" in output.stderr
 
 
 def test_the_command_that_is_suggested_frees_everything(

@@ -11,7 +11,7 @@ import chromadb
 import pytest
 from chromadb.config import Settings
 
-from blockattn_rag.app.cli.store import _bytes, _shown
+from blockattn_rag.app.cli.store import _bytes
 from blockattn_rag.app.rag.database import MANIFEST, chroma_client
 from blockattn_rag.store import DirectoryStore
 from tests.app.cli.conftest import Command
@@ -116,10 +116,6 @@ def test_verify_tells_what_it_could_not_read_and_does_not_delete_it(
     assert entry.is_dir()
 
 
-def test_a_fingerprint_cannot_steer_the_terminal() -> None:
-    assert _shown("\x1b[2Jcleared") == "\\x1b[2Jclear"
-
-
 def test_shrink_deletes_what_was_not_used_for_the_longest_time(
     cli: Command, database: Path
 ) -> None:
@@ -127,8 +123,6 @@ def test_shrink_deletes_what_was_not_used_for_the_longest_time(
     old = add_orphan(database)
     os.utime(old, (0, 0))
     most = new.stat().st_size
-    dry = cli("store", "shrink", database, "--max-bytes", most, "--dry-run", "--json").json
-    assert (dry["deleted"], len(entries(database))) == ([old.stem], 2)
     done = cli("store", "shrink", database, "--max-bytes", f"{most}B", "--json").json
     assert (done["deleted"], done["left_bytes"]) == ([old.stem], most)
     assert entries(database) == [new]
@@ -169,7 +163,7 @@ def test_gc_refuses_to_delete_everything_unless_forced(cli: Command, database: P
     assert output.status == 1
     assert "every entry would be deleted" in output.stderr
     assert len(entries(database)) == 1
-    kept = cli("store", "gc", store, "--chroma-path", database / "chroma", "--grace", "0", "--json")
+    kept = cli("store", "gc", store, "--db", database / "chroma", "--grace", "0", "--json")
     assert kept.json["kept"] == 1
     assert cli("store", "gc", store, "--db", database, "--grace", "0", "--json").json["kept"] == 1
     assert cli("store", "gc", store, "--grace", "0", "--force").status == 0
@@ -186,9 +180,10 @@ def test_gc_keeps_what_a_chroma_server_refers_to(
     name = f"served-{uuid4().hex}"
     served = client.create_collection(name, embedding_function=None)
     served.add(**{key: found[key] for key in ("ids", "embeddings", "metadatas", "documents")})
-    server = ("--host", "127.0.0.1", "--port", chroma_server, "--collection", name)
+    server = ("--db", f"http://127.0.0.1:{chroma_server}")
     kept = cli("store", "gc", database / "kv", *server, "--grace", "0", "--json").json
-    assert (kept["kept"], kept["deleted"]["count"], kept["collections"]) == (1, 0, [name])
+    assert (kept["kept"], kept["deleted"]["count"]) == (1, 0)
+    assert name in kept["collections"]
     served.delete(found["ids"])
     served.add("other", embeddings=found["embeddings"][0], documents="other", metadatas={"a": 1})
     output = cli("store", "gc", database / "kv", *server, "--grace", "0")
@@ -196,14 +191,12 @@ def test_gc_keeps_what_a_chroma_server_refers_to(
     assert entries(database) == [entry]
 
 
-def test_gc_refuses_chroma_folders_and_collections_that_are_not_there(
+def test_gc_refuses_a_chroma_folder_that_does_not_exist(
     cli: Command, database: Path, tmp_path: Path
 ) -> None:
-    output = cli("store", "gc", database, "--chroma-path", tmp_path / "typo")
+    output = cli("store", "gc", database, "--db", tmp_path / "typo")
     assert (output.status, "holds no Chroma database" in output.stderr) == (1, True)
     assert not (tmp_path / "typo").exists()
-    output = cli("store", "gc", database, "--collection", "typo")
-    assert (output.status, "no such collection: typo" in output.stderr) == (1, True)
 
 
 @pytest.mark.parametrize("grace", ["1y", "", "-1", "h"])
@@ -262,7 +255,6 @@ def test_ls_shows_each_entry_on_a_line_or_as_one_object(cli: Command, database: 
         path.stem: path.stat().st_size for path in (entry, orphan)
     }
     assert make_kv("instructions").handle in {row["handle"] for row in listed}
-    assert len(cli("store", "ls", database, "--limit", 1, "--json").json["entries"]) == 1
 
 
 def test_gc_keeps_what_a_file_lists_and_refuses_a_cut_one(
@@ -270,14 +262,14 @@ def test_gc_keeps_what_a_file_lists_and_refuses_a_cut_one(
 ) -> None:
     [entry] = entries(database)
     orphan = add_orphan(database)
-    printed = cli("store", "live", "--db", database)
+    printed = cli("store", "live", database)
     live = tmp_path / "live"
     live.write_text(printed.stdout)
     assert (printed.status, len(printed.stdout.splitlines())) == (0, 3)
-    done = cli("store", "gc", database / "kv", "--live", live, "--grace", "0", "--json").json
+    done = cli("store", "gc", database / "kv", "--handles", live, "--grace", "0", "--json").json
     assert (done["kept"], list(done["deleted"]["first"])) == (1, [orphan.stem])
     live.write_text("".join(printed.stdout.splitlines(keepends=True)[:-1]))
-    output = cli("store", "gc", database / "kv", "--live", live, "--grace", "0")
+    output = cli("store", "gc", database / "kv", "--handles", live, "--grace", "0")
     assert (output.status, "cut short" in output.stderr) == (1, True)
     assert entries(database) == [entry]
 
@@ -286,9 +278,9 @@ def test_what_was_used_after_the_handles_were_looked_up_is_kept(
     cli: Command, database: Path, tmp_path: Path
 ) -> None:
     live = tmp_path / "live"
-    live.write_text(cli("store", "live", "--db", database).stdout)
+    live.write_text(cli("store", "live", database).stdout)
     orphan = add_orphan(database)
-    kept = cli("store", "gc", database / "kv", "--live", live, "--grace", "0", "--json").json
+    kept = cli("store", "gc", database / "kv", "--handles", live, "--grace", "0", "--json").json
     assert (kept["kept"], kept["kept_young"]) == (1, 1)
     assert orphan.exists()
 
@@ -296,7 +288,7 @@ def test_what_was_used_after_the_handles_were_looked_up_is_kept(
 def test_gc_takes_handles_of_any_vector_store_from_a_pipe(cli: Command, database: Path) -> None:
     [entry] = entries(database)
     orphan = add_orphan(database)
-    printed = cli("store", "live", "--db", database).stdout.splitlines()
+    printed = cli("store", "live", database).stdout.splitlines()
     gc = ("store", "gc", database / "kv", "--handles", "-", "--grace", "0", "--json")
     done = cli(*gc, given=printed[1] + "\n").json
     assert (done["kept"], done["live_handles"], done["deleted"]["count"]) == (1, 1, 1)
@@ -309,8 +301,8 @@ def test_gc_takes_handles_of_any_vector_store_from_a_pipe(cli: Command, database
         ("kv_handle\n", "standard input: expected a handle, 32 hex digits, found 'kv_handle'"),
         ("a" * 32 + "\n" + "b" * 31 + "\n", "after 1 handles"),
         ("a" * 32 + "\n# end of 2 handles\n", "standard input was cut short"),
-        ("", "no handle found in the list -, so that"),
-        ("\r\n\r\n", "no handle found in the list -, so that"),
+        ("", "found no handle in the list -, so every"),
+        ("\r\n\r\n", "found no handle in the list -, so every"),
         ("\x00\ufeff\n", "expected a handle"),
     ],
 )
@@ -331,7 +323,7 @@ def test_an_empty_list_beside_one_that_is_whole_deletes_nothing(
     gc = ("store", "gc", database, "--handles", tmp_path / "failed", "--grace", "0")
     output = cli(*gc)
     assert (output.status, len(entries(database))) == (1, 2)
-    assert "failed, so that whatever it was to name would be deleted" in output.stderr
+    assert "failed, so every entry that it should keep would be deleted" in output.stderr
     assert (cli(*gc, "--force").status, len(entries(database))) == (0, 1)
 
 
@@ -343,11 +335,6 @@ def test_a_list_of_handles_judges_one_tenant_at_a_time(cli: Command, database: P
     gc = ("store", "gc", database / "kv", "--handles", "-", "--grace", "0", "--json")
     done = cli(*gc, "--namespace", "one", given="a" * 32).json
     assert (done["namespaces"], done["other"], done["deleted"]["count"]) == (["one"], 2, 1)
-
-
-def test_live_asks_for_a_chroma_database(cli: Command) -> None:
-    output = cli("store", "live")
-    assert (output.status, "name the Chroma databases" in output.stderr) == (1, True)
 
 
 def test_gc_leaves_entries_of_other_tenants_alone(cli: Command, database: Path) -> None:
@@ -363,9 +350,9 @@ def test_gc_leaves_entries_of_other_tenants_alone(cli: Command, database: Path) 
     done = cli(*command).json
     assert (done["namespaces"], done["other"], done["deleted"]["count"]) == ([""], 1, 1)
     told = cli("store", "gc", database, "--db", database, "--grace", "0").stdout
-    assert "1 entry of other namespaces left alone" in " ".join(told.split())
+    assert "1 entry in other namespaces not judged" in " ".join(told.split())
     assert cli("store", "gc", database / "kv", "--ttl", "0s", "--namespace", "a/b").status == 1
-    done = cli(*command, "--all-namespaces").json
+    done = cli(*command, "--namespace", "*").json
     assert (done["namespaces"], done["deleted"]["count"]) == (None, 1)
 
 
@@ -382,20 +369,7 @@ def test_by_time_to_live_alone_no_chroma_is_needed(cli: Command, database: Path)
 
 def test_verify_reads_a_share(cli: Command, database: Path) -> None:
     add_orphan(database)
-    parts = [
-        cli("store", "verify", database, "--sample", "50%", "--seed", seed, "--json").json
-        for seed in (0, 1)
-    ]
-    assert [part["sample"] for part in parts] == [0.5, 0.5]
-    assert sum(part["ok"] for part in parts) == 2
-    assert sum(part["skipped"] for part in parts) == 2
+    found = cli("store", "verify", database, "--sample", "50%", "--json").json
+    assert (found["sample"], found["ok"] + found["skipped"]) == (0.5, 2)
     for share in ("0", "101%", "2", "half"):
         assert cli("store", "verify", database, "--sample", share).status == 2
-
-
-def test_quick_stats_count_without_reading(cli: Command, database: Path) -> None:
-    [entry] = entries(database)
-    size = entry.stat().st_size
-    entry.write_bytes(b"?" * size)
-    found = cli("store", "stats", database, "--quick", "--json").json
-    assert (found["entries"], found["bytes"]) == (1, size)

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.app.rag.ask import Assistant
+from blockattn_rag.app.rag.ask import Assistant, Turn
 from blockattn_rag.app.rag.database import Database, Manifest
 from blockattn_rag.app.rag.documents import load_documents
-from blockattn_rag.app.rag.history import Turn
 from blockattn_rag.app.rag.ingest import ingest_documents
 from blockattn_rag.app.rag.passages import retriever
 from blockattn_rag.prompts.blocks import BlockPrompt

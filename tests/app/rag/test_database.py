@@ -65,10 +65,11 @@ def test_a_database_of_a_fine_tuned_model_runs_as_the_model_was_trained(
         assert Database.open(folder).local_engine.recipe.sink == sink
 
 
-def test_a_database_keeps_what_its_blocks_are_kept_in(model: Path, tmp_path: Path) -> None:
-    wanted = Manifest(str(model), fingerprint="", kv_dtype="int8", recipe="head:2")
-    assert Database.create(tmp_path / "db", wanted).local_engine.kv_dtype == "int8"
-    assert Database.open(tmp_path / "db").local_engine.kv_dtype == "int8"
+def test_a_database_keeps_its_types(model: Path, tmp_path: Path) -> None:
+    wanted = Manifest(str(model), fingerprint="", dtype="bfloat16", kv_dtype="int8")
+    for database in (Database.create(tmp_path / "db", wanted), Database.open(tmp_path / "db")):
+        engine = database.local_engine
+        assert (engine.kv_dtype, str(engine.model.dtype)) == ("int8", "torch.bfloat16")
     manifest = tmp_path / "db" / MANIFEST
     manifest.write_text(manifest.read_text().replace('"int8"', '"int4"'))
     with pytest.raises(DatabaseError, match=r"is damaged .*int4"):
@@ -109,13 +110,3 @@ def test_a_database_that_was_made_with_another_recipe_takes_up_its_own(
     assert Database.open(tmp_path / "db").local_engine.recipe.sink == "none"
     database.use_own_recipe()
     assert Database.open(tmp_path / "db").local_engine.recipe.sink == "head:2"
-
-
-def test_a_database_of_an_earlier_version_is_read(model: Path, tmp_path: Path) -> None:
-    Database.create(tmp_path / "db", Manifest(str(model), fingerprint=""))
-    path = tmp_path / "db" / MANIFEST
-    fields = json.loads(path.read_text())
-    del fields["recipe"]
-    path.write_text(json.dumps({**fields, "sink": "head:2", "version": 1}))
-    manifest = Database.open(tmp_path / "db").manifest
-    assert (manifest.recipe, manifest.version) == ("auto", 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockattn_rag.app.rag.history import Turn, with_history
+from blockattn_rag.app.rag.ask import Turn, with_history
 
 TURNS = [Turn("How high?", "214 metres."), Turn("And how old?", "95 years.")]
 

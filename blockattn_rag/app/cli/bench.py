@@ -1,0 +1,333 @@
+"""``blockattn-rag bench``: times, throughput and memory of block mode beside full prefill."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from blockattn_rag.app.cli.options import JsonOption
+from blockattn_rag.app.cli.output import duration, emit, size, table, working
+from blockattn_rag.app.cli.progress import progress
+from blockattn_rag.app.rag.names import existing_model, loading
+from blockattn_rag.lazy import missing_extra
+
+if TYPE_CHECKING:
+    from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.lab.efficiency.timing import OnProgress
+
+_QUESTION_TOKENS, _NEW_TOKENS, _CONTEXT_TOKENS = 50, 32, 128
+Measured = Literal["ttft", "decode", "batch", "shared", "ingest", "memory"]
+Sizes = Mapping[str, Sequence[int]]
+Row = Mapping[str, Any]
+Cells = Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Benchmark:
+    """A benchmark.
+
+    Args:
+        title: Title of the table.
+        defaults: The size options that it takes, with their defaults. One with a single number
+            takes no list.
+        run: Measures, given the engine, the sizes, and keyword arguments of the measurement.
+            Returns rows, and the columns of the table.
+        x: Field on the x-axis of the plot.
+        series: Field that each line of the plot stands for.
+        unit: Unit of the measured fields, which are named ``<path>_<unit>``.
+    """
+
+    title: str
+    defaults: Sizes
+    run: Callable[..., tuple[list[dict[str, Any]], Cells]]
+    x: str
+    series: str | None = None
+    unit: str = "s"
+
+
+def bench(
+    measured: Annotated[
+        Measured,
+        typer.Argument(
+            metavar="WHAT",
+            help="ttft (time to first token), decode (time per token), batch (time to first tokens "
+            "of a batch), shared (tokens per second with a shared system prompt), ingest (tokens "
+            "per second of encoding) or memory (peak memory of a request).",
+        ),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Model to measure, or a Llama shape with random weights: tiny, 135m, 1b, 8b.",
+            callback=existing_model,
+        ),
+    ] = "135m",
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Context lengths in tokens, comma-separated; of shared, system prompts."),
+    ] = None,
+    block_tokens: Annotated[
+        str | None, typer.Option(help="Tokens per block; decode and ingest take several.")
+    ] = None,
+    batch_sizes: Annotated[
+        str | None, typer.Option(help="Requests at once, comma-separated: batch and shared.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs; medians are reported.")] = 3,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot the results to this .svg, .png or .pdf file.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure block mode beside full prefill on this machine."""
+    benchmark = _BENCHMARKS[measured]
+    given = {"lengths": lengths, "block_tokens": block_tokens, "batch_sizes": batch_sizes}
+    sizes = _sizes(measured, benchmark.defaults, given)
+    _check_plot(plot)
+    options = {} if measured == "memory" else {"repeats": repeats}
+    # The answer and, in the shared benchmark, a request's own context come on top of the lengths.
+    longest = max(map(max, sizes.values())) + _CONTEXT_TOKENS + _QUESTION_TOKENS + _NEW_TOKENS
+    with _engine(as_json, model, dtype, longest) as (engine, tick):
+        rows, cells = benchmark.run(engine, sizes, **options, on_progress=tick)
+    _show(as_json, benchmark, model, engine, rows, cells, options, plot)
+
+
+def _sizes(measured: Measured, defaults: Sizes, given: Mapping[str, str | None]) -> Sizes:
+    found = dict(defaults)
+    for name, text in given.items():
+        if text is None:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if name not in defaults:
+            raise typer.BadParameter(f"{measured} does not take it", param_hint=option)
+        found[name] = _numbers(text, option)
+        if len(defaults[name]) == 1 < len(found[name]):
+            message = f"found {text!r}, but {measured} takes one number"
+            raise typer.BadParameter(message, param_hint=option)
+    return found
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        message = f"found {text!r}, expected whole numbers above 0, comma-separated"
+        raise typer.BadParameter(message, param_hint=option)
+    return found
+
+
+def _check_plot(file: Path | None) -> None:
+    """Checks the file before anything is measured."""
+    if file is None:
+        return
+    if file.suffix not in (".svg", ".png", ".pdf"):
+        raise typer.BadParameter(f"found {file}, expected a name ending in .svg, .png or .pdf")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter(f"plots need {missing_extra('matplotlib', 'train')}")
+    if not file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"no such folder: {file.absolute().parent}")
+
+
+@contextmanager
+def _engine(
+    as_json: bool, model: str, dtype: str, tokens: int
+) -> Iterator[tuple[BlockAttentionEngine, OnProgress]]:
+    """The engine to measure, for contexts of ``tokens``, and a progress bar."""
+    with working(as_json), progress("measuring") as tick:
+        from blockattn_rag.engine.engine import BlockAttentionEngine
+        from blockattn_rag.lab.efficiency.shapes import SHAPES, counting_tokenizer, random_llama
+        from blockattn_rag.model.loading import load_model
+        from blockattn_rag.store.memory import MemoryStore
+
+        # A warning that random weights are not block-fine-tuned would be noise.
+        logging.getLogger("blockattn_rag").setLevel(logging.ERROR)
+        if model in SHAPES:
+            loaded = random_llama(model, max_tokens=tokens + 16, dtype=dtype)
+        else:
+            with loading(model):
+                loaded = load_model(model, dtype=dtype)
+        # Without residents, a question that is asked again is computed again.
+        engine = BlockAttentionEngine.from_pretrained(
+            loaded,
+            tokenizer=counting_tokenizer(loaded.config.vocab_size),
+            store=MemoryStore(1 << 40),
+            resident_bytes=0,
+        )
+        yield engine, tick
+
+
+def _show(
+    as_json: bool,
+    benchmark: _Benchmark,
+    model: str,
+    engine: BlockAttentionEngine,
+    rows: list[dict[str, Any]],
+    cells: Cells,
+    options: Mapping[str, int],
+    file: Path | None,
+) -> None:
+    from blockattn_rag.lab.efficiency import machine
+
+    found = machine(engine.model.device)
+    data = {
+        "model": model,
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "device": str(engine.model.device),
+        **options,
+        "rows": rows,
+        "machine": found,
+    }
+    if file:
+        from blockattn_rag.lab.efficiency.plot import plot
+
+        plot(rows, file, x=benchmark.x, unit=benchmark.unit, series=benchmark.series)
+    title = f"{benchmark.title}, {model}, {data['dtype']} on {data['device']}"
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    where = f"{found['accelerator'] or found['processor']}, {found['threads']} threads, {versions}."
+    note = "Medians, below them the range. " if benchmark.unit == "s" else ""
+    emit(as_json, data, table(title, list(cells), zip(*cells.values(), strict=True), left=()),
+         note + where)  # fmt: skip
+
+
+_Result = tuple[list[dict[str, Any]], Cells]
+
+
+def _ttft(engine: Any, sizes: Sizes, **options: Any) -> _Result:
+    from blockattn_rag.lab.efficiency import measure_ttft
+
+    options |= {"block_tokens": sizes["block_tokens"][0], "question_tokens": _QUESTION_TOKENS}
+    rows = measure_ttft(engine, sizes["lengths"], **options)
+    reusing = _paths(rows, "copy", "relay")
+    return rows, {
+        "context": _column(rows, "length"),
+        **_spreads(rows, ["full", *reusing, "floor"]),
+        **{f"full/{path}": _column(rows, f"full_over_{path}", ".1f") for path in reusing},
+        "FLOPs ratio": _column(rows, "flops_ratio", ".0f"),
+    }
+
+
+def _decode(engine: Any, sizes: Sizes, **options: Any) -> _Result:
+    from blockattn_rag.lab.efficiency import measure_decode
+
+    options |= {"block_tokens": sizes["block_tokens"], "new_tokens": _NEW_TOKENS}
+    rows = measure_decode(engine, sizes["lengths"], **options)
+    return rows, {
+        "context": _column(rows, "length"),
+        "block": _column(rows, "block_tokens"),
+        **_spreads(rows, _paths(rows, "full", "copy", "relay")),
+        "relay/copy": _column(rows, "relay_over_copy", ".2f"),
+    }
+
+
+def _batch(engine: Any, sizes: Sizes, **options: Any) -> _Result:
+    from blockattn_rag.lab.efficiency import measure_batch
+
+    options |= {"length": sizes["lengths"][0], "block_tokens": sizes["block_tokens"][0]}
+    rows = measure_batch(engine, sizes["batch_sizes"], **options)
+    reusing = _paths(rows, "copy", "relay")
+    ratios = {path: _column(rows, f"full_over_{path}", ".1f") for path in reusing}
+    return rows, {
+        "requests": _column(rows, "batch"),
+        **_spreads(rows, ["full", *reusing]),
+        **{f"full/{path}": ratios[path] for path in reusing},
+    }
+
+
+def _shared(engine: Any, sizes: Sizes, **options: Any) -> _Result:
+    from blockattn_rag.lab.efficiency import measure_shared
+
+    options |= {"context_tokens": _CONTEXT_TOKENS, "new_tokens": _NEW_TOKENS}
+    rows = measure_shared(engine, sizes["batch_sizes"], system_tokens=sizes["lengths"], **options)
+    return rows, {
+        "system": _column(rows, "system_tokens"),
+        "requests": _column(rows, "batch"),
+        "unshared": _column(rows, "unshared_tokens_per_s", ".1f"),
+        "shared": _column(rows, "shared_tokens_per_s", ".1f"),
+        "gain": _column(rows, "gain", ".2f"),
+        "decode gain": _column(rows, "decode_gain", ".2f"),
+        "equation 10": _column(rows, "bytes_ratio", ".1f"),
+    }
+
+
+def _ingest(engine: Any, sizes: Sizes, **options: Any) -> _Result:
+    from blockattn_rag.lab.efficiency import measure_ingest
+
+    rows = measure_ingest(engine.model, sizes["block_tokens"], **options)
+    return rows, {
+        "block": _column(rows, "block_tokens"),
+        "encoding": _column(rows, "encode_tokens_per_s", ".0f"),
+        "plain forward": _column(rows, "plain_tokens_per_s", ".0f"),
+        "encoding/plain": _column(rows, "encode_over_plain", ".2f"),
+        "stored per token": [size(row["bytes_per_token"]) for row in rows],
+    }
+
+
+def _memory(engine: Any, sizes: Sizes, **options: Any) -> _Result:
+    from blockattn_rag.lab.efficiency import measure_memory
+
+    options |= {"block_tokens": sizes["block_tokens"][0], "question_tokens": _QUESTION_TOKENS}
+    rows = measure_memory(engine, sizes["lengths"], **options)
+    paths = _paths(rows, "full", "copy", "relay", unit="peak_bytes")
+    return rows, {
+        "context": _column(rows, "length"),
+        **{path: [size(row[f"{path}_peak_bytes"]) for row in rows] for path in paths},
+        "stored blocks": [size(row["stored_bytes"]) for row in rows],
+        "relay/copy": _column(rows, "relay_over_copy", ".3f"),
+    }
+
+
+_BENCHMARKS: dict[Measured, _Benchmark] = {
+    "ttft": _Benchmark(
+        "Time to first token", {"lengths": [512, 4096], "block_tokens": [512]}, _ttft, "length"
+    ),
+    "decode": _Benchmark(
+        "Time per token", {"lengths": [4096, 8192], "block_tokens": [128, 512]}, _decode,
+        "length", "block_tokens",
+    ),
+    "batch": _Benchmark(
+        "Time to first tokens",
+        {"lengths": [8192], "block_tokens": [512], "batch_sizes": [1, 2, 4, 8]}, _batch, "batch",
+    ),
+    "shared": _Benchmark(
+        "Tokens per second", {"lengths": [512, 1024, 2048], "batch_sizes": [1, 8, 32]}, _shared,
+        "batch", "system_tokens", "tokens_per_s",
+    ),
+    "ingest": _Benchmark(
+        "Tokens per second", {"block_tokens": [64, 128, 512]}, _ingest,
+        "block_tokens", unit="tokens_per_s",
+    ),
+    "memory": _Benchmark(
+        "Peak memory of a request", {"lengths": [2048, 8192], "block_tokens": [512]}, _memory,
+        "length", unit="peak_bytes",
+    ),
+}  # fmt: skip
+
+
+def _paths(rows: Sequence[Row], *paths: str, unit: str = "s") -> list[str]:
+    """The paths that were measured."""
+    return [path for path in paths if f"{path}_{unit}" in rows[0]]
+
+
+def _column(rows: Sequence[Row], name: str, form: str = "") -> list[str]:
+    """A field of every row, formatted; ``nan`` where a row lacks it."""
+    return [format(row.get(name, float("nan")), form) for row in rows]
+
+
+def _spreads(rows: Sequence[Row], paths: Sequence[str]) -> dict[str, list[str]]:
+    return {path.replace("_", " "): [spread(row, path) for row in rows] for path in paths}
+
+
+def spread(row: Row, path: str) -> str:
+    """The median, and below it the range: ``101 ms``, ``93-177 ms``."""
+    middle, low, high = (duration(row[f"{path}{end}_s"]) for end in ("", "_min", "_max"))
+    number, _, unit = low.partition(" ")
+    return f"{middle}\n{number if high.endswith(f' {unit}') else low}-{high}"

