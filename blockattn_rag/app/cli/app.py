@@ -104,11 +104,15 @@ app = typer.Typer(
     help="Block-Attention for RAG: encode passages once, reuse them in every answer.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo.demo, ingest.ingest, ask.ask, remove.remove, repair.repair, train.train):
-    app.command()(command)
+app.command()(demo.demo)
+app.command()(ingest.ingest)
+app.command()(ask.ask)
+app.command()(remove.remove)
+app.command()(repair.repair)
+app.command()(train.train)
 app.command("eval")(evaluate.evaluate)
-for command in (check.check, plan.plan):
-    app.command()(command)
+app.command()(check.check)
+app.command()(plan.plan)
 app.add_typer(store.app, name="store")
 app.command()(bench.bench)
 

@@ -161,8 +161,8 @@ def test_a_server_is_asked_for_it(
     expected = cli(*command).json["object"]
     server = FakeServer(BlockModel.from_pretrained(model, device="cpu"))
     manifest = database / MANIFEST
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "server": server.url}))
     with server.listening():
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "server": server.url}))
         found = cli(*command)
     assert found.status == 0, found.stderr
     assert found.json["object"] == expected

@@ -67,7 +67,7 @@ def test_a_question_of_bytes_that_are_no_text_is_refused(
     model: Path, documents: Path, tmp_path: Path
 ) -> None:
     assistant = Assistant(ingested(model, documents, tmp_path / "db"), max_new_tokens=2, top_k=1)
-    with pytest.raises(ValueError, match=r"in UTF-8, found bytes that are none after 2 characters"):
+    with pytest.raises(ValueError, match="invalid UTF-8 after 2 characters"):
         assistant.ask("a \udcff?")
 
 
