@@ -123,7 +123,7 @@ def test_the_commands_have_the_options_that_they_are_given() -> None:
 def test_the_profile_is_of_the_number_type_that_is_served() -> None:
     (init,) = [one for one in CONTAINERS if one["name"] == "profile"]
     for text in (" ".join(init["command"]), COMPOSE):
-        assert f"fingerprint /model --dtype {SERVE['dtype']}" in text.replace(", ", " ")
+        assert f"check /model --dtype {SERVE['dtype']}" in text.replace(", ", " ")
 
 
 @pytest.mark.parametrize("name", ["VLLM_PORT", "VLLM_HOST_IP"])
