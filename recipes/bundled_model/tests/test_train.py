@@ -58,12 +58,12 @@ def test_nothing_is_written_over_without_being_told(
         main(out, base=tmp_path / there)
 
 
-def test_what_is_none_of_ours_is_refused_before_the_hours(tmp_path: Path) -> None:
+def test_foreign_files_are_refused_before_training(tmp_path: Path) -> None:
     for name in ("out", "second.work", "third-data.jsonl"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").touch()
     (tmp_path / "fourth-base").touch()
-    for name, message in (("out", "no earlier result"), ("second", "no work folder"),
+    for name, message in (("out", "not an earlier result"), ("second", "not the work folder"),
                           ("third", "in the way"), ("fourth", "in the way")):  # fmt: skip
         with pytest.raises(typer.BadParameter, match=message):
             main(tmp_path / name, overwrite=True)
