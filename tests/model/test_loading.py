@@ -12,7 +12,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.loading import load_config, load_model, load_tokenizer, resolve_name
+from blockattn_rag.model.loading import (
+    default_device,
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve_name,
+)
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
@@ -100,3 +106,8 @@ def test_a_misspelt_name_is_told_without_asking_the_hub(name: str, meant: str) -
     with pytest.raises(FileNotFoundError, match=f"no model '{name}'; did you mean '{meant}'"):
         load_config(name)
     assert resolve_name("bundle-7b/chat") == "bundle-7b/chat"
+
+
+def test_a_variable_chooses_the_device_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKATTN_RAG_DEVICE", "meta")
+    assert default_device() == "meta"

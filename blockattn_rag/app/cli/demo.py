@@ -22,6 +22,7 @@ from blockattn_rag.app.cli.output import (
     working,
 )
 from blockattn_rag.app.cli.progress import spinner, stages, waiting
+from blockattn_rag.app.demo import web
 from blockattn_rag.app.demo.facts import is_right
 from blockattn_rag.app.demo.run import (
     BUNDLED,
@@ -71,7 +72,7 @@ def demo(
             callback=absolute_store,
         ),
     ] = None,
-    web: Annotated[
+    as_page: Annotated[
         bool, typer.Option("--web", help="Serve a page that answers questions in both modes.")
     ] = False,
     as_json: JsonOption = False,
@@ -81,7 +82,7 @@ def demo(
     A second run finds every passage stored. The page of --web listens on 127.0.0.1, or on
     $GRADIO_SERVER_NAME. It has no login: everyone who reaches it can read the passages.
     """
-    if web:
+    if as_page:
         if as_json:
             raise typer.BadParameter("--web serves a page; leave out --json")
         if db and store:
@@ -101,9 +102,8 @@ def demo(
 
 
 def _web(db: Path | None, model: str | None, store: str | None) -> None:
-    from blockattn_rag.app.demo import web
-
-    web.require_gradio()
+    if not web.is_available():  # before a model is loaded
+        raise ImportError(f"--web needs {web.MISSING}")
     if db:
         with waiting("loading the model"):
             database, examples = Database.open(db, model=model, remembers=False), []
@@ -209,10 +209,11 @@ def _summary(report: DemoReport) -> list[str]:
             "mode."
         )
     if lasts(report.store):
+        extra = "" if web.is_available() else f" (needs {web.MISSING})"
         ask = f'blockattn-rag ask "..." --db {report.db}'
         lines += [
             "",
             f"Ask: {ask}",
-            f"Watch both modes: blockattn-rag demo --web --db {report.db} (needs the extra [web])",
+            f"Watch both modes: blockattn-rag demo --web --db {report.db}{extra}",
         ]
     return lines

@@ -26,6 +26,7 @@ from blockattn_rag.prompts.blocks import Block
 
 logger = logging.getLogger(__name__)
 
+MISSING = missing_extra("gradio", "web")
 MAX_NEW_TOKENS = 80
 _TICK_S = 0.1
 """Seconds between updates of a column's clock."""
@@ -168,14 +169,9 @@ def _passages(found: Sequence[Retrieved]) -> str:
     return f"<h3>{len(found)} passages, and what block mode reuses</h3>{''.join(rows)}"
 
 
-def require_gradio() -> None:
-    """Check for gradio, before a model is loaded.
-
-    Raises:
-        ImportError: It is not installed; names the extra.
-    """
-    if find_spec("gradio") is None:
-        raise ImportError(f"--web needs {missing_extra('gradio', 'web')}")
+def is_available() -> bool:
+    """Whether gradio is installed."""
+    return find_spec("gradio") is not None
 
 
 def serve(race: Race, examples: Sequence[str], on_ready: Callable[[str], None]) -> None:

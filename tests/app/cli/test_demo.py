@@ -65,6 +65,8 @@ def test_the_demo_shows_each_question_in_both_modes_and_a_summary(
         assert sum(line.startswith(named) for line in lines) == 1
     assert "of 2 in full mode" in output.stdout
     assert str(tmp_path / "home" / "demo") in output.stdout
+    assert "demo --web" in output.stdout
+    assert "not installed" not in output.stdout
 
 
 def test_each_mode_is_judged_by_its_own_answer() -> None:
@@ -184,6 +186,8 @@ def test_the_page_without_gradio_names_the_extra_before_a_model_is_loaded(
     assert output.status == 1
     assert output.stderr.startswith("error: --web needs gradio, which is not installed")
     assert ".[web]" in output.stderr
+    shown = cli("demo", "--model", "bundled", "--db", tmp_path / "db").stdout
+    assert ".[web]" in shown
 
 
 def test_the_report_of_the_demo_is_plain_json(cli: Command, model: Path, tmp_path: Path) -> None:

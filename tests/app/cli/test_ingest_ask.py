@@ -269,6 +269,19 @@ def test_a_failed_ingestion_fixes_neither_model_nor_embedding(
     assert (report.json["added"], report.json["embedding"]) == (2, "hashing")
 
 
+def test_a_wrong_model_is_reported_before_documents_are_read(
+    cli: Command, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("documents were read")
+
+    monkeypatch.setattr("blockattn_rag.app.cli.ingest.load_documents", read)
+    output = cli("ingest", documents, "--db", tmp_path / "db", "--model", "no/such-model")
+    assert output.status == 1
+    assert "error: cannot load no/such-model: " in output.stderr
+    assert not (tmp_path / "db").exists()
+
+
 def test_an_embedding_folder_that_is_not_there_is_named(
     cli: Command, documents: Path, model: Path, tmp_path: Path
 ) -> None:
