@@ -35,36 +35,36 @@ from blockattn_rag.lab.evaluation import Interval, ModeResult
         (353_944.74, "4.1 days"),
     ],
 )
-def test_durations_are_told_in_units_that_people_use(seconds: float | None, shown: str) -> None:
+def test_durations_have_readable_units(seconds: float | None, shown: str) -> None:
     assert duration(seconds) == shown
 
 
-def test_sizes_are_told_in_powers_of_1024() -> None:
+def test_sizes_are_in_powers_of_1024() -> None:
     assert [size(n) for n in (12, 2048, 3 << 20, 5 << 30)] == [
         "12 B", "2.0 KiB", "3.0 MiB", "5.00 GiB",
     ]  # fmt: skip
 
 
-def test_one_thing_is_named_in_the_singular() -> None:
+def test_count_uses_the_singular_for_one() -> None:
     assert [count(n, "block") for n in (0, 1, 2_000)] == ["0 blocks", "1 block", "2,000 blocks"]
 
 
 HOSTILE = "\x1b]0;owned\x07 a\rb \x9b2J \u202ecod\u2069 \udcff"
-TOLD = r"\x1b]0;owned\x07 a\rb \x9b2J \u202ecod\u2069 \udcff"
+ESCAPED = r"\x1b]0;owned\x07 a\rb \x9b2J \u202ecod\u2069 \udcff"
 
 
-def test_what_a_terminal_would_obey_is_written_out_wherever_text_is_printed(
+def test_control_characters_are_escaped_wherever_text_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("blockattn_rag.app.cli.output.stdout", Console(width=160))
     monkeypatch.setattr("blockattn_rag.app.cli.output.stderr", Console(width=160, stderr=True))
-    assert plain(HOSTILE) == TOLD
+    assert plain(HOSTILE) == ESCAPED
     assert plain("Straße\t東京 [bold]\n") == "Straße\t東京 [bold]\n"
     fail(HOSTILE)
     note(HOSTILE)
     emit(False, {}, HOSTILE, table(HOSTILE, ("a",), [(HOSTILE,)]))
     shown = capsys.readouterr()
-    assert [shown.err.count(TOLD), shown.out.count(TOLD)] == [2, 3]
+    assert [shown.err.count(ESCAPED), shown.out.count(ESCAPED)] == [2, 3]
     assert not {"\x1b", "\x07", "\r", "\x9b"} & set(shown.out + shown.err)
 
 
@@ -84,7 +84,7 @@ def test_the_widest_table_of_eval_breaks_no_number_on_a_terminal_of_80_columns()
     assert [cell in lines[2] for cell in shown] == [True] * len(shown)
 
 
-def test_a_path_in_the_first_column_is_folded_and_no_number_lost() -> None:
+def test_a_long_path_is_folded_without_losing_numbers() -> None:
     path = "/home/somebody/projects/documents/databases/mydb/recipe"
     numbers = ["100.0", "99.5", "-12.5", "97.5", "123 ms", "99.9", "0.1234"]
     console = Console(width=80)
@@ -113,7 +113,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def test_a_long_stage_tells_the_time_that_is_left_in_lines(
+def test_a_long_stage_reports_the_remaining_time(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with stages() as tell:
@@ -130,7 +130,7 @@ def test_a_long_stage_tells_the_time_that_is_left_in_lines(
     ]
 
 
-def test_the_time_left_is_not_guessed_from_the_first_of_many(
+def test_the_first_item_gives_no_remaining_time(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with stages() as tell:
@@ -158,7 +158,7 @@ def test_a_terminal_shows_bars_with_the_remaining_time(
     assert "left:" in shown
 
 
-def test_a_wait_is_told_if_it_is_long(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_wait_is_reported(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with waiting("loading"):
         clock.now += 1
     assert capsys.readouterr().err == ""
@@ -167,7 +167,7 @@ def test_a_wait_is_told_if_it_is_long(clock: Clock, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == "loading: 3.00 s\n"
 
 
-def test_a_wait_without_a_terminal_is_told_while_it_lasts(
+def test_a_wait_without_a_terminal_is_reported_while_it_lasts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("blockattn_rag.app.cli.progress._PATIENCE_S", 0.01)
@@ -180,7 +180,7 @@ def test_a_wait_without_a_terminal_is_told_while_it_lasts(
     ("terminal", "columns", "width"),
     [(None, "", 160), (None, "wide", 160), (None, "72", None), (1, "", None), (2, "", None)],
 )
-def test_where_nothing_tells_the_width_it_is_not_taken_for_80_columns(
+def test_an_unknown_width_is_not_80_columns(
     terminal: int | None, columns: str, width: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.isatty", lambda fd: fd == terminal)
@@ -195,7 +195,7 @@ def test_a_title_is_not_folded_to_the_width_of_its_table() -> None:
     assert capture.get().splitlines()[0].rstrip() == "/a/path/that/is/longer/than/the/table"
 
 
-def test_a_spread_tells_its_unit_once_where_that_is_enough() -> None:
+def test_a_spread_has_its_unit_once_if_both_ends_share_it() -> None:
     row = {"copy_s": 0.101, "copy_min_s": 0.093, "copy_max_s": 0.177}
     assert spread(row, "copy") == "101 ms\n93-177 ms"
     assert spread(row | {"copy_max_s": 1.5}, "copy") == "101 ms\n93 ms-1.50 s"
