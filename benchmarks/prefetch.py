@@ -46,11 +46,11 @@ def ask(
     model: BlockModel, store: SlowStore, prompt: BlockPrompt, *, ahead: bool, reranker_s: float
 ) -> Any:
     """Figures of one question."""
-    engine = BlockAttentionEngine(model, store)
+    engine = BlockAttentionEngine(model, store, on_miss="error")
     if ahead:
         engine.prefetch(prompt.context)
     time.sleep(reranker_s)
-    return engine.generate(prompt, max_new_tokens=1, on_miss="error").stats
+    return engine.generate(prompt, max_new_tokens=1).stats
 
 
 def main(

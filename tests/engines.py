@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.engine.protocol import Engine
@@ -21,3 +22,8 @@ def tuned_engine() -> BlockAttentionEngine:
     model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer())
     model.config.block_attention = {"tuned": True}
     return BlockAttentionEngine(model)
+
+
+def with_settings(engine: BlockAttentionEngine, **settings: Any) -> BlockAttentionEngine:
+    """An engine over the same model and store, with the same recipe and these settings."""
+    return BlockAttentionEngine(engine.model, engine.store, **{"recipe": engine.recipe, **settings})

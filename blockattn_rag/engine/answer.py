@@ -1,25 +1,39 @@
-"""One answer in the making: from tokens to text, to whoever waits for it."""
+"""One answer in progress: turns tokens into text and passes it to the caller."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from blockattn_rag.engine.call_watch import CallWatch
 from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
-from blockattn_rag.engine.results import Clock, FinishReason, Generation, ReuseStats
+from blockattn_rag.engine.results import (
+    Clock,
+    FinishReason,
+    Generation,
+    GenerationChunk,
+    Marks,
+    ReuseStats,
+    marks_at_end,
+)
 from blockattn_rag.kv.context import Context
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.sampling import Sampling
+from blockattn_rag.output.thinking import ThoughtReader, has_no_thoughts
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 
 class Prepared(NamedTuple):
-    """A prompt ready for the model: token ids, placed blocks (block mode), figures so far.
+    """A prompt ready for the model.
 
-    ``limit``: tokens that may be generated.
+    Args:
+        context_ids: Token ids of the context.
+        final_ids: Token ids of the final block.
+        context: The placed blocks. None in full mode.
+        limit: Number of tokens that may be generated.
+        stats: Figures so far.
     """
 
     context_ids: list[int]
@@ -29,7 +43,7 @@ class Prepared(NamedTuple):
     stats: ReuseStats
 
     def after(self, known: int) -> Prepared:
-        """The same prompt, where the final block's first ``known`` tokens need not be computed."""
+        """The same prompt with ``known`` tokens of the final block reused."""
         stats = replace(
             self.stats,
             reused_tokens=self.stats.reused_tokens + known,
@@ -39,61 +53,60 @@ class Prepared(NamedTuple):
 
 
 class Answer:
-    """One answer in the making.
+    """One answer in progress.
 
     Args:
-        request: whose answer it is.
-        prompt: the request's prompt.
-        prepared: the prompt, ready for the model.
-        model: what answers.
+        request: The request that it answers.
+        prompt: The request's prompt.
+        prepared: The prompt, ready for the model.
+        model: The model that answers.
     """
 
     def __init__(
         self, request: PendingRequest, prompt: BlockPrompt, prepared: Prepared, model: BlockModel
     ) -> None:
         self.request = request
-        self._prompt = prompt
         self.prepared = prepared
         self.options: GenerateOptions = request.options
+        self._prompt = prompt
         self._model = model
-        self.start_anew()
+        self.restart()
 
-    def start_anew(self) -> None:
-        """Begin, or forget what has come."""
+    def restart(self) -> None:
+        """Discard all tokens."""
+        model, sampling = self._model, self.options.sampling
+        tokenizer = model.tokenizer.tokenizer
         self.clock = Clock(self.request.started)
-        sampling = self.options.sampling
         self._detokenizer = Detokenizer(
-            self._model.tokenizer.tokenizer,
-            self._model.stop_strings(sampling),
-            sampling.keep_tokens,
+            tokenizer, model.stop_strings(sampling), sampling.keep_tokens
         )
-        self._end_ids = self._model.end_ids(sampling)
-        self._guard = self._model.loop_guard(sampling)
-        self._calls = CallWatch.of(sampling, self._model.tokenizer.tokenizer, self._prompt)
+        self._end_ids = model.end_ids(sampling)
+        self._guard = model.loop_guard(sampling)
+        self._calls = CallWatch(sampling, tokenizer, self._prompt) if sampling.calls else None
         self._ids: list[int] = []
-        self._given = 0  # characters
+        self._given = 0  # characters passed to the caller
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has come, or the answer repeats itself, or no further call of a
-        tool may come."""
+        """Whether the answer ended before the model ended it: at a stop string, because it repeats
+        itself, or because no further tool call is allowed."""
         repeats = self._guard is not None and self._guard.must_end
         is_over = self._calls is not None and self._calls.is_over
         return self._detokenizer.stopped or repeats or is_over
 
     @property
     def has_ended(self) -> bool:
-        """Whether it needs no more tokens."""
+        """Whether the request has its result."""
         return self.request.answer.done()
 
     @property
-    def can_start_anew(self) -> bool:
-        """Whether the caller has got nothing yet."""
+    def can_restart(self) -> bool:
+        """Whether the caller has received nothing yet."""
         has_given = self._given > 0 and self.request.on_chunk is not None
         return not (self.has_ended or has_given)
 
     def push(self, token: int) -> None:
-        """Take the next token, and hand on the text that has become certain."""
+        """Take the next token, and pass on the text that has become certain."""
         self.clock.note_token()
         self._ids.append(token)
         self._detokenizer.push(token)
@@ -102,8 +115,11 @@ class Answer:
         self._give()
 
     def push_batched(self, token: int) -> bool:
-        """The same in a batch, which goes on with padding when this answer has ended; returns
-        whether it has."""
+        """``push`` for a row of a batch, which is padded once its answer has ended.
+
+        Returns:
+            Whether the answer has ended.
+        """
         if self.request.left or self.has_ended:
             return True
         self.push(token)
@@ -112,7 +128,7 @@ class Answer:
         return self.has_ended
 
     def complete(self, ids: Sequence[int]) -> None:
-        """All tokens of the answer are there: tell the caller, who may know of some or none yet."""
+        """Set the request's result to the answer with these tokens, some of which may be new."""
         if self.has_ended:
             return
         for token in ids[len(self._ids) :]:
@@ -122,7 +138,7 @@ class Answer:
         self.request.answer.set_result(self._generation(list(ids)))
 
     def _give(self) -> None:
-        """Hand text to whoever reads it as it comes."""
+        """Pass new text to the caller."""
         text = self._detokenizer.text
         if len(text) > self._given:
             new, marks = text[self._given :], self._detokenizer.marks(self._given)
@@ -131,18 +147,45 @@ class Answer:
             self.request.emit(new, marks)
             self._given = len(text)
 
-    @property
-    def _has_loop(self) -> bool:
-        repeats = self._guard is not None and self._guard.has_loop
-        return repeats or (self._calls is not None and self._calls.has_loop)
-
     def _generation(self, ids: list[int]) -> Generation:
         ids = ids[: self._detokenizer.num_tokens]  # beams and drafts go past stop strings
         ended = bool(ids) and ids[-1] in self._end_ids
-        stopped = self.stopped or ended or len(ids) < self.prepared.limit
+        reason: FinishReason = "length"
+        if self.stopped or ended or len(ids) < self.prepared.limit:
+            has_loop = any(one is not None and one.has_loop for one in (self._guard, self._calls))
+            reason = "repetition" if has_loop else "stop"
         stats = self.clock.complete(self.prepared.stats, len(ids))
-        reason: FinishReason = "stop" if stopped else "length"
-        if reason == "stop" and self._has_loop:
-            reason = "repetition"
         marks = self._detokenizer.marks()
         return Generation(self._detokenizer.text, ids, reason, stats, marks)
+
+
+class CallWatch:
+    """Reads the tool calls of an answer as its text comes, without the model's thoughts.
+
+    Args:
+        sampling: The request's sampling, with ``calls``.
+        tokenizer: A transformers tokenizer.
+        prompt: The request's prompt.
+    """
+
+    def __init__(self, sampling: Sampling, tokenizer: Any, prompt: BlockPrompt) -> None:
+        assert sampling.calls is not None
+        at_once = has_no_thoughts(sampling.grammar.asked if sampling.grammar else {})
+        self._reader = sampling.calls.reader()
+        self._thoughts = ThoughtReader(tokenizer, prompt, answers_at_once=at_once)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer ends here; see ``AnswerReader``."""
+        return self._reader.is_over
+
+    @property
+    def has_loop(self) -> bool:
+        """Whether the same call came twice in a row."""
+        return self._reader.has_loop
+
+    def push(self, text: str, marks: Marks) -> None:
+        """Take the next piece of the answer, with its marks."""
+        answer = self._thoughts.push(text).answer
+        piece = GenerationChunk(text, marks=marks)
+        self._reader.read(answer, marks_at_end(piece, answer), last=False)

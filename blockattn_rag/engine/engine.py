@@ -1,4 +1,4 @@
-"""BlockAttentionEngine: a model and a KV store. What every adapter and the command line call."""
+"""BlockAttentionEngine: a model and a KV store, for adapters and the command line."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.engine.fetcher import BlockFetcher, OnMiss
 from blockattn_rag.engine.find_recipe import AUTO, RecipeLike, resolve_recipe
 from blockattn_rag.engine.ingest import EncodeStats, precompute
-from blockattn_rag.engine.options import GenerateOptions, OnMiss
+from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingRequest
 from blockattn_rag.engine.prefetch import Prefetched, Prefetcher, PrefetchStats
 from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, made
@@ -34,39 +34,37 @@ if TYPE_CHECKING:
 class BlockAttentionEngine:
     """Answers prompts made of blocks, reusing every block's keys and values.
 
-    May be called from many threads; the model runs one request at a time, whichever of the engines
-    over it was asked.
+    Thread-safe. A model runs one request or batch at a time, for all engines over it.
 
     Args:
-        model: the model.
-        store: where KV lives: a store, the path of a ``DirectoryStore``, or None for memory.
+        model: The model.
+        store: Where KV is stored: a store, the path of a ``DirectoryStore``, or None for memory.
         recipe: How the model runs in block mode: ``"auto"``, ``"none"``, the folder of a recipe,
-            a ``Recipe``, or a sink alone such as ``"head:4"``. ``"auto"`` takes the best one that
-            is known; see ``find_recipe.resolve_recipe``.
-        resident_bytes: blocks that were read from the store stay ready on the model's device, up
-            to this many bytes; 0 reads and checks them anew for every answer. Beside them, what
-            the last answers computed behind their contexts stays for the next turns of their
-            conversations, up to a quarter as many bytes (``engine.tails``).
-        kv_dtype: ``"int8"`` keeps keys and values that are computed from now on in half the bytes
-            or a quarter (``kv.quantization``), ``"model"`` as the model computes them. What the
-            store holds is read in either form.
-        namespace: where blocks are stored and looked for: what one tenant stored is no hit for
-            another, and changes nothing of what is computed for him. Empty: where those store who
-            gave none.
-        read_namespaces: further namespaces that are read, in this order, and never written, such as
-            ``("public",)``: collections that tenants share.
-        read_only: store nothing; what is missing is computed, and kept in memory within
-            ``resident_bytes``. Where it may, a store still learns that an entry was used.
-        folder: Folder of the database that the store belongs to; ``recipe="auto"`` looks there
+            a ``Recipe``, or a sink alone such as ``"head:4"``. ``"auto"`` takes the best recipe
+            known; see ``find_recipe.resolve_recipe``.
+        resident_bytes: Bytes of stored blocks to keep on the model's device. 0 reads and checks
+            blocks for every answer. In addition, up to a quarter as many bytes hold what recent
+            answers computed after their contexts, for their conversations' next turns
+            (``engine.tails``).
+        kv_dtype: Type to keep computed keys and values in: ``"model"``, or ``"int8"`` for half or a
+            quarter of the bytes (``kv.quantization``). Stored blocks are read in either type.
+        namespace: Isolates tenants: blocks stored under one namespace are invisible to others.
+            Empty: the default namespace.
+        read_namespaces: Further namespaces to read, in this order, such as ``("public",)`` for
+            collections that tenants share. They are never written.
+        read_only: Store nothing. Missing blocks are computed and kept in memory within
+            ``resident_bytes``. The store may still record that an entry was used.
+        folder: Folder of the database that the store belongs to. ``recipe="auto"`` looks there
             first.
-        positions: Overrides the recipe's positions; for experts.
-        on_miss: ``"compute"`` encodes and stores a block that is not in the store; ``"error"``
+        positions: Overrides the recipe's positions, for experts.
+        on_miss: ``"compute"`` encodes and stores a block that is not in the store. ``"error"``
             raises ``MissError``, for benchmarks.
-        assembly: ``"relay"`` attends to blocks where they lie, ``"copy"`` joins them in new
-            tensors; ``"auto"`` takes relay where the model allows it.
+        assembly: ``"relay"`` attends to blocks where they are stored, ``"copy"`` joins them in new
+            tensors. ``"auto"`` uses relay where the model allows it.
 
     Raises:
         ValueError: the recipe does not belong to the model, or an argument is out of range.
+        UnsupportedModelError: the model does not support ``assembly="relay"``.
     """
 
     def __init__(
@@ -90,12 +88,11 @@ class BlockAttentionEngine:
         self.store = open_store(store)
         self._folder = None if folder is None else Path(folder).expanduser()
         self._positions = positions
-        resolved = self._resolved(recipe)
-        self.defaults = GenerateOptions(on_miss=on_miss, assembly=assembly, recipe=resolved)
-        self._fetcher = BlockFetcher(model, self.store, resident_bytes, access, kv_dtype)
+        self._recipe = self._resolved(recipe)
+        self._fetcher = BlockFetcher(model, self.store, resident_bytes, access, kv_dtype, on_miss)
         self._prefetcher = Prefetcher()
         self._scheduler = scheduler_of(model.lock)
-        self._runner = Runner(model, self._fetcher, resident_bytes // SHARE)
+        self._runner = Runner(model, self._fetcher, assembly, resident_bytes // SHARE)
 
     @classmethod
     def from_pretrained(
@@ -118,7 +115,10 @@ class BlockAttentionEngine:
         assembly: Assembly = "auto",
         **model_kwargs: Any,
     ) -> BlockAttentionEngine:
-        """Load a model (path, hub id, ``"bundled"``, or ready with its tokenizer), open a store."""
+        """Load a model and open a store.
+
+        ``model`` is a path, a hub id, ``"bundled"``, or a loaded model with its ``tokenizer``.
+        """
         loaded = BlockModel.from_pretrained(
             model, tokenizer=tokenizer, device=device, dtype=dtype, **model_kwargs
         )
@@ -139,23 +139,23 @@ class BlockAttentionEngine:
 
     @property
     def model(self) -> BlockModel:
-        """The model; another model takes an engine of its own."""
+        """The model. Another model needs another engine."""
         return self._model
 
     @property
     def kv_dtype(self) -> KVDtype:
-        """What blocks are kept in that this engine computes."""
+        """The type that computed blocks are kept in."""
         return self._fetcher.kv_dtype
 
     @property
     def access(self) -> Access:
-        """Which namespaces of the store are read and written."""
+        """The namespaces of the store that are read and written."""
         return self._fetcher.access
 
     @property
     def recipe(self) -> Recipe:
         """How the model runs in block mode."""
-        return self.defaults.recipe
+        return self._recipe
 
     # -- ingestion ---------------------------------------------------------------------------
 
@@ -166,11 +166,16 @@ class BlockAttentionEngine:
         show_progress: bool = False,
         recipe: RecipeLike | None = None,
     ) -> list[str]:
-        """Compute and store the KV of texts that are not stored yet; their handles, in order.
+        """Compute and store the KV of texts that are not stored yet.
 
-        Of a ``BlockPrompt``, the context is encoded, its first block as the beginning of a prompt:
-        a block of its own, since it holds the BOS token. ``recipe`` overrides the engine's
-        own.
+        Args:
+            texts: Passages, or a ``BlockPrompt`` whose context is encoded. Its first block has the
+                BOS token, so it is stored separately from the same text as a passage.
+            show_progress: Whether to show a progress bar.
+            recipe: Overrides the engine's recipe.
+
+        Returns:
+            The handles, in order.
         """
         blocks, as_prompt = blocks_to_encode(texts)
         self.precompute(blocks, as_prompt=as_prompt, show_progress=show_progress, recipe=recipe)
@@ -186,7 +191,7 @@ class BlockAttentionEngine:
         batch_tokens: int | None = None,
         recipe: RecipeLike | None = None,
     ) -> EncodeStats:
-        """``encode`` with figures of what was done; see ``ingest.precompute``."""
+        """``encode`` that returns figures; see ``ingest.precompute`` for the arguments."""
         return precompute(
             self._fetcher,
             blocks,
@@ -195,33 +200,32 @@ class BlockAttentionEngine:
             show_progress=show_progress,
             on_progress=on_progress,
             batch_tokens=batch_tokens,
-            recipe=self._recipe(recipe),
+            recipe=self._recipe_of_call(recipe),
         )
 
     def prefetch(
-        self,
-        passages: Sequence[str | Block],
-        *,
-        recipe: RecipeLike | None = None,
+        self, passages: Sequence[str | Block], *, recipe: RecipeLike | None = None
     ) -> None:
-        """Begin to read passages from the store, before the prompt that will hold them is there.
+        """Start reading passages from the store before their prompt exists.
 
-        Returns at once and raises nothing; ``prefetches`` counts. What is read stays in memory,
-        until ``resident_bytes`` are full: give the likeliest passages first. An answer waits for
-        reads that are going on. Nothing is computed: see ``encode``. ``recipe`` as for
-        ``encode``.
+        Returns at once and raises nothing; ``prefetches`` has the counts. Passages stay in memory
+        until ``resident_bytes`` are full, so pass the likeliest first. Nothing is computed.
+
+        Args:
+            passages: The passages.
+            recipe: Overrides the engine's recipe.
         """
         given = [passages] if isinstance(passages, str) else list(passages)
         self._prefetcher.submit(len(given), partial(self._prefetch, given, recipe))
 
     @property
     def prefetches(self) -> PrefetchStats:
-        """What ``prefetch`` has read so far."""
+        """Figures of ``prefetch`` so far."""
         return self._prefetcher.stats
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether a block's KV is stored. ``first``: as the first block of a prompt."""
-        return self._fetcher.contains(block, first=first, recipe=self.recipe)
+        return self._fetcher.contains(block, first=first, recipe=self._recipe)
 
     # -- answering ---------------------------------------------------------------------------
 
@@ -242,21 +246,22 @@ class BlockAttentionEngine:
         """Answer a prompt.
 
         Args:
-            prompt: a ``BlockPrompt``, or a list whose last item is the final block.
+            prompt: A ``BlockPrompt``, or a list whose last item is the final block.
             mode: ``"block"`` reuses blocks; ``"full"`` is ordinary attention over the same tokens.
-            recipe: Overrides the engine's own, for comparisons. Pass a ``Recipe``, because a folder
-                is read in every call.
-            max_new_tokens: at most this many, less if the context window ends before.
-            temperature: 0 or None is greedy; ``top_p`` and ``top_k`` apply above 0.
-            stop: strings that end the answer; they are not part of it.
-            seed: makes sampling repeatable.
-            generate_kwargs: ``response_format``, ``structured_outputs``, ``on_miss`` and
-                ``assembly`` in place of the engine's own, and anything transformers' ``generate``
-                takes.
+            recipe: Overrides the engine's recipe, for comparisons. Pass a ``Recipe``: a folder is
+                read in every call.
+            max_new_tokens: Maximum number of tokens. The context window may end the answer earlier.
+            temperature: 0 or None is greedy. ``top_p`` and ``top_k`` apply above 0.
+            top_p: Nucleus sampling.
+            top_k: Number of likeliest tokens to sample from.
+            stop: Strings that end the answer. They are not part of it.
+            seed: Makes sampling repeatable.
+            generate_kwargs: ``response_format``, ``structured_outputs``, and arguments of
+                transformers' ``generate``.
 
         Raises:
             ContextOverflowError: the prompt does not fit in the model's context window.
-            MissError: a block is not stored and ``on_miss`` is ``"error"``.
+            MissError: a block is not stored and the engine has ``on_miss="error"``.
         """
         options = {
             "mode": mode,
@@ -274,14 +279,15 @@ class BlockAttentionEngine:
     def submit(
         self, prompt: LatePrompt, *, group: Group | None = None, **options: Any
     ) -> PendingRequest:
-        """Ask for an answer without waiting; ``options`` are those of ``generate``.
+        """Request an answer without waiting for it.
 
         Args:
-            prompt: a prompt, or a function that makes it on the model's thread.
-            group: calls whose requests are to be answered in one batch.
+            prompt: A prompt, or a function that makes it on the model's thread.
+            group: Calls whose requests are answered in one batch.
+            options: As for ``generate``.
 
         Returns:
-            The pending request: ``result(timeout)`` waits for its answer, ``leave()`` gives it up.
+            The pending request. ``result(timeout)`` waits for its answer, ``leave()`` cancels it.
         """
         pending = self._pending(prompt, options, group=group)
         self._scheduler.submit(pending)
@@ -290,39 +296,41 @@ class BlockAttentionEngine:
     async def agenerate(
         self, prompt: LatePrompt, *, group: Group | None = None, **options: Any
     ) -> Generation:
-        """``generate`` for event loops; calls of the same turn of the loop share a batch.
+        """``generate`` for event loops. Calls of the same turn of the loop share a batch.
 
-        Cancelling the task ends the generation. For ``prompt`` and ``group`` see ``submit``.
+        Cancelling the task ends the generation. See ``submit`` for ``prompt`` and ``group``.
         """
         pending = self._pending(prompt, options, group=group)
         self._scheduler.submit_in_turn(pending)
         return await pending.wait()
 
     def stream(self, prompt: Prompt, **options: Any) -> Generator[GenerationChunk, None, None]:
-        """Answer a prompt piece by piece; ``options`` are those of ``generate``.
+        """Answer a prompt piece by piece. ``options`` are those of ``generate``.
 
-        The last chunk carries the whole ``Generation``. Leaving the iterator early ends the
-        generation and frees the model.
+        The last chunk has the complete ``Generation``. Closing the iterator ends the generation and
+        frees the model.
         """
-        return self._scheduler.stream(self._pending(prompt, options))
+        pending = self._pending(prompt, options)
+        return pending.chunks(partial(self._scheduler.submit, pending))
 
     def astream(self, prompt: LatePrompt, **options: Any) -> AsyncGenerator[GenerationChunk, None]:
         """``stream`` for event loops."""
-        return self._scheduler.astream(self._pending(prompt, options))
+        pending = self._pending(prompt, options)
+        return pending.achunks(partial(self._scheduler.submit_in_turn, pending))
 
     def generate_batch(
         self, prompts: Sequence[Prompt], *, batch_size: int = MAX_BATCH, **options: Any
     ) -> list[Generation]:
-        """Answer several prompts, in order; ``options`` are those of ``generate``.
+        """Answer several prompts, in order. ``options`` are those of ``generate``.
 
-        Up to ``batch_size`` prompts share each forward where that gives ``generate``'s answers:
-        models with sliding windows, seeded sampling, and options that look back at the prompt
-        (beams, penalties) are answered one by one. Prompts of more tokens to compute than
-        ``BlockModel.batch_tokens`` go in smaller batches.
+        Up to ``batch_size`` prompts share each forward where that gives ``generate``'s answers.
+        Models with sliding windows, seeded sampling, and options that look back at the prompt
+        (beams, penalties) are answered one by one. Batches are smaller for prompts with more tokens
+        to compute than ``BlockModel.batch_tokens``.
         """
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size must be a whole number from 1 on, found {batch_size!r}")
-        options["recipe"] = self._recipe(options.get("recipe"))  # once for all prompts
+        options["recipe"] = self._recipe_of_call(options.get("recipe"))  # once for all prompts
         waiting = [self._pending(prompt, options, max_batch=batch_size) for prompt in prompts]
         return self._scheduler.submit_and_wait(*waiting)
 
@@ -334,16 +342,17 @@ class BlockAttentionEngine:
         mode: Mode = "block",
         **options: Any,
     ) -> torch.Tensor:
-        """What the model predicts at each token of a given answer (teacher forcing).
+        """The model's logits at each token of a given answer (teacher forcing).
 
         Args:
-            prompt: as for ``generate``.
-            answer_ids: token ids of an answer, at least one.
-            mode, options: as for ``generate``.
+            prompt: As for ``generate``.
+            answer_ids: Token ids of an answer, at least one.
+            mode: As for ``generate``.
+            options: As for ``generate``.
 
         Returns:
-            Logits ``[answer tokens, vocab]``, the first row before the answer's first token; in the
-            model's dtype, on its device.
+            Logits ``[answer tokens, vocab]`` in the model's dtype, on its device. The first row
+            predicts the answer's first token.
 
         Raises as ``generate``.
         """
@@ -354,37 +363,36 @@ class BlockAttentionEngine:
         return self._scheduler.run(partial(answer_logits, made(prompt), answer_ids, parsed))
 
     def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
-        """Answer requests with equal options. For the scheduler, which runs this on the model's
-        thread."""
+        """Answer requests with equal options. Called by the scheduler, on the model's thread."""
         self._runner.answer_batch(requests)
 
     # -- inside ------------------------------------------------------------------------------
 
     def _prefetch(self, passages: Sequence[str | Block], recipe: RecipeLike | None) -> Prefetched:
         blocks = [one if isinstance(one, Block) else Block(one) for one in passages if one != ""]
-        return self._fetcher.prefetch(blocks, recipe=self._recipe(recipe))
+        return self._fetcher.prefetch(blocks, recipe=self._recipe_of_call(recipe))
 
     def _pending(
         self, prompt: LatePrompt, options: Mapping[str, Any], **scheduling: Any
     ) -> PendingRequest:
         parsed = self._options(options)
-        if not callable(prompt):  # a bad one is refused now, not when its turn comes
+        if not callable(prompt):  # an invalid prompt is refused now, not when its turn comes
             prompt = made(prompt)
-        make_prompt = partial(made, prompt)
-        can_share = partial(self.model.batches_exactly, parsed.sampling)
-        needs = self.model.compiling(parsed.sampling.grammar)
         return PendingRequest(
-            make_prompt, parsed, self.answer_batch, can_share, needs=needs, **scheduling
+            partial(made, prompt),
+            parsed,
+            self.answer_batch,
+            can_share=partial(self.model.batches_exactly, parsed.sampling),
+            needs=self.model.compiling(parsed.sampling.grammar),
+            **scheduling,
         )
 
     def _options(self, given: Mapping[str, Any]) -> GenerateOptions:
-        recipe = self._recipe(given.get("recipe"))
-        return GenerateOptions.parse({**given, "recipe": recipe}, self.defaults)
+        return GenerateOptions.parse(given, self._recipe_of_call(given.get("recipe")))
 
-    def _recipe(self, given: RecipeLike | None) -> Recipe:
-        """The recipe of a call."""
-        if given is None or given is self.recipe or given == AUTO:
-            return self.recipe
+    def _recipe_of_call(self, given: RecipeLike | None) -> Recipe:
+        if given is None or given is self._recipe or given == AUTO:
+            return self._recipe
         return self._resolved(given)
 
     def _resolved(self, given: RecipeLike) -> Recipe:

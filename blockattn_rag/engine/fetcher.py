@@ -1,31 +1,22 @@
-"""Getting blocks' keys and values: from the store where they are, from the model where not."""
+"""Fetching blocks: keys and values from the store on a hit, from the model on a miss."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from weakref import WeakSet
 
-from blockattn_rag.engine.options import OnMiss
+from blockattn_rag.engine.lookup import PLAIN, BlockLookup, Name, Wanted, distinct
 from blockattn_rag.engine.prefetch import Prefetched
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.engine.tokenised import remembering
 from blockattn_rag.errors import MissError, StoreError, StoreUnavailableError
-from blockattn_rag.kv.block_kv import (
-    BlockKV,
-    corrected_digest,
-    joined_handles,
-    store_key,
-    token_digest,
-)
+from blockattn_rag.kv.block_kv import BlockKV, joined_handles, store_key
 from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.model.correction import Correction
-from blockattn_rag.prompts.blocks import Block, Keep, is_private, keep_of
-from blockattn_rag.prompts.sinks import sink_ids
+from blockattn_rag.prompts.blocks import Block, Keep
 from blockattn_rag.store.base import Found, KVStore, ResidentStore, get_many, keep, touch
 from blockattn_rag.store.claims import claim
 from blockattn_rag.store.device_cache import DeviceCache, with_device_cache
@@ -34,16 +25,22 @@ from blockattn_rag.store.tier import is_damage
 
 logger = logging.getLogger("blockattn_rag")
 
+OnMiss = Literal["compute", "error"]
+"""``compute``: a block that is not in the store is encoded and stored. ``error``: ``MissError``."""
 
-Name = tuple[str, str]
-"""Namespace and digest of a block: what tells it from others of one model."""
+_MOST_TO_STORE = 4096
+
+# Blocks that prefetching reads at once; as many as stores read in parallel.
+_PREFETCHED_AT_ONCE = 16
 
 
 class Fetched(NamedTuple):
-    """The KV of a prompt's context blocks, in order.
+    """Keys and values of a prompt's context blocks, in order.
 
-    ``places``: where each stands in the context, of which blocks of no tokens are left out;
-    ``missed``: the tokens of each block that had to be computed, by name.
+    Args:
+        blocks: The blocks that have tokens.
+        places: Index of each of them in the context.
+        missed: Number of tokens of each block that was computed, by name.
     """
 
     blocks: list[BlockKV]
@@ -52,94 +49,40 @@ class Fetched(NamedTuple):
 
     @property
     def hits(self) -> int:
-        """Blocks that were there; of a block that was computed, its other places in the prompt."""
-        return len(self.blocks) - len(self._own_missed)
+        """Number of blocks found. Where the prompt repeats a computed block, that is a hit."""
+        return len(self.blocks) - len(self._missed_here)
 
     @property
     def misses(self) -> int:
-        """Blocks that had to be computed."""
+        """Number of blocks computed."""
         return len(self.missed)
 
     @property
-    def missed_tokens(self) -> int:
-        """Their tokens."""
-        return sum(self.missed.values())
-
-    @property
     def reused_tokens(self) -> int:
-        """Tokens of the blocks that were there."""
-        return sum(kv.num_tokens for kv in self.blocks) - sum(self._own_missed.values())
+        """Tokens of the blocks found."""
+        return sum(kv.num_tokens for kv in self.blocks) - sum(self._missed_here.values())
 
     @property
-    def _own_missed(self) -> dict[Name, int]:
-        """Of ``missed``, what is among ``blocks``: a promoted passage may have been computed."""
+    def _missed_here(self) -> dict[Name, int]:
+        """``missed`` without promoted passages, which are computed but not among ``blocks``."""
         names = {(kv.namespace, kv.digest) for kv in self.blocks}
         return {name: tokens for name, tokens in self.missed.items() if name in names}
 
 
-PLAIN = Recipe()
-
-
-class Wanted(NamedTuple):
-    """A block to look up.
-
-    ``ids``: its token ids, none if it has no keys and values; ``digest``: of these and of how it is
-    encoded; ``encoded_digest``: the same before an adapter changes it; ``namespaces``: where to
-    look, the first one is its own; ``keys``: in each of these; ``sink_ids``: it is encoded after
-    these; ``adapter``: changes it; ``keep``: what may become of it; ``handles``: of the texts that
-    were asked for and have these tokens.
-    """
-
-    keys: tuple[str, ...]
-    namespaces: tuple[str, ...]
-    ids: list[int]
-    digest: str
-    encoded_digest: str
-    block: Block
-    sink_ids: Sequence[int]
-    adapter: Correction | None
-    keep: Keep
-    handles: tuple[str, ...]
-
-    @property
-    def key(self) -> str:
-        """Where it is stored."""
-        return self.keys[0]
-
-    @property
-    def name(self) -> Name:
-        return self.namespaces[0], self.digest
-
-
-def distinct(wanted: Iterable[Wanted]) -> dict[Name, Wanted]:
-    """Each block once, by name, with the handles of all texts that have its tokens."""
-    found: dict[Name, Wanted] = {}
-    for one in wanted:
-        before = found[one.name].handles if one.name in found else ()
-        found[one.name] = one._replace(handles=tuple(dict.fromkeys([*before, *one.handles])))
-    return found
-
-
-_MOST_TO_STORE = 4096
-
-# Blocks that prefetching holds at once besides those that stay; as many as are read in parallel.
-_PREFETCHED_AT_ONCE = 16
-
-
 class BlockFetcher:
-    """A model and a store, and the promise that what comes out is this model's KV of these tokens.
+    """A model and a store. Every block that it returns is this model's KV of the tokens asked for.
 
     Args:
-        store: where blocks are stored.
-        resident_bytes: keep as many bytes of blocks ready in memory, if the store itself does not
-            hold them there; see ``DeviceCache``.
-        access: in which namespaces blocks are read and stored, and whether any is stored.
-        kv_dtype: what blocks are kept in that are computed now; those in the store are read in
-            whatever they were kept in. Quantised when they are computed, so that an answer is the
-            same whether they were there or not.
+        model: The model that computes missing blocks.
+        store: Where blocks are stored.
+        resident_bytes: Bytes of blocks to keep in memory, unless the store is in memory itself.
+        access: Namespaces to read and write.
+        kv_dtype: Type that computed blocks are kept in. Stored blocks are read in any type.
+        on_miss: Whether missing passages may be computed.
 
     Raises:
-        ValueError: ``kv_dtype`` is unknown, or not possible for the model.
+        ValueError: ``kv_dtype`` or ``on_miss`` is unknown, or the model does not support
+            ``kv_dtype``.
     """
 
     def __init__(
@@ -149,6 +92,7 @@ class BlockFetcher:
         resident_bytes: int = 0,
         access: Access = OPEN,
         kv_dtype: KVDtype = "model",
+        on_miss: OnMiss = "compute",
     ) -> None:
         self.store = store
         self.access = access
@@ -157,10 +101,12 @@ class BlockFetcher:
         if kv_dtype == "int8" and len(kinds) > 1:
             raise ValueError(
                 f"{model.name} has keys and values of several number types "
-                f"({', '.join(sorted(map(str, kinds)))}), which cannot be kept in int8; use "
-                "kv_dtype='model'"
+                f"({', '.join(sorted(map(str, kinds)))}), which cannot be kept in int8: use "
+                "kv_dtype='model'."
             )
         self._model = model
+        self._on_miss = check_on_miss(on_miss)
+        self.wanted = BlockLookup(model, access).wanted
         in_memory = isinstance(store, ResidentStore)
         self._resident_bytes = math.inf if in_memory else resident_bytes
         self._cache = (
@@ -168,20 +114,22 @@ class BlockFetcher:
             if access.read_only
             else with_device_cache(store, resident_bytes)
         )
-        self._tokenised = remembering(model.tokenizer)
-        self._checked: WeakSet[BlockKV] = WeakSet()  # blocks never change: once is enough
-        self._sinks: dict[str, Sequence[int]] = {}
-        # Keys of blocks that are stored when they are computed or come again, whatever their
-        # origin: system messages that were used once, and what was stored and is damaged.
+        self._checked: WeakSet[BlockKV] = WeakSet()  # blocks never change, so one check is enough
+        # Keys of blocks to store the next time they are computed or used, whatever their origin:
+        # system messages that were used once, and damaged entries.
         self._to_store: set[str] = set()
 
     def contains(self, block: Block, *, first: bool = False, recipe: Recipe = PLAIN) -> bool:
-        """Whether there is an entry for the block; whether it is sound is seen when it is read."""
+        """Whether the store has an entry for a block. The entry is checked when it is read."""
         (one,) = self.wanted([block], as_prompt=first, recipe=recipe)
         return any(key in self.store for key in one.keys)
 
     def claim(self, one: Wanted) -> bool:
-        """Whether there is an entry that looks sound. It counts as used now, by all its texts."""
+        """Mark an entry as used now, by all its texts.
+
+        Returns:
+            Whether there is an entry that looks sound.
+        """
         own, *others = one.keys
         if self.access.read_only:
             others = [own, *others]
@@ -189,54 +137,40 @@ class BlockFetcher:
             return True
         return any(touch(self.store, key) for key in others)
 
-    def fetch(
-        self,
-        context: Sequence[Block],
-        on_miss: OnMiss,
-        check_room: Callable[[int], object] | None = None,
-        *,
-        recipe: Recipe = PLAIN,
-    ) -> Fetched:
-        """KV of a prompt's context blocks; absent ones are computed together.
+    def fetch(self, context: Sequence[Wanted]) -> Fetched:
+        """Get the KV of a prompt's context. Missing blocks are computed together.
 
-        Computed passages are stored, system messages when they come a second time. Whatever else
-        stands in a prompt is private to it, and stays in the memory of this process.
+        Computed passages are stored; system messages are stored when they come a second time. All
+        other text is private to its prompt and stays in the memory of this process.
 
-        Args:
-            on_miss: whether passages may be computed.
-            check_room: called with the tokens of all blocks before anything is computed; raises if
-                there are too many. Default: a context may have any length.
-            recipe: How passages are encoded.
+        Raises:
+            MissError: a passage is not stored, and ``on_miss`` is ``"error"``.
         """
-        # A text of no tokens has no KV: nothing is missing, and it leaves no trace in the prompt.
-        found_ids = self.wanted(context, as_prompt=True, recipe=recipe)
-        places = [place for place, one in enumerate(found_ids) if one.ids]
-        wanted = [found_ids[place] for place in places]
-        asked = distinct(wanted)
-        found = self._look_up(asked.values())
-        missing = [one for one in asked.values() if one.name not in found]
-        passages = [one for one in missing if keep_of(one.block.origin) == "store"]
-        if passages and on_miss == "error":
+        # A text without tokens has no KV: it is neither a hit nor a miss.
+        places = [place for place, one in enumerate(context) if one.ids]
+        wanted = distinct(context)
+        found = self._look_up(wanted.values())
+        missing = [one for one in wanted.values() if one.name not in found]
+        passages = [one for one in missing if one.keep == "store"]
+        if passages and self._on_miss == "error":
             raise MissError(
                 f"{len(passages)} of {len(context)} blocks are not in the store and "
                 f"on_miss='error'; the first is {passages[0].block.text[:60]!r}. Encode them "
-                "before (engine.encode), or use on_miss='compute'"
+                "first (engine.encode), or use on_miss='compute'."
             )
-        if check_room is not None:
-            check_room(sum(len(one.ids) for one in wanted))
-        for batch in self.encode(missing):
-            for one, computed in batch:
-                self._keep(computed, one.keep)
-                found[one.name] = computed
+        if missing:
+            for batch in self.encode(missing):
+                for one, computed in batch:
+                    self._keep(computed, one.keep)
+                    found[one.name] = computed
         missed = {one.name: len(one.ids) for one in missing}
-        return Fetched([found[one.name] for one in wanted], places, missed)
+        return Fetched([found[context[place].name] for place in places], places, missed)
 
     def prefetch(self, blocks: Sequence[Block], *, recipe: Recipe = PLAIN) -> Prefetched:
-        """Read passages from the store before the prompt that will hold them is there.
+        """Read passages from the store before their prompt exists.
 
-        What is read stays in memory as far as ``resident_bytes`` allow; when they are full, the
-        rest is not read, because it would take the place of what came first. Nothing is read where
-        they are 0.
+        Reading stops when ``resident_bytes`` are full, because further passages would evict the
+        first ones.
         """
         wanted = [one for one in self.wanted(blocks, as_prompt=False, recipe=recipe) if one.ids]
         unread = list(distinct(wanted).values())
@@ -252,54 +186,18 @@ class BlockFetcher:
             sum(one.name in ready for one in wanted), sum(one.name in dropped for one in wanted)
         )
 
-    def wanted(
-        self, blocks: Sequence[Block], *, as_prompt: bool, recipe: Recipe = PLAIN
-    ) -> list[Wanted]:
-        """What to look up for blocks; ``as_prompt``: the first of them opens a prompt."""
-        # Read once, because the model checks at each reading whether its weights have changed.
-        fingerprint = self._model.fingerprint
-        if recipe.adapter and fingerprint not in recipe.fingerprints:
-            raise ValueError(
-                f"The recipe {recipe.source or recipe} no longer belongs to {self._model.name}, "
-                "which was changed since it was resolved (an adapter switched, say): make a new "
-                "engine with another recipe."
-            )
-        has_sink = len(blocks) > as_prompt  # the first block of a prompt has none
-        sink_ids = self._sink_ids(recipe.sink) if has_sink else ()
-        wanted = []
-        for index, block in enumerate(blocks):
-            first = as_prompt and index == 0
-            before, adapter = ((), None) if first else (sink_ids, recipe.adapter)
-            allowed = keep_of(block.origin)
-            ids, digest = self._tokenised(block, first)
-            encoded = token_digest(ids, before) if before else digest
-            digest = corrected_digest(encoded, adapter.digest) if adapter else encoded
-            names = self.access.namespaces(private=is_private(allowed))
-            keys = tuple(store_key(fingerprint, digest, name) for name in names)
-            wanted.append(
-                Wanted(
-                    keys, names, ids, digest, encoded, block, before, adapter, allowed,
-                    (block.handle,),
-                )
-            )  # fmt: skip
-        return wanted
-
-    def _sink_ids(self, sink: str) -> Sequence[int]:
-        if sink not in self._sinks:
-            self._sinks[sink] = sink_ids(sink, self._model.tokenizer)
-        return self._sinks[sink]
-
     def encode(
         self, wanted: Sequence[Wanted], batch_tokens: int | None = None
     ) -> Iterator[list[tuple[Wanted, BlockKV]]]:
-        """Compute blocks, batch by batch as ``BlockModel.encode``; those of no tokens are left out.
+        """Compute blocks, batch by batch as in ``BlockModel.encode``.
 
-        A block that an adapter changes is made of the unchanged one where that is stored.
+        Where the store has a block without the adapter, only the adapter is applied. Blocks without
+        tokens are left out.
         """
         requests: dict[str, EncodeRequest] = {}
-        waiting: dict[str, list[Wanted]] = {}  # blocks of the same tokens may be kept apart
+        waiting: dict[str, list[Wanted]] = {}  # blocks of the same tokens in several namespaces
         for one in wanted:
-            encoded = self._encoded(one) if one.ids else None
+            encoded = self._stored_without_adapter(one) if one.ids else None
             if encoded is not None:
                 yield [(one, self._finished(encoded, one))]
             elif one.ids:
@@ -309,22 +207,21 @@ class BlockFetcher:
         for batch in self._model.encode([*requests.values()], batch_tokens=batch_tokens):
             yield [(one, self._finished(kv, one)) for kv in batch for one in waiting[kv.digest]]
 
-    def _encoded(self, one: Wanted) -> BlockKV | None:
-        """What an adapter is to change, where that is stored as the model computed it."""
+    def _stored_without_adapter(self, one: Wanted) -> BlockKV | None:
         if one.adapter is None:
             return None
         key = store_key(self._model.fingerprint, one.encoded_digest, one.namespaces[0])
         try:
             if (stored := self.store.get(key)) is not None:
                 self._check(stored, key, one.ids)
-        except StoreError:  # told to whoever asks for that entry itself
+        except StoreError:  # reported when that entry itself is looked up
             return None
-        if stored is None or stored.scales is not None:  # what was rounded is not changed again
+        if stored is None or stored.scales is not None:  # int8 would be rounded twice
             return None
         return stored.to(self._model.device)
 
     def _finished(self, encoded: BlockKV, one: Wanted) -> BlockKV:
-        """A block as it is kept."""
+        """A computed block with its adapter, in the type that blocks are kept in."""
         if one.adapter is not None:
             encoded = one.adapter.corrected(encoded, self._model.profile.layouts)
         if self.kv_dtype == "int8":
@@ -333,24 +230,24 @@ class BlockFetcher:
         return replace(encoded, digest=one.digest, handle=handle, namespace=namespace)
 
     def _look_up(self, wanted: Collection[Wanted]) -> dict[Name, BlockKV]:
-        """The KV of the blocks that are stored, by name, on the model's device."""
-        read: dict[Name, BlockKV] = {}
+        """The blocks that are stored, by name, on the model's device."""
+        found: dict[Name, BlockKV] = {}
+        device = self._model.device
         for place in range(1 + len(self.access.read_namespaces)):
-            asked = [one for one in wanted if one.name not in read and place < len(one.keys)]
+            asked = [one for one in wanted if one.name not in found and place < len(one.keys)]
             keys = [one.keys[place] for one in asked]
             answers = get_many(self._cache, keys) if keys else []
             for one, key, answer in zip(asked, keys, answers, strict=True):
-                if (kv := self._sound(answer, key, one)) is not None:
-                    read[one.name] = kv
-        device = self._model.device
-        for name, kv in read.items():
-            if kv.device != device:
-                read[name] = kv.to(device)
-                keep(self._cache, kv.key, read[name])
-        return read
+                if (kv := self._sound(answer, key, one)) is None:
+                    continue
+                if kv.device != device:
+                    kv = kv.to(device)
+                    keep(self._cache, key, kv)
+                found[one.name] = kv
+        return found
 
     def _sound(self, answer: Found, key: str, one: Wanted) -> BlockKV | None:
-        """What the store said, if it is sound and is what was asked for. A bad entry is a miss."""
+        """The block that the store returned, if it is the one asked for. A bad entry is a miss."""
         try:
             if isinstance(answer, StoreError):
                 raise answer
@@ -361,7 +258,7 @@ class BlockFetcher:
             done = "kept in memory" if self.access.read_only else "the entry overwritten"
             done = done if is_bad else "the store asked again next time"
             logger.warning("%s. The block is computed again and %s.", error, done)
-            if is_bad:  # a store that does not answer may never have held it
+            if is_bad:  # a store that does not answer may not have an entry
                 self._to_store.add(one.key)
             return None
         if answer is not None and key in self._to_store:
@@ -369,7 +266,7 @@ class BlockFetcher:
         return answer
 
     def _check(self, kv: BlockKV, key: str, ids: list[int]) -> None:
-        """Refuse, by a StoreError, KV that is not what was asked for."""
+        """Raise StoreError if a block is not the one asked for."""
         if kv.key != key:
             raise StoreError(
                 f"The store holds under {key} another block or another model's KV (digest "
@@ -386,8 +283,8 @@ class BlockFetcher:
         self._checked.add(kv)
 
     def _keep(self, kv: BlockKV, allowed: Keep) -> None:
-        """Keep what an answer needed: in the store where that is allowed, else in memory."""
-        # By the model that computed it: an adapter may have been switched since the look-up.
+        """Keep a computed block: in the store where that is allowed, else in memory."""
+        # The key of the model that computed it: the model may have been changed since the look-up.
         key = kv.key
         if allowed == "store" or key in self._to_store:
             self._store(kv)
@@ -399,14 +296,25 @@ class BlockFetcher:
             self._to_store.add(key)
 
     def _store(self, kv: BlockKV) -> None:
-        """Store a block. That it cannot be stored is no reason not to answer."""
+        """Store a block. A failure is logged and does not affect the answer."""
         self._to_store.discard(kv.key)
         if self.access.read_only:
             keep(self._cache, kv.key, kv)
             return
         try:
             self._cache.put(kv.key, kv)
-        except StoreUnavailableError:  # told when the store failed, and counted there
+        except StoreUnavailableError:  # logged and counted by the store
             return
         except StoreError as error:
             logger.warning("%s. The answer is not affected; the block is computed again.", error)
+
+
+def check_on_miss(on_miss: OnMiss) -> OnMiss:
+    """The value, unchanged.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    if on_miss not in ("compute", "error"):
+        raise ValueError(f"Unknown on_miss {on_miss!r}: expected 'compute' or 'error'.")
+    return on_miss

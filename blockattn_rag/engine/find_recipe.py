@@ -1,4 +1,4 @@
-"""Which recipe a model runs with: the one that was given, or the best one that is known."""
+"""Resolves recipes: the one given, or the best one known for a model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AUTO = "auto"
 _SHIPPED = Path(__file__).parent / "recipes"
 _STOCK_SINKS = ("head:4", "bos", NO_SINK)  # four tokens of the head do as well as more
 
-# Models that a warning was logged for: one for all engines over a model.
+# Models that a warning was logged for. Each gets one, however many engines it has.
 _warned_of: WeakSet[PreTrainedModel] = WeakSet()
 
 
@@ -39,26 +39,25 @@ def resolve_recipe(
     """The recipe of an engine.
 
     Args:
-        given: A recipe, the folder of one, a sink alone such as ``"head:4"``, ``"none"``, or
-            ``"auto"``. None: ``"auto"``.
+        given: A recipe, a recipe's folder, a sink alone such as ``"head:4"``, ``"none"``, or
+            ``"auto"``. None means ``"auto"``.
         model: The engine's model.
         store: The engine's store.
         folder: Folder of the database that the store belongs to.
 
     ``"auto"`` takes the first of these:
 
-    1. For a block-fine-tuned model: what it was trained with.
-    2. The folder ``recipe`` in ``folder``, in the store's folder, or beside the store's folder.
+    1. The settings that a block-fine-tuned model was trained with.
+    2. The folder ``recipe`` in ``folder``, in the store's folder, or next to the store's folder.
     3. The folder ``recipe`` in the model's folder.
-    4. A recipe that comes with the package, known by the model's fingerprint.
-    5. A sink alone, with one warning that names ``blockattn-rag repair``.
+    4. A recipe shipped with the package for the model's fingerprint.
+    5. A sink alone, with one warning that suggests ``blockattn-rag repair``.
 
-    Recipes of other models that 2 and 3 find are skipped with a warning.
+    Recipes of other models in 2 and 3 are skipped with a warning.
 
     Raises:
-        ValueError: there is no recipe where ``given`` says, it is damaged, or it does not belong to
-            the model.
-        UnsupportedModelError: the recipe promotes passages, which the model cannot do.
+        ValueError: the recipe is missing or damaged, or does not belong to the model.
+        UnsupportedModelError: the recipe promotes passages, and the model does not support that.
     """
     if given is None or given == AUTO:
         return _automatic(model, store, folder)
@@ -94,7 +93,7 @@ def check_fits(recipe: Recipe, model: BlockModel) -> None:
 
 
 def foreign(recipe: Recipe, model: BlockModel) -> str:
-    """Why a recipe belongs to another model: one sentence; empty if it fits."""
+    """A sentence that says why a recipe belongs to another model. Empty if it fits."""
     if not recipe.fingerprints or model.fingerprint in recipe.fingerprints:
         return ""
     known = ", ".join(f"{one[:12]}..." for one in recipe.fingerprints)
@@ -128,7 +127,7 @@ def recipe_in_use(model: BlockModel, store: KVStore, folder: Path | None = None)
     """The recipe with an adapter that ``"auto"`` takes for a stock model.
 
     Returns:
-        None: there is none, or it is damaged, which is logged.
+        None if there is none, or if it is damaged, which is logged.
     """
     try:
         found = _found(model, store, folder)
@@ -139,8 +138,7 @@ def recipe_in_use(model: BlockModel, store: KVStore, folder: Path | None = None)
 
 
 def _found(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe | None:
-    """The first of the recipes beside a database, a store or a model that belongs to the model, or
-    the package's; None if there is none."""
+    """The model's recipe next to a database, a store or a model, or else the shipped one."""
     path = store.path if isinstance(store, DirectoryStore) else None
     names = (model.name, str(getattr(model.config, "_name_or_path", "")))
     for place in _places(path, names, folder):
@@ -155,7 +153,7 @@ def _found(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe | N
 
 
 def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> Iterator[Path]:
-    """Where recipes are, of those places where ``"auto"`` looks for one."""
+    """The folders that have a recipe, in the order in which ``"auto"`` looks."""
     folders = [folder, store, store and store.parent]
     for name in dict.fromkeys(models):
         path = Path(name).expanduser()
@@ -167,11 +165,11 @@ def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> I
 
 
 def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> list[str]:
-    """What identifies the recipe of an engine whose model is not loaded yet: one digest, or those
-    of all recipes that ``"auto"`` may take.
+    """Digests that identify the recipe of an engine whose model is not loaded yet: one digest, or
+    those of all recipes that ``"auto"`` may take.
 
     Raises:
-        ValueError: ``given`` is no recipe.
+        ValueError: ``given`` is not a recipe.
     """
     if isinstance(given, Recipe):
         return [given.digest]
@@ -184,7 +182,7 @@ def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> li
 
 @cache
 def _shipped() -> dict[str, Path]:
-    """The recipes of the package, by fingerprint."""
+    """Folders of the shipped recipes, by fingerprint."""
     places = sorted(_SHIPPED.glob(f"*/{RECIPE_FILE}"))
     return {one: path.parent for path in places for one in read_fields(path.parent)["fingerprints"]}
 
@@ -195,7 +193,7 @@ def _load_shipped(place: Path) -> Recipe:
 
 
 def stock_sink(model: BlockModel) -> str:
-    """The sink of a stock model: the first of ``head:4``, ``bos`` and ``none`` that it has."""
+    """The sink of a stock model: the first of ``head:4``, ``bos`` and ``none`` that it supports."""
     return next(sink for sink in _STOCK_SINKS if _has_sink(model, sink))
 
 
@@ -208,7 +206,7 @@ def _has_sink(model: BlockModel, sink: str) -> bool:
 
 
 def _unlike_training(recipe: Recipe, model: BlockModel) -> str:
-    """How a recipe differs from what a model was block-fine-tuned with; empty if it does not."""
+    """How a recipe differs from the settings that a model was trained with. Empty if equal."""
     found = {"positions": recipe.positions, "sink": recipe.sink}
     if model.checkpoint:
         return model.checkpoint.unmet(**found)

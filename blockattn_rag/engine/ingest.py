@@ -1,4 +1,4 @@
-"""Ingestion: computing and storing the blocks that a store does not hold yet."""
+"""Ingestion: computes and stores blocks that are not in the store yet."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from functools import partial
 
 from tqdm.auto import tqdm
 
-from blockattn_rag.engine.fetcher import PLAIN, BlockFetcher, Wanted, distinct
+from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.engine.lookup import PLAIN, Wanted, distinct
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.prompts.blocks import Block
 
 _Batch = list[tuple[Wanted, BlockKV]]
 Run = Callable[[Callable[[], _Batch | None]], _Batch | None]
-"""Runs a piece of work on the model and returns its result."""
+"""Runs a function on the model's thread and returns its result."""
 
-# Blocks that are sorted by length together: bounds memory, keeps padding low.
+# Blocks that are sorted by length together: bounds memory and keeps padding low.
 _WINDOW = 256
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeStats:
-    """What ``precompute`` did, in distinct blocks. Texts of no tokens are in neither figure."""
+    """Figures of ``precompute``, in distinct blocks. Texts without tokens are not counted.
+
+    Args:
+        computed: Blocks computed and stored.
+        reused: Blocks that were stored already.
+        computed_tokens: Tokens of the computed blocks.
+        stored_bytes: Bytes of the computed blocks.
+        seconds: Time that the call took.
+    """
 
     computed: int = 0
     reused: int = 0
     computed_tokens: int = 0
     stored_bytes: int = 0
     seconds: float = 0.0
-
-    def plus(self, kv: BlockKV) -> EncodeStats:
-        """The figures with one more block that was computed and stored."""
-        return replace(
-            self,
-            computed=self.computed + 1,
-            computed_tokens=self.computed_tokens + kv.num_tokens,
-            stored_bytes=self.stored_bytes + kv.nbytes,
-        )
 
 
 def precompute(
@@ -54,41 +54,48 @@ def precompute(
     batch_tokens: int | None = None,
     recipe: Recipe = PLAIN,
 ) -> EncodeStats:
-    """Compute and store what is absent. Each batch is stored when it is computed, so an
-    interruption loses one batch at most.
+    """Compute and store missing blocks. An interruption loses at most one batch.
 
     Args:
-        run: called with one encoding batch at a time, so that answers come in between; blocks are
+        fetcher: Computes and stores blocks.
+        blocks: The blocks.
+        run: Called with one encoding batch at a time, so that answers run in between. Blocks are
             stored in the caller's thread.
-        as_prompt: the first of the blocks begins a prompt, and so holds the BOS token.
-        on_progress: called with (blocks done, distinct blocks in all).
-        batch_tokens: tokens of one encoding batch, padding included.
+        as_prompt: Whether the first block opens a prompt, and so has the BOS token.
+        show_progress: Whether to show a progress bar.
+        on_progress: Called with the number of blocks done and the number of distinct blocks.
+        batch_tokens: Tokens of one encoding batch, padding included.
         recipe: How passages are encoded.
 
     Raises:
         ContextOverflowError: a block alone is longer than the model's context window.
-        ValueError: there is something to compute, and the engine stores nothing (``read_only``).
+        ValueError: a block is missing, and the engine is read-only.
         StoreError: a block cannot be stored.
     """
     started = time.perf_counter()
     found = fetcher.wanted(blocks, as_prompt=as_prompt, recipe=recipe)
-    wanted = [*distinct(one for one in found if one.ids).values()]
+    wanted = [*distinct(found).values()]
     absent = [one for one in wanted if not fetcher.claim(one)]
     if absent and fetcher.access.read_only:
         raise ValueError(
             f"{len(absent)} of {len(wanted)} blocks are not in the store, and this engine was made "
-            "with read_only=True; encode them by one that may write"
+            "with read_only=True: encode them with an engine that may write."
         )
     stats = EncodeStats(reused=len(wanted) - len(absent))
     progress = {"total": len(wanted), "initial": stats.reused, "desc": "Encoding blocks"}
-    # No bar at all unless asked for, because even a disabled one starts a thread that outlives it.
+    # No bar at all unless requested: even a disabled one starts a thread that outlives it.
     with tqdm(**progress) if show_progress else nullcontext() as bar:
         for at in range(0, len(absent), _WINDOW):
             batches = fetcher.encode(absent[at : at + _WINDOW], batch_tokens)
             while batch := run(partial(next, batches, None)):
                 for _, kv in batch:
                     fetcher.store.put(kv.key, kv)
-                    stats = stats.plus(kv)
+                    stats = replace(
+                        stats,
+                        computed=stats.computed + 1,
+                        computed_tokens=stats.computed_tokens + kv.num_tokens,
+                        stored_bytes=stats.stored_bytes + kv.nbytes,
+                    )
                     if bar is not None:
                         bar.update()
                     if on_progress is not None:

@@ -1,4 +1,4 @@
-"""Work that waits for the model: what it is, for whom it is done, and what becomes of it."""
+"""Work that waits for the model: functions to run, and prompts to answer."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 T = TypeVar("T")
 
 MAX_BATCH = 16
-"""Requests that are answered in one batch at most, unless the caller says otherwise."""
+"""Default limit on the requests of one batch."""
 
 
 class Group:
-    """Calls that run side by side, and whose requests are to be answered in one batch.
+    """Concurrent calls whose requests should share a batch.
 
-    The requests of a group wait until every call under way has made its own, or has ended without
-    one (its answer was in a cache, say).
+    The requests of a group wait until every running call has submitted its own, or has ended
+    without one (because its answer was cached, for example).
 
     Args:
-        options: requests with other options are no part of the group; the model is one of them.
-        calls: how many calls there will be in all.
-        at_once: how many of them run side by side.
+        options: Requests with other options are not part of the group.
+        calls: Number of calls in all.
+        at_once: Number of calls that run concurrently.
     """
 
     _current: ContextVar[Group | None] = ContextVar("blockattn_group", default=None)
@@ -47,23 +47,23 @@ class Group:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Surrounds one of the calls, in its own thread or task."""
+        """Context of one of the calls, in its own thread or task."""
         token = self._current.set(self)
         try:
             yield
         finally:
             with self._lock:
                 self._remaining -= 1
-            self._tell()
+            self._notify()
             self._current.reset(token)
 
     def dissolve(self) -> None:
-        """Wait for no more calls, because some will never begin."""
+        """Stop waiting for further calls, because some will never begin."""
         with self._lock:
             self._remaining = 0
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self.on_change is not None:
             self.on_change()
 
@@ -74,16 +74,16 @@ class Group:
         return group if group is not None and group._options == options else None
 
     def is_complete(self, waiting: int) -> bool:
-        """Whether all calls under way wait, if so many of them do."""
+        """Whether all running calls wait, if this many of them do."""
         return waiting >= min(self._at_once, self._remaining)
 
 
 class Pending(Generic[T]):
-    """A piece of work that waits for the model, and the future of its result."""
+    """Work that waits for the model, and the future of its result."""
 
     group: Group | None = None
-    needs: Future[Any] | None = None  # what must be done first, in another thread
-    loop: asyncio.AbstractEventLoop | None = None  # of the caller, if it is a task
+    needs: Future[Any] | None = None  # must be done before the work begins
+    loop: asyncio.AbstractEventLoop | None = None  # of a caller that is a task
     max_batch = 1
 
     def __init__(self) -> None:
@@ -99,7 +99,8 @@ class Pending(Generic[T]):
         return self._left.is_set() or (self.loop is not None and self.loop.is_closed())
 
     def leave(self) -> None:
-        """Wait no longer: work that has not begun is dropped, an answer ends at its next token."""
+        """Stop waiting: work that has not begun is dropped, and an answer ends at its next
+        token."""
         self._left.set()
         self.answer.cancel()
 
@@ -107,7 +108,7 @@ class Pending(Generic[T]):
         """The result, or the error that the work raised.
 
         Args:
-            timeout: seconds to wait; after that the work is left.
+            timeout: Seconds to wait. Afterwards the work is left.
 
         Raises:
             TimeoutError: the result did not come in time.
@@ -118,7 +119,7 @@ class Pending(Generic[T]):
             self.leave()
 
     async def wait(self) -> T:
-        """``result`` for a task of an event loop; a task that is cancelled leaves the work."""
+        """``result`` for a task of an event loop. Cancelling the task leaves the work."""
         self.loop = asyncio.get_running_loop()
         try:
             return await asyncio.wrap_future(self.answer)
@@ -127,16 +128,20 @@ class Pending(Generic[T]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the work need not wait for anything but the model."""
+        """Whether the work waits for nothing but the model."""
         return self.group is None and (self.needs is None or self.needs.done())
 
     def begin(self) -> bool:
-        """Whether the work is still wanted. From here on the future cannot be cancelled."""
+        """Mark the work as running, unless the caller left. Its future can no longer be cancelled.
+
+        Returns:
+            Whether to do the work.
+        """
         return not self.left and self.answer.set_running_or_notify_cancel()
 
     def fail(self, error: BaseException) -> None:
         """Raise the error in the caller, unless there is a result already."""
-        if isinstance(error, StopIteration):  # because no task of an event loop can hold one
+        if isinstance(error, StopIteration):  # a future of an event loop refuses it
             named = RuntimeError(f"making the prompt or its answer raised {error!r}")
             named.__cause__ = error
             error = named
@@ -144,8 +149,8 @@ class Pending(Generic[T]):
             self.answer.set_exception(error)
 
     def as_the_caller(self, work: Callable[[], T]) -> T:
-        """Run some work with the caller's context variables and number of PyTorch threads."""
-        # PyTorch keeps that number for each thread apart.
+        """Run a function with the caller's context variables and number of PyTorch threads."""
+        # PyTorch keeps that number per thread.
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         return self._context.copy().run(work)
@@ -155,12 +160,12 @@ class Pending(Generic[T]):
         return False
 
     def serve(self, batch: Sequence[Pending[Any]]) -> None:
-        """Do the work of a batch that begins with this: give each its result or its error."""
+        """Do the work of a batch that begins with this: set each result or error."""
         raise NotImplementedError
 
 
 class Job(Pending[T]):
-    """A function to run while no answer runs, such as the encoding of a few blocks."""
+    """A function that runs between answers, such as the encoding of a few blocks."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         super().__init__()
@@ -174,8 +179,8 @@ class PendingAnswer(Pending[Generation]):
     """A prompt that waits for its answer.
 
     Args:
-        make_prompt: makes the prompt on another thread than the caller's, because that may take a
-            while and the caller may be an event loop.
+        make_prompt: Makes the prompt, outside the caller's thread: that may take a while, and the
+            caller may be an event loop.
     """
 
     def __init__(self, make_prompt: Callable[[], BlockPrompt]) -> None:
@@ -188,12 +193,13 @@ class PendingAnswer(Pending[Generation]):
         return self._context.copy().run(self._make_prompt)
 
     def emit(self, text: str, marks: Marks = ()) -> None:
-        """Hand a piece of the answer to whoever reads the answer as it comes."""
+        """Pass a piece of the answer to the reader of a stream."""
         if text and self.on_chunk is not None:
             self.on_chunk(GenerationChunk(text, marks=marks))
 
     def chunks(self, submit: Callable[[], object]) -> Generator[GenerationChunk, None, None]:
-        """Submit the request and yield its answer as it comes; the last chunk carries the whole."""
+        """Submit the request and yield its answer as it comes. The last chunk has the complete
+        answer."""
         chunks: queue.SimpleQueue[GenerationChunk | None] = queue.SimpleQueue()
         self.on_chunk = chunks.put
         self.answer.add_done_callback(lambda _: chunks.put(None))
@@ -228,17 +234,17 @@ class PendingAnswer(Pending[Generation]):
 
 
 class PendingRequest(PendingAnswer):
-    """A prompt that waits for the model.
+    """A prompt that waits for a model in this process.
 
     Args:
-        make_prompt: see ``PendingAnswer``; called on the model's thread.
-        options: how to answer.
-        answer_batch: answers requests with equal options; the engine's.
-        can_share: whether these options give in a batch what they give alone; asked when another
-            such request waits.
-        max_batch: size of the largest batch that the request may be part of.
-        group: the requests to answer this one together with.
-        needs: future of the compiled grammar; the request waits for it, and others overtake it.
+        make_prompt: See ``PendingAnswer``. Called on the model's thread.
+        options: How to answer.
+        answer_batch: Answers requests with equal options; the engine's method.
+        can_share: Whether a batch gives the answers that each request gets alone. Called when
+            another request with these options waits.
+        max_batch: Size of the largest batch that the request may be part of.
+        group: Requests to answer together with this one.
+        needs: Future of the compiled grammar. Other requests overtake this one until it is done.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What pipelines need of an engine, be its model in this process or behind a server."""
+"""What adapters and pipelines require of an engine, in this process or behind a server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from blockattn_rag.engine.find_recipe import RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats
-from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingAnswer
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk
@@ -16,28 +15,28 @@ from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 Prompt = BlockPrompt | Sequence["str | Block"]
 LatePrompt = Prompt | Callable[[], Prompt]
-"""A prompt, or what makes it when its turn comes."""
+"""A prompt, or a function that makes it when its turn comes."""
 
 
 def made(prompt: LatePrompt) -> BlockPrompt:
-    """The prompt, made now if it was not.
+    """The prompt as a ``BlockPrompt``.
 
     Raises:
-        ValueError, TypeError: it is none.
+        ValueError, TypeError: the prompt is invalid.
     """
     given = prompt() if callable(prompt) else prompt
     return given if isinstance(given, BlockPrompt) else BlockPrompt.from_texts(given)
 
 
 def blocks_to_encode(texts: Sequence[str | Block] | BlockPrompt) -> tuple[list[Block], bool]:
-    """What ``encode`` was given as blocks, and whether the first one begins a prompt.
+    """The argument of ``encode`` as blocks, and whether the first block opens a prompt.
 
     Raises:
-        TypeError: it is no list of texts.
+        TypeError: the argument is not a list of texts.
     """
     if isinstance(texts, str) or not isinstance(texts, (Iterable, BlockPrompt)):
         raise TypeError(
-            f"encode takes a list of texts, found one {type(texts).__name__}; pass [text]"
+            f"encode takes a list of texts, found one {type(texts).__name__}: pass [text]."
         )
     as_prompt = isinstance(texts, BlockPrompt)
     given = texts.context if isinstance(texts, BlockPrompt) else texts
@@ -45,7 +44,7 @@ def blocks_to_encode(texts: Sequence[str | Block] | BlockPrompt) -> tuple[list[B
 
 
 class EngineModel(Protocol):
-    """What an engine tells of its model."""
+    """An engine's model."""
 
     @property
     def name(self) -> str: ...
@@ -61,16 +60,13 @@ class EngineModel(Protocol):
 
 
 class Engine(Protocol):
-    """A ``BlockAttentionEngine`` as its users see it, who need not know where the model runs.
+    """The methods that ``BlockAttentionEngine`` and ``RemoteEngine`` share.
 
-    The methods are those of ``BlockAttentionEngine``, which says what they do.
+    ``BlockAttentionEngine`` documents them.
     """
 
     @property
     def model(self) -> EngineModel: ...
-
-    @property
-    def defaults(self) -> GenerateOptions: ...
 
     @property
     def recipe(self) -> Recipe: ...
@@ -115,10 +111,7 @@ class Engine(Protocol):
     ) -> EncodeStats: ...
 
     def prefetch(
-        self,
-        passages: Sequence[str | Block],
-        *,
-        recipe: RecipeLike | None = None,
+        self, passages: Sequence[str | Block], *, recipe: RecipeLike | None = None
     ) -> None: ...
 
     def contains(self, block: Block, *, first: bool = False) -> bool: ...

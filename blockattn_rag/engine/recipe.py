@@ -1,8 +1,8 @@
 """Recipe: how a model runs in block mode.
 
-A model that was not block-fine-tuned loses right answers in block mode. A recipe repairs it, mostly
-while passages are encoded, where it costs nothing per answer. ``blockattn-rag repair`` makes one.
-It is a folder::
+A model that was not block-fine-tuned gives worse answers in block mode. A recipe repairs it, mostly
+while passages are encoded, which costs nothing per answer. ``blockattn-rag repair`` makes one. A
+recipe is saved as a folder::
 
     recipe.json           the fields of ``Recipe``, its digest, and the sha256 of the adapter's file
     adapter.safetensors   the adapter, if there is one
@@ -41,12 +41,11 @@ class Recipe:
     Args:
         sink: Prefix tokens that passages are encoded with: ``"none"``, ``"bos"`` or ``"head:N"``;
             see ``prompts.sinks``.
-        adapter: Changes a passage's keys and values after they are encoded. It is fitted to
-            ``sink``.
-        promote: Passages that are recomputed with the question: those that it attends to most.
-            0: none.
+        adapter: Changes a passage's keys and values after encoding. It is fitted to ``sink``.
+        promote: Number of passages to recompute with the question: those that it attends to most.
         positions: ``"reordered"`` re-encodes positions; ``"composite"`` is the papers' ablation.
-        fingerprints: Models that the recipe belongs to. Empty: any model, if there is no adapter.
+        fingerprints: Fingerprints of the models that the recipe belongs to. Empty: any model.
+            Required with an adapter.
         model: Name of the model, for messages.
         prompt_format: Prompt format that the adapter was fitted with.
         report: What ``repair`` measured, as plain JSON.
@@ -70,20 +69,20 @@ class Recipe:
         check_sink(self.sink)
         if not isinstance(self.promote, int) or isinstance(self.promote, bool) or self.promote < 0:
             raise ValueError(
-                f"Invalid promote {self.promote!r}: expected a number of passages, from 0 on."
+                f"Invalid promote {self.promote!r}: expected a number of passages, 0 or more."
             )
         if self.positions not in get_args(Positions):
             known = " or ".join(map(repr, get_args(Positions)))
             raise ValueError(f"Invalid positions {self.positions!r}: expected {known}.")
         given: object = self.fingerprints
         if isinstance(given, str):
-            raise TypeError("Invalid fingerprints: found one text, expected a tuple of texts.")
+            raise TypeError("Invalid fingerprints: found a string, expected a tuple of strings.")
         object.__setattr__(self, "fingerprints", tuple(self.fingerprints))
         for name in ("model", "prompt_format"):
             if not isinstance(getattr(self, name), str):
-                raise TypeError(f"Invalid {name} {getattr(self, name)!r}: expected a text.")
+                raise TypeError(f"Invalid {name} {getattr(self, name)!r}: expected a string.")
         if not all(isinstance(one, str) for one in self.fingerprints):
-            raise TypeError(f"Invalid fingerprints {self.fingerprints!r}: expected texts.")
+            raise TypeError(f"Invalid fingerprints {self.fingerprints!r}: expected strings.")
         if self.adapter is None:
             return
         if not isinstance(self.adapter, Correction):
@@ -102,13 +101,12 @@ class Recipe:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of everything but report and source: 64 hex digits."""
+        """sha256 of all fields but report and source: 64 hex digits."""
         return hashlib.sha256(json.dumps(self._fields(), sort_keys=True).encode()).hexdigest()
 
     @property
     def encoding(self) -> tuple[str, str]:
-        """What decides a passage's keys and values: the sink, and the adapter's digest or ``""``.
-        Recipes of one encoding share stored blocks."""
+        """The sink and the adapter's digest. Recipes of one encoding share stored blocks."""
         return self.sink, self.adapter.digest if self.adapter else ""
 
     def __str__(self) -> str:
@@ -132,17 +130,17 @@ class Recipe:
     # -- files -------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, *, plot: bytes | None = None) -> None:
-        """Write the recipe as a folder, completely or not at all. Replaces a recipe that is there.
+        """Write the recipe as a folder, completely or not at all. An existing recipe is replaced.
 
         Args:
             folder: Where to write it.
             plot: PNG image of the report.
 
         Raises:
-            ValueError: the report is no plain JSON, or ``folder`` holds something else.
+            ValueError: the report is not plain JSON, or ``folder`` has other files.
             OSError: the folder cannot be written.
         """
-        folder = Path(folder).expanduser().resolve()  # a link stays, what it leads to is replaced
+        folder = Path(folder).expanduser().resolve()  # a link stays, its target is replaced
         is_foreign = folder.is_dir() and any(folder.iterdir()) and not _holds_recipe(folder)
         if is_foreign or folder.is_file():
             raise ValueError(
@@ -184,10 +182,10 @@ class Recipe:
 
     @classmethod
     def load(cls, folder: str | Path) -> Recipe:
-        """Read a recipe's folder and check everything in it.
+        """Read a recipe's folder and check all of its files.
 
         Raises:
-            ValueError: there is no recipe, or it is damaged.
+            ValueError: the folder has no recipe, or the recipe is damaged.
         """
         folder = Path(folder).expanduser()
         saved = read_fields(folder)
@@ -216,15 +214,15 @@ class Recipe:
         return recipe
 
     def with_positions(self, positions: Positions | None) -> Recipe:
-        """The same recipe with other positions; None: unchanged."""
+        """The recipe with other positions. None leaves it unchanged."""
         return self if positions in (None, self.positions) else replace(self, positions=positions)
 
 
 def read_fields(folder: Path) -> dict[str, Any]:
-    """The contents of a recipe's ``recipe.json``, whose names and version are checked.
+    """The fields in a recipe's ``recipe.json``, after a check of their names and version.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        ValueError: the file is missing or damaged.
     """
     path = folder / RECIPE_FILE
     if not _holds_recipe(folder):

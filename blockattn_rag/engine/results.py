@@ -1,4 +1,4 @@
-"""What a generation gives back. No torch here."""
+"""Results of a generation: answers, chunks of a stream, and figures. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,37 +10,41 @@ from typing import Any, Literal
 from blockattn_rag.output.answers import complete_json
 
 Mode = Literal["block", "full"]
-"""``block``: context blocks are looked up and attend to themselves only. ``full``: ordinary causal
-attention over the same token ids, nothing reused."""
+"""``block``: context blocks attend to themselves only and are reused. ``full``: ordinary causal
+attention over the same token ids; nothing is reused."""
 
 FinishReason = Literal["stop", "length", "repetition"]
-"""``stop``: an end token, a stop string, or the only call of a tool that was allowed came.
-``length``: the answer was cut. ``repetition``: the answer, or a JSON string in it, was ended
-because it repeated itself (``model.repetition``), or it made the same call of a tool twice in a
-row."""
+"""``stop``: the answer ended at an end token, a stop string, or after the only tool call allowed.
+``length``: the answer was cut. ``repetition``: the answer was ended because it repeated itself
+(``model.repetition``), or made the same tool call twice in a row."""
+
+Marks = tuple[tuple[int, int], ...]
+"""Spans of control tokens in a text: start and end of each. The same characters written with
+ordinary tokens are not marks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReuseStats:
-    """What one request reused, what it computed, and where the time to its first token went.
+    """Figures of one request: what was reused and computed, and where the time went.
 
     Args:
-        hits, misses: context blocks found in the store, and computed now.
-        reused_tokens: prompt tokens whose KV came from the store, or from an earlier answer of the
+        mode: The request's mode.
+        hits: Context blocks found in the store.
+        misses: Context blocks computed.
+        reused_tokens: Prompt tokens whose KV came from the store, or from an earlier answer of the
             same conversation (``engine.tails``).
-        computed_tokens: prompt tokens that were computed: missed blocks, and what is new of the
+        computed_tokens: Prompt tokens computed: those of missed blocks, and the new part of the
             final block.
-        promoted_tokens: of these, what promotion cost: promoted passages, and the question once
-            more to choose them.
-        generated_tokens: tokens of the answer.
-        fetch_s: looking up blocks and encoding the missed ones.
-        assemble_s: giving the blocks their positions.
-        prefill_s: from there to the first token: the final block's forward and the choice.
-        ttft_s: from the call to the first token, waiting for the model included.
-        total_s: from the call to the last token.
-        int8_blocks: context blocks, found or computed, whose keys and values are in int8 (see
-            ``kv_dtype`` of the engine).
-        recipe: what block mode ran with, as short text; empty in full mode.
+        promoted_tokens: Tokens among them that promotion cost: promoted passages, and a second
+            forward of the question to choose them.
+        generated_tokens: Tokens of the answer.
+        fetch_s: Seconds to look up blocks and encode the missed ones.
+        assemble_s: Seconds to give the blocks their positions.
+        prefill_s: Seconds from there to the first token.
+        ttft_s: Seconds from the call to the first token, including the wait for the model.
+        total_s: Seconds from the call to the last token.
+        int8_blocks: Context blocks kept in int8 (see ``kv_dtype`` of the engine).
+        recipe: The recipe as short text. Empty in full mode.
     """
 
     mode: Mode
@@ -60,7 +64,7 @@ class ReuseStats:
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> ReuseStats:
-        """The figures whose ``asdict`` this is; other keys are passed over."""
+        """The figures from their ``asdict``. Unknown keys are ignored."""
         return cls(**{one.name: figures[one.name] for one in fields(cls)})
 
     @property
@@ -68,20 +72,19 @@ class ReuseStats:
         return self.reused_tokens + self.computed_tokens
 
     def __add__(self, other: ReuseStats) -> ReuseStats:
-        """The figures of both requests together: counts and seconds added, the rest kept."""
+        """The sum of two requests' counts and seconds, with this request's mode and recipe."""
         names = [one.name for one in fields(self) if one.name not in ("mode", "recipe")]
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return replace(self, **sums)
 
     def reuse(self) -> dict[str, int]:
-        """Blocks and prompt tokens, found and computed, as fields of a JSON object; the promoted
-        tokens are among the computed ones."""
+        """Counts of blocks and prompt tokens, as fields of a JSON object."""
         names = ("hits", "misses", "reused_tokens", "computed_tokens", "promoted_tokens")
         return {name: getattr(self, name) for name in names}
 
 
 class Clock:
-    """When the steps of one request happened, in seconds of ``time.perf_counter``."""
+    """Times of the steps of one request, from ``time.perf_counter``."""
 
     def __init__(self, started: float) -> None:
         self.started = self.assembling = self.prefilling = started
@@ -105,16 +108,16 @@ class Clock:
         )
 
 
-Marks = tuple[tuple[int, int], ...]
-"""Where control tokens are in a text: index of the first character, and behind the last. Characters
-that spell a control token, but come from ordinary tokens, are not among them."""
-
-
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One answer. ``text`` is without control tokens and ends before a stop string.
+    """One answer.
 
-    ``marks``: where the control tokens are that the call keeps in the text (``keep_tokens``).
+    Args:
+        text: The answer without control tokens, up to a stop string.
+        token_ids: Its token ids.
+        finish_reason: Why it ended.
+        stats: Figures of the request.
+        marks: Spans of the control tokens that the call keeps in the text (``keep_tokens``).
     """
 
     text: str
@@ -124,19 +127,22 @@ class Generation:
     marks: Marks = ()
 
     def json(self) -> Any:
-        """The JSON value that the answer is, where a grammar made it one.
+        """The answer as a JSON value, if a grammar made it one.
 
         Raises:
-            IncompleteAnswerError: the answer was cut, or is none.
+            IncompleteAnswerError: the answer was cut, or is not JSON.
         """
         return complete_json(self.text, self.finish_reason)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationChunk:
-    """New text of a stream; the last chunk, whose text may be empty, carries the whole answer.
+    """A piece of a streamed answer.
 
-    ``marks`` are those of the chunk's text. No kept control token is split between chunks.
+    Args:
+        text: New text. The last chunk's may be empty.
+        generation: The complete answer, in the last chunk.
+        marks: Spans of kept control tokens in ``text``. Chunks never split a control token.
     """
 
     text: str
@@ -145,11 +151,11 @@ class GenerationChunk:
 
 
 def marks_at_end(piece: Generation | GenerationChunk, end: str) -> Marks:
-    """The marks of the last characters of an answer or stream, as spans of these.
+    """The marks in the last characters of an answer or stream, as spans of these characters.
 
     Args:
-        piece: an answer, or the latest chunk of a stream.
-        end: the characters; they may begin before the chunk.
+        piece: An answer, or the latest chunk of a stream.
+        end: The last characters. They may begin before the chunk.
     """
     shift = len(end) - len(piece.text)
     return tuple((a + shift, b + shift) for a, b in piece.marks if a + shift >= 0)

@@ -1,4 +1,4 @@
-"""Runs the model for prompts that wait: prepares them, and answers them alone or in one batch."""
+"""Runs the model for waiting requests: prepares their prompts, and answers them in batches."""
 
 from __future__ import annotations
 
@@ -6,152 +6,167 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
-from itertools import chain, groupby
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, get_args
 
 from torch import Tensor
 
 from blockattn_rag.engine.answer import Answer, Prepared
-from blockattn_rag.engine.fetcher import BlockFetcher, Fetched, Name
+from blockattn_rag.engine.fetcher import BlockFetcher, Fetched
+from blockattn_rag.engine.lookup import Name
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.engine.tails import NOTHING, Start, Tails
 from blockattn_rag.errors import ContextOverflowError
-from blockattn_rag.kv.context import Context, place
+from blockattn_rag.kv.context import Assembly, Context, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.caches import add_states, empty_cache
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, promoted
 
 
-class _Chosen(NamedTuple):
-    """What promotion does to a context.
+class _Promoted(NamedTuple):
+    """A context after promotion.
 
-    ``stay``, ``moved``: the blocks that stay, and those that move to the final block; ``missed``,
-    ``computed_tokens``: what had to be computed to choose.
+    Args:
+        context: Blocks that stay.
+        final_ids: Token ids of the final block: promoted passages, then the question.
+        missed: Number of tokens of each block that was computed to choose, by name.
+        choosing_tokens: Tokens computed to choose them.
     """
 
-    stay: list[Block]
-    moved: list[Block]
+    context: Sequence[Block]
+    final_ids: list[int]
     missed: Mapping[Name, int]
-    computed_tokens: int
+    choosing_tokens: int
 
 
 class Runner:
     """Answers requests of one engine, on the model's thread.
 
     Args:
-        model: the model.
-        fetcher: gets the blocks of prompts.
-        tail_bytes: of what answers compute behind their contexts, how much is kept; see ``tails``.
+        model: The model.
+        fetcher: Gets the blocks of prompts.
+        assembly: How blocks are put together.
+        tail_bytes: Bytes of tails to keep; see ``engine.tails``.
+
+    Raises:
+        ValueError: ``assembly`` is unknown.
+        UnsupportedModelError: the model does not support ``assembly="relay"``.
     """
 
-    def __init__(self, model: BlockModel, fetcher: BlockFetcher, tail_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        model: BlockModel,
+        fetcher: BlockFetcher,
+        assembly: Assembly = "auto",
+        tail_bytes: int = 0,
+    ) -> None:
+        if assembly not in get_args(Assembly):
+            known = ", ".join(map(repr, get_args(Assembly)))
+            raise ValueError(f"Unknown assembly {assembly!r}: expected one of {known}.")
+        if assembly == "relay":
+            model.choose_assembly(assembly, final_tokens=1)  # refused now, not in a request
         self._model = model
         self._fetcher = fetcher
+        self._assembly: Assembly = assembly
         self._tails = Tails(model, tail_bytes)
 
     def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
-        """Give every request its answer or its own error.
+        """Answer requests with equal options. Each gets its answer or its own error.
 
-        Requests with equal options share each forward of the model where that gives the answers
-        that each gets alone.
+        Requests share the model's forwards where that gives the answers that each gets alone.
         """
-        answers = [answer for one in requests if (answer := self._begin(one)) is not None]
-        answers.sort(key=_limit)  # each row of a batch gets as many tokens
-        for _, alike in groupby(answers, key=_limit):
-            for run in self._runs(list(alike)):
-                if len(run) == 1:
-                    self._answer_alone(run[0])
-                else:
-                    self._answer_together(run)
+        answers = [answer for one in requests if (answer := self._prepared(one)) is not None]
+        for batch in self._batches(answers):
+            if len(batch) == 1:
+                self._answer_alone(batch[0])
+            else:
+                self._answer_together(batch)
 
     # -- preparing ---------------------------------------------------------------------------
 
-    def _begin(self, request: PendingRequest) -> Answer | None:
-        """An answer that is ready to be computed."""
+    def _prepared(self, request: PendingRequest) -> Answer | None:
         try:
             if request.left:  # while others were prepared
                 raise CancelledError
-            options = request.options
             prompt = request.prompt()
-            self._model.matcher(options.sampling.grammar)  # refused before anything is computed
-            prepared = self.prepare(prompt, options)
-        except KeyboardInterrupt:  # which is no request's own error: it ends the whole batch
+            # Refuses a grammar before anything is computed.
+            self._model.matcher(request.options.sampling.grammar)
+            return Answer(request, prompt, self.prepare(prompt, request.options), self._model)
+        except KeyboardInterrupt:  # ends the whole batch
             raise
         except BaseException as error:  # noqa: BLE001 -- raised again by the caller
             request.fail(error)
             return None
-        return Answer(request, prompt, prepared, self._model)
 
     def prepare(self, prompt: BlockPrompt, options: GenerateOptions) -> Prepared:
-        """Tokenise a prompt (full mode), or fetch and place its blocks (block mode)."""
+        """Tokenise a prompt, and in block mode fetch and place its blocks."""
         if options.mode == "block":
             return self._prepare_blocks(prompt, options)
-        tokenizer = self._model.tokenizer
-        ids = tokenizer.prompt_ids(prompt)
+        ids = self._model.tokenizer.prompt_ids(prompt)
         limit = self._model.room_for(len(ids.flat), options.sampling)
-        context_ids = [token for block in ids.context for token in block]
         stats = ReuseStats("full", computed_tokens=len(ids.flat))
+        context_ids = [token for block in ids.context for token in block]
         return Prepared(context_ids, ids.final, None, limit, stats)
 
     def _prepare_blocks(self, prompt: BlockPrompt, options: GenerateOptions) -> Prepared:
         started = time.perf_counter()
-        tokenizer = self._model.tokenizer
-        context, question = tokenizer.with_final_ids(prompt)
-        chosen = self._promoted(context, question, options)
-        moved_ids = [
-            tokenizer.block_ids(block, first=not chosen.stay and not place)
-            for place, block in enumerate(chosen.moved)
-        ]
-        final = [*chain.from_iterable(moved_ids), *question]
-        fetched = self._fetch(chosen.stay, len(final), options)
+        context, question = self._model.tokenizer.with_final_ids(prompt)
+        chosen = _Promoted(context, question, {}, 0)
+        if options.recipe.promote and any(block.is_passage for block in context):
+            chosen = self._promote(context, question, options)
+        final_tokens = len(chosen.final_ids)
+        fetched, limit = self._fetch(chosen.context, final_tokens, options)
         fetched = fetched._replace(missed={**chosen.missed, **fetched.missed})
         placed = place(fetched.blocks, options.recipe.positions)
-        limit = self._model.room_for(placed.num_tokens + len(final), options.sampling)
         stats = ReuseStats(
             "block",
             hits=fetched.hits,
             misses=fetched.misses,
             reused_tokens=fetched.reused_tokens,
-            computed_tokens=fetched.missed_tokens + len(final) + chosen.computed_tokens,
-            promoted_tokens=sum(map(len, moved_ids)) + chosen.computed_tokens,
+            computed_tokens=sum(fetched.missed.values()) + final_tokens + chosen.choosing_tokens,
+            promoted_tokens=final_tokens - len(question) + chosen.choosing_tokens,
             fetch_s=time.perf_counter() - started,
             int8_blocks=sum(kv.scales is not None for kv in fetched.blocks),
             recipe=str(options.recipe),
         )
-        return Prepared(placed.token_ids, final, placed, limit, stats)
+        return Prepared(placed.token_ids, chosen.final_ids, placed, limit, stats)
 
-    def _promoted(
-        self, context: Sequence[Block], question: Sequence[int], options: GenerateOptions
-    ) -> _Chosen:
-        """Choose the passages that move to the final block: by the question's attention."""
-        count = options.recipe.promote
-        if not count or not any(block.is_passage for block in context):
-            return _Chosen(list(context), [], {}, 0)
-        fetched = self._fetch(context, len(question), options)
+    def _promote(
+        self, context: Sequence[Block], question: list[int], options: GenerateOptions
+    ) -> _Promoted:
+        """Move the passages that the question attends to most into the final block."""
+        fetched, _ = self._fetch(context, len(question), options)
         placed = place(fetched.blocks, options.recipe.positions)
-        # By place, and not by handle: texts of equal tokens share one stored block.
+        # By place, not by handle: texts of equal tokens share one stored block.
         attention = [0.0] * len(context)
         if placed.blocks:
             masses = self._model.attention_to_blocks(placed, question)
             for at, mass in zip(fetched.places, masses, strict=True):
                 attention[at] = mass
-        stay, moved = promoted(context, attention, count)
-        return _Chosen(stay, moved, fetched.missed, len(question))
+        stay, moved = promoted(context, attention, options.recipe.promote)
+        moved_ids = [
+            self._model.tokenizer.block_ids(block, first=not stay and not index)
+            for index, block in enumerate(moved)
+        ]
+        final_ids = [*chain.from_iterable(moved_ids), *question]
+        return _Promoted(stay, final_ids, fetched.missed, len(question))
 
     def _fetch(
         self, context: Sequence[Block], final_tokens: int, options: GenerateOptions
-    ) -> Fetched:
-        def check_room(tokens: int) -> int:
-            return self._model.room_for(tokens + final_tokens, options.sampling)
-
-        return self._fetcher.fetch(context, options.on_miss, check_room, recipe=options.recipe)
+    ) -> tuple[Fetched, int]:
+        """The context's blocks, and how many tokens may be generated. A prompt that does not fit is
+        refused before anything is computed."""
+        wanted = self._fetcher.wanted(context, as_prompt=True, recipe=options.recipe)
+        prompt_tokens = sum(len(one.ids) for one in wanted) + final_tokens
+        limit = self._model.room_for(prompt_tokens, options.sampling)
+        return self._fetcher.fetch(wanted), limit
 
     def answer_logits(
         self, prompt: BlockPrompt, answer_ids: Sequence[int], options: GenerateOptions
     ) -> Tensor:
-        """What the model predicts at each token of a given answer; see ``BlockModel``."""
+        """Logits at each token of a given answer; see ``BlockModel.answer_logits``."""
         prepared = self.prepare(prompt, options)
         if prepared.limit < len(answer_ids):
             raise ContextOverflowError(
@@ -161,25 +176,43 @@ class Runner:
         cache = None
         if prepared.context is not None:
             given = len(prepared.final_ids) + len(answer_ids) - 1
-            cache = self._cache_for([prepared.context], given, options)
+            cache = self._cache_for([prepared.context], given)
         return self._model.answer_logits(
             prepared.context_ids, prepared.final_ids, answer_ids, cache
         )
 
     # -- answering ---------------------------------------------------------------------------
 
+    def _batches(self, answers: Sequence[Answer]) -> list[list[Answer]]:
+        """Cut a batch into those with as many tokens to generate, so that no forward has more
+        tokens than the model encodes at once."""
+        batches: list[list[Answer]] = []
+        widest = 0
+        for answer in sorted(answers, key=lambda answer: answer.prepared.limit):
+            context_ids, final_ids, context, limit, _ = answer.prepared
+            width = len(final_ids) + (0 if context else len(context_ids))
+            widest = max(widest, width)
+            if (
+                not batches
+                or batches[-1][0].prepared.limit != limit
+                or widest * (len(batches[-1]) + 1) > self._model.batch_tokens
+            ):
+                batches.append([])
+                widest = width
+            batches[-1].append(answer)
+        return batches
+
     def _answer_alone(self, answer: Answer) -> None:
         try:
-            answer.complete(self._ids_alone(answer))
+            answer.complete(self._generate(answer))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 -- raised again by the caller
-            traceback.clear_frames(error.__traceback__)  # which hold the cache
+            traceback.clear_frames(error.__traceback__)  # they refer to the cache
             answer.request.fail(error)
 
-    def _ids_alone(self, answer: Answer) -> list[int]:
-        request, prepared = answer.request, answer.prepared
-        sampling = answer.options.sampling
+    def _generate(self, answer: Answer) -> list[int]:
+        request, prepared, sampling = answer.request, answer.prepared, answer.options.sampling
         with self._model.running(sampling):
             if request.left:  # while others had the model
                 raise CancelledError
@@ -198,24 +231,24 @@ class Runner:
             return ids
 
     def _answer_together(self, answers: Sequence[Answer]) -> None:
-        """Answer several requests in one forward for each token. A batch fails as a whole; then
-        each request gets its own answer or its own error."""
+        """Answer several requests in one batch. If the batch fails, answer each request alone."""
         try:
-            self._run_batch(answers)
+            for answer, ids in zip(answers, self._generate_together(answers), strict=True):
+                answer.complete(ids)
             return
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 -- raised again by the callers
             failure = error
-            traceback.clear_frames(error.__traceback__)  # which hold the cache
+            traceback.clear_frames(error.__traceback__)  # they refer to the cache
         for answer in answers:
-            if answer.can_start_anew:
-                answer.start_anew()
+            if answer.can_restart:
+                answer.restart()
                 self._answer_alone(answer)
             else:
                 answer.request.fail(failure)
 
-    def _run_batch(self, answers: Sequence[Answer]) -> None:
+    def _generate_together(self, answers: Sequence[Answer]) -> list[list[int]]:
         sampling = answers[0].options.sampling
 
         def nobody_waits() -> bool:
@@ -228,7 +261,7 @@ class Runner:
         with self._model.running(sampling):
             if nobody_waits():  # since others had the model
                 raise CancelledError
-            rows = self._model.generate_batch(
+            return self._model.generate_batch(
                 [(one.prepared.context_ids, one.prepared.final_ids) for one in answers],
                 sampling,
                 cache=self._cache(answers),
@@ -237,32 +270,16 @@ class Runner:
                 grammars=[one.options.sampling.grammar for one in answers],
                 on_failure=lambda place, error: answers[place].request.fail(error),
             )
-        for answer, ids in zip(answers, rows, strict=True):
-            answer.complete(ids)
-
-    def _runs(self, answers: Sequence[Answer]) -> list[list[Answer]]:
-        """Cut a batch so that no forward has more tokens than the model encodes at once."""
-        runs: list[list[Answer]] = []
-        widest = 0
-        for answer in answers:
-            context_ids, final_ids, context, *_ = answer.prepared
-            width = len(final_ids) + (0 if context else len(context_ids))
-            widest = max(widest, width)
-            if not runs or widest * (len(runs[-1]) + 1) > self._model.batch_tokens:
-                runs.append([])
-                widest = width
-            runs[-1].append(answer)
-        return runs
 
     def _cache(self, answers: Sequence[Answer], start: Start = NOTHING) -> Any:
-        """The prompts' contexts as a cache for the model, and what is known of a single prompt's
-        final block; None: the model makes its own."""
+        """A cache with the prompts' contexts, and with the known part of a single prompt's final
+        block. None: the model makes its own."""
         assembling = time.perf_counter()
         contexts = [one.prepared.context or Context(()) for one in answers]
         cache = None
         if any(context.blocks for context in contexts):
             longest = max(len(one.prepared.final_ids) for one in answers)
-            cache = self._cache_for(contexts, longest - start.tokens, answers[0].options)
+            cache = self._cache_for(contexts, longest - start.tokens)
         elif start.base is not None:
             cache = empty_cache(self._model.config)
         if cache is not None:
@@ -272,12 +289,6 @@ class Runner:
             answer.clock.prefilling = time.perf_counter()
         return cache
 
-    def _cache_for(
-        self, contexts: Sequence[Context], final_tokens: int, options: GenerateOptions
-    ) -> Any:
-        assembly = self._model.choose_assembly(options.assembly, final_tokens)
+    def _cache_for(self, contexts: Sequence[Context], final_tokens: int) -> Any:
+        assembly = self._model.choose_assembly(self._assembly, final_tokens)
         return self._model.cache_for(*contexts, assembly=assembly)
-
-
-def _limit(answer: Answer) -> int:
-    return answer.prepared.limit

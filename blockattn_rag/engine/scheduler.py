@@ -1,9 +1,9 @@
-"""The queue before a model, and the one thread that works through it.
+"""The queue of a model, and the one thread that works through it.
 
 Single answers, streams, batches, calls of event loops and the encoding of passages all come here,
-from every engine over the model. Requests with equal options that wait at the same time are
-answered in one batch; none of them waits for others to come, unless they were asked as a group.
-The main thread need not queue for an idle model (``Scheduler.submit_and_wait``).
+from every engine over the model. Waiting requests with equal options are answered in one batch; a
+request waits for others only if it is part of a group. On an idle model, the main thread does the
+work itself (``Scheduler.submit_and_wait``).
 """
 
 from __future__ import annotations
@@ -12,24 +12,22 @@ import asyncio
 import os
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from blockattn_rag.engine.pending import Job, Pending, PendingRequest
-from blockattn_rag.engine.results import GenerationChunk
+from blockattn_rag.engine.pending import Job, Pending
 from blockattn_rag.engine.threads import start_thread
 from blockattn_rag.model.exclusion import ModelLock, counts_as_holder, holds_a_model
 
 T = TypeVar("T")
 
 _IDLE_S = 10.0
-"""A thread that had no work for this time ends."""
+"""Seconds without work after which the thread ends."""
 
 
 class Scheduler:
-    """Runs one model, in a thread that starts with the first work and ends when it has none."""
+    """Runs one model, in a thread that starts with the first work and ends when it is idle."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -43,10 +41,10 @@ class Scheduler:
     # -- for callers -------------------------------------------------------------------------
 
     def submit(self, *work: Pending[Any]) -> None:
-        """Put work into the queue, all pieces at once; their futures tell what became of them.
+        """Put work into the queue, all pieces at once. Their futures have the results.
 
-        A thread that has a model already does the work itself, here and now: the caller is a logits
-        processor, say, and the model's thread would wait for that very caller.
+        A thread that runs a model already does the work itself: a logits processor that asks an
+        engine would otherwise wait for its own thread.
         """
         if holds_a_model():
             for one in work:
@@ -69,7 +67,7 @@ class Scheduler:
                 one.needs.add_done_callback(lambda _: self._wake())
 
     def submit_in_turn(self, work: Pending[Any]) -> None:
-        """``submit`` all work of this turn of the running event loop at once, as the turn ends."""
+        """``submit``, together with all other work of this turn of the running event loop."""
         loop = asyncio.get_running_loop()
         with self._changed:
             turn = self._turns.setdefault(loop, [])
@@ -83,11 +81,11 @@ class Scheduler:
         self.submit(*turn)
 
     def submit_and_wait(self, *work: Pending[T]) -> list[T]:
-        """Submit work and wait for its results, in order; after an error the rest is dropped.
+        """Submit work and wait for its results, in order. After an error the rest is dropped.
 
-        The main thread does the work itself if the model is idle, so that a script loads its model
-        and asks it in one thread. OpenMP keeps workers for each thread that has computed; where all
-        of them together outnumber the cores, every forward is slower (benchmarks/main_thread.py).
+        The main thread does the work itself if the model is idle, so a script loads its model and
+        runs it in one thread. OpenMP keeps workers for each thread that has computed, and every
+        forward is slower once these outnumber the cores (benchmarks/main_thread.py).
         """
         try:
             is_main = threading.current_thread() is threading.main_thread()
@@ -96,8 +94,12 @@ class Scheduler:
             self.submit(*work)
             return [one.result() for one in work]
         finally:
-            for one in work:  # those behind one that failed, or an interrupt
+            for one in work:  # those after one that failed, or an interrupt
                 one.leave()
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Run a function between answers, and wait for its result."""
+        return self.submit_and_wait(Job(work))[0]
 
     def _is_idle(self) -> bool:
         with self._changed:
@@ -111,18 +113,6 @@ class Scheduler:
                     self._run(_first_batch([each for each in work if not each.answer.done()]))
                 results.append(one.result())
         return results
-
-    def run(self, work: Callable[[], T]) -> T:
-        """Run a function as a piece of work, and wait for what it returns."""
-        return self.submit_and_wait(Job(work))[0]
-
-    def stream(self, request: PendingRequest) -> Generator[GenerationChunk, None, None]:
-        """Submit a request and yield its answer as it comes; the last chunk carries the whole."""
-        return request.chunks(partial(self.submit, request))
-
-    def astream(self, request: PendingRequest) -> AsyncGenerator[GenerationChunk, None]:
-        """``stream`` for a task of an event loop."""
-        return request.achunks(partial(self.submit_in_turn, request))
 
     # -- the model's thread ------------------------------------------------------------------
 
@@ -140,7 +130,7 @@ class Scheduler:
                 del batch
 
     def _take(self) -> list[Pending[Any]]:
-        """The next batch, when there is one; none if the thread is to end."""
+        """The next batch, when there is one. Empty if the thread is to end."""
         with self._changed:
             self._running = ()
             while not self._has_ended:
@@ -159,7 +149,7 @@ class Scheduler:
         waiting = Counter(one.group for one in self._waiting)
         for one in self._waiting:
             if one.group is not None and one.group.is_complete(waiting[one.group]):
-                # It waits for nobody any more, be it answered in this batch or not.
+                # It no longer waits for others, whether it is part of this batch or not.
                 one.group = None
         ready = [one for one in self._waiting if one.is_ready]
         try:
@@ -184,7 +174,7 @@ class Scheduler:
             self._changed.notify()
 
     def _end(self) -> None:
-        """The interpreter ends: nobody waits any more."""
+        """Drop all work, because the interpreter ends."""
         with self._changed:
             self._has_ended = True
             for one in (*self._running, *self._waiting):
@@ -203,7 +193,7 @@ _guard = threading.Lock()
 
 
 def scheduler_of(lock: ModelLock) -> Scheduler:
-    """The scheduler that all engines over one model share, whose lock this is."""
+    """The scheduler that all engines over one model share. ``lock`` is the model's."""
     with _guard:
         if lock not in _schedulers:
             _schedulers[lock] = Scheduler()
@@ -211,7 +201,7 @@ def scheduler_of(lock: ModelLock) -> Scheduler:
 
 
 def _reset_in_child() -> None:
-    """A forked process has none of its parent's threads, and answers none of its callers."""
+    """Start with empty queues in a forked process, which has none of its parent's threads."""
     for scheduler in list(_schedulers.values()):
         scheduler.__init__()  # type: ignore[misc]
 

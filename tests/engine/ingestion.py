@@ -1,11 +1,11 @@
-"""A store that fails where it is told to, and ingestion in the caller's thread."""
+"""A store that fails on demand, and ingestion and look-ups in the caller's thread."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.engine.fetcher import BlockFetcher, Fetched
 from blockattn_rag.engine.ingest import EncodeStats, precompute
 from blockattn_rag.errors import CorruptEntryError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
@@ -14,7 +14,7 @@ from blockattn_rag.store import MemoryStore
 
 
 class FaultyStore(MemoryStore):
-    """A store in memory that fails where it is told to."""
+    """A store in memory that fails on demand."""
 
     def __init__(self) -> None:
         super().__init__(1 << 26)
@@ -40,3 +40,8 @@ class FaultyStore(MemoryStore):
 def ingest(fetcher: BlockFetcher, blocks: Sequence[Block], **options: Any) -> EncodeStats:
     """``precompute``, run on the model by the thread that calls."""
     return precompute(fetcher, blocks, run=lambda work: work(), **options)
+
+
+def fetch(fetcher: BlockFetcher, context: Sequence[Block], **options: Any) -> Fetched:
+    """The blocks of a prompt's context."""
+    return fetcher.fetch(fetcher.wanted(context, as_prompt=True, **options))

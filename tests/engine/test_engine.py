@@ -27,6 +27,7 @@ from blockattn_rag.prompts.marked_text import segment
 from blockattn_rag.prompts.markers import wrap
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.store import DirectoryStore, MemoryStore
+from tests.engines import with_settings
 from tests.holding import FEW, LONGEST_S, Held
 from tests.model.families import SUPPORTED
 from tests.models import tiny_model, tiny_tokenizer
@@ -117,30 +118,31 @@ def test_encode_takes_a_list_and_no_empty_text(engine: BlockAttentionEngine) -> 
 
 
 def test_on_miss_error_answers_from_the_store_or_not_at_all(engine: BlockAttentionEngine) -> None:
+    strict = with_settings(engine, on_miss="error")
     with pytest.raises(MissError, match="2 of 2 blocks"):
-        engine.generate([A, B, Q], on_miss="error", max_new_tokens=1)
+        strict.generate([A, B, Q], max_new_tokens=1)
     engine.generate([A, B, Q], max_new_tokens=1)
-    answer = engine.generate([A, B, Q], on_miss="error", max_new_tokens=NEW)
+    answer = strict.generate([A, B, Q], max_new_tokens=NEW)
     assert answer.token_ids == oracle(engine.model, [A, B, Q])
 
 
-def test_the_engines_own_settings_hold_unless_overridden(model: BlockModel) -> None:
-    engine = BlockAttentionEngine(model, on_miss="error", positions="composite", assembly="copy")
-    with pytest.raises(MissError):
-        engine.generate([A, B, Q], max_new_tokens=1)
-    composite = engine.generate([A, B, Q], on_miss="compute", max_new_tokens=NEW).token_ids
+def test_positions_override_the_recipes(model: BlockModel) -> None:
+    engine = BlockAttentionEngine(model, positions="composite", assembly="copy")
+    composite = engine.generate([A, B, Q], max_new_tokens=NEW).token_ids
     plain = BlockAttentionEngine(model).generate([A, B, Q], max_new_tokens=NEW).token_ids
     assert plain == oracle(model, [A, B, Q]) != composite
     assert engine.recipe == Recipe(positions="composite")
 
 
-@pytest.mark.parametrize("name", ["mode", "on_miss", "assembly"])
-def test_unknown_settings_are_refused(engine: BlockAttentionEngine, name: str) -> None:
-    options: dict[str, Any] = {name: "nonsense"}
-    with pytest.raises(ValueError, match=f"{name} must be one of .*; found 'nonsense'"):
-        engine.generate([A, Q], **options)
-    with pytest.raises(ValueError, match=f"{name} must be one of"):
-        engine.stream([A, Q], **options)
+def test_unknown_settings_are_refused(engine: BlockAttentionEngine) -> None:
+    for name in ("on_miss", "assembly"):
+        with pytest.raises(ValueError, match=f"Unknown {name} 'nonsense': expected"):
+            with_settings(engine, **{name: "nonsense"})
+    mode: Any = "nonsense"
+    with pytest.raises(ValueError, match="Unknown mode 'nonsense': expected 'block' or 'full'"):
+        engine.generate([A, Q], mode=mode)
+    with pytest.raises(ValueError, match="Unknown mode"):
+        engine.stream([A, Q], mode=mode)
 
 
 def test_blocks_after_another_sink_are_other_blocks(model: BlockModel) -> None:
@@ -176,7 +178,7 @@ def test_relay_is_refused_by_a_model_that_cannot(engine: BlockAttentionEngine) -
     kind, config = SUPPORTED["gemma2"]
     other = BlockAttentionEngine(BlockModel(tiny_model(kind, **config), tiny_tokenizer()))
     with pytest.raises(UnsupportedModelError, match="cannot use assembly='relay'"):
-        other.generate([A, Q], assembly="relay", max_new_tokens=1)
+        with_settings(other, assembly="relay")
     assert other.generate([A, Q], max_new_tokens=1).token_ids
 
 
@@ -224,12 +226,13 @@ def test_stored_tensors_are_never_written(engine: BlockAttentionEngine, assembly
     for prompt in prompts:
         engine.generate(prompt, max_new_tokens=1)
     before = contents(engine)
+    engine = with_settings(engine, assembly=assembly)
     composite = {"recipe": Recipe(positions="composite")}
     ways: list[dict[str, Any]] = [{}, {"num_beams": 2}, {"temperature": 1.0}, composite]
     for options in ways:
         for prompt in prompts:
-            engine.generate(prompt, max_new_tokens=NEW, assembly=assembly, **options)
-    engine.generate_batch(prompts, max_new_tokens=NEW, assembly=assembly)
+            engine.generate(prompt, max_new_tokens=NEW, **options)
+    engine.generate_batch(prompts, max_new_tokens=NEW)
     assert contents(engine) == before
 
 
@@ -512,7 +515,7 @@ def test_an_error_reaches_the_reader_of_a_stream_and_frees_the_model(
     with pytest.raises(ValueError, match="not used by the model"):
         list(engine.stream([A, Q], no_such_option=1))
     with pytest.raises(MissError):
-        list(engine.stream(["never seen", Q], on_miss="error"))
+        list(with_settings(engine, on_miss="error").stream(["never seen", Q]))
     assert engine.generate([Q], max_new_tokens=1).token_ids
 
 
@@ -541,10 +544,11 @@ def test_threads_that_stream_at_once_get_their_own_answers(engine: BlockAttentio
 
 
 def test_a_prompt_is_encoded_with_its_beginning() -> None:
-    engine = BlockAttentionEngine(BlockModel(tiny_model("llama"), tiny_tokenizer()))
+    model = BlockModel(tiny_model("llama"), tiny_tokenizer())
+    engine = BlockAttentionEngine(model, on_miss="error")
     prompt = BlockPrompt((Block(A), Block(B)), Q)
     assert engine.encode(prompt) == [Block(A).handle, Block(B).handle]
-    stats = engine.generate(prompt, max_new_tokens=1, on_miss="error").stats
+    stats = engine.generate(prompt, max_new_tokens=1).stats
     assert (stats.hits, stats.misses) == (2, 0)
     assert engine.store.stats().entries == 2
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from blockattn_rag.engine.fetcher import BlockFetcher
-from blockattn_rag.errors import ContextOverflowError, MissError, StoreError
+from blockattn_rag.errors import MissError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockTemplate, Origin, Span
 from blockattn_rag.store import DirectoryStore, MemoryStore, shrink
 from blockattn_rag.store.base import Found, get_or_error
-from tests.engine.ingestion import FaultyStore, ingest
+from tests.engine.ingestion import FaultyStore, fetch, ingest
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
 A, B, C = Block("first passage"), Block("second"), Block("third", BlockTemplate("- ", "\n"))
@@ -47,16 +47,16 @@ def fetcher(model: BlockModel, store: FaultyStore) -> BlockFetcher:
 
 
 def test_absent_blocks_are_computed_and_found_the_next_time(fetcher: BlockFetcher) -> None:
-    first = fetcher.fetch([A, B, C], "compute")
+    first = fetch(fetcher, [A, B, C])
     assert (first.hits, first.misses) == (0, 3)
-    assert first.missed_tokens == len("first passage") + 1 + len("second") + len("- third\n")
-    again = fetcher.fetch([A, B, C], "compute")
-    assert (again.hits, again.misses, again.missed_tokens) == (3, 0, 0)
+    assert sum(first.missed.values()) == len("first passage") + 1 + len("second") + len("- third\n")
+    again = fetch(fetcher, [A, B, C])
+    assert (again.hits, again.misses) == (3, 0)
     assert [kv.handle for kv in again.blocks] == [block.handle for block in (A, B, C)]
 
 
 def test_a_block_that_comes_twice_is_computed_once(fetcher: BlockFetcher) -> None:
-    found = fetcher.fetch([C, A, A, A], "compute")
+    found = fetch(fetcher, [C, A, A, A])
     assert (found.hits, found.misses) == (2, 2)
     assert found.blocks[1] is found.blocks[2] is found.blocks[3]
 
@@ -64,7 +64,7 @@ def test_a_block_that_comes_twice_is_computed_once(fetcher: BlockFetcher) -> Non
 def test_the_first_block_holds_bos_and_is_another_entry(
     fetcher: BlockFetcher, model: BlockModel
 ) -> None:
-    found = fetcher.fetch([A, A], "compute")
+    found = fetch(fetcher, [A, A])
     assert found.misses == 2
     assert found.blocks[0].num_tokens == found.blocks[1].num_tokens + 1
     assert fetcher.contains(A, first=True)
@@ -78,16 +78,17 @@ def test_without_bos_a_block_is_one_entry_wherever_it_stands(
     fetcher = BlockFetcher(model_without_bos, store)
     ingest(fetcher, [A, B])
     assert fetcher.contains(A, first=True)
-    found = fetcher.fetch([A, B, A], "error")
+    found = fetch(fetcher, [A, B, A])
     assert (found.hits, found.misses) == (3, 0)
 
 
 def test_on_miss_error_names_what_is_missing_and_computes_nothing(
-    fetcher: BlockFetcher, store: FaultyStore
+    model: BlockModel, store: FaultyStore
 ) -> None:
+    fetcher = BlockFetcher(model, store, on_miss="error")
     ingest(fetcher, [B])
     with pytest.raises(MissError, match=r"1 of 2 blocks .*first is 'first passage'"):
-        fetcher.fetch([A, B], "error")
+        fetch(fetcher, [A, B])
     assert store.stats().entries == 1
 
 
@@ -102,8 +103,8 @@ def test_a_text_of_no_tokens_is_no_miss_and_leaves_no_trace(
         "block_ids",
         lambda block, *, first: [] if block == C else right(block, first=first),
     )
-    fetcher.fetch([A], "compute")
-    found = fetcher.fetch([A, C, B], "error")
+    fetch(fetcher, [A])
+    found = fetch(fetcher, [A, C, B])
     assert (found.hits, found.misses, len(found.blocks)) == (2, 0, 2)
     assert ingest(fetcher, [C, B]).computed == 0
 
@@ -115,7 +116,7 @@ def test_a_bad_entry_is_a_miss_with_a_warning_and_is_overwritten(
     caplog: pytest.LogCaptureFixture,
     fault: str,
 ) -> None:
-    (good,) = fetcher.fetch([A], "compute").blocks
+    (good,) = fetch(fetcher, [A]).blocks
     if fault == "corrupt":
         store.corrupt.update(store.keys())
     elif fault == "another block":
@@ -125,7 +126,7 @@ def test_a_bad_entry_is_a_miss_with_a_warning_and_is_overwritten(
     else:
         store.swapped = replace(good, keys=good.keys[1:], values=good.values[1:])
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
-        found = fetcher.fetch([A], "compute")
+        found = fetch(fetcher, [A])
     assert (found.hits, found.misses) == (0, 1)
     assert found.blocks[0].token_ids.tolist() == good.token_ids.tolist()
     assert "computed again and the entry overwritten" in caplog.text
@@ -137,7 +138,7 @@ def test_a_store_that_cannot_keep_a_block_costs_time_and_no_answer(
 ) -> None:
     store.full_after = 0
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
-        found = fetcher.fetch([A, B], "compute")
+        found = fetch(fetcher, [A, B])
     assert found.misses == len(found.blocks) == 2
     assert "no space left" in caplog.text
 
@@ -145,7 +146,7 @@ def test_a_store_that_cannot_keep_a_block_costs_time_and_no_answer(
 def test_blocks_of_another_model_are_not_taken(store: FaultyStore, fetcher: BlockFetcher) -> None:
     ingest(fetcher, [A])
     other = BlockModel(tiny_model(seed=1), tiny_tokenizer())
-    found = BlockFetcher(other, store).fetch([B, A], "compute")
+    found = fetch(BlockFetcher(other, store), [B, A])
     assert (found.hits, found.misses) == (0, 2)
 
 
@@ -174,8 +175,8 @@ class BatchedStore(MemoryStore):
 def test_the_store_is_asked_once_for_all_blocks_of_a_prompt(model: BlockModel) -> None:
     store = BatchedStore()
     fetcher = BlockFetcher(model, store)
-    fetcher.fetch([A, B, C], "compute")
-    found = fetcher.fetch([A, B, C, B], "error")
+    fetch(fetcher, [A, B, C])
+    found = fetch(fetcher, [A, B, C, B])
     assert (found.hits, found.misses) == (4, 0)
     assert store.asked == [3, 3]
 
@@ -184,8 +185,8 @@ def test_a_resident_block_is_read_and_checked_once(model: BlockModel, tmp_path: 
     store = CountingStore(tmp_path / "kv")
     ingest(BlockFetcher(model, store), [A, B])
     fetcher = BlockFetcher(model, store, resident_bytes=1 << 20)
-    first = fetcher.fetch([D, C, B], "compute")
-    second = fetcher.fetch([D, B, C], "error")
+    first = fetch(fetcher, [D, C, B])
+    second = fetch(fetcher, [D, B, C])
     assert (first.hits, second.hits, second.misses) == (1, 3, 0)
     assert second.blocks[1] is first.blocks[2]
     assert store.reads == 3
@@ -199,7 +200,7 @@ def test_residents_go_when_there_is_no_room_and_are_read_again(
     ingest(BlockFetcher(model, store), [A, C])
     fetcher = BlockFetcher(model, store, resident_bytes=3 * one)
     for block in (A, B, C, A):
-        fetcher.fetch([D, block], "compute")
+        fetch(fetcher, [D, block])
     assert store.reads > 4
 
 
@@ -208,7 +209,7 @@ def test_without_residents_every_answer_reads_anew(model: BlockModel, tmp_path: 
     fetcher = BlockFetcher(model, store)
     ingest(fetcher, [B])
     for _ in range(3):
-        fetcher.fetch([D, B], "compute")
+        fetch(fetcher, [D, B])
     assert store.reads == 6
 
 
@@ -218,14 +219,14 @@ def test_a_resident_block_does_not_follow_a_file_that_changes(
     store = DirectoryStore(tmp_path / "kv")
     fetcher = BlockFetcher(model, store, resident_bytes=1 << 20)
     ingest(fetcher, [B])
-    before = fetcher.fetch([D, B], "compute").blocks[1]
+    before = fetch(fetcher, [D, B]).blocks[1]
     kept = [tensor.clone() for tensor in (*before.keys, *before.values)]
     for entry in (tmp_path / "kv").rglob("*.safetensors"):
         size = entry.stat().st_size
         with entry.open("r+b") as file:
             file.seek(size // 2)
             file.write(b"\xff" * (size - size // 2))
-    again = fetcher.fetch([D, B], "error").blocks[1]
+    again = fetch(fetcher, [D, B]).blocks[1]
     tensors = (*again.keys, *again.values)
     assert all(torch.equal(a, b) for a, b in zip(kept, tensors, strict=True))
 
@@ -237,7 +238,7 @@ def test_a_block_too_large_to_stay_is_answered_without_a_word(
     fetcher = BlockFetcher(model, store, resident_bytes=1)
     ingest(fetcher, [B])
     for _ in range(2):
-        fetcher.fetch([D, B], "compute")
+        fetch(fetcher, [D, B])
     assert store.reads == 4
     assert not caplog.records
 
@@ -263,7 +264,7 @@ def on_disk(model: BlockModel, tmp_path: Path) -> BlockFetcher:
 def test_what_is_private_to_a_prompt_stays_in_memory(on_disk: BlockFetcher, origin: Origin) -> None:
     private = of(origin)
     for misses in (1, 0, 0):
-        found = on_disk.fetch([private], "compute")
+        found = fetch(on_disk, [private])
         assert found.misses == misses
     assert not on_disk.contains(private, first=True)
 
@@ -272,10 +273,10 @@ def test_a_passage_is_stored_at_once_and_a_system_message_when_it_comes_again(
     on_disk: BlockFetcher,
 ) -> None:
     system = of("system")
-    on_disk.fetch([system, A], "compute")
+    fetch(on_disk, [system, A])
     assert on_disk.contains(A)
     assert not on_disk.contains(system, first=True)
-    assert on_disk.fetch([system, A], "compute").misses == 0
+    assert fetch(on_disk, [system, A]).misses == 0
     assert on_disk.contains(system, first=True)
 
 
@@ -283,37 +284,21 @@ def test_a_hundred_questions_before_their_passages_store_the_passages_alone(
     on_disk: BlockFetcher,
 ) -> None:
     for number in range(100):
-        on_disk.fetch([of("conversation", f"Question {number}?"), A, B], "compute")
+        fetch(on_disk, [of("conversation", f"Question {number}?"), A, B])
     assert on_disk.store.stats().entries == 2
 
 
 def test_whatever_is_encoded_on_purpose_is_stored(on_disk: BlockFetcher) -> None:
     ingest(on_disk, [of("conversation"), A], as_prompt=True)
-    found = on_disk.fetch([of("conversation"), A], "error")
+    found = fetch(on_disk, [of("conversation"), A])
     assert (found.hits, found.misses) == (2, 0)
 
 
-def test_on_miss_error_is_about_passages(on_disk: BlockFetcher) -> None:
-    ingest(on_disk, [A])
-    found = on_disk.fetch([of("conversation"), A], "error")
+def test_on_miss_error_is_about_passages(model: BlockModel, store: FaultyStore) -> None:
+    fetcher = BlockFetcher(model, store, on_miss="error")
+    ingest(fetcher, [A])
+    found = fetch(fetcher, [of("conversation"), A])
     assert (found.hits, found.misses) == (1, 1)
-
-
-def test_room_is_checked_before_anything_is_computed(
-    on_disk: BlockFetcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ingest(on_disk, [A])
-    sizes: list[int] = []
-
-    def refuse(tokens: int) -> None:
-        sizes.append(tokens)
-        raise ContextOverflowError("too long")
-
-    monkeypatch.setattr(on_disk._model, "encode", lambda *_: pytest.fail("computed"))
-    with pytest.raises(ContextOverflowError):
-        on_disk.fetch([D, A, B, B], "compute", refuse)
-    sizes_of = [len(block.rendered) for block in (D, A, B, B)]
-    assert sizes == [sum(sizes_of) + 1]  # BOS
 
 
 @pytest.mark.parametrize("origin", ["system", "conversation"])
@@ -326,8 +311,8 @@ def test_a_damaged_entry_of_any_origin_is_overwritten_at_once(
     ingest(fresh(), [of(origin)], as_prompt=True)
     (entry,) = (tmp_path / "kv").rglob("*.safetensors")
     entry.write_bytes(entry.read_bytes()[:500])
-    assert fresh().fetch([of(origin)], "compute").misses == 1
-    assert fresh().fetch([of(origin)], "compute").misses == 0
+    assert fetch(fresh(), [of(origin)]).misses == 1
+    assert fetch(fresh(), [of(origin)]).misses == 0
 
 
 @pytest.mark.parametrize("origin", ["system", "conversation"])
@@ -342,7 +327,7 @@ def test_a_store_that_does_not_answer_is_not_given_what_is_private_to_a_prompt(
 
     monkeypatch.setattr(DirectoryStore, "get", fail)
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
-        assert on_disk.fetch([of(origin), A], "compute").misses == 2
+        assert fetch(on_disk, [of(origin), A]).misses == 2
     assert "computed again and the store asked again next time" in caplog.text
     assert on_disk.contains(A)
     assert not on_disk.contains(of(origin), first=True)
@@ -362,14 +347,14 @@ def test_blocks_that_are_used_from_memory_are_not_the_first_that_a_full_store_fo
     store = DirectoryStore(tmp_path / "kv")
     fetcher = BlockFetcher(model, store, 1 << 26)
     monkeypatch.setattr("blockattn_rag.store.device_cache._TOUCH_EVERY_S", 0.0)
-    fetcher.fetch([D, A], "compute")  # both are kept in memory too
+    fetch(fetcher, [D, A])  # both are kept in memory too
     for path in tmp_path.rglob("*.safetensors"):
         os.utime(path, (0, time.time() - 200))
     known = {*tmp_path.rglob("*.safetensors")}
     ingest(fetcher, [B])
     (written,) = {*tmp_path.rglob("*.safetensors")} - known
     os.utime(written, (0, time.time() - 100))
-    fetcher.fetch([D, A], "compute")
+    fetch(fetcher, [D, A])
     shrink(store, store.stats().total_bytes - 1)
     assert fetcher.contains(A)
     assert not fetcher.contains(B)

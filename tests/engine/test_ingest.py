@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from blockattn_rag.engine.fetcher import BlockFetcher, Wanted
+from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.ingest import precompute
+from blockattn_rag.engine.lookup import Wanted
 from blockattn_rag.errors import ContextOverflowError, StoreError
 from blockattn_rag.kv.block_kv import MOST_HANDLES, BlockKV
 from blockattn_rag.model import BlockModel

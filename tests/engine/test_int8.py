@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from blockattn_rag.model.correction import Correction
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
 from blockattn_rag.store.device_cache import DeviceCache
+from tests.engine.ingestion import fetch
 from tests.models import tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
 
@@ -50,12 +52,12 @@ def stored(store: KVStore) -> list[BlockKV]:
 def test_a_miss_gives_the_answer_of_the_later_hit(
     model: BlockModel, make_store: MakeStore, assembly: str
 ) -> None:
-    options = {"assembly": assembly, "max_new_tokens": 6}
-    cold = BlockAttentionEngine(model, make_store(), kv_dtype="int8")
+    settings: dict[str, Any] = {"assembly": assembly, "kv_dtype": "int8"}
+    cold = BlockAttentionEngine(model, make_store(), **settings)
     assert cold.kv_dtype == "int8"
-    missed = cold.generate(["first", A, B, Q], **options)  # type: ignore[arg-type]
-    warm = BlockAttentionEngine(model, make_store(), kv_dtype="int8")
-    hit = warm.generate(["first", A, B, Q], **options)  # type: ignore[arg-type]
+    missed = cold.generate(["first", A, B, Q], max_new_tokens=6)
+    warm = BlockAttentionEngine(model, make_store(), **settings)
+    hit = warm.generate(["first", A, B, Q], max_new_tokens=6)
     assert (missed.stats.misses, hit.stats.misses) == (3, 0)
     assert missed.stats.int8_blocks == hit.stats.int8_blocks == 3
     assert hit.token_ids == missed.token_ids
@@ -139,10 +141,10 @@ def test_nothing_is_rounded_twice(model: BlockModel, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Correction, "corrected", watched)
     blocks = [Block("x"), Block(A)]
     int8 = BlockFetcher(model, store, kv_dtype="int8")
-    found = int8.fetch(blocks, "compute", recipe=recipe).blocks[1]
+    found = fetch(int8, blocks, recipe=recipe).blocks[1]
     assert [kv.scales for kv in changed] == [None]
     fetcher = BlockFetcher(model, MemoryStore(1 << 26))
-    plain = fetcher.fetch(blocks, "compute", recipe=recipe).blocks[1]
+    plain = fetch(fetcher, blocks, recipe=recipe).blocks[1]
     expected = plain.quantised()
     for layer in range(found.num_layers):
         pairs = zip(found.tensors(layer), expected.tensors(layer), strict=True)

@@ -136,7 +136,7 @@ def test_what_fails_is_counted_logged_once_and_raised_to_nobody(
         wait_for(lambda: engine.prefetches.failed == 2)
         engine.prefetch([A], recipe="no such recipe")
         wait_for(lambda: engine.prefetches.failed == 3)
-    [record] = [one for one in caplog.records if "prefetching failed" in one.message]
+    [record] = [one for one in caplog.records if "Prefetching failed" in one.message]
     assert "no such recipe" in record.message
     engine.prefetch([A])  # the thread goes on
     wait_for(lambda: engine.prefetches.ready == 1)

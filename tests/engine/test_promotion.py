@@ -18,6 +18,7 @@ from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.tolerances import LOGITS
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
+from tests.engines import with_settings
 from tests.models import tiny_model, tiny_tokenizer
 
 HEAD = Block.of([Span("You answer.", "system")])
@@ -69,10 +70,11 @@ def test_promoted_passages_see_all_blocks_and_one_another(
 ) -> None:
     oracle = RecipeOracle(engine.model, PROMPT, promoting(count))
     expected, logits = oracle.generate(NEW), oracle.logits()[-1]
-    options: dict[str, Any] = {"recipe": promoting(count), "assembly": assembly}
+    engine = with_settings(engine, assembly=assembly)
+    options: dict[str, Any] = {"recipe": promoting(count)}
     assert engine.generate(PROMPT, **options, max_new_tokens=NEW).token_ids == expected
     assert error(engine.answer_logits(PROMPT, [0], **options), logits) < EXACT
-    assert error(engine.answer_logits(PROMPT, [0], assembly=assembly), logits) > 100 * EXACT
+    assert error(engine.answer_logits(PROMPT, [0]), logits) > 100 * EXACT
     together = engine.generate_batch([PROMPT, ["a", "b", Q]], **options, max_new_tokens=NEW)
     assert together[0].token_ids == expected
 

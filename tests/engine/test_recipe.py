@@ -24,6 +24,7 @@ from blockattn_rag.engine import find_recipe
 from blockattn_rag.engine.find_recipe import resolve_recipe
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import Correction
+from blockattn_rag.prompts.blocks import Block
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 from tests.recipes import correction_of, recipe_of
 
@@ -53,7 +54,6 @@ def changed(folder: Path, **fields: Any) -> Path:
 
 def test_the_default_recipe_changes_nothing() -> None:
     assert str(Recipe()) == "none"
-    assert Recipe().encoding == ("none", "")
 
 
 def test_recipes_are_equal_by_what_decides_answers(model: BlockModel) -> None:
@@ -72,11 +72,12 @@ def test_recipes_are_equal_by_what_decides_answers(model: BlockModel) -> None:
         assert unlike.digest != one.digest
 
 
-def test_promotion_leaves_encoded_passages_alone(model: BlockModel) -> None:
+def test_recipes_with_and_without_promotion_share_stored_passages(model: BlockModel) -> None:
     recipe = recipe_of(model)
-    assert replace(recipe, promote=2).encoding == recipe.encoding
-    assert recipe_of(model, size=0.2).encoding != recipe.encoding
-    assert recipe_of(model, sink="bos").encoding != recipe.encoding
+    engine = BlockAttentionEngine(model, recipe=recipe)
+    engine.encode(["Halden is tall."])
+    for other, reused in ((replace(recipe, promote=2), 1), (recipe_of(model, size=0.2), 0)):
+        assert engine.precompute([Block("Halden is tall.")], recipe=other).reused == reused
 
 
 def test_a_recipe_is_short_as_text(model: BlockModel) -> None:
@@ -96,9 +97,9 @@ def test_a_recipe_is_short_as_text(model: BlockModel) -> None:
         ({"promote": True}, "number of passages"),
         ({"promote": 1.0}, "number of passages"),
         ({"positions": "none"}, "'reordered' or 'composite'"),
-        ({"fingerprints": "abc"}, "tuple of texts"),
-        ({"fingerprints": (1,)}, "expected texts"),
-        ({"model": None}, "expected a text"),
+        ({"fingerprints": "abc"}, "tuple of strings"),
+        ({"fingerprints": (1,)}, "expected strings"),
+        ({"model": None}, "expected a string"),
         ({"adapter": "kv.safetensors"}, "expected a Correction"),
     ],
 )

@@ -15,6 +15,7 @@ from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
 from blockattn_rag.store import MemoryStore
+from tests.engines import with_settings
 from tests.models import tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
 
@@ -55,19 +56,21 @@ def expected(recipe: Recipe, prompt: BlockPrompt, new: int = NEW) -> list[int]:
 
 @pytest.mark.parametrize("assembly", ["relay", "copy"])
 def test_answers_and_logits(engine: BlockAttentionEngine, assembly: Any) -> None:
+    engine = with_settings(engine, assembly=assembly)
     for prompt in PROMPTS:
         answer = expected(engine.recipe, prompt)
         for _ in range(2):  # computed, and reused
-            found = engine.generate(prompt, assembly=assembly, max_new_tokens=NEW)
+            found = engine.generate(prompt, max_new_tokens=NEW)
             assert found.token_ids == answer
-        logits = engine.answer_logits(prompt, answer, assembly=assembly)
+        logits = engine.answer_logits(prompt, answer)
         true = RecipeOracle(MODEL, prompt, engine.recipe).logits(answer[:-1])
         assert relative_error(logits.float(), true) <= 1e-4
 
 
 @pytest.mark.parametrize("assembly", ["relay", "copy"])
 def test_batches(engine: BlockAttentionEngine, assembly: Any) -> None:
-    found = engine.generate_batch(PROMPTS, assembly=assembly, max_new_tokens=NEW)
+    engine = with_settings(engine, assembly=assembly)
+    found = engine.generate_batch(PROMPTS, max_new_tokens=NEW)
     assert [one.token_ids for one in found] == [expected(engine.recipe, p) for p in PROMPTS]
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ import torch
 from blockattn_rag.engine import scheduler as scheduling
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import MAX_BATCH, Group, Job, PendingRequest
-from blockattn_rag.engine.results import Generation, ReuseStats
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine.results import Generation, GenerationChunk, ReuseStats
 from blockattn_rag.engine.scheduler import Scheduler
 from blockattn_rag.model.exclusion import ModelLock, holds_a_model
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -71,7 +73,7 @@ def pending(
     max_batch: int = MAX_BATCH, **options: Any,
 ) -> PendingRequest:  # fmt: skip
     make_prompt = text if callable(text) else lambda: BlockPrompt((), text)
-    parsed = GenerateOptions.parse(options, GenerateOptions())
+    parsed = GenerateOptions.parse(options, Recipe())
     return PendingRequest(
         make_prompt, parsed, model.answer_batch, model.can_share, group=group, max_batch=max_batch
     )
@@ -81,6 +83,18 @@ async def ask(scheduler: Scheduler, model: Model, text: Any, **options: Any) -> 
     request = pending(model, text, **options)
     scheduler.submit_in_turn(request)
     return (await request.wait()).text
+
+
+def streamed(
+    scheduler: Scheduler, request: PendingRequest
+) -> Generator[GenerationChunk, None, None]:
+    return request.chunks(partial(scheduler.submit, request))
+
+
+def astreamed(
+    scheduler: Scheduler, request: PendingRequest
+) -> AsyncGenerator[GenerationChunk, None]:
+    return request.achunks(partial(scheduler.submit_in_turn, request))
 
 
 def keep_busy(scheduler: Scheduler, model: Model) -> PendingRequest:
@@ -342,33 +356,33 @@ async def test_a_call_cancelled_while_it_waits_is_never_answered(
 def test_a_stream_hands_over_each_piece_and_a_closed_one_leaves(
     scheduler: Scheduler, model: Model
 ) -> None:
-    chunks = list(scheduler.stream(pending(model, "abc")))
+    chunks = list(streamed(scheduler, pending(model, "abc")))
     assert [chunk.text for chunk in chunks] == ["a", "b", "c", ""]
     assert chunks[-1].generation is not None
     request = pending(model, "abc")
-    stream = scheduler.stream(request)
+    stream = streamed(scheduler, request)
     next(stream)
     stream.close()
     assert request.left
     with pytest.raises(ValueError, match="a bad prompt"):
-        list(scheduler.stream(pending(model, "bad")))
+        list(streamed(scheduler, pending(model, "bad")))
 
 
 async def test_an_asynchronous_stream_does_the_same(scheduler: Scheduler, model: Model) -> None:
-    chunks = [chunk async for chunk in scheduler.astream(pending(model, "abc"))]
+    chunks = [chunk async for chunk in astreamed(scheduler, pending(model, "abc"))]
     assert [chunk.text for chunk in chunks] == ["a", "b", "c", ""]
     request = pending(model, "abc")
-    async with aclosing(scheduler.astream(request)) as stream:
+    async with aclosing(astreamed(scheduler, request)) as stream:
         await anext(stream)
     assert request.left
     with pytest.raises(ValueError, match="a bad prompt"):
-        async for _ in scheduler.astream(pending(model, "bad")):
+        async for _ in astreamed(scheduler, pending(model, "bad")):
             pass
 
 
 def test_a_caller_whose_event_loop_is_closed_has_left(scheduler: Scheduler, model: Model) -> None:
     request = pending(model, "abc")
-    stream = scheduler.astream(request)
+    stream = astreamed(scheduler, request)
     loop = asyncio.new_event_loop()
     loop.run_until_complete(anext(stream))
     loop.close()
@@ -376,7 +390,7 @@ def test_a_caller_whose_event_loop_is_closed_has_left(scheduler: Scheduler, mode
     model.gate.clear()
     waiting = pending(model, "def")
     loop = asyncio.new_event_loop()
-    stream = scheduler.astream(waiting)
+    stream = astreamed(scheduler, waiting)
     task = loop.create_task(anext(stream))
     loop.run_until_complete(asyncio.sleep(0))
     model.wait_until_started()

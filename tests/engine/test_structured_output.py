@@ -15,6 +15,7 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import GrammarError, IncompleteAnswerError
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
+from tests.engines import with_settings
 from tests.holding import LONGEST_S, holding
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -53,8 +54,6 @@ def by_schema(name: str = "Tower") -> dict[str, Any]:
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "full mode": {"mode": "full"},
-    "copy": {"assembly": "copy"},
-    "relay": {"assembly": "relay"},
     "sampling": {"temperature": 2.0, "seed": 5},
     "top_k": {"temperature": 1.0, "seed": 1, "top_k": 2, "top_p": 0.5},
     "beams": {"num_beams": 3},
@@ -73,6 +72,13 @@ def test_an_answer_is_what_the_schema_says(engine: BlockAttentionEngine, way: st
     validate(answer.json(), SCHEMA)
     assert answer.token_ids[-1] in engine.model.end_token_ids
     assert not set(answer.token_ids[:-1]) & engine.model.end_token_ids
+
+
+@pytest.mark.parametrize("assembly", ["copy", "relay"])
+def test_a_schema_holds_on_each_path(engine: BlockAttentionEngine, assembly: str) -> None:
+    engine = with_settings(engine, assembly=assembly)
+    answer = engine.generate(A, response_format=by_schema(), max_new_tokens=NEW)
+    validate(answer.json(), SCHEMA)
 
 
 def test_passages_are_reused(engine: BlockAttentionEngine) -> None:

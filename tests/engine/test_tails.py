@@ -21,6 +21,7 @@ from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, decoding
 from blockattn_rag.model.tolerances import LOGITS
 from blockattn_rag.prompts.blocks import BlockPrompt
+from tests.engines import with_settings
 from tests.holding import LONGEST_S, holding
 from tests.model.families import SUPPORTED
 from tests.models import VOCABULARY, tiny_model, tiny_tokenizer
@@ -119,9 +120,13 @@ def test_a_turn_computes_what_is_new_and_gives_the_answer_of_computing_all(
     assembly: Any,
     context: list[str],
 ) -> None:
-    for turn, (prompt, answer) in enumerate(turns(engine, context, assembly=assembly)):
+    engine, plain = (
+        with_settings(one, assembly=assembly, resident_bytes=n)
+        for one, n in ((engine, 1 << 30), (plain, 0))
+    )
+    for turn, (prompt, answer) in enumerate(turns(engine, context)):
         found = logits.taken()
-        expected = plain.generate(prompt, max_new_tokens=NEW, assembly=assembly)
+        expected = plain.generate(prompt, max_new_tokens=NEW)
         assert answer.token_ids == expected.token_ids
         assert relative_error(found, logits.taken()) <= EXACT
         ids = plain.model.tokenizer.prompt_ids(BlockPrompt.from_texts(prompt))
@@ -164,7 +169,6 @@ def test_what_was_said_otherwise_is_computed_from_there_on(
         {"recipe": "head:4"},
         {"recipe": Recipe(positions="composite")},
         {"recipe": "adapter"},
-        {"assembly": "copy"},
     ],
     ids=str,
 )
@@ -349,7 +353,8 @@ def test_tails_take_their_share_of_the_memory_and_the_oldest_goes_first(model: B
 
 @assemblies
 def test_a_tail_holds_no_memory_but_its_own(engine: BlockAttentionEngine, assembly: Any) -> None:
-    for _ in turns(engine, CONTEXT, assembly=assembly):
+    engine = with_settings(engine, assembly=assembly)
+    for _ in turns(engine, CONTEXT):
         pass
     (tail,) = kept(engine)
     assert tail.nbytes == len(tail.ids) * engine.model.bytes_per_token

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.engine.fetcher import BlockFetcher, Fetched
+from blockattn_rag.engine.fetcher import BlockFetcher, Fetched, OnMiss
 from blockattn_rag.errors import MissError
 from blockattn_rag.kv.block_kv import BlockKV, token_digest
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockTemplate, Origin, Span
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
 from blockattn_rag.store.namespaces import Access
-from tests.engine.ingestion import FaultyStore, ingest
+from tests.engine.ingestion import FaultyStore, fetch, ingest
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
 A, B = Block("first passage"), Block("second")
@@ -38,9 +38,14 @@ def found(fetched: Fetched) -> tuple[int, int]:
 
 
 def of_tenant(
-    model: BlockModel, store: KVStore, *names: str, read_only: bool = False
+    model: BlockModel,
+    store: KVStore,
+    *names: str,
+    read_only: bool = False,
+    on_miss: OnMiss = "compute",
 ) -> BlockFetcher:
-    return BlockFetcher(model, store, 1 << 20, Access(names[0], names[1:], read_only))
+    access = Access(names[0], names[1:], read_only)
+    return BlockFetcher(model, store, 1 << 20, access, on_miss=on_miss)
 
 
 # -- identity ----------------------------------------------------------------------------------
@@ -48,7 +53,7 @@ def of_tenant(
 
 def test_a_block_is_known_by_what_a_server_can_compute(model: BlockModel, store: KVStore) -> None:
     fetcher = of_tenant(model, store, "one")
-    kv = fetcher.fetch([A, B], "compute").blocks[1]
+    kv = fetch(fetcher, [A, B]).blocks[1]
     ids = model.tokenizer.block_ids(B, first=False)
     assert kv.digest == token_digest(ids)
     assert (kv.token_ids.tolist(), kv.namespace, kv.handle) == (ids, "one", B.handle)
@@ -57,9 +62,7 @@ def test_a_block_is_known_by_what_a_server_can_compute(model: BlockModel, store:
 def test_texts_of_equal_token_ids_share_an_entry(model: BlockModel, store: KVStore) -> None:
     fetcher = of_tenant(model, store, "")
     ingest(fetcher, [Block("ab", BlockTemplate(after="c"))])
-    assert found(
-        fetcher.fetch([A, Block("a", BlockTemplate(after="bc")), Block("abc")], "compute")
-    ) == (2, 1)
+    assert found(fetch(fetcher, [A, Block("a", BlockTemplate(after="bc")), Block("abc")])) == (2, 1)
     assert ingest(fetcher, [Block("abc")]).reused == 1
 
 
@@ -68,14 +71,14 @@ def test_an_entry_of_other_tokens_under_the_right_key_is_a_miss(
 ) -> None:
     store = FaultyStore()
     fetcher = BlockFetcher(model, store)
-    (good,) = fetcher.fetch([A], "compute").blocks
+    (good,) = fetch(fetcher, [A]).blocks
     forged = BlockKV(
         good.keys, good.values, good.token_ids.flip(0), good.fingerprint, good.digest, good.handle
     )
     assert forged.key == good.key
     store.swapped = forged
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
-        again = fetcher.fetch([A], "compute")
+        again = fetch(fetcher, [A])
     assert "the KV of other tokens" in caplog.text
     assert again.misses == 1
     assert torch.equal(again.blocks[0].token_ids, good.token_ids)
@@ -89,8 +92,8 @@ def test_what_a_user_writes_is_no_hit_for_a_passage_of_the_same_tokens(
     ingest(of_tenant(model, store, "public"), [A, B])
     ingest(fetcher, [A])
     written = [Block.of([Span(block.text, origin)]) for block in (A, B)]
-    assert found(fetcher.fetch([Block("x"), *written], "compute")) == (0, 3)
-    assert found(fetcher.fetch([Block("x"), *written, A, B], "compute")) == (5, 0)
+    assert found(fetch(fetcher, [Block("x"), *written])) == (0, 3)
+    assert found(fetch(fetcher, [Block("x"), *written, A, B])) == (5, 0)
     assert not any(fetcher.contains(block) for block in written) or isinstance(store, MemoryStore)
 
 
@@ -102,10 +105,10 @@ def test_nothing_that_one_tenant_stored_is_a_hit_for_another(
 ) -> None:
     ingest(of_tenant(model, store, "one"), [A, B])
     for name in ("two", "", "One"):
-        other = of_tenant(model, store, name)
+        other = of_tenant(model, store, name, on_miss="error")
         assert not other.contains(A)
         with pytest.raises(MissError):
-            other.fetch([A, B], "error")
+            fetch(other, [A, B])
         assert ingest(other, [A]).computed == 1
     assert of_tenant(model, store, "one").contains(B)
 
@@ -134,7 +137,7 @@ def test_a_shared_collection_is_read_besides_ones_own_and_never_written(
     fetcher = of_tenant(model, store, "one", "public")
     assert fetcher.contains(A)
     assert ingest(fetcher, [A, B]).reused == 1
-    fetched = fetcher.fetch([Block("x"), B, A], "compute")
+    fetched = fetch(fetcher, [Block("x"), B, A])
     assert found(fetched) == (2, 1)
     assert [kv.namespace for kv in fetched.blocks] == ["one", "one", "public"]
     for name in ("public", "two"):
@@ -144,7 +147,7 @@ def test_a_shared_collection_is_read_besides_ones_own_and_never_written(
 def test_ones_own_entry_goes_before_a_shared_one(model: BlockModel, store: KVStore) -> None:
     for name in ("public", "one"):
         ingest(of_tenant(model, store, name), [A])
-    (_, kv) = of_tenant(model, store, "one", "public").fetch([B, A], "compute").blocks
+    (_, kv) = fetch(of_tenant(model, store, "one", "public"), [B, A]).blocks
     assert kv.namespace == "one"
 
 
@@ -154,7 +157,7 @@ def test_a_damaged_shared_entry_is_computed_for_oneself(model: BlockModel, tmp_p
     (shared,) = store.path.rglob("*.safetensors")
     shared.write_bytes(shared.read_bytes()[:-9])
     damaged = shared.read_bytes()
-    fetched = of_tenant(model, store, "one", "public").fetch([B, A], "compute")
+    fetched = fetch(of_tenant(model, store, "one", "public"), [B, A])
     assert fetched.misses == 2
     assert fetched.blocks[1].namespace == "one"
     assert shared.read_bytes() == damaged

@@ -15,7 +15,6 @@ from langchain_core.messages import AIMessageChunk
 from langchain_core.runnables import ConfigurableField
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.errors import MissError
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block
@@ -156,11 +155,6 @@ def test_options_of_a_call_go_before_those_of_the_model(chat: ChatBlockAttention
 def test_an_unknown_option_is_refused(chat: ChatBlockAttention) -> None:
     with pytest.raises(TypeError, match="did you mean 'temperature'"):
         chat.invoke("Hello", tempurature=1)
-
-
-def test_a_miss_can_be_made_an_error(chat: ChatBlockAttention) -> None:
-    with pytest.raises(MissError):
-        chat.invoke(asking(), on_miss="error")
 
 
 def test_tokens_are_counted_as_the_model_sees_them(chat: ChatBlockAttention) -> None:

@@ -75,12 +75,12 @@ def test_every_block_of_a_prompt_but_its_first_is_corrected(
     model: BlockModel, assembly: Any, sink: str
 ) -> None:
     recipe = recipe_of(model, sink=sink)
-    engine = BlockAttentionEngine(model, recipe=recipe)
+    engine = BlockAttentionEngine(model, recipe=recipe, assembly=assembly)
     prompt = ["first", A, B, Q]
     expected = RecipeOracle(model, BlockPrompt.from_texts(prompt), recipe).logits()
-    found = engine.answer_logits(prompt, [0], assembly=assembly)
+    found = engine.answer_logits(prompt, [0])
     assert relative_error(found, expected) < 1e-4
-    plain = engine.answer_logits(prompt, [0], assembly=assembly, recipe=sink)
+    plain = engine.answer_logits(prompt, [0], recipe=sink)
     assert relative_error(plain, expected) > 1e-2
 
 

@@ -15,6 +15,7 @@ from blockattn_rag.kv.context import Assembly
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt
+from tests.engines import with_settings
 from tests.model.families import SUPPORTED
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
@@ -77,7 +78,8 @@ def test_full_mode_and_prompts_without_context_are_transformers_generate(
 def test_one_block_is_full_attention_under_every_option(
     engine: BlockAttentionEngine, options: dict[str, Any], assembly: Assembly
 ) -> None:
-    found = engine.generate([A, "Q"], max_new_tokens=NEW, assembly=assembly, **options)
+    engine = with_settings(engine, assembly=assembly)
+    found = engine.generate([A, "Q"], max_new_tokens=NEW, **options)
     assert found.token_ids == transformers_own(engine.model, [A, "Q"], options)
 
 
@@ -97,12 +99,13 @@ def test_a_batch_gives_the_answers_of_its_prompts_alone(
 def test_rows_of_a_batch_end_where_they_end_alone(
     engine: BlockAttentionEngine, assembly: Assembly
 ) -> None:
+    engine = with_settings(engine, assembly=assembly)
     free = [engine.generate(p, max_new_tokens=NEW) for p in PROMPTS]
     letter = next(c for answer in free for c in answer.text if c.isascii())
     options: dict[str, Any]
     # A token that ends an answer, a letter that does, a broken character that does.
     for options in ({"eos_token_id": free[0].token_ids[2]}, {"stop": letter}, {"stop": "\ufffd"}):
-        options |= {"max_new_tokens": NEW, "assembly": assembly}
+        options |= {"max_new_tokens": NEW}
         alone = [engine.generate(p, **options) for p in PROMPTS]
         together = engine.generate_batch(PROMPTS, **options)
         assert [g.token_ids for g in together] == [g.token_ids for g in alone]

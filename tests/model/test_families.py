@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import permutations
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from blockattn_rag.model.tolerances import LOGITS
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.store import MemoryStore
+from tests.engines import with_settings
 from tests.model.families import LONGROPE_LIMIT, REFUSED, SUPPORTED
 from tests.models import tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
@@ -81,7 +81,7 @@ def test_logits_and_greedy_tokens_are_the_oracles(family: str) -> None:
         ends = sorted(engine.model.end_token_ids)
         expected = oracle_generate(engine.model.hf_model, [*ids.context, ids.final], 5, ends)
         for assembly in assemblies(engine):
-            answer = engine.generate(prompt, max_new_tokens=5, assembly=assembly)
+            answer = with_settings(engine, assembly=assembly).generate(prompt, max_new_tokens=5)
             assert answer.token_ids == expected
 
 
@@ -99,7 +99,8 @@ def test_blocks_after_a_sink_are_the_oracles(family: str, sink: str, length: int
         expected = oracle_generate(engine.model.hf_model, blocks, 5, ends, before)
         for assembly in assemblies(engine):
             assert error_of(engine, texts, assembly, before) <= BUDGET
-            answer = engine.generate(prompt, max_new_tokens=5, assembly=assembly, recipe=sink)
+            one = with_settings(engine, assembly=assembly)
+            answer = one.generate(prompt, max_new_tokens=5, recipe=sink)
             assert answer.token_ids == expected
 
 
@@ -115,10 +116,10 @@ def test_recipes_with_an_adapter_are_the_oracles(family: str) -> None:
         return
     expected, logits = oracle.generate(5), oracle.logits()
     for assembly in assemblies(engine):
-        options: dict[str, Any] = {"recipe": recipe, "assembly": assembly}
-        found = engine.answer_logits(prompt, [0], **options)
+        one = with_settings(engine, assembly=assembly, recipe=recipe)
+        found = one.answer_logits(prompt, [0])
         assert relative_error(found.float(), logits) <= BUDGET
-        assert engine.generate(prompt, max_new_tokens=5, **options).token_ids == expected
+        assert one.generate(prompt, max_new_tokens=5).token_ids == expected
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -20,16 +20,30 @@ trigger, is for the default alone."""
 
 PATHS: Mapping[str, Mapping[str, Any]] = {
     "full": {"mode": "full", **_ANY_TEXT},
-    "copy": {"mode": "block", "on_miss": "error", "assembly": "copy", **_ANY_TEXT},
-    "relay": {"mode": "block", "on_miss": "error", "assembly": "relay", **_ANY_TEXT},
+    "copy": {"mode": "block", **_ANY_TEXT},
+    "relay": {"mode": "block", **_ANY_TEXT},
     "floor": {"mode": "full", **_ANY_TEXT},
 }
-"""Options of the engine on each path. The floor's prompt is the question without context."""
+"""Options of calls on each path. The floor's prompt is the question without context."""
 
 
 def paths_of(engine: BlockAttentionEngine) -> list[str]:
     """The paths of a prompt with a context that the model supports."""
     return ["full", "copy"] + ["relay"] * engine.model.supports_relay
+
+
+def on_path(engine: BlockAttentionEngine, path: str) -> BlockAttentionEngine:
+    """An engine over the same model and store that answers on one path, from stored blocks only."""
+    if path not in ("copy", "relay"):
+        return engine
+    return BlockAttentionEngine(
+        engine.model,
+        engine.store,
+        recipe=engine.recipe,
+        resident_bytes=0,
+        on_miss="error",
+        assembly="copy" if path == "copy" else "relay",
+    )
 
 
 def measure_ttft(
@@ -68,11 +82,12 @@ def measure_ttft(
     paths = paths_of(engine)
     floor = prefill_flops(config, question_tokens)
     turns = Turns(repeats, len(lengths), on_progress)
+    engines = {path: on_path(engine, path) for path in (*paths, "floor")}
     rows = []
     for length in lengths:
         prompt = random_prompt(length, block_tokens, question_tokens, config.vocab_size)
         engine.generate(prompt, max_new_tokens=1)
-        ways = {path: partial(_ttft, engine, prompt, path) for path in (*paths, "floor")}
+        ways = {path: partial(_ttft, one, prompt, path) for path, one in engines.items()}
         row = {"length": length, "blocks": len(prompt.context), **turns.measure(ways)}
         for path in paths[1:]:
             row[f"full_over_{path}"] = row["full_s"] / row[f"{path}_s"]
@@ -114,14 +129,17 @@ def measure_decode(
     check_sizes(question_tokens=question_tokens, **{"new_tokens less one": new_tokens - 1})
     check_sizes(**{"the shortest length": min(lengths), "block_tokens": min(block_tokens)})
     turns = Turns(repeats, len(lengths) * len(block_tokens), on_progress)
-    paths = paths_of(engine)
+    engines = {path: on_path(engine, path) for path in paths_of(engine)}
     vocabulary = engine.model.config.vocab_size
     rows = []
     for length in lengths:
         for size in block_tokens:
             prompt = random_prompt(length, size, question_tokens, vocabulary)
             engine.generate(prompt, max_new_tokens=1)
-            ways = {path: partial(_per_token, engine, prompt, path, new_tokens) for path in paths}
+            ways = {
+                path: partial(_per_token, one, prompt, path, new_tokens)
+                for path, one in engines.items()
+            }
             row = {"length": length, "block_tokens": size, **turns.measure(ways)}
             if "relay" in ways:
                 row["relay_over_copy"] = row["relay_s"] / row["copy_s"]
@@ -179,8 +197,12 @@ def measure_batch(
     _encode(engine, prompts)
     rows = []
     paths = paths_of(engine)
+    engines = {path: on_path(engine, path) for path in paths}
     for batch in batch_sizes:
-        ways = {path: partial(_first_tokens, engine, prompts[:batch], path) for path in paths}
+        ways = {
+            path: partial(_first_tokens, one, prompts[:batch], path)
+            for path, one in engines.items()
+        }
         row = {"batch": batch, "length": length, **turns.measure(ways)}
         row |= {f"full_over_{path}": row["full_s"] / row[f"{path}_s"] for path in paths[1:]}
         rows.append(row)
@@ -226,6 +248,7 @@ def measure_shared(
     if not engine.model.supports_relay:
         raise ValueError(f"{engine.model.name} does not share blocks: relay is not exact for it")
     turns = Turns(repeats, len(batch_sizes) * len(system_tokens), on_progress)
+    engines = {path: on_path(engine, path) for path in ("copy", "relay")}
     rows = []
     for system in system_tokens:
         prompts = sharing_prompts(engine, max(batch_sizes), system, context_tokens, question_tokens)
@@ -233,7 +256,9 @@ def measure_shared(
         for batch in batch_sizes:
             decode: dict[str, list[float]] = {"unshared": [], "shared": []}
             ways = {
-                way: partial(_tokens_per_s, engine, prompts[:batch], path, new_tokens, decode[way])
+                way: partial(
+                    _tokens_per_s, engines[path], prompts[:batch], path, new_tokens, decode[way]
+                )
                 for way, path in (("unshared", "copy"), ("shared", "relay"))
             }
             row: dict[str, Any] = {"system_tokens": system, "batch": batch}

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.lab.efficiency.requests import PATHS, paths_of
+from blockattn_rag.lab.efficiency.requests import PATHS, on_path, paths_of
 from blockattn_rag.lab.efficiency.shapes import random_prompt
 from blockattn_rag.lab.efficiency.timing import OnProgress, Turns, check_sizes
 from blockattn_rag.model import BlockModel, EncodeRequest
@@ -128,7 +128,7 @@ def measure_memory(
         ``stored_bytes`` of the context's blocks; ``relay_over_copy``.
     """
     check_sizes(block_tokens=block_tokens, **{"the shortest length": min(lengths, default=0)})
-    paths = paths_of(engine)
+    engines = {path: on_path(engine, path) for path in paths_of(engine)}
     vocabulary = engine.model.config.vocab_size
     rows = []
     done = 0
@@ -136,16 +136,16 @@ def measure_memory(
         prompt = random_prompt(length, block_tokens, question_tokens, vocabulary)
         engine.generate(prompt, max_new_tokens=1)
         row: dict[str, Any] = {"length": length}
-        for path in paths:
-            work = partial(engine.generate, prompt, max_new_tokens=new_tokens, **PATHS[path])
+        for path, one in engines.items():
+            work = partial(one.generate, prompt, max_new_tokens=new_tokens, **PATHS[path])
             # The profiler records only this thread, and the lock makes the model run in it.
             with engine.model.lock:
                 row[f"{path}_peak_bytes"] = peak_bytes(work, engine.model.device)
             done += 1
             if on_progress:
-                on_progress(done, len(lengths) * len(paths))
+                on_progress(done, len(lengths) * len(engines))
         row["stored_bytes"] = length * engine.model.bytes_per_token
-        if "relay" in paths:
+        if "relay" in engines:
             row["relay_over_copy"] = row["relay_peak_bytes"] / row["copy_peak_bytes"]
         rows.append(row)
     return rows

@@ -51,7 +51,8 @@ class BlockSource:
     def __call__(self, prompt: BlockPrompt) -> ReadyPrompt:
         """The prompt with its blocks."""
         context, final_ids = self._model.tokenizer.with_final_ids(prompt)
-        blocks = self._fetcher.fetch(context, "compute", recipe=self._recipe).blocks
+        wanted = self._fetcher.wanted(context, as_prompt=True, recipe=self._recipe)
+        blocks = self._fetcher.fetch(wanted).blocks
         return ReadyPrompt(place(blocks), final_ids)
 
 

@@ -7,13 +7,13 @@ import os
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from blockattn_rag.engine.fetcher import OnMiss, check_on_miss
 from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats
-from blockattn_rag.engine.options import GenerateOptions, OnMiss
+from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingAnswer
 from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, made
 from blockattn_rag.engine.recipe import Recipe
@@ -39,7 +39,8 @@ class RemoteEngine:
         tokenizer: A transformers tokenizer, or its name or path. Default: that of ``model``.
         api_key: API key of the server. Default: the environment variable
             ``BLOCKATTN_RAG_API_KEY``.
-        on_miss: See ``GenerateOptions``. The server encodes and stores missing blocks.
+        on_miss: ``"compute"``: the server encodes and stores missing passages. ``"error"``: they
+            raise ``MissError``.
         recipe: ``"auto"`` for the server's recipe. Any other must consist of the server's sink,
             because servers do not apply adapters and promotion yet.
         timeout_s: Seconds to wait for the next byte of an answer.
@@ -56,7 +57,7 @@ class RemoteEngine:
         tokenizer: Any = None,
         *,
         api_key: str | None = None,
-        on_miss: OnMiss | None = None,
+        on_miss: OnMiss = "compute",
         recipe: RecipeLike = AUTO,
         timeout_s: float = 600.0,
         retries: int = 1,
@@ -65,10 +66,9 @@ class RemoteEngine:
             raise ValueError(f"retries must be an integer of at least 0, found {retries!r}")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, found {timeout_s!r}")
-        self._defaults = GenerateOptions.parse({"on_miss": on_miss}, GenerateOptions())
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         client = Client(base_url, api_key, timeout_s, retries)
-        self._server = Server(client, model, tokenizer, sink_asked(recipe))
+        self._server = Server(client, model, tokenizer, sink_asked(recipe), check_on_miss(on_miss))
 
     def __repr__(self) -> str:
         return f"RemoteEngine({self.base_url!r}, {self.model.given!r})"
@@ -77,11 +77,6 @@ class RemoteEngine:
     def model(self) -> RemoteModel:
         """Name, tokenizer and limits of the server's model."""
         return self._server.model
-
-    @property
-    def defaults(self) -> GenerateOptions:
-        """Default options of calls. The recipe is the server's sink."""
-        return replace(self._defaults, recipe=self.recipe)
 
     @property
     def recipe(self) -> Recipe:
@@ -172,9 +167,8 @@ class RemoteEngine:
     def generate(self, prompt: Prompt, **options: Any) -> Generation:
         """Answer a prompt, with the options of ``BlockAttentionEngine.generate``.
 
-        ``assembly`` is not supported, and ``recipe`` must match the server's. Other options of
-        transformers' ``generate`` are accepted if vLLM has them, as are vLLM's
-        ``response_format`` and ``structured_outputs``.
+        ``recipe`` must match the server's. Other options of transformers' ``generate`` are accepted
+        if vLLM has them, as are vLLM's ``response_format`` and ``structured_outputs``.
 
         Raises:
             ContextOverflowError: The prompt does not fit in the model's context window.
@@ -247,7 +241,7 @@ class RemoteEngine:
     ) -> tuple[PendingAnswer, Callable[[], None]]:
         """A checked request, and a function that starts it."""
         sink = sink_asked(given.get("recipe"))
-        options = GenerateOptions.parse({**given, "recipe": None}, self._defaults)
+        options = GenerateOptions.parse(given, Recipe())
         check_possible(options)
         if not callable(prompt):  # an invalid prompt raises now
             prompt = made(prompt)

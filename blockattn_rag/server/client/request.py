@@ -13,7 +13,6 @@ from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingAnswer
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Clock, FinishReason, Generation, Mode, ReuseStats
-from blockattn_rag.engine.tokenised import Tokenised
 from blockattn_rag.errors import ProtocolError, ServingError
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Block
@@ -56,17 +55,19 @@ def sink_asked(recipe: RecipeLike | None) -> str | None:
 
 def check_possible(options: GenerateOptions) -> None:
     """Raise ValueError for options that a server does not support."""
-    if options.assembly != "auto" and options.mode == "block":
-        raise ValueError(
-            f"found assembly={options.assembly!r}, which servers do not support; leave it out, or "
-            "load the model in this process"
-        )
     known = (*_SUPPORTED, *_RENAMED)
     if unknown := sorted(options.sampling.extra.keys() - set(known)):
         raise ValueError(
             f"found {', '.join(unknown)}, which servers do not support; expected options of "
             f"generate, or {', '.join(known)}"
         )
+
+
+class Tokenised(NamedTuple):
+    """A block's token ids, and their ``token_digest``."""
+
+    ids: list[int]
+    digest: str
 
 
 class TokenPrompt(NamedTuple):

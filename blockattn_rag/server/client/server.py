@@ -8,22 +8,28 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from blockattn_rag.engine.fetcher import OnMiss
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingAnswer
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation
-from blockattn_rag.engine.tokenised import Tokenised, remembering
 from blockattn_rag.errors import ContextOverflowError, MissError, ServingError
+from blockattn_rag.kv.block_kv import token_digest
 from blockattn_rag.model.loading import load_tokenizer
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Keep, keep_of
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.server.client.http import Client, PassingError, RefusedError, background
 from blockattn_rag.server.client.ingest import outcome_lengths
-from blockattn_rag.server.client.request import ComingAnswer, TokenPrompt, completion_body
+from blockattn_rag.server.client.request import (
+    ComingAnswer,
+    Tokenised,
+    TokenPrompt,
+    completion_body,
+)
 from blockattn_rag.server.endpoint import (
     COMPLETIONS,
     ENCODE,
@@ -39,6 +45,8 @@ logger = logging.getLogger("blockattn_rag")
 T = TypeVar("T")
 
 _MOST_USED = 4096
+_MOST_REMEMBERED = 4096
+"""Number of blocks whose token ids are remembered, because passages come again and again."""
 
 
 class RemoteModel:
@@ -113,7 +121,13 @@ class RemoteModel:
 
     @cached_property
     def _remembered(self) -> Callable[[Block, bool], Tokenised]:
-        return remembering(self.tokenizer)
+        tokenizer = self.tokenizer
+
+        def tokenised(block: Block, first: bool) -> Tokenised:
+            ids = tokenizer.block_ids(block, first=first)
+            return Tokenised(ids, token_digest(ids))
+
+        return lru_cache(_MOST_REMEMBERED)(tokenised)
 
     def _load(self, name: str | None) -> BlockTokenizer:
         with self._lock:
@@ -148,12 +162,21 @@ class Server:
         model: Name of the model at the server; None for its first model.
         tokenizer: As for ``RemoteModel``.
         sink: Sink that the server must encode passages with; None for any.
+        on_miss: Whether the server may encode missing passages.
     """
 
-    def __init__(self, client: Client, model: str | None, tokenizer: Any, sink: str | None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        model: str | None,
+        tokenizer: Any,
+        sink: str | None,
+        on_miss: OnMiss = "compute",
+    ) -> None:
         self.client = client
         self.model = RemoteModel(model, tokenizer, self.info_now)
         self._sink = sink
+        self._on_miss = on_miss
         self._info: ServerInfo | None = None
         self._has_warned = False
         # Digests of blocks that may be stored when they are used again.
@@ -210,7 +233,7 @@ class Server:
             return await self._complete(pending, prompt, None, limit, options)
         plan = BlockPlan("complete", prompt.lengths, keep=self._keep(prompt))
         self._warn_if_untuned(info)
-        if options.on_miss == "error":
+        if self._on_miss == "error":
             await self._check_nothing_missing(prompt)
         return await self._complete(pending, prompt, plan, limit, options)
 

@@ -42,7 +42,7 @@ def test_nothing_is_computed_on_the_copy_path() -> None:
     engine = tiny_engine()
     measure_ttft(engine, [32], block_tokens=16, question_tokens=8, repeats=1)
     prompt = random_prompt(32, 16, 8, 512)
-    stats = engine.generate(prompt, max_new_tokens=1, on_miss="error").stats
+    stats = engine.generate(prompt, max_new_tokens=1).stats
     assert (stats.hits, stats.misses, stats.computed_tokens) == (2, 0, 8)
 
 

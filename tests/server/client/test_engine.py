@@ -20,6 +20,7 @@ from blockattn_rag.errors import ContextOverflowError, MissError, ProtocolError,
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
 from blockattn_rag.server.client import RemoteEngine
 from blockattn_rag.server.endpoint import COMPLETIONS, ENCODE, INFO
+from tests.engines import with_settings
 from tests.holding import LONGEST_S
 from tests.models import tiny_tokenizer
 from tests.server.client.conftest import Serve
@@ -431,7 +432,6 @@ def test_a_key_is_sent_and_shown_to_nobody(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"assembly": "copy"}, "found assembly='copy'"),
         (
             {"recipe": Recipe(promote=1)},
             "found recipe promote 1, but a server applies only the sink",
@@ -450,17 +450,12 @@ def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
     assert server.bodies(COMPLETIONS) == []
 
 
-def test_options_of_block_mode_have_no_effect_in_full_mode(engine: RemoteEngine) -> None:
-    assert engine.generate([A, Q], mode="full", assembly="copy", max_new_tokens=1).token_ids
-
-
 @pytest.mark.parametrize(
     ("prompt", "options"),
     [
         ([A, Q], {"max_new_tokens": 0}),
         ([A, Q], {"temperature": -1}),
         ([A, Q], {"mode": "both"}),
-        ([A, Q], {"on_miss": "maybe"}),
         ([A, Q], {"stop": [""]}),
         ([A, Q], {"input_ids": [1]}),
         ([], {}),
@@ -504,6 +499,8 @@ def test_an_answer_ends_where_the_window_does(serve: Serve) -> None:
 def test_what_is_not_stored_may_be_an_error(
     server: FakeServer, engine: RemoteEngine, local: BlockAttentionEngine
 ) -> None:
+    engine = RemoteEngine(server.url, tokenizer=engine.model.tokenizer, on_miss="error")
+    local = with_settings(local, on_miss="error")
     head = Block.of([Span("Answer from this.", "conversation")])  # of which nothing is promised
     prompt = BlockPrompt((head, Block(A), Block(B)), Q)
     engines: list[Engine] = [local, engine]
@@ -511,10 +508,10 @@ def test_what_is_not_stored_may_be_an_error(
     for one in engines:
         one.encode([A])
         with pytest.raises(MissError, match=r"1 of 3 blocks .* the first is 'It was") as error:
-            one.generate(prompt, on_miss="error")
+            one.generate(prompt)
         messages.add(str(error.value))
         one.encode([B])
-        assert one.generate(prompt, on_miss="error", max_new_tokens=1).token_ids
+        assert one.generate(prompt, max_new_tokens=1).token_ids
     assert len(messages) == 1
     assert len(server.bodies(COMPLETIONS)) == 1
     assert sum("only_look" in body for body in server.bodies(ENCODE)) == 4
