@@ -287,8 +287,8 @@ class Server:
         if missing:
             raise MissError(
                 f"{len(missing)} of {len(prompt.blocks)} blocks are not in the store and "
-                f"on_miss='error'; the first is {missing[0].text[:60]!r}. Encode them before "
-                "(engine.encode), or use on_miss='compute'"
+                f"on_miss='error'; the first is {missing[0].text[:60]!r}. Encode them first "
+                "(engine.encode), or use on_miss='compute'."
             )
 
     async def _checked_info(self) -> ServerInfo:
