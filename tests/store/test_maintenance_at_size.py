@@ -183,7 +183,7 @@ def test_the_commands_look_after_a_bucket(s3: str, tmp_path: Path) -> None:
     status, shown = run("verify", s3)
     assert (status, KV[2].key in shown) == (1, True)
     assert run("verify", s3, "--delete")[0] == 0
-    assert "kept 1 referred to and 1 used" in run("gc", s3, "--live", live)[1]
+    assert "kept 1 referred to and 1 used" in run("gc", s3, "--handles", live)[1]
     time.sleep(1.1)  # the server tells times by the second
-    assert "deleted 1 entry" in run("gc", s3, "--live", live, "--grace", "0")[1]
+    assert "deleted 1 entry" in run("gc", s3, "--handles", live, "--grace", "0")[1]
     assert list(store.keys()) == [KV[0].key]
