@@ -31,11 +31,11 @@ EXTRA_OF = {
     "adapters/hashed_embedding.py": "llama-index",  # LangChain's extra has what it imports, too
     "langchain": "langchain",
     "llama_index": "llama-index",
-    "rag": "llama-index",
-    "remote": "serving",
-    "structured": "structured",
-    "training": "train",
-    "vllm": "vllm",
+    "app/rag": "llama-index",
+    "lab/training": "train",
+    "output": "structured",
+    "server/client": "serving",
+    "server/vllm": "vllm",
 }
 # Modules of packages that the gate does not install: the package to install, and who says so.
 NOT_INSTALLED = {
@@ -151,7 +151,9 @@ def test_what_is_declared_is_imported_by_the_package() -> None:
 def test_every_part_is_imported_with_the_base_and_its_own_extra_alone() -> None:
     for file in FILES:
         path = file.relative_to(PACKAGE)
-        extra = EXTRA_OF.get(path.as_posix()) or EXTRA_OF.get(path.parts[0])
+        extra = next(
+            (name for prefix, name in EXTRA_OF.items() if path.as_posix().startswith(prefix)), None
+        )
         allowed = BASE | (declared(EXTRAS[extra]) if extra else set())
         assert without(users([file], at_import=True), allowed) == {}
 
