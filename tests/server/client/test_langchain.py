@@ -210,7 +210,7 @@ def test_what_a_server_has_itself_is_refused() -> None:
 def test_max_retries_bounds_the_further_tries(
     server: FakeServer, saved: str, retries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockattn_rag.server.client.client._PAUSE_S", 0.0)
+    monkeypatch.setattr("blockattn_rag.server.client.http._PAUSE_S", 0.0)
     chat = remote(server.url, saved, max_retries=retries, timeout=30)
     server.faults += [fault(RefusalError(503, "overloaded"))] * (1 + retries)
     with pytest.raises(ServingError, match="overloaded"):
