@@ -71,7 +71,7 @@ def test_options_that_make_wrong_answers_are_refused(
         ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size is 2"),
         ("parallel_config", "pipeline_parallel_size", 2, "no rank has all layers"),
         ("model_config", "max_model_len", 100_000, "set --max-model-len"),
-        ("cache_config", "cache_dtype", "fp8_e4m3", "the cache holds fp8_e4m3"),
+        ("cache_config", "cache_dtype", "fp8_e4m3", "the cache stores fp8_e4m3"),
     ],
 )
 def test_engines_that_cannot_be_built_here_are_refused(

@@ -1,4 +1,4 @@
-"""What a server is told of its blocks: where they are kept, for whom, and what may be done."""
+"""Options of the connector: where a server stores blocks, and for whom."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from blockattn_rag.store.specs import bytes_of, is_cache
 from blockattn_rag.store.urls import lasts
 
 CONNECTOR = "BlockAttentionConnector"
-"""Class of the connector in vLLM, and the name under which it is registered there."""
+"""Name of the connector in vLLM, and of its class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingConfig:
-    """The options of a serving engine, which every process of it reads alike.
+    """Options of a serving engine, shared by all its processes.
 
     Args:
-        store: the home of all entries, a path or an address that every process can reach.
-        profile: path of the model's profile, as ``blockattn-rag check --profile`` writes it.
-        memory: bytes of blocks that each rank keeps in its host's memory, such as ``8GiB``.
-        private_memory: bytes of blocks that may not be stored, which all ranks together keep in
-            their hosts' memory; ``0`` for none: requests with such blocks are refused.
-        disk: a folder of this machine between memory and home; none if null.
-        cache: a Redis or Valkey server between those and the home, such as ``redis://valkey/0``,
-            which several servers may have in common; none if null.
-        namespace: where blocks are stored and looked for, unless a request names its tenant.
-        read_namespaces: where they are looked for next; never written.
-        read_only: nothing is stored.
-        tenant_secret_env: the environment variable that holds the secret by which the endpoint
-            vouches for tenants. Not the secret itself: engines print their options.
-        load_deadline_s: seconds that a load of blocks may take.
-        kv_dtype: what blocks are stored in that are encoded here.
+        store: Path or address of the home store, reachable by every process.
+        profile: Path of the model's profile, as ``blockattn-rag check --profile`` writes it.
+        memory: Size of each rank's cache in main memory, such as ``8GiB``.
+        private_memory: Memory of all ranks together for blocks that may not be stored. ``0``:
+            requests with such blocks are refused.
+        disk: Folder for a local tier between memory and home; None for no such tier.
+        cache: Address of a Redis or Valkey server, such as ``redis://valkey/0``, for a tier that
+            several servers may share; None for no such tier.
+        namespace: Namespace of requests without a tenant.
+        read_namespaces: Further namespaces to read from; never written.
+        read_only: Store nothing.
+        tenant_secret_env: Environment variable with the secret that authenticates tenants of the
+            endpoint. Not the secret itself, because engines log their options.
+        load_deadline_s: Seconds that a load may take.
+        kv_dtype: Format in which this server stores blocks.
 
     Raises:
-        ValueError: an option is unknown, missing or out of range.
+        ValueError: An option is unknown, missing or out of range.
     """
 
     store: str
@@ -64,7 +64,7 @@ class ServingConfig:
         if not lasts(self.store):
             raise ValueError(
                 f"the store of a server must be seen by all its processes, found {self.store!r}, "
-                "which each would have for itself; give a path or an address"
+                "which each would have for itself; expected a path or an address"
             )
         if self.cache is not None and not is_cache(self.cache):
             raise ValueError(
@@ -78,11 +78,7 @@ class ServingConfig:
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> ServingConfig:
-        """From the JSON object that an operator wrote; lists become tuples.
-
-        Raises:
-            ValueError: as the class.
-        """
+        """Parse a JSON object; lists become tuples. Raises ValueError as the class."""
         known = {one.name for one in fields(cls)}
         required = [one.name for one in fields(cls) if one.default is MISSING]
         unknown = [name for name in options if name not in known]
@@ -100,15 +96,15 @@ class ServingConfig:
 
     @property
     def access(self) -> Access:
-        """In which namespaces blocks are read and stored, tenants aside."""
+        """Namespaces of requests without a tenant."""
         return Access(self.namespace, self.read_namespaces, self.read_only)
 
     @property
     def tenant_secret(self) -> str | None:
-        """The secret by which the endpoint vouches for tenants; None if there are none.
+        """Secret that authenticates tenants; None for a server without tenants.
 
         Raises:
-            ValueError: the variable that should hold it is empty.
+            ValueError: The environment variable is empty.
         """
         if self.tenant_secret_env is None:
             return None
@@ -122,29 +118,29 @@ class ServingConfig:
 
     @property
     def private_bytes(self) -> int:
-        """What may be kept of blocks that may not be stored."""
+        """``private_memory`` in bytes."""
         return bytes_of(self.private_memory)
 
     def private_tokens(self, profile: ModelProfile) -> int:
-        """How many tokens of blocks that may not be stored are kept in memory, of this model."""
+        """``private_memory`` in tokens of a model."""
         return self.private_bytes // profile.bytes_per_token
 
     @property
     def encodes(self) -> bool:
-        """Whether anything is encoded here: for the store, or for this server's memory alone."""
+        """Whether this server encodes blocks, for the store or for its memory."""
         return not self.read_only or self.private_bytes > 0
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """What the tiers of each rank are called, the home last."""
+        """Names of each rank's tiers, fastest first."""
         between = [name for name in ("disk", "cache") if getattr(self, name) is not None]
         return ("memory", *between, "home")
 
     def nearer_tiers(self, profile: ModelProfile, share: Share) -> list[str | KVStore]:
-        """Stores that a rank has before the home, fastest first.
+        """Tiers of a rank before the home, fastest first.
 
-        They hold what the rank does of each block, and so are named by that: ranks that share out
-        heads and layers otherwise, or another model, must not find it there.
+        Their names contain the model and the share, because other ranks and models must not read a
+        rank's part of a block.
         """
         name = f"{profile.fingerprint[:16]}/{share.name}"
         tiers: list[str | KVStore] = [f"memory:{self.memory}"]
@@ -161,7 +157,7 @@ _TEXT_LISTS = {"read_namespaces"}
 
 
 def _check_type(name: str, value: object) -> None:
-    """Refuse an option of another type than its own."""
+    """Raise ValueError for an option of the wrong type."""
     if name in _TEXTS:
         expected, is_right = "a text", isinstance(value, str)
     elif name in _OPTIONAL_TEXTS:

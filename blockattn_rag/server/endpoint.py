@@ -1,9 +1,7 @@
-"""The routes by which a server is asked for blocks, and what is said there.
+"""Routes of block mode, and the bodies for describing a server and encoding blocks.
 
-Answers are asked for by the engine's own bodies, with ``kv_transfer_params`` of ``protocol``. What
-is ours alone is here: what a server tells of itself, and the encoding of blocks.
-
-Importing this loads no torch.
+Completions and chats use vLLM's own bodies, with the ``kv_transfer_params`` of ``protocol``.
+Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ COMPLETIONS = "/blockattn/v1/completions"
 CHAT_COMPLETIONS = "/blockattn/v1/chat/completions"
 
 TENANT_HEADER = "x-tenant-id"
-"""Names the tenant; set by the gateway before the server, and never by clients."""
+"""Header with the tenant. Set by the gateway, which must remove it from client requests."""
 
 Outcome = Literal["found", "encoded", "missing"]
-"""What became of a block: it was stored already, it is stored now, it is not stored."""
+"""Outcome for a block: already stored, stored by this request, or not stored."""
 
 _OUTCOMES: tuple[Outcome, ...] = ("found", "encoded", "missing")
 _MOST_TOKENS = 1 << 24
@@ -45,17 +43,17 @@ _FLAGS = ("opens_prompt", "private", "only_look")
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server tells of itself to whoever asks at ``INFO``.
+    """Description of a server, from ``INFO``.
 
     Args:
-        fingerprint, tokenizer, sink, block_tuned: see ``ModelProfile``.
-        models: names by which it can be asked, the base model's first.
-        max_tokens: longest prompt and answer together.
-        namespace: where it stores and looks for the blocks of whoever asks.
-        read_only: it encodes nothing.
+        fingerprint, tokenizer, sink, block_tuned: See ``ModelProfile``.
+        models: Names of its models, the base model first.
+        max_tokens: Maximum tokens of a prompt and its answer together.
+        namespace: Namespace of the caller's blocks.
+        read_only: The server stores nothing.
 
     Raises:
-        ProtocolError: a field is not as it should be.
+        ProtocolError: A field is invalid.
     """
 
     fingerprint: str
@@ -79,12 +77,12 @@ class ServerInfo:
         namespace_name(self.namespace)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """As a JSON object."""
         return {"v": VERSION, **asdict(self), "models": list(self.models)}
 
     @classmethod
     def from_dict(cls, told: object) -> ServerInfo:
-        """What ``to_dict`` told of. Raises ProtocolError, also for another version."""
+        """Parse a JSON object. Raises ProtocolError, also for another protocol version."""
         if isinstance(told, Mapping):
             check_version(told.get("v"))
         fields = record(told, "a server's info", ("v", *cls.__dataclass_fields__))
@@ -93,17 +91,17 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class EncodeBody:
-    """What is asked at ``ENCODE``: that these blocks be stored.
+    """Request to ``ENCODE``: store blocks.
 
     Args:
-        blocks: token ids of each.
-        model: one of the server's models; None: its first.
-        opens_prompt: the first block opens a prompt, and so is encoded after no sink.
-        private: the blocks are found by private blocks alone (``prompts.blocks.Keep``).
-        only_look: encode nothing, and say of what is not stored that it is missing.
+        blocks: Token ids of each block.
+        model: One of the server's models; None for the first.
+        opens_prompt: The first block is the first of a prompt, and is encoded without the sink.
+        private: Only private blocks find these blocks (``prompts.blocks.Keep``).
+        only_look: Encode nothing, and report blocks that are not stored as missing.
 
     Raises:
-        ProtocolError: no block, too many, one of no token; or a field of another type.
+        ProtocolError: A field is invalid, or a block is empty.
     """
 
     blocks: tuple[tuple[int, ...], ...]
@@ -114,7 +112,7 @@ class EncodeBody:
 
     @property
     def keep(self) -> Keep:
-        """What may become of the blocks: they are encoded to be stored."""
+        """Where the blocks may be kept."""
         return "private-store" if self.private else "store"
 
     def __post_init__(self) -> None:
@@ -127,26 +125,25 @@ class EncodeBody:
             _flag(getattr(self, name), name)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; what is not given is left out."""
+        """As a JSON object without defaults."""
         named = {} if self.model is None else {"model": self.model}
         flags = {name: True for name in _FLAGS if getattr(self, name)}
         return {**named, "blocks": [list(ids) for ids in self.blocks], **flags}
 
     @classmethod
     def from_dict(cls, told: object) -> EncodeBody:
-        """What ``to_dict`` told of. Raises ProtocolError."""
+        """Parse a JSON object. Raises ProtocolError."""
         return cls(**record(told, "the body", ("blocks",), ("model", *_FLAGS)))
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeAnswer:
-    """What became of blocks, in the order in which they were sent.
+    """Answer of ``ENCODE``: the outcome for each block, in order.
 
-    ``stored_bytes``: of the keys and values of those that were encoded, together, as they are
-    stored.
+    ``stored_bytes``: size of the newly encoded blocks in the store.
 
     Raises:
-        ProtocolError: a field is not as it should be.
+        ProtocolError: A field is invalid.
     """
 
     blocks: tuple[Outcome, ...]
@@ -160,12 +157,12 @@ class EncodeAnswer:
         whole(self.stored_bytes, "stored_bytes")
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """As a JSON object."""
         return {"blocks": list(self.blocks), "stored_bytes": self.stored_bytes}
 
     @classmethod
     def from_dict(cls, told: object) -> EncodeAnswer:
-        """What ``to_dict`` told of. Raises ProtocolError."""
+        """Parse a JSON object. Raises ProtocolError."""
         return cls(**record(told, "the answer", ("blocks", "stored_bytes")))
 
 

@@ -1,4 +1,4 @@
-"""Getting a prompt's blocks from stores, while the engine goes on: all of them in time, or none."""
+"""Loads the blocks of prompts in background threads: all of them before a deadline, or none."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from blockattn_rag.store.tiered import TieredStore
 logger = logging.getLogger("blockattn_rag")
 
 _MISSING: dict[Keep, str] = {
-    "store": "no store that answers holds it",
-    "memory": "no store that answers holds it, nor this server's memory (private_memory) any more",
-    "private": "no store that answers holds it, nor this server's memory (private_memory) any more",
-    "private-store": "no store that answers holds it",
+    "store": "no reachable store has it",
+    "memory": "no reachable store has it, nor this server's memory (private_memory)",
+    "private": "no reachable store has it, nor this server's memory (private_memory)",
+    "private-store": "no reachable store has it",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderStats:
-    """Figures of a loader since it was made.
+    """Totals of a loader.
 
     Args:
-        loads: prompts of which all blocks were loaded.
-        failures: prompts of which some were not.
-        blocks, tokens, nbytes: what was loaded; bytes as they lie in memory.
-        misses: blocks that were in no store, or could not be used.
-        load_s: seconds from ``start`` to the end of loads, failed ones included.
-        tiers: of the ``TieredStore`` that is read, fastest first; else none.
+        loads: Prompts whose blocks were all loaded.
+        failures: Prompts with a block that was not.
+        blocks, tokens, nbytes: Loaded blocks, with bytes in memory.
+        misses: Missing or damaged blocks.
+        load_s: Seconds from ``start`` to the end, summed over loads including failed ones.
+        tiers: Stats of the tiers, fastest first, if the store is a ``TieredStore``.
     """
 
     loads: int = 0
@@ -53,23 +53,21 @@ class LoaderStats:
 
 
 class BlockLoader:
-    """Loads blocks by threads of its own, each prompt's with a deadline.
+    """Loads the blocks of prompts in its own threads, each prompt with a deadline.
 
-    What it gives is checked: the keys and values are those of the tokens that were asked for, of
-    this model, and of the shape that the rank holds.
+    Loaded blocks are checked against the requested token ids, the model, and the rank's shape.
 
     Args:
-        store: what this rank reads: ``open_share``, with nearer tiers before it. A
-            ``TieredStore`` reads no entry twice at once.
-        profile: of the model.
-        share: what this rank holds of each block.
-        deadline_s: seconds that a load may take, waiting for a thread included.
-        threads: loads at once, at most.
-        kept: where blocks are that may not be stored: in this process's memory.
-        most_waiting: loads that go on or wait, at most; further ones fail at once.
+        store: Store of this rank: ``open_share``, usually behind faster tiers.
+        profile: Profile of the model.
+        share: Heads and layers of this rank.
+        deadline_s: Seconds that a load may take, including the wait for a thread.
+        threads: Maximum number of concurrent loads.
+        kept: In-memory store for blocks that may not be stored.
+        most_waiting: Maximum number of running and waiting loads; further ones fail at once.
 
     Raises:
-        ValueError: a number that is not positive.
+        ValueError: A number is not positive.
     """
 
     def __init__(
@@ -89,7 +87,7 @@ class BlockLoader:
         if most_waiting < 1:
             raise ValueError(f"expected room for at least one load, found {most_waiting}")
         self._most_waiting = most_waiting
-        # A store may hang. So some threads read, and others wait for them until the deadline.
+        # A store may hang, so some threads read, and others wait for them until the deadline.
         self._readers = Readers(threads, "blockattn-rag-loader")
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blockattn-rag-load")
         self._lock = threading.Lock()
@@ -98,11 +96,11 @@ class BlockLoader:
         self._is_closed = False
 
     def start(self, blocks: Sequence[BlockId]) -> Future[list[BlockKV]]:
-        """Begin to load a prompt's blocks; raises nothing.
+        """Start to load the blocks of a prompt. Never raises.
 
         Returns:
-            What will hold them, in order, or a LoadError, before the deadline. They may lie in the
-            memory of a store: they must not be written to.
+            A future of the blocks, in order, or of a LoadError, which completes before the
+            deadline. Their tensors may belong to a store and must not be written to.
         """
         blocks = tuple(blocks)
         with self._lock:
@@ -112,11 +110,11 @@ class BlockLoader:
                 self._waiting += 1
                 load = self._pool.submit(self._load, blocks, deadline(self._deadline_s))
         if is_taken:
-            load.add_done_callback(self._note_end)  # called here and now if it has ended
+            load.add_done_callback(self._note_end)  # called at once if it has ended
             return load
         self._count(failures=1)
         refused: Future[list[BlockKV]] = Future()
-        why = "the loader is closed" if is_closed else f"{waiting} loads wait or go on already"
+        why = "the loader is closed" if is_closed else f"{waiting} loads are running or waiting"
         places = tuple(one.place for one in blocks)
         refused.set_exception(LoadError(f"the blocks of the prompt are not loaded: {why}", places))
         return refused
@@ -127,7 +125,7 @@ class BlockLoader:
             return replace(self._stats, tiers=tiers)
 
     def close(self) -> None:
-        """Begin no further load. Those that go on end in time; those that wait are cancelled."""
+        """Start no further loads. Running ones complete; waiting ones are cancelled."""
         with self._lock:
             self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -140,8 +138,8 @@ class BlockLoader:
             raise
         except Exception as error:
             if not isinstance(error, StoreError):
-                # The engine serves other requests, and must not end for what no store should raise.
-                logger.exception("loading blocks failed in a way that was not foreseen")
+                # An unexpected error must not stop the engine, which serves other requests.
+                logger.exception("unexpected error while loading blocks")
             self._count(failures=1, load_s=self._since(until))
             places = tuple(one.place for one in blocks)
             raise LoadError(f"the blocks of the prompt are not loaded: {error}", places) from error
@@ -155,11 +153,11 @@ class BlockLoader:
         return [found[one.place] for one in blocks]
 
     def _look_up(self, blocks: Sequence[BlockId], until: float) -> dict[int, BlockKV]:
-        """The blocks by their places in the prompt.
+        """The blocks by their index in the prompt.
 
         Raises:
-            LoadError: some are missing; says which and why.
-            StoreError: the store did not answer in time.
+            LoadError: Blocks are missing.
+            StoreError: The store did not answer in time.
         """
         if not remaining(until):
             raise StoreError("other loads took until the deadline")
@@ -188,8 +186,7 @@ class BlockLoader:
         return found
 
     def _look_up_kept(self, blocks: Sequence[BlockId]) -> dict[int, BlockKV]:
-        """By their places, the blocks that are in memory because they might not be stored when they
-        were encoded."""
+        """The blocks in memory that could not be stored when they were encoded, by index."""
         found: dict[int, BlockKV] = {}
         if self._kept is None:
             return found
@@ -200,22 +197,22 @@ class BlockLoader:
         return found
 
     def _checked(self, answer: Found, one: BlockId, key: str) -> Found:
-        """What a store said; a StoreError in place of a block that is not the one asked for."""
+        """The store's answer, or a StoreError if it is another block than the requested one."""
         if not isinstance(answer, BlockKV):
             return answer
         if answer.key != key:
-            return StoreError(f"the store holds another block under {key}")
+            return StoreError(f"the store has another block under {key}")
         if answer.token_ids.tolist() != [*one.ids]:
-            return StoreError(f"the store holds under {key} the keys and values of other tokens")
+            return StoreError(f"the store has the keys and values of other tokens under {key}")
         if answer.token_outline != self._outline:
             return StoreError(
-                f"the store holds under {key} keys and values of another shape or number type than "
-                "the profile tells for this rank; a disk tier belongs to one rank of one model"
+                f"the store has keys and values of another shape or dtype under {key} than the "
+                "profile says for this rank; a disk tier belongs to one rank of one model"
             )
         return answer
 
     def _since(self, until: float) -> float:
-        """Seconds since a load was asked for that must end by ``until``."""
+        """Seconds since the start of a load with the deadline ``until``."""
         return deadline(self._deadline_s) - until
 
     def _count(self, **more: float) -> None:
@@ -231,7 +228,7 @@ class BlockLoader:
 def _failure(
     blocks: Sequence[BlockId], missing: dict[int, str], damaged: Sequence[str]
 ) -> LoadError:
-    """What names the first of the blocks that are missing, and why it is."""
+    """LoadError that names the first missing block and the reason."""
     first = next(one for one in blocks if one.place in missing)
     others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
     return LoadError(

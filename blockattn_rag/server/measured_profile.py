@@ -1,4 +1,4 @@
-"""The profile of a model, for servers whose engines do not load it by transformers."""
+"""Measures the profile of a model, for servers whose engines do not use transformers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from blockattn_rag.server.profile import DTYPES, LayerProfile, ModelProfile, Rot
 
 
 def profile_of(model: BlockModel, sink: str | None = None) -> ModelProfile:
-    """What a server must know of a model, whose context blocks are encoded after ``sink``; None:
-    the one that it was block-fine-tuned with, if any.
+    """Measure the profile of a model. Reads all weights, for ``BlockModel.fingerprint``.
 
-    Reads all weights, as ``BlockModel.fingerprint``. A profile has no adapter: servers do not apply
-    recipes.
+    Args:
+        sink: Sink that context blocks are encoded with. Default: the sink that the model was
+            block-fine-tuned with, or none.
 
     Raises:
-        ValueError: no such sink.
-        UnsupportedModelError: keys and values are of several number types, or of a rare one.
+        ValueError: The sink is unknown.
+        UnsupportedModelError: Keys and values have several dtypes, or an unsupported one.
     """
     sink = model.tuned_with.get("sink", NO_SINK) if sink is None else sink
     ids = sink_ids(sink, model.tokenizer)
-    with model.lock:  # the fingerprint may measure the layouts anew
+    with model.lock:  # the fingerprint may measure the layouts again
         fingerprint, attention = model.fingerprint, model.profile
     kinds = {kind for _, _, kind in attention.token_outline}
     names = [name for name, dtype in DTYPES.items() if kinds == {dtype}]
     if not names:
         raise UnsupportedModelError(
-            f"{model.name} has keys and values of {', '.join(sorted(map(str, kinds)))}; a server "
-            f"needs them in one of {', '.join(DTYPES)}: give the dtype when it is loaded"
+            f"{model.name} has keys and values of {', '.join(sorted(map(str, kinds)))}, expected "
+            f"one of {', '.join(DTYPES)}; load the model with a dtype"
         )
     rotary: list[RotaryLayout] = []
     for layout in attention.layouts:

@@ -1,8 +1,7 @@
-"""ModelProfile: all that a server's engine must know of a model, in a small JSON file.
+"""ModelProfile: everything that a server needs to know about a model, in a small JSON file.
 
-A server does not load the model by transformers, and its engine has the weights in another form.
-So the model is measured once, where it can be (``blockattn-rag check --profile``), and a file says
-what was seen.
+A server does not load the model with transformers, and its engine stores the weights in another
+form. So ``blockattn-rag check --profile`` measures the model once, and writes the result to a file.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-"""Number types of keys and values as a model computes them, by name."""
+"""Supported dtypes of keys and values, by name."""
 
 _MOST_LAYERS = 4096
 _MOST_SIZE = 1 << 16
@@ -48,7 +47,7 @@ _PAIRINGS = ("half", "interleaved")
 
 
 class LayerProfile(NamedTuple):
-    """Key-value heads of a layer, their sizes, and which of ``ModelProfile.rotary`` it has."""
+    """Key-value heads of a layer, their sizes, and the index of its ``ModelProfile.rotary``."""
 
     kv_heads: int
     key_size: int
@@ -57,31 +56,31 @@ class LayerProfile(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """A ``kv.RotaryLayout``: pairing, and frequencies in radians per position, float32 each."""
+    """A ``kv.RotaryLayout``: pairing, and float32 frequencies in radians per position."""
 
     pairing: Literal["half", "interleaved"]
     frequencies: tuple[float, ...]
 
 
-@dataclass(frozen=True)  # with no slots, which would leave no room for what is computed once
+@dataclass(frozen=True)  # without slots, because of the cached property
 class ModelProfile:
-    """What a server must know of a model to load and store blocks of it.
+    """What a server needs to know about a model to load and store its blocks.
 
     Args:
-        fingerprint: of the model (``BlockModel.fingerprint``), part of every store key.
+        fingerprint: ``BlockModel.fingerprint``, part of every store key.
         tokenizer: ``BlockTokenizer.fingerprint``.
-        name: what the model was called when it was measured.
-        dtype: of keys and values, one of ``DTYPES``.
-        layers: one per layer.
-        rotary: the different ways in which layers rotate their keys.
-        vocab_size: token ids are smaller.
-        max_positions: longest prompt plus answer for which stored keys are exact.
-        sink: what context blocks but the first are encoded after, as ``prompts.sinks`` spells it.
-        sink_ids: its token ids.
-        block_tuned: whether the model is known to have been fine-tuned with the block mask.
+        name: Name of the model when it was measured.
+        dtype: Dtype of keys and values, one of ``DTYPES``.
+        layers: Sizes of each layer.
+        rotary: Distinct rotary layouts of the layers.
+        vocab_size: Upper bound of token ids.
+        max_positions: Maximum tokens of a prompt and its answer with exact keys.
+        sink: Sink of all context blocks except the first, as in ``prompts.sinks``.
+        sink_ids: Token ids of the sink.
+        block_tuned: Whether the model is known to be block-fine-tuned.
 
     Raises:
-        ProtocolError: it is no profile of a model; says why.
+        ProtocolError: A field is invalid.
     """
 
     fingerprint: str
@@ -124,18 +123,18 @@ class ModelProfile:
 
     @cached_property
     def layouts(self) -> tuple[RotaryLayout, ...]:
-        """How each layer rotates its keys; layers that rotate alike share one object."""
+        """Rotary layout of each layer; equal layouts are one object."""
         found = [RotaryLayout(torch.tensor(one.frequencies), one.pairing) for one in self.rotary]
         return tuple(found[layer.rotary] for layer in self.layers)
 
     @property
     def bytes_per_token(self) -> int:
-        """Of keys and values, not quantised."""
+        """Bytes of a token's keys and values, not quantized."""
         sizes = (layer.kv_heads * (layer.key_size + layer.value_size) for layer in self.layers)
         return sum(sizes) * self.torch_dtype.itemsize
 
     def block_bytes(self, tokens: int, kv_dtype: KVDtype = "model") -> int:
-        """Bytes of the keys and values of a block of so many tokens, and of their scales."""
+        """Bytes of a block's keys and values, including scales."""
         if kv_dtype == "model":
             return tokens * self.bytes_per_token
         numbers = tokens * self.bytes_per_token // self.torch_dtype.itemsize
@@ -143,7 +142,7 @@ class ModelProfile:
         return numbers * torch.int8.itemsize + scales * torch.float32.itemsize
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """As a JSON object."""
         told = asdict(self)
         told["layers"] = [layer._asdict() for layer in self.layers]
         told["rotary"] = [rotary._asdict() for rotary in self.rotary]
@@ -151,15 +150,11 @@ class ModelProfile:
 
     @classmethod
     def from_dict(cls, told: object) -> ModelProfile:
-        """The profile that ``to_dict`` told of.
-
-        Raises:
-            ProtocolError: another version, a field that is missing, unknown or wrong.
-        """
+        """Parse a JSON object. Raises ProtocolError, also for another version."""
         version = told.get("version") if isinstance(told, dict) else None
         if isinstance(told, dict) and (type(version) is not int or version != VERSION):
             raise ProtocolError(
-                f"found version {shown(version)} of profiles, expected {VERSION}; make one anew"
+                f"found version {shown(version)} of profiles, expected {VERSION}; make a new one"
             )
         fields = dict(record(told, "a profile", ("version", *cls.__dataclass_fields__)))
         del fields["version"]
@@ -172,22 +167,18 @@ class ModelProfile:
 
     @classmethod
     def read(cls, path: str | Path) -> ModelProfile:
-        """The profile in a file.
-
-        Raises:
-            ServingError: there is none; says what was found and how to make one.
-        """
+        """Read a profile from a file. Raises ServingError if it has none."""
         try:
             return cls.from_dict(json.loads(Path(path).read_bytes()))
         except (OSError, ValueError, RecursionError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise ServingError(
-                f"cannot read a model's profile from {path}: {why}; make one by `blockattn-rag "
+                f"cannot read a model's profile from {path}: {why}; make one with `blockattn-rag "
                 f"check MODEL --profile {path}`"
             ) from error
 
     def write(self, path: str | Path) -> None:
-        """Write it to a file, whole or not at all. Raises OSError."""
+        """Write the profile to a file, atomically. Raises OSError."""
         write_json(Path(path), self.to_dict())
 
 

@@ -1,11 +1,10 @@
-"""What client and server say to each other about blocks, and what a server makes of it.
+"""Protocol between client and server: how a prompt is cut, and what became of its blocks.
 
-A client sends a prompt as token ids, how many of them each context block has, and what may become
-of each. It sends neither keys nor digests nor places of anything: the server computes keys from the
-ids that it was sent, so that a client finds the keys and values of tokens that it has itself, and
-no others.
+A client sends token ids, the length of each context block, and where each may be kept. It sends no
+keys or digests: the server computes keys from the token ids, so a client reaches only the keys and
+values of tokens that it has itself.
 
-Importing this loads no torch.
+Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -37,13 +36,12 @@ if TYPE_CHECKING:
 
 VERSION = 1
 FIELD = "blockattn"
-"""The field of ``kv_transfer_params`` that is ours, in requests and in answers."""
+"""This package's field of ``kv_transfer_params``, in requests and in answers."""
 
 MOST_BLOCKS = 256
 
 Op = Literal["complete", "encode"]
-"""``complete``: answer from the blocks. ``encode``: compute one block's keys and values, and keep
-them."""
+"""``complete``: answer from blocks. ``encode``: compute and keep the KV of one block."""
 
 _OPS: tuple[Op, ...] = ("complete", "encode")
 _SALT = re.compile(r"ba1-[0-9a-f]{40}")
@@ -51,18 +49,17 @@ _SALT = re.compile(r"ba1-[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """How a prompt is cut, as a request says.
+    """How the prompt of a request is cut.
 
     Args:
-        op: what is asked.
-        lengths: tokens of each context block, in order. ``complete``: they stand at the start of
-            the prompt, and at least one token follows. ``encode``: one block, at the end.
-        namespace: for whom, as ``store.namespaces``.
-        keep: what may become of each block; ``()`` if all may be stored.
+        op: Operation.
+        lengths: Tokens of each context block, in order. ``complete``: the blocks start the prompt,
+            and at least one token follows. ``encode``: one block that ends the prompt.
+        namespace: Namespace of the blocks, see ``store.namespaces``.
+        keep: Where each block may be kept; ``()`` if all may be stored.
 
     Raises:
-        ProtocolError: an unknown op, no block, too many, one of no token, no name, or not one word
-            on what may become of each block.
+        ProtocolError: A field is invalid.
     """
 
     op: Op
@@ -86,23 +83,23 @@ class BlockPlan:
             object.__setattr__(self, "keep", words if {*words} != {"store"} else ())
 
     def keep_at(self, place: int) -> Keep:
-        """What may become of a block."""
+        """Where a block may be kept."""
         return self.keep[place] if self.keep else "store"
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of all context blocks."""
+        """Total tokens of the context blocks."""
         return sum(self.lengths)
 
     def to_dict(self, secret: str | None = None, default: str = "") -> dict[str, Any]:
         """``kv_transfer_params`` of a request with this plan.
 
         Args:
-            secret: the server's tenant secret, which alone allows to name a namespace.
-            default: the namespace of requests that name none, which needs no naming.
+            secret: The server's tenant secret, required to name a namespace.
+            default: Namespace of requests that name none.
 
         Raises:
-            ValueError: there is another namespace and no secret.
+            ValueError: The namespace is not the default one, and there is no secret.
         """
         fields: dict[str, Any] = {"v": VERSION, "op": self.op, "lengths": list(self.lengths)}
         if self.keep:
@@ -111,8 +108,8 @@ class BlockPlan:
             fields |= {"namespace": self.namespace, "mac": _mac(self, secret)}
         elif self.namespace != default:
             raise ValueError(
-                f"the namespace {self.namespace!r} can be named with the server's tenant secret "
-                "alone, found none; a client sends a plan without a namespace"
+                f"the namespace {self.namespace!r} can be named only with the server's tenant "
+                "secret; clients send plans without a namespace"
             )
         return {FIELD: fields}
 
@@ -124,16 +121,16 @@ def parse_plan(
     secret: str | None = None,
     namespace: str = "",
 ) -> BlockPlan | None:
-    """The plan in a request's ``kv_transfer_params``; None if these are not ours.
+    """Parse the plan in a request's ``kv_transfer_params``; None if there is none.
 
     Args:
-        num_prompt_tokens: of the prompt that came with it.
-        secret: the server's tenant secret. A request may name a namespace only if it holds the
-            secret's code for this very plan (``BlockPlan.to_dict``).
-        namespace: the server's own, of requests that name none.
+        num_prompt_tokens: Tokens of the prompt.
+        secret: The server's tenant secret. A request that names a namespace must be signed with
+            it (``BlockPlan.to_dict``).
+        namespace: Namespace of requests that name none.
 
     Raises:
-        ProtocolError: something in it is not as the protocol has it; says what.
+        ProtocolError: The plan is invalid.
     """
     if kv_transfer_params is None:
         return None
@@ -153,14 +150,14 @@ def parse_plan(
 
 
 def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
-    """The cache salt of a request: only requests with equal salts may share an engine's pages.
+    """Cache salt of a request: only requests with equal salts share an engine's pages.
 
-    In it is all that decides the pages' keys and values beside the token ids: where the prompt is
-    cut, the model, and the sink; and for whom, and what is private, so that nobody learns by the
-    time that an answer takes what another tenant asked, or who encoded a private block.
+    It covers everything except the token ids that determines the pages: the cut, the model and the
+    sink. It also covers the tenant and which blocks are private, so response times do not reveal
+    what others asked.
 
     Args:
-        own: the salt that the client gave, who wants to share pages with its like alone.
+        own: Salt that the client sent.
     """
     private = [place for place, keep in enumerate(plan.keep) if is_private(keep)]
     cut = [plan.op, plan.lengths, private]
@@ -169,31 +166,31 @@ def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
 
 
 def full_mode_salt(secret: str, namespace: str, given: str | None) -> str:
-    """The cache salt of a tenant's requests in full mode, which nobody else can guess.
+    """Cache salt of a tenant's requests in full mode, which nobody else can guess.
 
-    Without it, how long an answer takes would tell what other tenants asked: an engine shares the
+    Without it, response times would reveal what other tenants asked, because an engine shares the
     pages of equal prompts.
 
     Args:
-        secret: the server's tenant secret.
-        namespace: the tenant's.
-        given: what the client asks for itself, to keep its own requests apart.
+        secret: The server's tenant secret.
+        namespace: Namespace of the tenant.
+        given: Salt that the client sent.
     """
     said = json.dumps([VERSION, "full", namespace, given])
     return "tenant-" + _code(said, secret)
 
 
 def is_salt(cache_salt: object) -> bool:
-    """Whether a text has the form of our salts, which no client may set itself."""
+    """Whether a salt has the form of ours, which clients may not send."""
     return isinstance(cache_salt, str) and _SALT.fullmatch(cache_salt) is not None
 
 
 def check_version(version: object) -> None:
-    """Refuse, by a ProtocolError, another version of the protocol than this one."""
+    """Raise ProtocolError for another version of the protocol."""
     if type(version) is not int or version != VERSION:
         raise ProtocolError(
-            f"found version {shown(version)} of the protocol, expected {VERSION}: client and "
-            "server need releases of this package that speak the same one"
+            f"found version {shown(version)} of the protocol, expected {VERSION}; client "
+            "and server need releases of this package with the same version of the protocol"
         )
 
 
@@ -201,13 +198,13 @@ class BlockId(NamedTuple):
     """One context block of a prompt.
 
     Args:
-        place: which one, from 0.
-        start: place of its first token in the prompt.
-        ids: its token ids.
-        digest: ``kv.token_digest`` of them, and of the sink where it is encoded after that.
-        namespaces: where to look for it; the first one is its own.
-        keys: in each of these.
-        keep: what may become of it.
+        place: Index of the block in the prompt.
+        start: Index of its first token in the prompt.
+        ids: Token ids.
+        digest: ``kv.token_digest`` of the token ids and the sink.
+        namespaces: Namespaces to look it up in, its own first.
+        keys: Store key in each of them.
+        keep: Where it may be kept.
     """
 
     place: int
@@ -220,7 +217,7 @@ class BlockId(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Where it is kept."""
+        """Store key in its own namespace."""
         return self.keys[0]
 
 
@@ -230,19 +227,20 @@ def block_keys(
     profile: ModelProfile,
     read_namespaces: Sequence[str] = (),
 ) -> list[BlockId]:
-    """A prompt's context blocks, and where stores hold them: as an engine of this package has it.
+    """The context blocks of a prompt, with the same store keys as in a local engine.
 
-    The first block of a prompt is encoded alone, all others after the profile's sink.
+    The first block of a prompt is encoded without the sink, all others with it.
 
     Args:
-        token_ids: of the whole prompt. With ``op="encode"`` the block alone, or after the sink.
-        read_namespaces: where to look next, in this order.
+        token_ids: Token ids of the complete prompt. With ``op="encode"``, those of the block, after
+            the sink if any.
+        read_namespaces: Further namespaces to look blocks up in, in order.
 
     Raises:
-        ProtocolError: the plan does not fit the prompt; or a block to be encoded stands after
-            anything else than the sink.
+        ProtocolError: The plan does not fit the prompt, or a block to be encoded follows tokens
+            other than the sink.
     """
-    # Here, so that a client, which needs no keys, loads no torch.
+    # Imported here, because clients need no keys and should not load torch.
     from blockattn_rag.kv.block_kv import store_key, token_digest
 
     _check_fits(plan, len(token_ids))
@@ -268,22 +266,21 @@ def block_keys(
 
 @dataclass(frozen=True, slots=True)
 class ServedBlocks:
-    """What a server says of a request that it served in block mode.
+    """What became of the blocks of a request in block mode.
 
     Args:
-        blocks: context blocks.
-        loaded_tokens: of these, tokens whose keys and values were loaded from a store.
-        local_tokens: of these, tokens that the engine still had in its own cache.
-        encoded: blocks that were computed for this request, because no store had them.
-        encoded_tokens: their tokens.
-        fetch_s: seconds from asking the stores until all blocks were there.
-        int8_blocks: blocks that came quantised.
-        cut_short: a stop string ended the answer before the engine itself did, which then tells
-            nothing: ``loaded_tokens``, ``local_tokens``, ``fetch_s`` and ``int8_blocks`` are 0, as
-            they are not known.
+        blocks: Number of context blocks.
+        loaded_tokens: Context tokens loaded from a store.
+        local_tokens: Context tokens found in the engine's own cache.
+        encoded: Blocks encoded for this request, because no store had them.
+        encoded_tokens: Their tokens.
+        fetch_s: Seconds to load the blocks.
+        int8_blocks: Blocks loaded in int8.
+        cut_short: A stop string ended the answer, so the engine reported nothing:
+            ``loaded_tokens``, ``local_tokens``, ``fetch_s`` and ``int8_blocks`` are unknown and 0.
 
     Raises:
-        ProtocolError: a figure is none.
+        ProtocolError: A field is invalid.
     """
 
     blocks: int
@@ -319,11 +316,10 @@ class ServedBlocks:
 
     @classmethod
     def from_dict(cls, kv_transfer_params: Mapping[str, Any] | None) -> ServedBlocks:
-        """From an answer's ``kv_transfer_params``; what others say there is left alone.
+        """Parse an answer's ``kv_transfer_params``, ignoring fields of other connectors.
 
         Raises:
-            ProtocolError: they do not say, as this version does, that the answer was computed in
-                block mode.
+            ProtocolError: The answer was not computed in block mode, or by another version.
         """
         told = kv_transfer_params
         if not isinstance(told, Mapping) or FIELD not in told:
@@ -347,7 +343,7 @@ _TOLD_BY_ENGINE = ("loaded_tokens", "local_tokens", "fetch_s", "int8_blocks")
 
 
 def _check_fits(plan: BlockPlan, num_prompt_tokens: int) -> None:
-    """A final block has at least one token; a block to be encoded is not longer than its prompt."""
+    """Raise ProtocolError if the blocks, and for answers one more token, exceed the prompt."""
     most = num_prompt_tokens - (plan.op == "complete")
     if plan.context_tokens > most:
         raise ProtocolError(
@@ -357,12 +353,12 @@ def _check_fits(plan: BlockPlan, num_prompt_tokens: int) -> None:
 
 
 def _mac(plan: BlockPlan, secret: str) -> str:
-    """What proves that whoever wrote a plan knows the secret: 64 hex digits of HMAC-SHA256."""
+    """HMAC that proves that the writer of a plan has the secret."""
     return _code(json.dumps([VERSION, plan.op, plan.lengths, plan.namespace, plan.keep]), secret)
 
 
 def _code(said: str, secret: str) -> str:
-    """64 hex digits of HMAC-SHA256."""
+    """HMAC-SHA256 as 64 hex digits."""
     return hmac.new(secret.encode(), said.encode(), hashlib.sha256).hexdigest()
 
 
@@ -370,6 +366,6 @@ def _check_mac(plan: BlockPlan, mac: object, secret: str | None) -> None:
     found = text(mac, "mac", "[0-9a-f]{64}", "64 hex digits")
     if secret is None or not hmac.compare_digest(found, _mac(plan, secret)):
         raise ProtocolError(
-            "a request may not name its namespace: the server's own endpoint does, and proves it "
+            "a request may not name its namespace: only the server's endpoint may, which signs it "
             "by the secret that tenant_secret_env names in the connector's options"
         )

@@ -1,7 +1,7 @@
-"""What one rank of a server holds of each block: its heads, of its layers.
+"""The share of each block that one rank of a server has: its heads and layers.
 
-Tensor-parallel ranks share out the heads of each layer, pipeline-parallel ranks the layers. A rank
-reads no more than it holds: entries are ordered so that this is one range of bytes, or few.
+Tensor-parallel ranks split the heads of each layer, pipeline-parallel ranks split the layers. A
+rank reads only its share, which is one or few byte ranges of an entry.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from blockattn_rag.store.format import decode_part
 from blockattn_rag.store.header import FormatError, Header
 from blockattn_rag.store.layout import ByteRange, LayerShape, Layout, Piece, ranges_of, share_of
 
-# Read with the header, in which they would take a request of their own: ids of 1024 tokens.
+# Read together with the header to save a request: the ids of 1024 tokens.
 _IDS_BYTES = 8 << 10
 
 _MOST_LAYOUTS = 256
@@ -38,12 +38,7 @@ _MOST_LAYOUTS = 256
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank holds.
-
-    Args:
-        layers: of the model.
-        heads: key-value heads of each of these layers.
-    """
+    """Layers of a rank, and its key-value heads of each of these layers."""
 
     layers: range
     heads: tuple[range, ...]
@@ -52,13 +47,13 @@ class Share:
     def of(
         cls, profile: ModelProfile, rank: int = 0, ranks: int = 1, layers: range | None = None
     ) -> Share:
-        """The share of a tensor-parallel rank: of more ranks than heads, some hold the same ones.
+        """Share of a tensor-parallel rank. With more ranks than heads, ranks share heads.
 
         Args:
-            layers: of its pipeline-parallel rank; None for all.
+            layers: Layers of its pipeline-parallel rank; None for all.
 
         Raises:
-            ValueError: there is no such rank, or no such layers.
+            ValueError: The rank or the layers do not exist.
         """
         every = range(profile.num_layers)
         layers = every if layers is None else layers
@@ -69,8 +64,8 @@ class Share:
 
     @property
     def name(self) -> str:
-        """What it is called among shares of one model, such as ``layers-0-32-heads-2-4``: for the
-        folder in which a rank keeps what it has read."""
+        """Name among the shares of a model, such as ``layers-0-32-heads-2-4``; used for folders of
+        disk tiers."""
         found = f"layers-{self.layers.start}-{self.layers.stop}"
         if len(set(self.heads)) > 1:
             every = ",".join(f"{heads.start}-{heads.stop}" for heads in self.heads)
@@ -78,30 +73,30 @@ class Share:
         return f"{found}-heads-{self.heads[0].start}-{self.heads[0].stop}"
 
     def is_whole(self, profile: ModelProfile) -> bool:
-        """Whether it is all of every block."""
+        """Whether the share is the complete block."""
         return self == Share.of(profile)
 
     def token_outline(self, profile: ModelProfile) -> tuple[tuple[int, int, torch.dtype], ...]:
-        """``BlockKV.token_outline`` of this share of a model's blocks."""
+        """``BlockKV.token_outline`` of this share."""
         own = [profile.layers[layer] for layer in self.layers]
         shapes = [*zip(self.heads, (layer.key_size for layer in own), strict=True)]
         shapes += zip(self.heads, (layer.value_size for layer in own), strict=True)
         return tuple((len(heads), size, profile.torch_dtype) for heads, size in shapes)
 
     def bytes_per_token(self, profile: ModelProfile) -> int:
-        """Of this share's keys and values, not quantised."""
+        """Bytes of a token's keys and values in this share, not quantized."""
         outline = self.token_outline(profile)
         return sum(heads * size * dtype.itemsize for heads, size, dtype in outline)
 
     def pieces(self, layout: Layout) -> list[Piece]:
-        """This share of an entry."""
+        """Pieces of an entry that make up this share."""
         each = zip(self.layers, self.heads, strict=True)
         return [piece for layer, heads in each for piece in layout.pieces(heads, [layer])]
 
     def cut(self, kv: BlockKV) -> BlockKV:
-        """This share of a whole block, in memory of its own."""
+        """Copy this share out of a complete block."""
         for layer in self.layers:
-            kv.stored(layer)  # waits for it
+            kv.stored(layer)  # waits until it is loaded
         return kv.with_tensors(
             [
                 [tensor[heads.start : heads.stop].clone() for tensor in kv.tensors(layer)]
@@ -111,21 +106,21 @@ class Share:
 
 
 def open_share(home: KVStore, share: Share, profile: ModelProfile) -> KVStore:
-    """What a rank reads from: a ``ShareStore``, or the home itself where the share is whole."""
+    """Store of a rank: a ``ShareStore``, or the home itself if the share is the complete block."""
     return home if share.is_whole(profile) else ShareStore(home, share, profile)
 
 
 class ShareStore:
-    """``KVStore`` of a rank's share of each block in another store; it is only read.
+    """Read-only ``KVStore`` of a rank's share of each block in another store.
 
-    What it gives is the block of that key with these heads and layers alone, checked as whole
-    entries are. It comes by ranges of bytes from stores that can be read so, in two requests for
-    any number of keys; else whole entries are read and cut.
+    Blocks have the heads and layers of the share only, and are checked like complete entries. From
+    stores with byte ranges, two requests read the shares of any number of keys. From other stores,
+    complete entries are read and cut.
 
     Args:
-        home: where whole blocks are.
-        share: what is wanted of each.
-        profile: of the model that computed them.
+        home: Store with complete blocks.
+        share: Share to read.
+        profile: Profile of the model that computed the blocks.
     """
 
     def __init__(self, home: KVStore, share: Share, profile: ModelProfile) -> None:
@@ -133,7 +128,7 @@ class ShareStore:
         self.share = share
         self._profile = profile
         layouts = (_layout(profile, 1, quantised) for quantised in (False, True))
-        # Blocks of one length have one layout, and looking for its pieces takes milliseconds.
+        # Finding the pieces takes milliseconds, and blocks of the same length have the same layout.
         self._pieces = lru_cache(_MOST_LAYOUTS)(share.pieces)
         self._head_bytes = max(layout.data_start for layout in layouts) + _IDS_BYTES
 
@@ -142,12 +137,12 @@ class ShareStore:
         return f"ShareStore({self.home!r}, heads={heads}, layers={self.share.layers})"
 
     def get(self, key: str) -> BlockKV | None:
-        """The share of the entry, or None if there is none.
+        """The share of an entry; None if there is no entry.
 
         Raises:
-            CorruptEntryError: its header, its token ids or this share of it are damaged.
-            FingerprintMismatchError: the block is of another shape than the model's.
-            StoreError: as of the home.
+            CorruptEntryError: The header, the token ids or this share are damaged.
+            FingerprintMismatchError: The block has another shape than the model's.
+            StoreError: As the home.
         """
         (found,) = self.get_many([key])
         if isinstance(found, StoreError):
@@ -155,40 +150,40 @@ class ShareStore:
         return found
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
-        """As ``get`` for each key, asking the home once."""
+        """As ``get`` for each key, with one call to the home."""
         if not isinstance(self.home, RangeStore):
             return [self._cut(found) for found in get_many(self.home, keys)]
         parts = self.home.read_ranges(keys, self._places, self._head_bytes)
         return [self._decoded(part) if isinstance(part, EntryPart) else part for part in parts]
 
     def touch(self, key: str) -> bool:
-        """As the home: whether there is an entry that looks sound, which is marked as used."""
+        """Whether the home has an intact entry. Marks it as used."""
         return touch(self.home, key)
 
     def put(self, key: str, kv: BlockKV) -> None:
-        """Raises StoreError: whole blocks are put in the home."""
+        """Raise StoreError: complete blocks are stored in the home."""
         self._refuse(f"store {key}")
 
     def delete(self, key: str) -> bool:
-        """Raises StoreError: whole blocks are deleted in the home."""
+        """Raise StoreError: complete blocks are deleted in the home."""
         self._refuse(f"delete {key}")
 
     def __contains__(self, key: object) -> bool:
         return key in self.home
 
     def keys(self) -> Iterator[str]:
-        """Those of the home."""
+        """Keys of the home."""
         return self.home.keys()
 
     def stats(self) -> StoreStats:
-        """Those of the home: of whole entries."""
+        """Stats of the home's complete entries."""
         return self.home.stats()
 
     def _refuse(self, what: str) -> NoReturn:
-        raise StoreError(f"cannot {what} in {self!r}: it is only read; use {self.home!r} itself")
+        raise StoreError(f"cannot {what} in {self!r}: it is read-only; use {self.home!r} itself")
 
     def _places(self, header: Header) -> list[ByteRange]:
-        """What is wanted of an entry: its token ids, and the share."""
+        """Byte ranges to read: the token ids and the share."""
         layout = header.layout
         expected = _layout(self._profile, layout.num_tokens, layout.quantised)
         if layout != expected or header.dtype != self._profile.torch_dtype:
@@ -201,7 +196,7 @@ class ShareStore:
             return decode_part(part.header, pieces, part.places, part.data)
         except FormatError as error:
             return CorruptEntryError(
-                f"{part.source} is damaged: {error}; delete it, or put the block anew"
+                f"{part.source} is damaged: {error}; delete it, or store the block again"
             )
 
     def _cut(self, found: Found) -> Found:
@@ -213,7 +208,7 @@ class ShareStore:
 
 
 def _layout(profile: ModelProfile, num_tokens: int, quantised: bool) -> Layout:
-    """Of the entries of a model's blocks."""
+    """Layout of the entries of a model's blocks."""
     dtype = torch.int8 if quantised else profile.torch_dtype
     shapes = (LayerShape(*layer[:3], dtype, dtype) for layer in profile.layers)
     return Layout(num_tokens, tuple(shapes), quantised)
@@ -221,6 +216,6 @@ def _layout(profile: ModelProfile, num_tokens: int, quantised: bool) -> Layout:
 
 def _other_shape(key: str) -> FingerprintMismatchError:
     return FingerprintMismatchError(
-        f"the store holds under {key} keys and values of another shape or number type than the "
-        "model's profile tells; is the profile that of the model which filled the store?"
+        f"the store has keys and values of another shape or dtype under {key} than the model's "
+        "profile says; is the profile that of the model that filled the store?"
     )

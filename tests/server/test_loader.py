@@ -170,7 +170,7 @@ def test_what_memory_has_dropped_may_be_stored_but_private_blocks_are_found_apar
     one = loader(store, kept=MemoryStore(1 << 20))
     error = failure(one, KEPT)
     assert error.blocks == (1,)
-    assert "nor this server's memory (private_memory) any more" in str(error)
+    assert "nor this server's memory (private_memory)" in str(error)
     private = kv_of(KEPT[1], "tenant/private")
     store.put(private.key, private)  # as one that was encoded on purpose
     assert len(one.start(KEPT).result()) == 3
@@ -199,8 +199,8 @@ def test_a_missing_block_is_named_by_its_place(loader: Make) -> None:
     one = loader(store)
     error = failure(one)
     assert str(error) == (
-        "block 1 of the prompt (2 tokens from token 3 on), and 1 more cannot be loaded: no store "
-        "that answers holds it"
+        "block 1 of the prompt (2 tokens from token 3 on), and 1 more cannot be loaded: no "
+        "reachable store has it"
     )
     assert (error.blocks, error.damaged) == ((1, 2), ())
     assert told(one) == (0, 1, 2)
@@ -229,9 +229,9 @@ def other_digest(kv: BlockKV) -> BlockKV:
     ("changed", "why"),
     [
         (other_tokens, "keys and values of other tokens"),
-        (other_shape, "another shape or number type"),
-        (other_type, "another shape or number type"),
-        (other_digest, "holds another block under"),
+        (other_shape, "another shape or dtype"),
+        (other_type, "another shape or dtype"),
+        (other_digest, "has another block under"),
     ],
 )
 def test_what_is_not_the_block_that_was_asked_for_is_not_loaded(
@@ -327,7 +327,7 @@ def test_more_loads_than_may_wait_fail_at_once(loader: Make) -> None:
     taken = [one.start(BLOCKS) for _ in range(2)]
     refused = one.start(BLOCKS)
     assert refused.done()
-    assert "2 loads wait or go on already" in str(refused.exception())
+    assert "2 loads are running or waiting" in str(refused.exception())
     store.go.set()
     assert [len(load.result()) for load in taken] == [3, 3]
     assert len(one.start(BLOCKS).result()) == 3

@@ -188,9 +188,9 @@ def test_a_share_of_the_home_is_looked_for_as_in_the_home(home: KVStore) -> None
 def test_a_share_is_only_read(home: KVStore) -> None:
     home.put(KV.key, KV)
     store = ShareStore(home, SECOND, PROFILE)
-    with pytest.raises(StoreError, match="it is only read; use"):
+    with pytest.raises(StoreError, match="it is read-only; use"):
         store.put(KV.key, KV)
-    with pytest.raises(StoreError, match="it is only read; use"):
+    with pytest.raises(StoreError, match="it is read-only; use"):
         store.delete(KV.key)
     assert KV.key in home
 
@@ -222,7 +222,7 @@ def test_an_entry_of_another_shape_is_not_the_model_s(
     kv = make_kv(tokens=40, quantised=quantised)
     home.put(kv.key, kv)
     store = ShareStore(home, Share.of(profile, 1, 2), profile)
-    with pytest.raises(FingerprintMismatchError, match="of another shape or number type"):
+    with pytest.raises(FingerprintMismatchError, match="of another shape or dtype"):
         store.get(kv.key)
 
 
