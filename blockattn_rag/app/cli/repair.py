@@ -70,7 +70,7 @@ def repair(
     """
     started = time.monotonic()
     with working(as_json):
-        from blockattn_rag.lab.repair.run import check_packages
+        from blockattn_rag.lab.repair.checks import check_packages
         from blockattn_rag.lab.repair.run import repair as run
 
         check_packages()

@@ -6,25 +6,22 @@ is in the work folder.
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.find_recipe import stock_sink
-from blockattn_rag.engine.recipe import RECIPE_FILE, Recipe, read_fields
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError
 from blockattn_rag.files import write_json
 from blockattn_rag.lab import work
+from blockattn_rag.lab.repair.checks import check_disk, check_output, check_packages
 from blockattn_rag.lab.repair.closed_form import fit_correction, no_correction
 from blockattn_rag.lab.repair.compare import IN_USE, Comparer, choose, free_recipes, promoting
 from blockattn_rag.lab.repair.data import Material, Question, Sample, distinct, draw_samples
@@ -35,12 +32,10 @@ from blockattn_rag.lab.repair.store import ReadThroughStore
 from blockattn_rag.lab.repair.student import BlockSource, Student
 from blockattn_rag.lab.repair.teacher import Teacher
 from blockattn_rag.lab.repair.trainer import BATCH, CorrectionTrainer, seconds_of_a_prompt
-from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.model.correction_file import read_correction, save_correction
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.formats import Passage
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a stage, the finished part of it, and its total."""
@@ -51,9 +46,6 @@ _RESERVE_SHARE = 0.08
 
 LATEST = 1.3
 """A training ends after so many times its planned seconds."""
-
-_LENGTHS = 100
-"""Passages whose tokens are counted, to estimate all."""
 
 
 def repair(
@@ -97,9 +89,9 @@ def repair(
             f"{model.name} is block-fine-tuned and needs no recipe; measure it with "
             f"`blockattn-rag eval --model {model.name}`"
         )
-    _check_output(output, model)
+    check_output(output, model)
     folder = work.work_of(output)
-    _check_disk(folder, model, material.passages, limits)
+    check_disk(folder, model, material.passages, limits)
     inputs = {
         "model": f"{model.name} (fingerprint {model.fingerprint[:12]})",
         **material.inputs(),
@@ -122,64 +114,6 @@ def repair(
         recipe.save(output, plot=image)
         work.remove(folder)
     return recipe
-
-
-# -- checks before anything is computed ----------------------------------------------------------
-
-
-def check_packages() -> None:
-    """Raise ``ImportError`` if a package of the training is missing."""
-    if find_spec("accelerate") is None:
-        raise ImportError(f"`repair` needs {missing_extra('accelerate', 'train')}")
-
-
-def _check_output(output: Path, model: BlockModel) -> None:
-    """Refuse an output folder that cannot be written, or that contains something else.
-
-    An earlier recipe of the same model is replaced, and so is a damaged one.
-    """
-    if work.is_foreign(output, RECIPE_FILE):
-        raise DataError(
-            f"{output} exists and is not a recipe (it has no {RECIPE_FILE}); choose another folder "
-            "(--output)"
-        )
-    try:
-        found: Mapping[str, Any] = read_fields(output)
-    except ValueError:
-        found = {"fingerprints": []}
-    owners = found["fingerprints"]
-    if owners and model.fingerprint not in owners:
-        shown = ", ".join(owner[:12] for owner in owners)
-        raise DataError(
-            f"{output} holds a recipe of {found['model']} (fingerprints {shown}), expected one of "
-            f"{model.name} (fingerprint {model.fingerprint[:12]}); choose another folder "
-            "(--output), or delete that recipe"
-        )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=output.parent):
-        pass
-
-
-def _check_disk(
-    folder: Path, model: BlockModel, passages: Sequence[Passage], limits: Limits
-) -> None:
-    """Raise ``OSError`` if the disk has too little room for passages' keys and values."""
-    shown = passages[:: max(1, len(passages) // _LENGTHS)]
-    ids = (model.tokenizer.final_ids(one.text, first=False) for one in shown)
-    tokens = sum(map(len, ids)) / max(1, len(shown))
-    encoded = min(limits.passages * (limits.samples + limits.held_out), len(passages))
-    # Each is encoded alone and after the sink.
-    needed = min(limits.store_bytes, int(2 * encoded * tokens * model.bytes_per_token))
-    free = shutil.disk_usage(folder.parent).free
-    if free < needed:
-        raise OSError(
-            f"found {free / 1e9:.1f} GB free in {os.fspath(folder.parent)}, expected "
-            f"{needed / 1e9:.1f} GB for keys and values of {encoded} passages; free some, or "
-            "choose another folder (--output)"
-        )
-
-
-# -- the run -------------------------------------------------------------------------------------
 
 
 @dataclass

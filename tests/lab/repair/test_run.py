@@ -22,7 +22,7 @@ from blockattn_rag.engine.find_recipe import resolve_recipe
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError, DivergedError
 from blockattn_rag.lab.evaluation.metrics import contains_answer
-from blockattn_rag.lab.repair import questions, run, trainer
+from blockattn_rag.lab.repair import checks, questions, run, trainer
 from blockattn_rag.lab.repair.closed_form import no_correction
 from blockattn_rag.lab.repair.compare import Comparer
 from blockattn_rag.lab.repair.data import distinct
@@ -349,7 +349,7 @@ class TestChecks:
     def test_a_missing_package_is_reported_before_anything_is_computed(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(run, "find_spec", lambda _: None)
+        monkeypatch.setattr(checks, "find_spec", lambda _: None)
         with pytest.raises(ImportError, match="`repair` needs accelerate, which is not installed"):
             repaired(model, tmp_path / "recipe")
         assert list(tmp_path.iterdir()) == []
