@@ -26,7 +26,7 @@ REMEDY = (
 
 _ALL_WARM_UP = (
     "the run has %d steps and the warm-up %d: the learning rate of %g is not reached; use fewer "
-    "warm-up steps (warmup_steps, --warmup-steps), smaller batches (batch_size, --batch-size) or "
+    "warm-up steps (warmup_steps), smaller batches (batch_size, --batch-size) or "
     "more epochs"
 )
 

@@ -1,18 +1,12 @@
-"""Settings of a fine-tuning run; the defaults are the papers'.
-
-Each setting has its help text in the metadata of its field: the command line makes its options from
-them. This file does not load torch, so that ``--help`` is fast.
-"""
-# ruff: noqa: RUF009  The functions called in the class return dataclasses.field.
+"""Settings of a fine-tuning run; the defaults are the papers'. Importing this loads no torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.prompts.checkpoints import format_for
@@ -21,7 +15,6 @@ from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 if TYPE_CHECKING:
     from blockattn_rag.kv.context import Positions
 
-T = TypeVar("T")
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 OnError = Literal["raise", "skip"]
 Scheduler = Literal["linear", "cosine", "constant"]
@@ -34,18 +27,13 @@ _INCIDENTAL = (
 )
 
 
-def _setting(
-    panel: str | None, default: T, text: str, least: int | None = None, above: int | None = None
-) -> T:
-    """A field with its help text, its lower bound, and the panel of the help it belongs to."""
-    bounds = {"least": least, "above": above}
-    return field(default=default, metadata={"help": text, "panel": panel, **bounds})
-
-
-_run = partial(_setting, None)
-_learned = partial(_setting, "What is learned")
-_optimizer = partial(_setting, "Optimizer and adapters")
-_speed = partial(_setting, "Memory and speed")
+# The settings that must be finite and at least, or above, a number.
+_LEAST = {
+    **dict.fromkeys(("warmup_steps", "adam_beta2", "seed", "eval_steps"), 0),
+    **dict.fromkeys(("blocks_per_turn", "max_tokens", "max_steps", "batch_size"), 1),
+    **dict.fromkeys(("per_device_batch_size", "lora_rank", "save_steps"), 1),
+}
+_ABOVE = {"epochs": 0, "learning_rate": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,43 +68,35 @@ class FinetuneConfig:
     """
 
     model: str
-    output: str | Path = field(metadata={"help": "Folder of the result; appears when complete."})
-    train_data: Sequence[str | Path] = field(
-        metadata={"help": "Training data, JSON lines; may be repeated."}
-    )
-    eval_data: Sequence[str | Path] = _run((), "Data to evaluate on; may be repeated.")
-    modes: tuple[Mode, ...] = _learned(
-        ("block", "full"), "block,full (the papers'), block or full."
-    )
-    positions: Positions = _learned("reordered", "reordered, or composite (ablation).")
-    sink: str = _learned(NO_SINK, "Prefix tokens that blocks are encoded with: none, bos, head:N.")
-    prompt_format: str = _learned(
-        "auto", "auto (a known checkpoint's own, else chat), chat, block-attention, turborag, ..."
-    )
-    blocks_per_turn: int = _learned(
-        1, 'Most blocks that a turn of "messages" is cut into.', least=1
-    )
-    on_error: OnError = _run("raise", "At a bad line: raise stops, skip leaves it out.")
-    max_tokens: int | None = _run(None, "Longest sample.", least=1)
-    epochs: float = _run(1.0, "Passes over the data.", above=0)
-    max_steps: int | None = _run(None, "Optimizer steps, instead of epochs.", least=1)
-    learning_rate: float = _run(2e-5, "Peak learning rate.", above=0)
-    lr_scheduler: Scheduler = _optimizer("linear", "linear, cosine, constant.")
-    batch_size: int = _run(64, "Samples of an optimizer step.", least=1)
-    per_device_batch_size: int = _speed(1, "Samples of a forward pass.", least=1)
-    warmup_steps: int = _optimizer(20, "Steps in which the learning rate rises.", least=0)
-    adam_beta2: float = _optimizer(0.999, "Decay of Adam's second moment.", least=0)
-    lora: bool = _optimizer(False, "Train low-rank adapters instead of all weights.")
-    lora_rank: int = _optimizer(16, "Rank of the adapters.", least=1)
-    dtype: Dtype = _speed("float32", "Type of the weights.")
-    bf16: bool = _speed(False, "Compute in bfloat16.")
-    gradient_checkpointing: bool = _speed(False, "Recompute activations, to save memory.")
-    seed: int = _run(0, "Random seed.", least=0)
-    eval_steps: int = _run(0, "Steps between evaluations; 0: at start and end.", least=0)
-    save_steps: int = _run(200, "Steps between checkpoints.", least=1)
-    resume: bool = _run(False, "Continue an interrupted run.")
-    overwrite: bool = _run(False, "Replace an earlier result.")
-    progress: bool = _run(True, "Show progress.")
+    output: str | Path
+    train_data: Sequence[str | Path]
+    eval_data: Sequence[str | Path] = ()
+    modes: tuple[Mode, ...] = ("block", "full")
+    positions: Positions = "reordered"
+    sink: str = NO_SINK
+    prompt_format: str = "auto"
+    blocks_per_turn: int = 1
+    on_error: OnError = "raise"
+    max_tokens: int | None = None
+    epochs: float = 1.0
+    max_steps: int | None = None
+    learning_rate: float = 2e-5
+    lr_scheduler: Scheduler = "linear"
+    batch_size: int = 64
+    per_device_batch_size: int = 1
+    warmup_steps: int = 20
+    adam_beta2: float = 0.999
+    lora: bool = False
+    lora_rank: int = 16
+    dtype: Dtype = "float32"
+    bf16: bool = False
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    eval_steps: int = 0
+    save_steps: int = 200
+    resume: bool = False
+    overwrite: bool = False
+    progress: bool = True
 
     def __post_init__(self) -> None:
         if not self.train_data or isinstance(self.train_data, (str, Path)):
@@ -127,8 +107,7 @@ class FinetuneConfig:
         for name, choices in _choices().items():
             if (found := getattr(self, name)) not in choices:
                 raise ValueError(f"{name} must be of {choices}, found {found!r}")
-        for setting in fields(self):
-            _check_bounds(setting.name, getattr(self, setting.name), setting.metadata)
+        self._check_bounds()
         if self.adam_beta2 >= 1 or self.seed >= 2**32:  # numpy takes no larger seed
             raise ValueError(
                 f"found adam_beta2 {self.adam_beta2} and seed {self.seed}, expected adam_beta2 "
@@ -143,6 +122,16 @@ class FinetuneConfig:
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite exclude each other")
 
+    def _check_bounds(self) -> None:
+        for name in (*_LEAST, *_ABOVE):
+            found = getattr(self, name)
+            if found is None:
+                continue
+            fits = found >= _LEAST[name] if name in _LEAST else found > _ABOVE[name]
+            if not (math.isfinite(found) and fits):
+                bound = f"{_LEAST[name]} or more" if name in _LEAST else f"above {_ABOVE[name]}"
+                raise ValueError(f"{name} is {found}, expected {bound}")
+
     @property
     def marker(self) -> dict[str, object]:
         """Entry in the model's config that says how it was block-fine-tuned."""
@@ -152,17 +141,6 @@ class FinetuneConfig:
     def decisive(self) -> dict[str, object]:
         """The settings that decide the result."""
         return {k: v for k, v in asdict(self).items() if k not in _INCIDENTAL}
-
-
-def _check_bounds(name: str, found: Any, metadata: Any) -> None:
-    """Raises ``ValueError`` unless a number is None, or finite and in its bounds."""
-    least, above = metadata.get("least"), metadata.get("above")
-    if found is None or least is above is None:
-        return
-    fits = math.isfinite(found) and (found > above if least is None else found >= least)
-    if not fits:
-        expected = f"above {above}" if least is None else f"{least} or more"
-        raise ValueError(f"{name} is {found}, expected {expected}")
 
 
 def _choices() -> dict[str, tuple[str, ...]]:
