@@ -71,7 +71,7 @@ def replacing(path: Path, *, mode: int = 0o666, fsync: bool = True) -> Iterator[
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(OSError):  # the first error is the one to tell
+        with contextlib.suppress(OSError):  # the first error is raised
             temporary.unlink()
         raise
     if fsync:

@@ -70,7 +70,7 @@ class Fetched(NamedTuple):
 
 
 class BlockFetcher:
-    """A model and a store. Every block that it returns is this model's KV of the tokens asked for.
+    """A model and a store. Every block that it returns is this model's KV of the requested tokens.
 
     Args:
         model: The model that computes missing blocks.
@@ -247,7 +247,7 @@ class BlockFetcher:
         return found
 
     def _sound(self, answer: Found, key: str, one: Wanted) -> BlockKV | None:
-        """The block that the store returned, if it is the one asked for. A bad entry is a miss."""
+        """The block that the store returned, if it is the requested one. A bad entry is a miss."""
         try:
             if isinstance(answer, StoreError):
                 raise answer
@@ -266,7 +266,7 @@ class BlockFetcher:
         return answer
 
     def _check(self, kv: BlockKV, key: str, ids: list[int]) -> None:
-        """Raise StoreError if a block is not the one asked for."""
+        """Raise StoreError if a block is not the requested one."""
         if kv.key != key:
             raise StoreError(
                 f"The store holds under {key} another block or another model's KV (digest "

@@ -127,7 +127,7 @@ def recipe_in_use(model: BlockModel, store: KVStore, folder: Path | None = None)
     """The recipe with an adapter that ``"auto"`` takes for a stock model.
 
     Returns:
-        None if there is none, or if it is damaged, which is logged.
+        None without a recipe, or if it is damaged, which is logged.
     """
     try:
         found = _found(model, store, folder)

@@ -27,7 +27,7 @@ class Machine:
         device_bytes_per_s: Memory bandwidth of the device that runs the model.
         transfer_bytes_per_s: Bandwidth from main memory to the GPU.
         disk_bytes_per_s: Bandwidth of the disk.
-        network_bytes_per_s: Bandwidth of a shared store, such as S3. None: there is none.
+        network_bytes_per_s: Bandwidth of a shared store, such as S3. None: no such store.
         network_latency_s: Seconds until that store's first byte.
     """
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from blockattn_rag.app.cli.options import JsonOption
+from blockattn_rag.app.cli.options import JsonOption, file_in_folder
 from blockattn_rag.app.cli.output import duration, emit, size, table, working
 from blockattn_rag.app.cli.progress import progress
 from blockattn_rag.app.rag.names import existing_model, loading
@@ -133,8 +133,7 @@ def _check_plot(file: Path | None) -> None:
         raise typer.BadParameter(f"found {file}, expected a name ending in .svg, .png or .pdf")
     if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter(f"plots need {missing_extra('matplotlib', 'train')}")
-    if not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"no such folder: {file.absolute().parent}")
+    file_in_folder(file)
 
 
 @contextmanager

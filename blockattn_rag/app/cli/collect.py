@@ -214,7 +214,7 @@ def _joined(parts: list[kv_store.LiveHandles]) -> kv_store.LiveHandles:
 
 
 def _counted(handles: Iterable[str], tick: Callable[[int], None]) -> Iterator[str]:
-    """Valid handles. Other programs' metadata may contain values that are none."""
+    """The valid ones: metadata of other programs may contain anything."""
     from blockattn_rag.store.live import is_handle
 
     for done, handle in enumerate(handles, start=1):

@@ -14,15 +14,11 @@ from blockattn_rag.lab.efficiency.timing import OnProgress, Turns, check_sizes
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt
 
-_ANY_TEXT: Mapping[str, Any] = {"do_sample": False}
-"""Still greedy, but explicit: the guard against repetition, which answers of random weights would
-trigger, is for the default alone."""
-
 PATHS: Mapping[str, Mapping[str, Any]] = {
-    "full": {"mode": "full", **_ANY_TEXT},
-    "copy": {"mode": "block", **_ANY_TEXT},
-    "relay": {"mode": "block", **_ANY_TEXT},
-    "floor": {"mode": "full", **_ANY_TEXT},
+    # `do_sample` is still greedy, but explicit: the guard against repetition, which answers of
+    # random weights would trigger, is for the default alone.
+    path: {"mode": mode, "do_sample": False}
+    for path, mode in {"full": "full", "copy": "block", "relay": "block", "floor": "full"}.items()
 }
 """Options of calls on each path. The floor's prompt is the question without context."""
 

@@ -303,12 +303,12 @@ def compare_each(
     file = RecordFile(
         records_path, noted, lambda line: FidelityRecord(**line), samples=samples, rows=rows
     )
-    tell = on_progress or (lambda *_: None)
+    notify = on_progress or (lambda *_: None)
     for number, sample in enumerate(samples):
-        tell(number, len(samples))
+        notify(number, len(samples))
         if missing := [row for row in rows if (sample.id, row.name) not in file.records]:
             file.append(compare(sample, missing))
-    tell(len(samples), len(samples))
+    notify(len(samples), len(samples))
     return FidelityReport(noted, [file.records[s.id, row.name] for row in rows for s in samples])
 
 

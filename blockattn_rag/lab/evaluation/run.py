@@ -216,18 +216,18 @@ def evaluate(
     shown = [s.with_passages(num_passages) if num_passages else s for s in samples]
     _check_room(engine, form, shown)
     file = RecordFile(records_path, noted, EvaluationRecord.from_dict, samples=shown, rows=rows)
-    tell = on_progress or (lambda *_: None)
+    notify = on_progress or (lambda *_: None)
     answered, total = 0, len(rows) * len(shown)
     for row in rows:
         pending = [sample for sample in shown if (sample.id, row.name) not in file.records]
         answered += len(shown) - len(pending)
-        tell(answered, total)
+        notify(answered, total)
         for start in range(0, len(pending), batch_size):
             batch = pending[start : start + batch_size]
             answers = _answer(engine, form, batch, row, max_new_tokens=max_new_tokens, stop=stop)
             file.append([_record(s, row, a) for s, a in zip(batch, answers, strict=True)])
             answered += len(batch)
-            tell(answered, total)
+            notify(answered, total)
     # The kind decides no answer, and may have been another when the sample was answered.
     records = [replace(file.records[s.id, row.name], kind=s.kind) for row in rows for s in shown]
     return EvaluationReport(noted, records)

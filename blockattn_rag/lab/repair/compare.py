@@ -195,8 +195,7 @@ def choose(losses: Losses, costly: Collection[str] = (), in_use: str | None = No
     Args:
         losses: On at least two questions.
         costly: Names of recipes that compute tokens in every answer. At least one is not costly.
-        in_use: Name of the recipe in use, which is kept unless another is clearly better. Default:
-            there is none.
+        in_use: Name of the recipe in use, if any, which is kept unless another is clearly better.
     """
     free = [name for name in losses if name not in costly]
     best = min(free, key=lambda name: losses[name].mean())

@@ -162,7 +162,7 @@ def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> li
 
     Raises:
         DataError: The file is missing, damaged or empty, a line is not a question, or a question
-            has no passages and there are none to find.
+            has no passages and none can be found.
     """
 
     def question(record: Record, _: int) -> Question:

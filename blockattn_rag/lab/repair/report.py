@@ -26,7 +26,7 @@ Report = Mapping[str, Any]
 - ``questions``: distinct questions; ``written``: whether the model wrote them.
 - ``chosen_on``, ``measured_on``: questions of the choice and of the measurement.
 - ``right``: right answers in full mode, plain block mode and with the recipe, on ``answered``
-  questions of the measurement whose right answers are known. Empty: there are none.
+  questions of the measurement whose right answers are known. Empty: no such question.
 - ``plan``: see ``plan.Plan``; ``curve``: losses of the training; ``seconds``: seconds by stage.
 """
 
