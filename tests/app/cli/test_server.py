@@ -65,7 +65,7 @@ def test_a_recipe_that_a_server_does_not_apply_is_refused(
     assert cli(*asking).status == 0  # with the server's own recipe
     output = cli(*asking, "--recipe", recipe)
     assert output.status == 1
-    assert "a server applies the sink of a recipe alone" in " ".join(output.stderr.split())
+    assert "a server applies only the sink of a recipe" in " ".join(output.stderr.split())
     output = cli(*asking, "--recipe", "bos")
     assert output.status == 1
     assert "found sink='bos'" in output.stderr
