@@ -36,10 +36,10 @@ class Tuning:
 
 CPU = Tuning(
     # One more block costs 30 to 40 microseconds a layer in calls, whatever its size. A prompt is
-    # read in one pass, an answer in one for each token (benchmarks/attention.py, "joined").
+    # read in one pass, an answer in one for each token.
     join_prefill_tokens=32,
     join_decode_tokens=512,  # `bench decode --block-tokens 128,512` as well
-    relay_final_tokens=1024,  # benchmarks/attention.py, "final"
+    relay_final_tokens=1024,  # above it, rotating the keys once is faster
     encode_batch_tokens=2048,  # `bench ingest`: enough to keep the matrix products large
     packed_rows=range(4, 256),  # benchmarks/packing.py
 )
