@@ -4,15 +4,15 @@ A small model that always takes the likeliest token may write the same words unt
 rule, which holds in block and full mode, in batches and in streams:
 
 An answer repeats itself when its last tokens are one unit of at most ``LONGEST_UNIT`` tokens, again
-and again: ``COPIES`` times or more, and over ``TEXT_TOKENS`` of free text or ``STRING_TOKENS`` of
-one JSON string. A unit without a letter never counts: numbers, rules, blanks, empty cells. A unit
-with a letter always does: equal table rows and equal lines of code, too.
+and again: ``TEXT_COPIES`` times or more over ``TEXT_TOKENS`` of free text, or ``STRING_COPIES``
+times or more over ``STRING_TOKENS`` of one JSON string. A unit without a letter never counts:
+numbers, rules, blanks, empty cells. A unit with a letter always does: equal table rows and equal
+lines of code, too.
 
 - Free text ends there.
 - In an answer with a grammar, a JSON string that repeats itself must end: from there on, the
   grammar allows tokens that close the string alone, as soon as its schema allows one. A later
-  string of the answer must end sooner: once its last tokens are ``LATER_COPIES`` of the same unit,
-  over ``LATER_TOKENS``.
+  string of the answer must end sooner: once its last ``LATER_TOKENS`` tokens continue the loop.
 - Text around JSON, as a structural tag or a grammar with ``%json`` may allow, is free text: the
   grammar allows the answer's end alone, as soon as it allows it at all. JSON begins there at ``{``
   or ``[`` and ends with the bracket that closes it, or at a character that JSON cannot have there.
@@ -45,15 +45,14 @@ STRING_TOKENS = 64
 """Tokens of a JSON string that one unit must fill. Fewer than in free text, because the rest of the
 object must fit in the answer, too."""
 
-COPIES = 3
-"""Times that a unit must come in a row."""
+TEXT_COPIES = 3
+"""Times that a unit must come in a row in free text, where a refrain may come twice."""
 
-LATER_TOKENS = 8
-"""Tokens of a later JSON string that a unit must fill that an earlier one repeated. One copy is not
-enough: the unit may be a single common word."""
+STRING_COPIES = 2
+"""Times that a unit must come in a row in a JSON string."""
 
-LATER_COPIES = 2
-"""Times that such a unit must come in a row."""
+LATER_TOKENS = 16
+"""Tokens of a loop at which a later JSON string ends. Enough that a common phrase is no loop."""
 
 LONGEST_UNIT = 128
 """Tokens of the longest unit that is recognised."""
@@ -73,11 +72,12 @@ class Repetition:
     Args:
         decode: Text of some tokens.
         least_tokens: Tokens that the unit must fill.
+        copies: Times that the unit must come in a row.
     """
 
-    def __init__(self, decode: Decode, least_tokens: int) -> None:
+    def __init__(self, decode: Decode, least_tokens: int, copies: int) -> None:
         self._decode = decode
-        self._needed = np.maximum(_PERIODS * COPIES, least_tokens)
+        self._needed = np.maximum(_PERIODS * copies, least_tokens)
         self._recent = np.full(LONGEST_UNIT, -1)  # the latest token first
         self._equal = np.zeros(LONGEST_UNIT, int)  # tokens that equal the one a period before
 
@@ -114,17 +114,17 @@ class JsonStrings:
         self._ids: list[int] = []
         self._depth = 0  # brackets that are open
         self._is_open = self._is_escaped = False
-        self._units: set[tuple[int, ...]] = set()
+        self._loops: set[tuple[int, ...]] = set()  # every run of LATER_TOKENS tokens of a loop
         self._begin_string()
         self._begin_text()
 
     def _begin_string(self) -> None:
-        self._repetition = Repetition(self._decode, STRING_TOKENS)
+        self._repetition = Repetition(self._decode, STRING_TOKENS, STRING_COPIES)
         self._string: list[int] = []
         self._repeats = False
 
     def _begin_text(self) -> None:
-        self._text = Repetition(self._decode, TEXT_TOKENS)
+        self._text = Repetition(self._decode, TEXT_TOKENS, TEXT_COPIES)
         self._text_repeats = self._has_data = False
 
     @property
@@ -184,18 +184,11 @@ class JsonStrings:
         """Take a token within a string."""
         self._string.append(token)
         if unit := self._repetition.push(token):
-            self._units |= {unit[at:] + unit[:at] for at in range(len(unit))}
+            loop = unit * (2 + LATER_TOKENS // len(unit))
+            self._loops |= {loop[at : at + LATER_TOKENS] for at in range(len(unit))}
             self._repeats = True
-        known = {len(unit) for unit in self._units}
-        self._repeats |= any(map(self._repeats_known, known))
+        self._repeats |= tuple(self._string[-LATER_TOKENS:]) in self._loops
         self.has_loop |= self._repeats
-
-    def _repeats_known(self, size: int) -> bool:
-        """Whether a known unit of that size fills enough of the string's end."""
-        needed = max(LATER_COPIES * size, LATER_TOKENS)
-        end = self._string[-needed:]
-        is_filled = len(end) == needed and end[size:] == end[:-size]
-        return is_filled and tuple(end[-size:]) in self._units
 
     def _take_text(self, token: int) -> None:
         """Take a token of text, or of JSON, whose brackets and numbers may belong to the text."""
@@ -272,7 +265,7 @@ class LoopGuard:
     """
 
     def __init__(self, decode: Decode, grammar: Grammar | None) -> None:
-        self._text = Repetition(decode, TEXT_TOKENS) if grammar is None else None
+        self._text = Repetition(decode, TEXT_TOKENS, TEXT_COPIES) if grammar is None else None
         self._strings = None
         if holds_json(grammar):
             self._strings = JsonStrings(decode, among_text=has_text(grammar))

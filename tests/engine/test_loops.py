@@ -12,7 +12,7 @@ from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.engine.results import Generation
 from blockattn_rag.errors import IncompleteAnswerError
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.repetition import LATER_COPIES, STRING_TOKENS, TEXT_TOKENS
+from blockattn_rag.model.repetition import LATER_TOKENS, STRING_TOKENS, TEXT_TOKENS
 from tests.models import VOCABULARY, tiny_model, tiny_tokenizer
 
 WORDS = "mycat. "  # one token a character
@@ -116,7 +116,7 @@ def test_a_string_that_repeats_itself_is_closed(
     found = answer.json()
     assert found["c"] == "yes"
     assert found["a"] == (WORDS * 40)[:STRING_TOKENS]
-    assert found["b"] == WORDS * LATER_COPIES  # it is known by then
+    assert found["b"] == (WORDS * 40)[:LATER_TOKENS]  # the loop is known by then
 
 
 @HOW

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockattn_rag.model.repetition import (
-    COPIES,
-    LATER_COPIES,
     LATER_TOKENS,
     LONGEST_UNIT,
+    STRING_COPIES,
     STRING_TOKENS,
+    TEXT_COPIES,
     TEXT_TOKENS,
+    Decode,
     JsonStrings,
     LoopEndingMatcher,
     LoopGuard,
@@ -64,17 +65,17 @@ class Words:
         return "".join(self.known[one] for one in ids)
 
 
-def first_found(ids: Sequence[int], least: int, decode: object = letters) -> int | None:
-    """Tokens after which a loop is found."""
-    repetition = Repetition(decode, least)  # type: ignore[arg-type]
+def first_found(ids: Sequence[int], decode: Decode = letters) -> int | None:
+    """Tokens after which a loop of free text is found."""
+    repetition = Repetition(decode, TEXT_TOKENS, TEXT_COPIES)
     found = (at for at, token in enumerate(ids, 1) if repetition.push(token))
     return next(found, None)
 
 
-def repeats(ids: Sequence[int], least: int) -> bool:
+def repeats(ids: Sequence[int], least: int, copies: int) -> bool:
     """The rule of the module, word by word."""
     for size in range(1, min(LONGEST_UNIT, len(ids)) + 1):
-        filled = max(COPIES * size, least)
+        filled = max(copies * size, least)
         end = ids[-filled:]
         if len(ids) >= filled and all(a == b for a, b in zip(end, end[size:], strict=False)):
             return any(map(str.isalpha, letters(ids[-size:])))
@@ -84,27 +85,27 @@ def repeats(ids: Sequence[int], least: int) -> bool:
 @pytest.mark.parametrize("text", LEGITIMATE.values(), ids=LEGITIMATE)
 def test_repetition_that_people_write_is_no_loop(text: str) -> None:
     words = Words(text)
-    assert first_found(words.ids, TEXT_TOKENS, words.decode) is None
+    assert first_found(words.ids, words.decode) is None
 
 
 @pytest.mark.parametrize("words", [1, 4, 19, 38, 60])
 def test_a_unit_is_a_loop_once_it_fills_the_end(words: int) -> None:
     unit = list(range(ord("a"), ord("a") + words))
-    needed = max(COPIES * words, TEXT_TOKENS)
+    needed = max(TEXT_COPIES * words, TEXT_TOKENS)
     before = codes("0123456789 ")
-    assert first_found(before + unit * 200, TEXT_TOKENS) == len(before) + needed
+    assert first_found(before + unit * 200) == len(before) + needed
 
 
 @pytest.mark.parametrize("line", ["| yes | no |\n", "    return None\n"])
 def test_equal_lines_with_a_letter_are_a_loop(line: str) -> None:
     words = Words(line * 50)
-    assert first_found(words.ids, TEXT_TOKENS, words.decode) == TEXT_TOKENS
+    assert first_found(words.ids, words.decode) == TEXT_TOKENS
 
 
 def test_a_unit_longer_than_the_longest_is_no_loop() -> None:
     unit = list(range(0x4E00, 0x4E00 + LONGEST_UNIT + 1))  # as many letters
-    assert first_found(unit * 5, TEXT_TOKENS) is None
-    assert first_found(unit[:-1] * 5, TEXT_TOKENS) == COPIES * LONGEST_UNIT
+    assert first_found(unit * 5) is None
+    assert first_found(unit[:-1] * 5) == TEXT_COPIES * LONGEST_UNIT
 
 
 @given(
@@ -113,15 +114,16 @@ def test_a_unit_longer_than_the_longest_is_no_loop() -> None:
     st.integers(0, 12),
     st.lists(st.integers(97, 99), max_size=5),
     st.integers(1, 30),
+    st.integers(2, 4),
 )
 def test_the_rule_holds_at_each_token(
-    before: list[int], unit: list[int], times: int, after: list[int], least: int
+    before: list[int], unit: list[int], times: int, after: list[int], least: int, copies: int
 ) -> None:
     ids = before + unit * times + after
-    repetition = Repetition(letters, least)
+    repetition = Repetition(letters, least, copies)
     for at, token in enumerate(ids, 1):
         found = repetition.push(token)
-        assert bool(found) == repeats(ids[:at], least)
+        assert bool(found) == repeats(ids[:at], least, copies)
         assert not found or tuple(ids[at - len(found) : at]) == found
 
 
@@ -153,23 +155,27 @@ def test_an_escaped_quote_ends_no_string() -> None:
     assert follow('{"a": "' + LOOP + "\\\\").must_end
 
 
-def test_a_later_string_may_have_a_unit_that_an_earlier_one_repeated() -> None:
+def test_a_long_unit_that_comes_twice_in_a_string_is_a_loop() -> None:
+    unit = "He likes toys and his friends. She likes her friends and toys. "
+    assert len(unit) * STRING_COPIES > STRING_TOKENS
+    assert follow('{"a": "Well. ' + unit * STRING_COPIES).must_end
+    assert not follow('{"a": "Well. ' + (unit * STRING_COPIES)[:-9]).must_end
+
+
+@pytest.mark.parametrize("unit", ["x", "He sat. ", "ha" + "m" * LATER_TOKENS, "He sat down by us. "])
+def test_a_later_string_ends_once_it_continues_the_loop(unit: str) -> None:
+    begin = '{"a": "' + unit * STRING_TOKENS + '", "b": "1'
+    loop = unit * (LATER_TOKENS + 3)
+    assert not follow(begin + loop[: LATER_TOKENS - 1]).must_end
+    assert follow(begin + loop[:LATER_TOKENS]).must_end
+    assert follow(begin + loop[3 : 3 + LATER_TOKENS]).must_end
+
+
+def test_a_later_string_may_have_words_that_an_earlier_one_repeated() -> None:
     begin = '{"a": "' + "x" * STRING_TOKENS + '", "b": "'
     assert not follow(begin + "In xylophones, x marks xxx").must_end
-    assert not follow(begin + "x" * (LATER_TOKENS - 1)).must_end
-    assert follow(begin + "x" * LATER_TOKENS).must_end
     begin = '{"a": "' + LOOP + '", "b": "Then '
     assert not follow(begin + "He sat. But He sat. Then He sat" + " down" * 3).must_end
-    assert not follow(begin + "He sat. He sat").must_end
-    assert follow(begin + "He sat. " * LATER_COPIES).must_end
-    assert follow(begin + "sat. He " * LATER_COPIES).must_end
-
-
-def test_a_later_string_ends_although_a_shorter_unit_fills_the_end_of_the_known_one() -> None:
-    unit = "ha" + "m" * LATER_TOKENS
-    begin = '{"a": "' + unit * 20 + '", "b": "'
-    assert not follow(begin + unit).must_end
-    assert follow(begin + unit * LATER_COPIES).must_end
 
 
 TAGS = {
