@@ -4,7 +4,7 @@
 
 The bundled model answers questions on passages that are looked up for each turn (`RetrieveFirst`);
 the history grows with every turn. After each question come the follow-ups, turns that find nothing.
-`final` is the final block, all behind the last passage. The last lines tell what the store holds:
+`final` is the final block, all behind the last passage. The last lines show what is in the store:
 every entry is decoded, and its text compared with the passages and with what was said. Without
 reuse, a turn computes all of its prompt.
 """

@@ -54,7 +54,7 @@ def choice(draw: random.Random, size: int) -> tuple[dict[str, Any], Judge]:
 
 
 def record(draw: random.Random, number: int) -> dict[str, Any]:
-    """The schema of one case, which its number tells from others."""
+    """The schema of one case, by its number."""
     properties = {"kind": {"const": f"{word(draw)}{number}"}, "n": {"enum": [1, 2, 3]}}
     return {"type": "object", "properties": properties, "required": ["kind", "n"]}
 
@@ -87,7 +87,7 @@ def optional(draw: random.Random, size: int) -> tuple[dict[str, Any], Judge]:
 def tools(draw: random.Random, size: int) -> tuple[dict[str, Any], Judge]:
     """A call of one of several tools."""
     names = [f"{word(draw)}_{number}" for number in range(size)]
-    told = [{"type": "function", "function": {"name": name}} for name in names]
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
     form = FORMATS[draw.choice(["hermes", "llama3"])]
     call = re.compile(r'(?:<tool_call>\n)?\{"name": "(\w+)", "\w+": \{\}\}(?:\n</tool_call>)?')
 
@@ -95,7 +95,7 @@ def tools(draw: random.Random, size: int) -> tuple[dict[str, Any], Judge]:
         found = call.fullmatch(text)
         return found is not None and found[1] in names
 
-    return {"grammar": calls_grammar(form, told, None, several=False)}, is_call
+    return {"grammar": calls_grammar(form, tools, None, several=False)}, is_call
 
 
 KINDS = {"choice": choice, "anyOf": any_of, "tools": tools, "optional": optional}

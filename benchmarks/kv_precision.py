@@ -35,7 +35,7 @@ from blockattn_rag.lab.efficiency import machine
 from blockattn_rag.lab.evaluation import EvaluationSample, read_samples
 from blockattn_rag.lab.evaluation.fidelity import FidelityRecord, full_answer
 from blockattn_rag.lab.evaluation.metrics import bootstrap_mean
-from blockattn_rag.lab.evaluation.rows import Row
+from blockattn_rag.lab.evaluation.records import Row
 from blockattn_rag.lab.evaluation.run import make_prompt
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import BlockPrompt

@@ -116,8 +116,8 @@ def main() -> None:
                 prompt = f"{format_blocks([*map(Document, some)])}\n\nWhat do they say?"
                 # Llama's calls need no mark where an answer begins.
                 words = "They say: " if number % 2 or FORMATS[form].is_bare else ""
-                told = [*map(tokenizer.text_ids, [words, *some])]
-                model.answer_ids = [*chain.from_iterable(told)]
+                pieces = [*map(tokenizer.text_ids, [words, *some])]
+                model.answer_ids = [*chain.from_iterable(pieces)]
                 calls, invalid = count(prompt)
                 quoted, malformed = quoted + calls, malformed + invalid
                 spans = [Span(text, "template") for text in some]

@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import httpx
 import typer
-from serving_load import ENVIRONMENT, FailedAnswerError, ask, host, markdown, write
+from serving_load import ENVIRONMENT, FailedAnswerError, ask, host, write
+from tables import markdown
 
 from blockattn_rag.server.endpoint import COMPLETIONS
 from blockattn_rag.store import ObjectStore
@@ -282,7 +283,7 @@ async def campaign(
     deadline_s: float,
     done: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Phases, one after the other; ``done`` is told what each one came to."""
+    """Phases, one after the other; ``done`` gets the figures of each."""
     await site.boot()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=None, trust_env=False, limits=limits) as http:
@@ -308,11 +309,11 @@ async def campaign(
                 "left": await now.left_behind(http),
                 "seconds": time.monotonic() - began,
             }
-            print(told(row), flush=True)
+            print(summary(row), flush=True)
             done(row)
 
 
-def told(row: Mapping[str, Any]) -> str:
+def summary(row: Mapping[str, Any]) -> str:
     """For people."""
     outcomes = ", ".join(f"{number} {name}" for name, number in row["outcomes"].most_common())
     lines = [

@@ -23,12 +23,11 @@ from typing import Annotated, Any, Literal, get_args
 import httpx
 import numpy as np
 import typer
-from real_passages import read_passages
-from serving_load import Answer, closed_loop, host, markdown, write
+from serving_load import Answer, closed_loop, host, write
 from serving_systems import SYSTEMS, Asker, Question, Systems
-from serving_trace import Prompts, Trace, drawn, make_trace, warm
+from serving_trace import Trace, load_trace, warm
+from tables import markdown
 
-from blockattn_rag.lab.evaluation.datasets import read_samples
 from blockattn_rag.model.loading import resolve_name
 
 Way = Literal["nobody asks", "final blocks alone", "passages in pages", "with passages"]
@@ -118,10 +117,10 @@ def rows(found: Mapping[tuple[str, Way], Sequence[float]]) -> list[dict[str, Any
     ]
 
 
-def table(told: Sequence[Mapping[str, Any]]) -> str:
+def table(figures: Sequence[Mapping[str, Any]]) -> str:
     """For people."""
     lines = []
-    for one in told:
+    for one in figures:
         times = (one[name] for name in ("mean_s", "median_s", "p95_s", "longest_s"))
         shown = (f"{time * 1e3:,.0f} ms" for time in times)
         over = f"{one['over_pages']:.2f}"
@@ -148,20 +147,15 @@ def main(
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = resolve_name(model)
-    prompts, found = Prompts(path), read_passages(corpus)
-    texts = [one.question for one in read_samples(asked, limit=questions + 1)]
-    trace = make_trace(prompts, found, texts, drawn(len(found), len(texts), passages, 1.0))
+    trace = load_trace(path, corpus, asked, questions + 1, passages, 1.0)
     servers = Systems(systems.split(","), path, folder, dtype, sink, memory, more)
     with servers.running():
-        if servers.has_blocks:
-            servers.ingest(trace["retrieved"])
-        if "s3" in servers.names:
-            servers.copy_to_s3(trace["retrieved"])
-        told = rows(asyncio.run(measure(servers, trace, per_round, pace_s)))
-    result = {"machine": host(), "pace_s": pace_s, "questions": questions, "rows": told}
-    write(output, result, table(told))
+        servers.store_blocks(trace["retrieved"])
+        figures = rows(asyncio.run(measure(servers, trace, per_round, pace_s)))
+    result = {"machine": host(), "pace_s": pace_s, "questions": questions, "rows": figures}
+    write(output, result, table(figures))
     print(json.dumps(result["machine"]))
-    print(table(told))
+    print(table(figures))
 
 
 if __name__ == "__main__":

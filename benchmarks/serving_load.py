@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.metadata import packages_distributions
@@ -43,12 +43,6 @@ def host() -> dict[str, Any]:
     return machine(default_device()) | {"vllm": version}
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
-
-
 def write(output: Path | None, result: Mapping[str, Any], table: str) -> None:
     """A result as JSON, and its table for people beside it; nothing if no file is given."""
     if output is not None:
@@ -74,7 +68,7 @@ class Answer:
         tokens: their ids.
         prompt_tokens: of the prompt.
         cached_tokens: of these, tokens that the server did not compute for this answer.
-        told: ``kv_transfer_params`` of the answer.
+        transfer_params: ``kv_transfer_params`` of the answer.
     """
 
     sent_s: float = 0.0
@@ -82,7 +76,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    told: dict[str, Any] | None = None
+    transfer_params: dict[str, Any] | None = None
 
     @property
     def ttft_s(self) -> float:
@@ -136,7 +130,7 @@ def _take(answer: Answer, event: dict[str, Any]) -> None:
         new = choice.get("token_ids") or []
         answer.tokens += new
         answer.times_s += [time.perf_counter()] * len(new)
-    answer.told = event.get("kv_transfer_params") or answer.told
+    answer.transfer_params = event.get("kv_transfer_params") or answer.transfer_params
     if usage := event.get("usage"):
         answer.prompt_tokens = usage["prompt_tokens"]
         answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

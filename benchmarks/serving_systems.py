@@ -179,13 +179,17 @@ class Systems:
             if not answer.json()["success"]:
                 raise RuntimeError(f"{server.log} does not forget: something still runs there")
 
-    @property
-    def has_blocks(self) -> bool:
-        """Whether a server that stores is among them."""
-        return bool(self._servers.keys() & {"memory", "disk"})
+    def store_blocks(self, questions: Sequence[Question]) -> dict[str, float]:
+        """Encode the missing blocks of prompts, and return what that cost; fill the S3 bucket."""
+        cost = {"blocks": 0.0}
+        if self._servers.keys() & {"memory", "disk"}:
+            cost = self._ingest(questions)
+        if "s3" in self.names:
+            self._copy_to_s3(questions)
+        return cost
 
-    def ingest(self, questions: Sequence[Question]) -> dict[str, float]:
-        """Have the blocks of prompts stored that are not; see what that cost."""
+    def _ingest(self, questions: Sequence[Question]) -> dict[str, float]:
+        """Encode the missing blocks, and return their numbers and the seconds taken."""
         server = next(self._servers[name] for name in ("memory", "disk") if name in self._servers)
         cut = [one.blocks for one in questions]
         passages = [*dict.fromkeys(tuple(block) for blocks in cut for block in blocks[1:])]
@@ -200,8 +204,8 @@ class Systems:
             encoded, tokens = encoded + len(new), tokens + sum(new)
         return {"blocks": encoded, "tokens": tokens, "seconds": time.perf_counter() - began}
 
-    def copy_to_s3(self, questions: Sequence[Question]) -> None:
-        """Put all that is needed by these prompts into the bucket, as it is in the store."""
+    def _copy_to_s3(self, questions: Sequence[Question]) -> None:
+        """Copy the blocks of these prompts from the store into the bucket."""
         profile, bucket = ModelProfile.read(self._profile), ObjectStore(f"s3://{BUCKET}/kv")
         store, done = DirectoryStore(self.store), set[str]()
         for one in questions:

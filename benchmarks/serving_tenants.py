@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import typer
-from serving_load import ENVIRONMENT, host, markdown, write
+from serving_load import ENVIRONMENT, host, write
+from tables import markdown
 
 from blockattn_rag.server.endpoint import COMPLETIONS, ENCODE
 from blockattn_rag.server.protocol import BlockPlan, salt
@@ -115,8 +116,8 @@ class Tenants:
         answer = self.server.post(path, body, **{"x-tenant-id": tenant})
         if not answer.is_success:
             raise RuntimeError(f"{path}: {answer.status_code} {answer.text}")
-        told: dict[str, Any] = answer.json()
-        return told
+        body: dict[str, Any] = answer.json()
+        return body
 
     def complete(
         self, tenant: str, case: Case, *, plan: bool = True, tokens: int = 1
@@ -142,8 +143,8 @@ def encode(tenants: Tenants, case: Case) -> Any:
 
 def in_block_mode(tenants: Tenants, case: Case) -> Any:
     """Ask for an answer in block mode."""
-    told = tenants.complete("A", case)["kv_transfer_params"]["blockattn"]
-    return {name: told[name] for name in ("encoded", "encoded_tokens")}
+    answer = tenants.complete("A", case)["kv_transfer_params"]["blockattn"]
+    return {name: answer[name] for name in ("encoded", "encoded_tokens")}
 
 
 def in_full_mode(tenants: Tenants, case: Case) -> Any:
@@ -209,8 +210,8 @@ def attacks(tenants: Tenants) -> dict[str, bool]:
     found: dict[str, bool] = {}
 
     def tokens(tenant: str, plan: bool = True) -> list[int]:
-        told = tenants.complete(tenant, case, plan=plan, tokens=TOKENS)
-        ids: list[int] = told["choices"][0]["token_ids"]
+        answer = tenants.complete(tenant, case, plan=plan, tokens=TOKENS)
+        ids: list[int] = answer["choices"][0]["token_ids"]
         return ids
 
     for name, secret in (("names B's namespace", None), ("forges the code for it", "a guess")):
@@ -273,7 +274,14 @@ def main(
 
 def table(tests: Sequence[Mapping[str, Any]], stopped: Mapping[str, bool]) -> str:
     """For people."""
-    head = ("way", "passages of", "median", "of nobody's", "faster than nobody's", "told apart")
+    head = (
+        "way",
+        "passages of",
+        "median",
+        "of nobody's",
+        "faster than nobody's",
+        "distinguishable",
+    )
     lines = []
     for one in tests:
         low, high = one["faster_within"]
@@ -286,7 +294,7 @@ def table(tests: Sequence[Mapping[str, Any]], stopped: Mapping[str, bool]) -> st
 
 
 def is_as_it_should(test: Mapping[str, Any]) -> bool:
-    """B's passages cannot be told from nobody's, by words or by time, and A's own can."""
+    """B's passages cannot be distinguished from nobody's, by words or by time, and A's own can."""
     low, high = test["faster_within"]
     if test["owner"] == "A":
         return bool(low > 0.5 or not test["says_the_same"])

@@ -30,8 +30,9 @@ import httpx
 import numpy as np
 import typer
 from real_passages import read_passages
-from serving_load import Answer, closed_loop, gaps, host, markdown, write
+from serving_load import Answer, closed_loop, gaps, host, write
 from serving_systems import SYSTEMS, Asker, Order, Question, Systems
+from tables import markdown
 
 from blockattn_rag import Passage
 from blockattn_rag.lab.evaluation.datasets import read_samples
@@ -81,6 +82,16 @@ def make_trace(
         "retrieved": [question(text, one) for text, one in zip(texts, ranks, strict=True)],
         "popular": [question(text, sorted(one)) for text, one in zip(texts, ranks, strict=True)],
     }
+
+
+def load_trace(
+    model: str, corpus: Path, asked: Path, questions: int, passages: int, exponent: float
+) -> Trace:
+    """The first questions of a file, each with passages of a corpus, drawn by Zipf's law."""
+    found = read_passages(corpus)
+    texts = [one.question for one in read_samples(asked, limit=questions)]
+    ranks = drawn(len(found), len(texts), passages, exponent)
+    return make_trace(Prompts(model), found, texts, ranks)
 
 
 class Seen:
@@ -133,7 +144,9 @@ def row(name: str, seen: dict[str, Seen], clients: int) -> dict[str, Any]:
         "answers_per_s": len(answers) / seen[name].seconds,
         "hit_share": sum(a.cached_tokens for a in answers) / sum(a.prompt_tokens for a in answers),
     }
-    if fetches := [one.told["blockattn"]["fetch_s"] for one in answers if one.told]:
+    if fetches := [
+        one.transfer_params["blockattn"]["fetch_s"] for one in answers if one.transfer_params
+    ]:
         found["fetch_median_s"] = float(np.median(fetches))
     if reference := next((one for one in ("memory", "disk", "s3") if one in seen), None):
         best = seen[reference].answers
@@ -194,19 +207,19 @@ class Results:
 
     def __init__(self, path: Path | None, given: dict[str, Any]) -> None:
         self._path = path
-        self.told: dict[str, Any] = {"given": given, "rows": []}
+        self.data: dict[str, Any] = {"given": given, "rows": []}
         if path is not None and path.exists():
-            self.told = json.loads(path.read_text(encoding="utf-8"))
-            if self.told["given"] != given:
-                raise SystemExit(f"{path} is of another run ({self.told['given']}); give another")
+            self.data = json.loads(path.read_text(encoding="utf-8"))
+            if self.data["given"] != given:
+                raise SystemExit(f"{path} is of another run ({self.data['given']}); give another")
 
     def add(self, **more: Any) -> None:
-        self.told |= more
-        write(self._path, self.told, table(self.told["rows"]))
+        self.data |= more
+        write(self._path, self.data, table(self.data["rows"]))
 
     def missing(self, clients: Sequence[int]) -> list[int]:
         """Client counts that were not measured yet."""
-        return [count for count in clients if all(r["clients"] != count for r in self.told["rows"])]
+        return [count for count in clients if all(r["clients"] != count for r in self.data["rows"])]
 
 
 async def run(
@@ -224,7 +237,7 @@ async def run(
             systems.forget()
             seen = await measure(askers, trace, count, per_round)
             rows = [row(name, seen, count) for name in systems.names]
-            results.add(rows=results.told["rows"] + rows)
+            results.add(rows=results.data["rows"] + rows)
 
 
 def main(
@@ -253,9 +266,7 @@ def main(
     results = Results(output, given)
     folder.mkdir(parents=True, exist_ok=True)
     path = resolve_name(model)
-    prompts, found = Prompts(path), read_passages(corpus)
-    texts = [one.question for one in read_samples(asked, limit=questions)]
-    trace = make_trace(prompts, found, texts, drawn(len(found), len(texts), passages, exponent))
+    trace = load_trace(path, corpus, asked, questions, passages, exponent)
     results.add(
         machine=host(),
         prompt_tokens=statistics.median(len(one.ids) for one in trace["retrieved"]),
@@ -264,16 +275,15 @@ def main(
     if left := results.missing([int(count) for count in clients.split(",")]):
         servers = Systems(systems.split(","), path, folder, dtype, sink, memory, more)
         with servers.running():
-            if servers.has_blocks:
-                stored = servers.ingest(trace["retrieved"])
-                results.add(ingest=stored if stored["blocks"] else results.told.get("ingest"))
-            if "s3" in servers.names:
-                servers.copy_to_s3(trace["retrieved"])
+            stored = servers.store_blocks(trace["retrieved"])
+            results.add(ingest=stored if stored["blocks"] else results.data.get("ingest"))
             asyncio.run(run(servers, trace, left, per_round, tokens, results))
     print(
-        json.dumps({name: told for name, told in results.told.items() if name != "rows"}, indent=1)
+        json.dumps(
+            {name: value for name, value in results.data.items() if name != "rows"}, indent=1
+        )
     )
-    print(table(results.told["rows"]))
+    print(table(results.data["rows"]))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 
 import typer
 from jsonschema import Draft202012Validator
+from tables import markdown  # the script next to this one
 
 from blockattn_rag import BlockAttentionEngine, MemoryStore
 from blockattn_rag.errors import IncompleteAnswerError
@@ -28,6 +29,8 @@ from blockattn_rag.model.constraint import GrammarConstraint
 from blockattn_rag.output.compiler import GrammarCompiler
 from blockattn_rag.prompts.formats import CHAT, Passage
 
+_HEAD = ("schema", "answers", "parse", "fit", "cut", "tokens", "compiling", "first token",
+         "further tokens", "share of a token's time")  # fmt: skip
 DATA = Path(__file__).parents[1] / "blockattn_rag" / "app" / "demo" / "data"
 TEXT = {"type": "string", "maxLength": 24}
 NULLABLE = {"type": ["null", "number"], "minimum": 0, "maximum": 99, "multipleOf": 0.5}
@@ -166,7 +169,7 @@ def main(
             "fits": False,
             "cut": answer.finish_reason == "length",
         }
-        with suppress(IncompleteAnswerError):  # the table tells
+        with suppress(IncompleteAnswerError):  # counted in the table
             value = answer.json()
             checker = Draft202012Validator.FORMAT_CHECKER
             row["parses"] = True
@@ -180,13 +183,7 @@ def main(
 
 def table(model: str, rows: list[dict[str, Any]]) -> str:
     """Figures of each schema, and of all; milliseconds."""
-    lines = [
-        f"{model}: {len(rows)} prompts, {len(SCHEMAS)} schemas; times in milliseconds",
-        "",
-        "| schema | answers | parse | fit | cut | tokens | compiling | first token "
-        "| further tokens | share of a token's time |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for name in [*SCHEMAS, "all"]:
         of = [row for row in rows if name in ("all", row["schema"])]
         if not of:
@@ -196,12 +193,17 @@ def table(model: str, rows: list[dict[str, Any]]) -> str:
         decoding = sum(row["total_s"] - row["ttft_s"] for row in of)
         count = {key: sum(row[key] for row in of) for key in ("parses", "fits", "cut")}
         lines.append(
-            f"| {name} | {len(of)} | {count['parses']} | {count['fits']} | {count['cut']} "
-            f"| {mean(row['tokens'] for row in of):.0f} | {1e3 * median(compiled or [0]):.1f} "
-            f"| {1e3 * median(row['first_s'] for row in of):.2f} | {1e3 * median(later):.2f} "
-            f"| {100 * sum(later) / max(decoding, 1e-9):.1f} % |"
+            (
+                *(name, len(of), count["parses"], count["fits"], count["cut"]),
+                f"{mean(row['tokens'] for row in of):.0f}",
+                f"{1e3 * median(compiled or [0]):.1f}",
+                f"{1e3 * median(row['first_s'] for row in of):.2f}",
+                f"{1e3 * median(later):.2f}",
+                f"{100 * sum(later) / max(decoding, 1e-9):.1f} %",
+            )
         )
-    return "\n".join(lines)
+    title = f"{model}: {len(rows)} prompts, {len(SCHEMAS)} schemas; times in milliseconds"
+    return f"{title}\n\n{markdown(_HEAD, lines)}"
 
 
 if __name__ == "__main__":

@@ -2,14 +2,14 @@
 
     python benchmarks/tables.py
 
-One Markdown file beside each JSON file; the documentation includes them as they stand.
+Each JSON file gets a Markdown file next to it, which the documentation includes.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,22 +96,25 @@ TABLES: Mapping[str, Columns] = {
 }
 
 
-def table(data: Mapping[str, Any], columns: Columns) -> str:
-    """Rows as Markdown, and a line on what they were measured on.
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(map(str, line))} |" for line in (head, *rows)]
+    return "\n".join((lines[0], "|" + "---|" * len(head), *lines[1:])) + "\n"
 
-    A column may show what holds for the whole table, such as the tokens of a block.
+
+def table(data: Mapping[str, Any], columns: Columns) -> str:
+    """Rows as a Markdown table, and a line about the machine.
+
+    A column shows a field of its row, or of the whole result, such as the tokens of a block.
     """
-    heads = [head for head, _ in columns]
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    lines += [
-        f"| {' | '.join(show({**data, **row}) for _, show in columns)} |" for row in data["rows"]
-    ]
+    rows = [[show({**data, **row}) for _, show in columns] for row in data["rows"]]
+    lines = markdown([head for head, _ in columns], rows)
     machine = data["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     where = f"{machine['accelerator'] or machine['processor']}, {machine['threads']} threads"
     what = f"{data['model']} shape, {data['dtype']} on {data['device']}"
     how = "Counted." if "relay_peak_bytes" in data["rows"][0] else "Medians."
-    return "\n".join(lines) + f"\n\n*{what}; {where}; {versions}. {how}*\n"
+    return f"{lines}\n*{what}; {where}; {versions}. {how}*\n"
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """An agent over documents: LangChain, Chroma, a real model and a real embedding.
 
-    pip install langchain-huggingface sentence-transformers langchain-text-splitters
+    pip install -c constraints.txt langchain-huggingface sentence-transformers \\
+        langchain-text-splitters
     python examples/agent.py "Where has the Rosetta Stone been shown since 1802?"
     python examples/agent.py --tool --model path/to/model-that-calls-tools
 

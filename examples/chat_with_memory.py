@@ -1,6 +1,6 @@
 """A chat with memory over documents: LlamaIndex, Chroma, a real model and a real embedding.
 
-    pip install llama-index-embeddings-huggingface
+    pip install -c constraints.txt llama-index-embeddings-huggingface
     python examples/chat_with_memory.py
     python examples/chat_with_memory.py "Who was Marie Curie?" "Where was she born?"
 

@@ -1,6 +1,7 @@
 """LangChain over Chroma, with a real model and a real embedding.
 
-    pip install langchain-huggingface sentence-transformers langchain-text-splitters
+    pip install -c constraints.txt langchain-huggingface sentence-transformers \\
+        langchain-text-splitters
     python examples/rag_langchain.py "When was the Eiffel Tower built?"
     python examples/rag_langchain.py --folder my-notes --db my-db --model path/to/model
 

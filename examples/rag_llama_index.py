@@ -1,6 +1,6 @@
 """LlamaIndex over Chroma, with a real model and a real embedding.
 
-    pip install llama-index-embeddings-huggingface
+    pip install -c constraints.txt llama-index-embeddings-huggingface
     python examples/rag_llama_index.py "When was the Eiffel Tower built?"
     python examples/rag_llama_index.py --folder my-documents --db my-db --model path/to/model
 

@@ -112,8 +112,8 @@ def main(
     print(f"\n{(end := closing(rows, here))}")
     if output is not None:
         output.with_suffix(".md").write_text(f"{table(rows)}\n\n{end}\n", encoding="utf-8")
-        told = {"machine": here, "counts": counts(rows), "rows": [asdict(row) for row in rows]}
-        output.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        result = {"machine": here, "counts": counts(rows), "rows": [asdict(row) for row in rows]}
+        output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -100,12 +100,12 @@ def summary(rows: Sequence[Row]) -> str:
     """The counts in a sentence or two."""
     found = counts(rows)
 
-    def told(results: dict[str, int]) -> str:
+    def listed(results: dict[str, int]) -> str:
         names = (("works", "work"), ("unread", "need a more able model"), ("fails", "fail"))
         return ", ".join(f"{results.get(result, 0)} {name}" for result, name in names)
 
     return (
-        f"{found['uses']} uses. Of this package's models {told(found['ours'])}; "
-        f"{found['ours_with_reuse']} reuse blocks. Of the frameworks' own {told(found['peer'])}. "
+        f"{found['uses']} uses. Of this package's models {listed(found['ours'])}; "
+        f"{found['ours_with_reuse']} reuse blocks. Of the frameworks' own {listed(found['peer'])}. "
         f"Work with the latter alone: {', '.join(found['only_peer']) or 'none'}."
     )
