@@ -19,7 +19,6 @@ from blockattn_rag.app.cli import (
     evaluate,
     ingest,
     plan,
-    remove,
     repair,
     store,
     train,
@@ -107,7 +106,7 @@ app = typer.Typer(
 app.command()(demo.demo)
 app.command()(ingest.ingest)
 app.command()(ask.ask)
-app.command()(remove.remove)
+app.command()(ingest.remove)
 app.command()(repair.repair)
 app.command()(train.train)
 app.command("eval")(evaluate.evaluate)

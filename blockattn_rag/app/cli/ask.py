@@ -1,7 +1,8 @@
-"""``blockattn-rag ask``: questions to a database."""
+"""``blockattn-rag ask``: one question, questions from a pipe, or a conversation."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterable
@@ -10,18 +11,27 @@ from typing import Annotated, Any
 
 import typer
 
-from blockattn_rag.app.cli import conversation
 from blockattn_rag.app.cli.answers import figures, show_answer, show_comparison, sources
 from blockattn_rag.app.cli.options import DatabaseOption, JsonOption, RecipeOption
-from blockattn_rag.app.cli.output import emit, note, working
+from blockattn_rag.app.cli.output import emit, fail, note, piece, working
 from blockattn_rag.app.cli.progress import waiting
-from blockattn_rag.app.rag.ask import TOP_K, Assistant
+from blockattn_rag.app.rag.ask import TOP_K, Answer, Assistant, Turn
 from blockattn_rag.app.rag.database import Database
 from blockattn_rag.app.rag.names import existing_model
 from blockattn_rag.engine.results import Mode
+from blockattn_rag.errors import BlockAttnError
 
 _VARIABLES = "'{\"enable_thinking\": false}'"
 _SCHEMA = '{"type": "object", "properties": {"metres": {"type": "integer"}}}'
+_PROMPT = "> "
+
+_HELP = """\
+Type a question; it may refer to earlier ones.
+  /sources  show the complete sources of the last answer
+  /clear    forget the conversation so far
+  /help     show this help
+  /quit     leave (as Ctrl-D does)
+Ctrl-C stops an answer."""
 
 
 def ask(
@@ -106,7 +116,7 @@ def ask(
             )
     if is_conversation:
         note("/help lists the commands, Ctrl-D leaves")
-        conversation.talk(assistant, mode=mode)
+        talk(assistant, mode=mode)
         return
     given = (line.strip() for line in sys.stdin) if question is None else [question]
     questions = filter(None, given)
@@ -144,3 +154,60 @@ def _answer(assistant: Assistant, questions: Iterable[str], mode: Mode, *, as_js
         with working(as_json):
             answer = show_answer(assistant, question, mode=mode, quiet=as_json)
         emit(as_json, answer.to_dict(), "", *sources(answer), figures(answer))
+
+
+def talk(assistant: Assistant, *, mode: Mode) -> None:
+    """Answer questions until the user leaves."""
+    with contextlib.suppress(ImportError):  # missing on Windows; makes lines editable
+        import readline  # noqa: F401
+    turns: list[Turn] = []
+    last: Answer | None = None
+    while (line := _read_line()) is not None:
+        match line.split():
+            case []:
+                continue
+            case ["/quit" | "/exit"]:
+                return
+            case ["/help"]:
+                emit(False, {}, _HELP)
+            case ["/clear"]:
+                turns.clear()
+                last = None
+                note("conversation cleared")
+            case ["/sources"]:
+                emit(False, {}, *(sources(last, complete=True) if last else ["no answer yet"]))
+            case [word, *_] if word.startswith("/"):
+                note(f"unknown command {word}; /help lists the commands")
+            case _:
+                if (answer := _reply(assistant, line, mode, turns)) is not None:
+                    emit(False, {}, "", *sources(answer), figures(answer))
+                    last = answer
+
+
+def _read_line() -> str | None:
+    """The next line; None if the user leaves."""
+    while True:
+        try:
+            return input(_PROMPT).strip()
+        except EOFError:
+            piece("\n")
+            return None
+        except KeyboardInterrupt:
+            piece("\n")
+            note("Ctrl-D leaves")
+        except UnicodeDecodeError as error:
+            note(f"the line is not valid {error.encoding}, the terminal's encoding; type it again")
+
+
+def _reply(assistant: Assistant, question: str, mode: Mode, turns: list[Turn]) -> Answer | None:
+    """Answer, and add the turn. None if the answer was stopped or failed."""
+    try:
+        answer = show_answer(assistant, question, mode=mode, history=turns)
+    except KeyboardInterrupt:
+        piece(" ... [stopped]\n")
+        return None
+    except (BlockAttnError, ValueError, OSError) as error:
+        fail(" ".join(str(error).split()))
+        return None
+    turns.append(Turn(question, answer.answer))
+    return answer

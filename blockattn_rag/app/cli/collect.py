@@ -14,8 +14,7 @@ import typer
 
 from blockattn_rag import store as kv_store
 from blockattn_rag.adapters.handles import handles_in
-from blockattn_rag.app.cli.addresses import StoreArgument, open_maintained
-from blockattn_rag.app.cli.options import JsonOption
+from blockattn_rag.app.cli.options import JsonOption, StoreArgument, open_maintained
 from blockattn_rag.app.cli.output import count, emit, note, size, working
 from blockattn_rag.app.cli.progress import counter
 from blockattn_rag.app.rag.database import MANIFEST, Manifest, chroma_client

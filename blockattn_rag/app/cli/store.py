@@ -15,13 +15,13 @@ import typer
 
 from blockattn_rag import store as kv_store
 from blockattn_rag.app.cli import collect
-from blockattn_rag.app.cli.addresses import (
+from blockattn_rag.app.cli.options import (
     FolderArgument,
+    JsonOption,
     StoreArgument,
     open_folder,
     open_maintained,
 )
-from blockattn_rag.app.cli.options import JsonOption
 from blockattn_rag.app.cli.output import count, emit, note, plain, size, table, working
 from blockattn_rag.app.cli.progress import counter
 from blockattn_rag.errors import StoreError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,20 +131,27 @@ def _why(error: Exception) -> str:
 @contextlib.contextmanager
 def _offline_if_unreachable(name: str) -> Iterator[None]:
     """Use the hub's cache alone if the hub does not respond; it would retry for minutes."""
-    from huggingface_hub import constants, get_session
+    from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
     if not before and not _is_local(name):
-        import httpx
-
-        try:
-            get_session().head(constants.ENDPOINT, timeout=_PROBE_S)
-        except httpx.TransportError:
-            constants.HF_HUB_OFFLINE = True
+        constants.HF_HUB_OFFLINE = not _responds(constants.ENDPOINT)
     try:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
+
+
+@functools.cache  # once per process: a command loads its model's config, its model and an embedding
+def _responds(hub: str) -> bool:
+    import httpx
+    from huggingface_hub import get_session
+
+    try:
+        get_session().head(hub, timeout=_PROBE_S)
+    except httpx.TransportError:
+        return False
+    return True
 
 
 def _hub_error(error: BaseException) -> BaseException | None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from jsonschema import validate
 
-from blockattn_rag.app.cli.conversation import talk
+from blockattn_rag.app.cli.ask import talk
 from blockattn_rag.app.rag.ask import Assistant
 from blockattn_rag.app.rag.database import MANIFEST, Database
 from blockattn_rag.llama_index import BlockAttentionLLM

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.app.cli.conversation import talk
+from blockattn_rag.app.cli.ask import talk
 from blockattn_rag.app.rag.ask import Answer, Source, Turn
 from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.errors import ContextOverflowError
