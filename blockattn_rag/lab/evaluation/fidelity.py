@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +39,22 @@ from blockattn_rag.lab.evaluation.metrics import (
     bootstrap_ratio,
     plain_figures,
 )
-from blockattn_rag.lab.evaluation.records import RecordFile, without_blank
-from blockattn_rag.lab.evaluation.rows import CLOSED_BOOK, PLAIN, Recipes, Row, recipe_rows
-from blockattn_rag.lab.evaluation.run import make_prompt
+from blockattn_rag.lab.evaluation.records import (
+    CLOSED_BOOK,
+    PLAIN,
+    Recipes,
+    RecordFile,
+    Report,
+    Row,
+    recipe_rows,
+    without_blank,
+)
+from blockattn_rag.lab.evaluation.run import make_prompt, prepare
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.greedy import greedy_answers
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.checkpoints import AUTO, format_for
+from blockattn_rag.prompts.checkpoints import AUTO
 from blockattn_rag.prompts.formats import PromptFormat
 
 FLOOR = Row("floor")
@@ -143,28 +150,11 @@ class FidelityResult:
         return plain_figures({name: getattr(self, name) for name in self.__slots__})
 
 
-@dataclass(frozen=True)  # without slots, for the cached property
-class FidelityReport:
-    """Result of a comparison: the settings, the figures by row, and every record."""
+class FidelityReport(Report[FidelityRecord, FidelityResult]):
+    """Result of a comparison with full mode."""
 
-    settings: Mapping[str, Any]
-    records: Sequence[FidelityRecord]
-
-    @cached_property
-    def results(self) -> list[FidelityResult]:
-        """The rows, in the order of the run."""
-        by_row: dict[str, list[FidelityRecord]] = {}
-        for record in self.records:
-            by_row.setdefault(record.mode, []).append(record)
-        return [_result(rows, by_row) for rows in by_row.values()]
-
-    def __getitem__(self, row: str) -> FidelityResult:
-        return next(result for result in self.results if result.mode == row)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Settings and figures as plain JSON types, without the records."""
-        rows = [result.to_dict() for result in self.results]
-        return {"settings": dict(self.settings), "rows": rows}
+    def _results(self, records: Mapping[str, Sequence[FidelityRecord]]) -> list[FidelityResult]:
+        return [_result(name, records) for name in records]
 
 
 def measure_fidelity(
@@ -185,7 +175,7 @@ def measure_fidelity(
     Args:
         engine: The model and its KV store.
         samples: See :func:`.datasets.read_samples`; answers are not used.
-        recipes: Recipes of block mode to compare; see ``evaluation.rows``. Full mode is compared
+        recipes: Recipes of block mode to compare; see ``evaluation.records``. Full mode is compared
             with itself under the name ``"floor"``, in every run.
         closed_book: Also compare full mode without passages.
         prompt: A prompt format or its name; ``"auto"`` goes by the model.
@@ -201,28 +191,21 @@ def measure_fidelity(
         DataError: ``records_path`` holds records of another measurement, or is not a record file.
         ContextOverflowError: A prompt does not fit in the context window.
     """
-    if not samples:
-        raise ValueError("expected at least one sample to compare, found none")
-    form = format_for(prompt, engine.model.name)
-    rows = [FLOOR, *recipe_rows(engine, recipes)]
-    rows += [Row(CLOSED_BOOK, closed_book=True)] if closed_book else []
+    questions = prepare(engine, samples, FLOOR, recipes, closed_book, prompt, num_passages)
     noted = {
         **(settings or {}),
         "measured": "fidelity",
-        "fingerprint": engine.model.fingerprint,
-        "kv_dtype": engine.kv_dtype,
-        "prompt_format": form.name,
-        "num_passages": num_passages,
+        **questions.settings,
         "max_new_tokens": max_new_tokens,
     }
-    shown = [s.with_passages(num_passages) if num_passages else s for s in samples]
+    form, rows = questions.format, questions.rows
 
     def compare(sample: EvaluationSample, missing: Sequence[Row]) -> list[FidelityRecord]:
         made = make_prompt(engine, form, sample)
         bare = make_prompt(engine, form, sample, closed_book=True) if closed_book else None
         return compare_prompt(engine, sample, missing, made, max_new_tokens, bare)
 
-    return compare_each(shown, rows, compare, noted, records_path, on_progress)
+    return compare_each(questions.samples, rows, compare, noted, records_path, on_progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +221,7 @@ class LoggedPrompt:
         return digest_of(self.texts)
 
 
-def read_log(path: str | Path, *, limit: int | None = None) -> list[LoggedPrompt]:
+def read_log(path: str | Path) -> list[LoggedPrompt]:
     """Read logged prompts from a ``.jsonl`` or ``.jsonl.gz`` file; see ``read_samples``."""
 
     def parse(record: Record, number: int) -> LoggedPrompt:
@@ -248,7 +231,7 @@ def read_log(path: str | Path, *, limit: int | None = None) -> list[LoggedPrompt
             tuple(not_blank(text, f"'prompt[{index}]'") for index, text in texts),
         )
 
-    return read_distinct(path, parse, limit)
+    return read_distinct(path, parse)
 
 
 def replay(
@@ -266,7 +249,7 @@ def replay(
         log: Prompts; see ``read_log``.
     """
     if not log:
-        raise ValueError("Found no prompt to replay, expected at least one.")
+        raise ValueError("found no prompt to replay, expected at least one")
     noted = {
         "measured": "log",
         "fingerprint": engine.model.fingerprint,
@@ -368,11 +351,8 @@ def _in_two_steps(model: BlockModel, prompt: BlockPrompt, answer: Sequence[int])
     return model.answer_logits(context, ids.final, answer, model.cache_for(place(blocks)))
 
 
-def _result(
-    rows: Sequence[FidelityRecord], by_row: Mapping[str, Sequence[FidelityRecord]]
-) -> FidelityResult:
-    name = rows[0].mode
-    recovery = None
+def _result(name: str, by_row: Mapping[str, Sequence[FidelityRecord]]) -> FidelityResult:
+    rows, recovery = by_row[name], None
     if name not in (PLAIN, FLOOR.name, CLOSED_BOOK) and PLAIN in by_row:
         plain, found = (np.array([row.kl for row in by_row[one]]) for one in (PLAIN, name))
         measured = [row.kl for row in by_row.get(FLOOR.name, ())]

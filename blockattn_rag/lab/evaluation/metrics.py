@@ -13,6 +13,8 @@ import numpy as np
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _DRAWN_AT_ONCE = 1 << 20
+_RESAMPLES = 2000
+_QUANTILES = (0.025, 0.975)
 
 
 def normalize_answer(text: str) -> str:
@@ -72,48 +74,30 @@ def plain_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v._asdict() if isinstance(v, Interval) else v for k, v in figures.items()}
 
 
-def bootstrap_mean(
-    values: Sequence[float], *, level: float = 0.95, resamples: int = 2000, seed: int = 0
-) -> Interval:
-    """Mean of the values with a percentile bootstrap interval (Efron 1979), deterministic.
-
-    Args:
-        values: One score for each sample, at least one.
-        level: Confidence level, in (0, 1).
-        resamples: Number of resamples, drawn with replacement.
-        seed: Random seed.
-    """
+def bootstrap_mean(values: Sequence[float]) -> Interval:
+    """Mean of the values, at least one, with its 95 % bootstrap interval."""
     if not values:
         raise ValueError("expected at least one value to average, found none")
-    scores = np.asarray(values, dtype=np.float64)
-    return bootstrap_ratio(
-        scores, np.ones_like(scores), level=level, resamples=resamples, seed=seed
-    )
+    return bootstrap_ratio(values, np.ones(len(values)))
 
 
 def bootstrap_ratio(
-    numerators: Sequence[float] | np.ndarray,
-    denominators: Sequence[float] | np.ndarray,
-    *,
-    level: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
+    numerators: Sequence[float] | np.ndarray, denominators: Sequence[float] | np.ndarray
 ) -> Interval:
-    """Mean of the numerators over the mean of the denominators, with its bootstrap interval.
+    """Mean of the numerators over the mean of the denominators, with its 95 % interval.
 
-    Both are drawn together, sample by sample. The mean of the denominators must be above 0;
-    resamples in which it is not are left out.
+    The interval is the percentile bootstrap's (Efron 1979), deterministic. Both are drawn together,
+    sample by sample. The mean of the denominators must be above 0; resamples in which it is not
+    are left out.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, found {level}")
     pairs = np.stack([numerators, denominators]).astype(np.float64)
     size = pairs.shape[1]
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     # In slices, because one matrix of resamples x samples could fill the memory.
     rows = max(1, _DRAWN_AT_ONCE // size)
-    counts = [min(rows, resamples - start) for start in range(0, resamples, rows)]
+    counts = [min(rows, _RESAMPLES - start) for start in range(0, _RESAMPLES, rows)]
     drawn = [pairs[:, rng.integers(size, size=(n, size))].mean(axis=2) for n in counts]
     above, below = np.concatenate(drawn, axis=1)
     valid = below > 0
-    low, high = np.quantile(above[valid] / below[valid], [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(above[valid] / below[valid], _QUANTILES)
     return Interval(float(pairs[0].mean() / pairs[1].mean()), float(low), float(high))

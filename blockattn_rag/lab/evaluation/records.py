@@ -1,15 +1,80 @@
-"""Files of per-question records, from which an interrupted evaluation resumes."""
+"""Rows of an evaluation, their records by question, and reports that sum these up by row.
+
+A row is full mode, block mode with one recipe, or prompts without passages. Records are kept in a
+file, from which an interrupted run resumes.
+"""
 
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.find_recipe import RecipeLike, resolve_recipe
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine.results import Mode
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.evaluation.datasets import Sample
-from blockattn_rag.lab.evaluation.rows import Row
+
+FULL, CLOSED_BOOK, PLAIN = "full", "closed-book", "none"
+"""Names of the rows for full mode, for prompts without passages, and for plain block mode."""
+
+Recipes = Mapping[str, RecipeLike] | Sequence[RecipeLike]
+"""Recipes by row name, or recipes that are named as they are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How one row's prompts are answered.
+
+    Args:
+        name: Name of the row.
+        recipe: Recipe of block mode. None: full mode.
+        closed_book: Whether prompts hold no passages.
+    """
+
+    name: str
+    recipe: Recipe | None = None
+    closed_book: bool = False
+
+    @property
+    def mode(self) -> Mode:
+        return "full" if self.recipe is None else "block"
+
+    @property
+    def digest(self) -> str:
+        """Digest of the recipe; empty in full mode."""
+        return "" if self.recipe is None else self.recipe.digest
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the engine's calls."""
+        return {"mode": self.mode} | ({} if self.recipe is None else {"recipe": self.recipe})
+
+
+def recipe_rows(engine: BlockAttentionEngine, recipes: Recipes) -> list[Row]:
+    """The rows of recipes, in order, resolved for the engine's model.
+
+    Raises:
+        ValueError: A name comes twice or is reserved, or a recipe cannot be used with the model.
+    """
+    pairs = (
+        [*recipes.items()]
+        if isinstance(recipes, Mapping)
+        else [(str(recipe), recipe) for recipe in recipes]
+    )
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names) or not {FULL, CLOSED_BOOK}.isdisjoint(names):
+        raise ValueError(
+            f"Found the recipes {names}: expected distinct names other than {FULL!r} and "
+            f"{CLOSED_BOOK!r}, which are rows of their own."
+        )
+    return [Row(name, resolve_recipe(given, engine.model, engine.store)) for name, given in pairs]
 
 
 class Record(Sample, Protocol):
@@ -27,7 +92,52 @@ class Record(Sample, Protocol):
         """As plain JSON types."""
 
 
+class RowResult(Protocol):
+    """Figures of one row."""
+
+    @property
+    def mode(self) -> str:
+        """Name of the row."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types."""
+
+
 R = TypeVar("R", bound=Record)
+F = TypeVar("F", bound=RowResult)
+
+
+@dataclass(frozen=True)  # without slots, for the cached properties
+class Report(Generic[R, F]):
+    """Result of a run: its settings, the figures by row, and every record."""
+
+    settings: Mapping[str, Any]
+    records: Sequence[R]
+
+    @cached_property
+    def results(self) -> list[F]:
+        """The rows, in the order of the run."""
+        return self._results(by_row(self.records))
+
+    @abstractmethod
+    def _results(self, records: Mapping[str, Sequence[R]]) -> list[F]:
+        """The figures of records by row."""
+
+    def __getitem__(self, row: str) -> F:
+        return next(result for result in self.results if result.mode == row)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Settings and figures as plain JSON types, without the records."""
+        rows = [result.to_dict() for result in self.results]
+        return {"settings": dict(self.settings), "rows": rows}
+
+
+def by_row(records: Iterable[R]) -> dict[str, list[R]]:
+    """Records by the name of their row, in the order of the run."""
+    found: dict[str, list[R]] = {}
+    for record in records:
+        found.setdefault(record.mode, []).append(record)
+    return found
 
 
 class RecordFile(Generic[R]):

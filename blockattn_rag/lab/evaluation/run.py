@@ -20,8 +20,18 @@ from blockattn_rag.lab.evaluation.metrics import (
     normalize_answer,
     plain_figures,
 )
-from blockattn_rag.lab.evaluation.records import RecordFile, listed, without_blank
-from blockattn_rag.lab.evaluation.rows import CLOSED_BOOK, FULL, Recipes, Row, recipe_rows
+from blockattn_rag.lab.evaluation.records import (
+    CLOSED_BOOK,
+    FULL,
+    Recipes,
+    RecordFile,
+    Report,
+    Row,
+    by_row,
+    listed,
+    recipe_rows,
+    without_blank,
+)
 from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt
 from blockattn_rag.prompts.checkpoints import AUTO, format_for
 from blockattn_rag.prompts.formats import Passage, PromptFormat
@@ -111,35 +121,21 @@ class ModeResult:
         return plain_figures(fields) | self.stats.reuse()
 
 
-@dataclass(frozen=True)  # without slots, for the cached properties
-class EvaluationReport:
-    """Result of an evaluation: its settings, the figures by row, and every record."""
-
-    settings: Mapping[str, Any]
-    records: Sequence[EvaluationRecord]
-
-    @cached_property
-    def results(self) -> list[ModeResult]:
-        """The rows, in the order of the run."""
-        return self._results(self.records)
+class EvaluationReport(Report[EvaluationRecord, ModeResult]):
+    """Result of an evaluation: figures of all questions, and by kind of question."""
 
     @cached_property
     def by_kind(self) -> dict[str, list[ModeResult]]:
         """The rows of each kind of question, if the data names kinds."""
         kinds = sorted({record.kind for record in self.records} - {""})
-        of_kind = {kind: [r for r in self.records if r.kind == kind] for kind in kinds}
-        return {kind: self._results(records) for kind, records in of_kind.items()}
+        return {
+            kind: self._results(by_row(r for r in self.records if r.kind == kind)) for kind in kinds
+        }
 
-    def _results(self, records: Sequence[EvaluationRecord]) -> list[ModeResult]:
-        by_mode: dict[str, list[EvaluationRecord]] = {}
-        for record in records:
-            by_mode.setdefault(record.mode, []).append(record)
-        full = {record.id: record for record in by_mode[FULL]}
+    def _results(self, records: Mapping[str, Sequence[EvaluationRecord]]) -> list[ModeResult]:
+        full = {record.id: record for record in records[FULL]}
         timed = self.settings["batch_size"] == 1
-        return [_result(mode, rows, full, timed) for mode, rows in by_mode.items()]
-
-    def __getitem__(self, mode: str) -> ModeResult:
-        return next(result for result in self.results if result.mode == mode)
+        return [_result(mode, rows, full, timed) for mode, rows in records.items()]
 
     @property
     def cut_off(self) -> int:
@@ -148,12 +144,47 @@ class EvaluationReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Settings and figures as plain JSON types, without the records."""
-        return {
-            "settings": dict(self.settings),
-            "cut_off": self.cut_off,
-            "rows": [result.to_dict() for result in self.results],
-            "by_kind": {k: [r.to_dict() for r in rows] for k, rows in self.by_kind.items()},
-        }
+        by_kind = {kind: [r.to_dict() for r in rows] for kind, rows in self.by_kind.items()}
+        return {**super().to_dict(), "cut_off": self.cut_off, "by_kind": by_kind}
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """What a run asks: samples as they are shown, prompt format, rows, and settings to note."""
+
+    samples: Sequence[EvaluationSample]
+    format: PromptFormat
+    rows: Sequence[Row]
+    settings: Mapping[str, Any]
+
+
+def prepare(
+    engine: BlockAttentionEngine,
+    samples: Sequence[EvaluationSample],
+    first: Row,
+    recipes: Recipes,
+    closed_book: bool,
+    prompt: str | PromptFormat,
+    num_passages: int | None,
+) -> Questions:
+    """The questions of a run, whose first row is ``first``; see ``evaluate``.
+
+    Raises:
+        ValueError: An unknown prompt format, a recipe that cannot be used, or no sample.
+    """
+    if not samples:
+        raise ValueError("expected at least one sample, found none")
+    rows = [first, *recipe_rows(engine, recipes)]
+    rows += [Row(CLOSED_BOOK, closed_book=True)] if closed_book else []
+    form = format_for(prompt, engine.model.name)
+    shown = [s.with_passages(num_passages) if num_passages else s for s in samples]
+    settings = {
+        "fingerprint": engine.model.fingerprint,
+        "kv_dtype": engine.kv_dtype,
+        "prompt_format": form.name,
+        "num_passages": num_passages,
+    }
+    return Questions(shown, form, rows, settings)
 
 
 def evaluate(
@@ -166,7 +197,6 @@ def evaluate(
     num_passages: int | None = None,
     max_new_tokens: int = 48,
     batch_size: int = 8,
-    stop: Sequence[str] = (),
     records_path: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -178,12 +208,11 @@ def evaluate(
     Args:
         engine: The model and its KV store.
         samples: See :func:`blockattn_rag.lab.evaluation.datasets.read_samples`.
-        recipes: Recipes of block mode; see ``evaluation.rows``.
+        recipes: Recipes of block mode; see ``evaluation.records``.
         closed_book: Also answer without passages.
         prompt: A prompt format or its name; ``"auto"`` goes by the model.
         num_passages: Passages of each sample to keep, gold ones first. Default: all.
         batch_size: Questions answered at once. With 1, times to the first token are reported.
-        stop: Texts that end an answer.
         records_path: File of records, one JSON line for each answer. Recorded questions are not
             answered again.
         settings: Further settings for the report and the records file, such as the data's name.
@@ -196,24 +225,16 @@ def evaluate(
         ContextOverflowError: Prompts do not fit in the context window; names their samples, before
             anything is answered.
     """
-    if not samples:
-        raise ValueError("expected at least one sample to evaluate, found none")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, found {batch_size}")
-    rows = [Row(FULL), *recipe_rows(engine, recipes)]
-    rows += [Row(CLOSED_BOOK, closed_book=True)] if closed_book else []
-    form = format_for(prompt, engine.model.name)
+    questions = prepare(engine, samples, Row(FULL), recipes, closed_book, prompt, num_passages)
+    shown, form, rows = questions.samples, questions.format, questions.rows
     noted = {
         **(settings or {}),
-        "fingerprint": engine.model.fingerprint,
-        "kv_dtype": engine.kv_dtype,
-        "prompt_format": form.name,
-        "num_passages": num_passages,
+        **questions.settings,
         "max_new_tokens": max_new_tokens,
-        "stop": list(stop),
         "batch_size": batch_size,
     }
-    shown = [s.with_passages(num_passages) if num_passages else s for s in samples]
     _check_room(engine, form, shown)
     file = RecordFile(records_path, noted, EvaluationRecord.from_dict, samples=shown, rows=rows)
     notify = on_progress or (lambda *_: None)
@@ -224,7 +245,7 @@ def evaluate(
         notify(answered, total)
         for start in range(0, len(pending), batch_size):
             batch = pending[start : start + batch_size]
-            answers = _answer(engine, form, batch, row, max_new_tokens=max_new_tokens, stop=stop)
+            answers = _answer(engine, form, batch, row, max_new_tokens=max_new_tokens)
             file.append([_record(s, row, a) for s, a in zip(batch, answers, strict=True)])
             answered += len(batch)
             notify(answered, total)

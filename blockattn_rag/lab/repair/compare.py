@@ -20,7 +20,7 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.lab.evaluation.fidelity import FidelityRecord, FidelityReport, compare_each
 from blockattn_rag.lab.evaluation.metrics import contains_answer
-from blockattn_rag.lab.evaluation.rows import FULL, PLAIN, Row
+from blockattn_rag.lab.evaluation.records import FULL, PLAIN, Row
 from blockattn_rag.lab.repair.data import Sample
 from blockattn_rag.lab.repair.teacher import Teacher, divergence
 from blockattn_rag.model import BlockModel

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from blockattn_rag.lab.evaluation.metrics import Interval
-from blockattn_rag.lab.evaluation.rows import PLAIN
+from blockattn_rag.lab.evaluation.records import PLAIN
 from blockattn_rag.lab.training.report import draw_losses
 from blockattn_rag.lazy import missing_extra
 

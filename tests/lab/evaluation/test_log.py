@@ -67,7 +67,6 @@ def test_ids_are_the_logs_own_or_numbers_of_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "log", {"prompt": ["a", "b"], "id": "x"}, {"prompt": ["c"]})
     log = read_log(path)
     assert [(one.id, one.texts) for one in log] == [("x", ("a", "b")), ("2", ("c",))]
-    assert len(read_log(path, limit=1)) == 1
 
 
 @pytest.mark.parametrize(
@@ -90,5 +89,5 @@ def test_an_invalid_line_of_a_log_is_reported(
 
 
 def test_an_empty_log_is_refused(engine: BlockAttentionEngine) -> None:
-    with pytest.raises(ValueError, match="Found no prompt to replay"):
+    with pytest.raises(ValueError, match="found no prompt to replay"):
         replay(engine, [])

@@ -44,7 +44,6 @@ def test_the_bootstrap_is_deterministic_and_covers_the_mean() -> None:
     values = [1.0] * 60 + [0.0] * 40
     interval = bootstrap_mean(values)
     assert interval == bootstrap_mean(values)
-    assert interval != bootstrap_mean(values, seed=1)
     assert interval.mean == 0.6
     # The normal approximation gives 0.504 and 0.696.
     assert interval.low == pytest.approx(0.504, abs=0.02)
@@ -55,11 +54,9 @@ def test_equal_values_have_no_spread() -> None:
     assert bootstrap_mean([1.0, 1.0]) == (1.0, 1.0, 1.0)
 
 
-def test_the_bootstrap_refuses_no_values_and_odd_levels() -> None:
+def test_the_bootstrap_refuses_no_values() -> None:
     with pytest.raises(ValueError, match="at least one value"):
         bootstrap_mean([])
-    with pytest.raises(ValueError, match="level must lie"):
-        bootstrap_mean([1.0], level=95)
 
 
 def test_resamples_without_a_difference_to_share_are_left_out() -> None:

@@ -11,7 +11,7 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.evaluation import EvaluationRecord, RecordFile
-from blockattn_rag.lab.evaluation.rows import Row
+from blockattn_rag.lab.evaluation.records import Row
 
 LINES = """\
 {"settings": {"model": "m", "limit": null}}
