@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -195,15 +196,14 @@ def shrink(
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", text.strip().lower())
-    power = " kmgt".index(match[2] or " ") if match else 0
-    found = float(match[1]) * (1024 if match[3] else 1000) ** power if match else 0
-    if found < 1:
-        raise typer.BadParameter(
-            f"expected a size such as 500MB, 20GB or 20GiB, found {text!r}",
-            param_hint="--max-bytes",
-        )
-    return int(found)
+    from blockattn_rag.store.specs import bytes_of  # loads torch
+
+    with contextlib.suppress(ValueError):
+        if found := bytes_of(text.strip()):
+            return found
+    raise typer.BadParameter(
+        f"expected a size such as 500MB, 20GB or 20GiB, found {text!r}", param_hint="--max-bytes"
+    )
 
 
 def _share(text: str) -> float:

@@ -67,21 +67,37 @@ def test_a_changed_file_replaces_its_passages_and_leaves_the_others(
     assert len(answer.json["sources"]) == 2
 
 
-def test_the_recipe_of_a_database_is_noted_and_used_by_its_questions(
-    cli: Command, model: Path, documents: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("option", "value", "hits", "invalid"),
+    [
+        ("recipe", "head:3", 3, "nowhere"),
+        ("namespace", "one", 3, "t/wo"),
+        ("kv_dtype", "int8", 3, "int4"),
+    ],
+)
+def test_a_setting_of_a_database_is_kept_and_used_by_its_questions(
+    cli: Command,
+    model: Path,
+    documents: Path,
+    tmp_path: Path,
+    option: str,
+    value: str,
+    hits: int,
+    invalid: str,
 ) -> None:
-    db = tmp_path / "db"
+    db, flag = tmp_path / "db", f"--{option.replace('_', '-')}"
     command = ("ingest", documents, "--db", db, "--json")
-    first = cli(*command, "--model", model, "--recipe", "head:3").json
-    assert (first["computed"], first["recipe"]) == (2, "head:3")
+    first = cli(*command, "--model", model, flag, value).json
+    assert (first["computed"], first["reused"], first[option]) == (2, 0, value)
     again = cli(*command).json
-    assert (again["reused"], again["recipe"]) == (2, "head:3")
-    answer = cli("ask", "How high is Halden Tower?", "--db", db, "--max-new-tokens", 2, "--json")
-    assert (answer.json["hits"], answer.json["misses"]) == (3, 0)
-    assert cli(*command, "--recipe", "none").json["computed"] == 2
-    output = cli(*command, "--recipe", "nowhere")
-    assert output.status == 1
-    assert "Found no recipe at nowhere: expected" in output.stderr
+    assert (again["computed"], again["reused"], again[option]) == (0, 2, value)
+    ask = ("ask", "How high is Halden Tower?", "--db", db, "--max-new-tokens", 2)
+    answer = cli(*ask, "--json").json
+    assert (answer["hits"], answer["misses"]) == (hits, 0)
+    int8 = 3 if value == "int8" else 0
+    assert answer["int8_blocks"] == int8
+    assert ("(3 in int8);" in " ".join(cli(*ask).stdout.split())) == bool(int8)
+    assert cli(*command, flag, invalid).status != 0
 
 
 def test_a_recipe_in_the_database_is_found_by_itself(
@@ -95,36 +111,24 @@ def test_a_recipe_in_the_database_is_found_by_itself(
     assert (plain["misses"], found[0]["misses"], found[1]["misses"]) == (0, 1, 0)
 
 
-def test_the_namespace_of_a_database_is_noted_and_used_by_its_questions(
+def test_another_namespace_reuses_nothing(
     cli: Command, model: Path, documents: Path, tmp_path: Path
 ) -> None:
-    db = tmp_path / "db"
-    command = ("ingest", documents, "--db", db, "--json")
-    first = cli(*command, "--model", model, "--namespace", "one").json
-    assert (first["namespace"], first["reused"]) == ("one", 0)
-    assert cli(*command).json["computed"] == 0
-    answer = cli("ask", "How high is Halden Tower?", "--db", db, "--max-new-tokens", 2, "--json")
-    assert answer.json["misses"] == 0
+    command = ("ingest", documents, "--db", tmp_path / "db", "--model", model, "--json")
+    assert cli(*command, "--namespace", "one").json["computed"] == 2
     assert cli(*command, "--namespace", "two").json["reused"] == 0
-    assert cli(*command, "--namespace", "t/wo").status == 2
 
 
-def test_what_a_database_keeps_blocks_in_is_noted_and_used_by_its_questions(
+def test_stored_blocks_keep_their_type(
     cli: Command, model: Path, documents: Path, tmp_path: Path
 ) -> None:
     db = tmp_path / "db"
-    command = ("ingest", documents, "--db", db, "--json")
-    first = cli(*command, "--model", model, "--kv-dtype", "int8").json
-    assert (first["computed"], first["kv_dtype"]) == (2, "int8")
-    ask = ("ask", "How high is Halden Tower?", "--db", db, "--max-new-tokens", 2)
-    answer = cli(*ask, "--json").json
-    assert (answer["misses"], answer["int8_blocks"]) == (0, 3)
-    assert "3 blocks reused, 0 computed (3 in int8);" in " ".join(cli(*ask).stdout.split())
-    # What is stored stays as it is.
-    again = cli(*command, "--kv-dtype", "model").json
+    command = ("ingest", documents, "--db", db, "--model", model, "--json", "--kv-dtype")
+    assert cli(*command, "int8").json["computed"] == 2
+    again = cli(*command, "model").json
     assert (again["reused"], again["kv_dtype"]) == (2, "model")
-    assert cli(*ask, "--json").json["int8_blocks"] == 3
-    assert cli(*command, "--kv-dtype", "int4").status == 2
+    answer = cli("ask", "How high is it?", "--db", db, "--max-new-tokens", 2, "--json")
+    assert answer.json["int8_blocks"] == 3
 
 
 def test_long_documents_are_cut_to_the_chunk_size(
@@ -140,22 +144,43 @@ def test_long_documents_are_cut_to_the_chunk_size(
     assert cli(*command).json["passages"] == report["passages"]  # the size was noted
 
 
-def test_a_new_database_needs_a_model(cli: Command, documents: Path, tmp_path: Path) -> None:
-    output = cli("ingest", documents, "--db", tmp_path / "db")
-    assert output.status == 2
-    assert "--model" in output.stderr
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        ((), 2, "--model"),
+        (("--model", "no/such-model"), 1, "error: cannot load no/such-model: "),
+        (
+            ("--model", "{model}", "--embedding", "./nowhere"),
+            1,
+            "no such embedding: ./nowhere; expected the folder of a",
+        ),
+        (
+            ("--model", "{model}", "--embedding", "BAAI/bge-small-en-v1.5"),
+            1,
+            "pip install llama-index-embeddings-huggingface",
+        ),
+    ],
+)
+def test_a_new_database_without_a_usable_model_and_embedding_is_refused(
+    cli: Command,
+    documents: Path,
+    model: Path,
+    tmp_path: Path,
+    options: tuple[str, ...],
+    status: int,
+    message: str,
+) -> None:
+    command = ("ingest", documents, "--db", tmp_path / "db")
+    output = cli(*command, *(option.format(model=model) for option in options))
+    assert (output.status, message in output.stderr) == (status, True), output.stderr
+    assert not (tmp_path / "db" / MANIFEST).exists()
 
 
-def test_another_embedding_is_refused_and_a_missing_package_named(
-    cli: Command, database: Path, documents: Path, tmp_path: Path, model: Path
+def test_another_embedding_of_a_database_is_refused(
+    cli: Command, database: Path, documents: Path
 ) -> None:
     output = cli("ingest", documents, "--db", database, "--embedding", "BAAI/bge-small-en-v1.5")
-    assert output.status == 1
-    assert "made with embedding 'hashing'" in output.stderr
-    command = ("ingest", documents, "--db", tmp_path / "other", "--model", model)
-    output = cli(*command, "--embedding", "BAAI/bge-small-en-v1.5")
-    assert output.status == 1
-    assert "pip install llama-index-embeddings-huggingface" in output.stderr
+    assert (output.status, "made with embedding 'hashing'" in output.stderr) == (1, True)
 
 
 def test_an_answer_comes_with_sources_and_a_line_on_reuse(cli: Command, database: Path) -> None:
@@ -280,15 +305,6 @@ def test_a_wrong_model_is_reported_before_documents_are_read(
     assert output.status == 1
     assert "error: cannot load no/such-model: " in output.stderr
     assert not (tmp_path / "db").exists()
-
-
-def test_an_embedding_folder_that_is_not_there_is_named(
-    cli: Command, documents: Path, model: Path, tmp_path: Path
-) -> None:
-    output = cli("ingest", documents, "--db", tmp_path / "db", "--model", model,
-                 "--embedding", "./nowhere")  # fmt: skip
-    assert output.status == 1
-    assert "no such embedding: ./nowhere; expected the folder of a" in output.stderr
 
 
 def test_what_is_to_be_computed_is_estimated_first(
@@ -480,17 +496,9 @@ def test_control_characters_of_an_answer_reach_no_terminal(
     assert cli("ask", "How?", "--db", database).stdout.startswith("\\x1b[31mred\n")
 
 
-def test_one_of_anything_is_told_in_the_singular(cli: Command, model: Path, tmp_path: Path) -> None:
-    text = tmp_path / "one.txt"
-    text.write_text("Halden Tower is 214 metres high.", encoding="utf-8")
-    output = cli("ingest", text, "--db", tmp_path / "db", "--model", model)
-    assert output.stderr.splitlines()[1] == "1 document read; splitting into passages ..."
-    assert output.stdout.startswith("1 document, 1 passage: 1 added to Chroma, ")
-    assert "\n1 block computed, 0 reused: " in output.stdout
-    for entry in (tmp_path / "db").rglob("*.safetensors"):
-        entry.unlink()  # the passage, and the words before it, which `ask` stores again
-    asked = cli("ask", "How high?", "--db", tmp_path / "db", "--max-new-tokens", 1)
+def test_a_block_that_a_question_computes_is_reported(cli: Command, database: Path) -> None:
+    for entry in database.rglob("*.safetensors"):
+        entry.unlink()  # the passage, and the instructions, which `ask` does not count
+    asked = cli("ask", "How high?", "--db", database, "--max-new-tokens", 1)
     assert "note: 1 block was computed now; passages are stored" in asked.stderr
     assert "[cut off after 1 token: " in asked.stdout
-    removed = cli("remove", text, "--db", tmp_path / "db")
-    assert removed.stdout.startswith("1 passage of 1 document removed\n")

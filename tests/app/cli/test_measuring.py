@@ -31,9 +31,10 @@ def test_eval_prints_a_row_for_each_recipe_and_resumes_from_its_records(
     lines = records.read_text(encoding="utf-8").splitlines()
     assert len(lines) == 7
     assert [row["cut_off"] for row in report.json["rows"]] == [2, 2, 2]
-    again = cli(*command)
+    shown = cli(*command).stdout
     assert records.read_text(encoding="utf-8").splitlines() == lines
-    assert "closed-book" in again.stdout
+    for name in ("accuracy", "exact", "F1", "diff", "same", "reused"):  # the legend
+        assert f"{name}:" in shown
 
 
 def test_eval_asks_a_known_checkpoint_in_its_own_format_and_says_so_once(
@@ -52,26 +53,23 @@ def test_eval_asks_a_known_checkpoint_in_its_own_format_and_says_so_once(
     assert "prompt format" not in stock.stderr
 
 
-def test_eval_explains_its_columns(cli: Command, model: Path, tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
-    shown = cli("eval", "--model", model, "--data", data, "--max-new-tokens", 2).stdout
-    for name in ("accuracy", "exact", "F1", "diff", "same", "reused"):
-        assert f"{name}:" in shown
-
-
 def test_eval_compares_predictions_without_labels(
     cli: Command, model: Path, tmp_path: Path
 ) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", [record(1), record(2)])
     command = ("eval", "--model", model, "--data", data, "--max-new-tokens", 3, "--fidelity",
-               "--recipes", "none,head:4", "--output", tmp_path / "out.jsonl")  # fmt: skip
-    found = cli(*command, "--json").json
+               "--recipes", "none,head:4")  # fmt: skip
+    output = ("--output", tmp_path / "out.jsonl")
+    found = cli(*command, *output, "--json").json
     assert [row["mode"] for row in found["rows"]] == ["floor", "none", "head:4"]
     assert set(found["rows"][2]["recovery"]) == {"mean", "low", "high"}
     assert len((tmp_path / "out.jsonl").read_text("utf-8").splitlines()) == 1 + 3 * 2
-    shown = cli(*command).stdout
+    shown = cli(*command, *output).stdout
     assert "head:4" in shown
     assert "recovered" in shown
+    int8 = cli(*command, "--kv-dtype", "int8", "--json").json
+    assert int8["settings"]["kv_dtype"] == "int8"
+    assert int8["rows"][1]["kl"] != found["rows"][1]["kl"]
 
 
 def test_eval_compares_folders_of_recipes(cli: Command, model: Path, tmp_path: Path) -> None:
@@ -113,15 +111,6 @@ def test_eval_replays_a_log_of_prompts(cli: Command, model: Path, tmp_path: Path
     shown = cli(*command).stdout
     assert "2 prompts" in shown
     assert (tmp_path / "out.jsonl").read_text("utf-8").splitlines() == lines
-
-
-def test_eval_measures_blocks_in_int8(cli: Command, model: Path, tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "data.jsonl", [record(1), record(2)])
-    command = ("eval", "--model", model, "--data", data, "--max-new-tokens", 3, "--fidelity",
-               "--recipes", "none", "--json")  # fmt: skip
-    plain, int8 = (cli(*command, "--kv-dtype", kind).json for kind in ("model", "int8"))
-    assert (plain["settings"]["kv_dtype"], int8["settings"]["kv_dtype"]) == ("model", "int8")
-    assert plain["rows"][1]["kl"] != int8["rows"][1]["kl"]
 
 
 @pytest.mark.parametrize(
@@ -224,14 +213,6 @@ def test_plan_tells_what_a_collection_takes_without_weights(cli: Command, tmp_pa
     assert "gpu" in shown.stdout
 
 
-def test_plan_asks_for_the_speed_of_a_gpu_that_is_not_here(
-    cli: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    output = cli("plan", "--passages", 10, "--model", "8b", "--gpu-memory", 80)
-    assert (output.status, "add --tflops" in output.stderr) == (1, True)
-
-
 def test_plan_counts_in_the_type_that_the_model_will_be_loaded_in(cli: Command) -> None:
     command = ("plan", "--passages", 10, "--model", "135m", "--tflops", 1, "--json")
     assert cli(*command).json["dtype"] == "float32"
@@ -259,6 +240,14 @@ def test_plan_says_when_a_store_is_slower_than_computing(cli: Command) -> None:
     assert found["break_even_bytes_per_s"] == pytest.approx(6.9e9, rel=0.02)
 
 
-def test_plan_names_the_option_whose_speed_is_none(cli: Command) -> None:
-    output = cli("plan", "--passages", 10, "--model", "135m", "--tflops", 0)
-    assert (output.status, "--tflops" in output.stderr) == (2, True)
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [(("--gpu-memory", 80), 1), (("--tflops", 0), 2)],
+    ids=["a GPU that is not here", "no speed"],
+)
+def test_plan_needs_the_speed_of_an_absent_gpu(
+    cli: Command, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...], status: int
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    output = cli("plan", "--passages", 10, "--model", "8b", *options)
+    assert (output.status, "--tflops" in output.stderr) == (status, True)

@@ -11,9 +11,9 @@ import chromadb
 import pytest
 from chromadb.config import Settings
 
-from blockattn_rag.app.cli.store import _bytes
 from blockattn_rag.app.rag.database import MANIFEST, chroma_client
 from blockattn_rag.store import DirectoryStore
+from blockattn_rag.store.specs import bytes_of
 from tests.app.cli.conftest import Command
 from tests.store.kvs import key_of, make_kv
 
@@ -133,12 +133,12 @@ def test_shrink_deletes_what_was_not_used_for_the_longest_time(
     ("text", "expected"),
     [("7", 7), ("1.5k", 1500), ("500MB", 500 * 10**6), ("20 GiB", 20 << 30), ("1tib", 1 << 40)],
 )
-def test_sizes_are_read_as_people_write_them(text: str, expected: int) -> None:
-    assert _bytes(text) == expected
+def test_sizes_have_decimal_and_binary_units(text: str, expected: int) -> None:
+    assert bytes_of(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "0", "0.5", "-1", "much", "1PB", "1ib", "GB"])
-def test_a_size_that_is_none_is_a_usage_error(cli: Command, database: Path, text: str) -> None:
+def test_an_invalid_size_is_a_usage_error(cli: Command, database: Path, text: str) -> None:
     output = cli("store", "shrink", database, f"--max-bytes={text}")
     assert (output.status, len(entries(database))) == (2, 1)
 
