@@ -1,4 +1,4 @@
-"""Tokens that each turn of an agent computes, and what of its conversation reached the disk.
+"""Tokens that each turn of an agent computes, and which of its texts reach the disk.
 
     python benchmarks/agent_turns.py [--turns 10] [--passages 20] [--found 3] [--follow-ups 0]
 
@@ -38,7 +38,7 @@ FOLLOW_UPS = ("Are you sure?", "Say that again.", "Thank you. What else do you k
 
 
 class NewQuestions(BaseRetriever):
-    """Finds what another retriever finds, and nothing for follow-ups."""
+    """Retriever that finds nothing for follow-ups."""
 
     other: BaseRetriever
 

@@ -1,4 +1,4 @@
-"""Draw what reuse gains, to docs/figures/gain.svg, from benchmarks/results/ttft-float32.json.
+"""Draw the gain of reuse to docs/figures/gain.svg, from benchmarks/results/ttft-float32.json.
 
     python benchmarks/draw_gain.py
 

@@ -1,4 +1,4 @@
-"""Do large grammars constrain every answer, or are they refused?
+"""Whether large grammars constrain every answer, or are refused.
 
     python benchmarks/grammar_campaign.py --grammars 200 --seconds 300
 
@@ -60,7 +60,7 @@ def record(draw: random.Random, number: int) -> dict[str, Any]:
 
 
 def by_schema(schema: dict[str, Any]) -> tuple[dict[str, Any], Judge]:
-    """A schema, and its judge."""
+    """A schema and its validator."""
     validator = Draft202012Validator(schema)
 
     def fits(text: str) -> bool:
@@ -78,7 +78,7 @@ def any_of(draw: random.Random, size: int) -> tuple[dict[str, Any], Judge]:
 
 
 def optional(draw: random.Random, size: int) -> tuple[dict[str, Any], Judge]:
-    """An object whose properties may all be left out."""
+    """An object with optional properties only."""
     names = [f"{word(draw)}{number}" for number in range(size)]
     properties = {name: {"enum": [number]} for number, name in enumerate(names)}
     return by_schema({"type": "object", "properties": properties, "additionalProperties": False})

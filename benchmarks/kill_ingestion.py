@@ -1,4 +1,4 @@
-"""Kill an ingestion at random moments and see what it leaves behind.
+"""Kill an ingestion at random moments, and check what it leaves behind.
 
     python benchmarks/kill_ingestion.py --kills 20
 
@@ -43,7 +43,7 @@ def write_texts(folder: Path, count: int) -> None:
 
 
 def kill_once(texts: Path, db: Path, delay_s: float) -> bool:
-    """Start an ingestion and kill it; whether it was still running."""
+    """Start an ingestion and kill it. Returns whether it was still running."""
     process = subprocess.Popen(
         [*COMMAND, "ingest", str(texts), "--model", "bundled", "--db", str(db), "--json"],
         stdout=subprocess.DEVNULL,

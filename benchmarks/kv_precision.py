@@ -1,4 +1,4 @@
-"""What quantised keys and values cost in fidelity, and what they save in bytes and time.
+"""Fidelity, bytes and time of quantised keys and values.
 
     python benchmarks/kv_precision.py --data nq_rag.jsonl.gz --output kv.jsonl --recipe head:4
 
@@ -8,7 +8,7 @@ asymmetric in groups of tokens of a channel (keys) and of channels of a token (v
 (arXiv 2402.02750) has them. It prints the divergence from full mode, how much of it the rounding
 adds, the divergence from block mode over the model's own, the share of tokens that are full mode's,
 and bytes per token; and the median time to first token from memory and from disk, out of the page
-cache, all in turns. A run that was stopped goes on with --output; times are taken anew.
+cache, all in turns. A stopped run resumes from --output; times are always measured.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ KINDS: tuple[KVDtype, ...] = ("model", "int8")
 
 
 def rounded(states: Tensor, dim: int, group: int, bits: int = 4) -> Tensor:
-    """States that went through whole numbers of so many bits, each group with a least value and a
-    step in float16."""
+    """States rounded to ``bits``, with an offset and a step in float16 for each group."""
     found = []
     for part in torch.split(states.float(), group, dim):
         least = part.amin(dim, keepdim=True).half().float()
@@ -58,7 +57,7 @@ def rounded(states: Tensor, dim: int, group: int, bits: int = 4) -> Tensor:
 
 
 class RoundingStore(MemoryStore):
-    """Keeps blocks as 4 bits would give them back."""
+    """Store that rounds blocks to 4 bits."""
 
     def __init__(self, group: int) -> None:
         super().__init__(STORE_BYTES)
@@ -70,7 +69,7 @@ class RoundingStore(MemoryStore):
         super().put(key, replace(kv, keys=keys, values=values))
 
     def bytes_of(self, states: int) -> float:
-        """What so many numbers would take: half a byte each, and two of 16 bits a group."""
+        """Bytes that numbers would take: half a byte each, and 4 bytes per group."""
         return states * (0.5 + 4 / self.group)
 
 
@@ -91,7 +90,7 @@ def engines_of(model: BlockModel, recipe: str) -> dict[str, BlockAttentionEngine
 
 
 def prepare(engines: Mapping[str, BlockAttentionEngine], prompt: BlockPrompt) -> None:
-    """Encode a prompt's blocks once, and give every engine its own form of them no more."""
+    """Encode a prompt's blocks once, and put each engine's form of them into its empty store."""
     plain = engines["model"]
     for engine in engines.values():
         for key in list(engine.store.keys()):
@@ -126,7 +125,7 @@ def compare(
 
 
 def bytes_per_token(engine: BlockAttentionEngine) -> float:
-    """Of what the engine's store holds."""
+    """Bytes per token of the blocks in an engine's store."""
     store = engine.store
     blocks = [kv for key in list(store.keys()) if (kv := store.get(key)) is not None]
     tokens = sum(kv.num_tokens for kv in blocks)
@@ -137,7 +136,7 @@ def bytes_per_token(engine: BlockAttentionEngine) -> float:
 
 
 def forget(folder: Path) -> None:
-    """Take a folder's files out of the page cache, so that they are read from the disk."""
+    """Drop a folder's files from the page cache, so that they are read from the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -148,7 +147,7 @@ def forget(folder: Path) -> None:
 def times(
     model: BlockModel, samples: Sequence[EvaluationSample], recipe: str, repeats: int, folder: Path
 ) -> dict[str, float]:
-    """Median seconds to the first token, by kind and by where blocks lie."""
+    """Median seconds to the first token, by type and place of blocks."""
     how: dict[str, Any] = {"recipe": recipe, "on_miss": "error", "resident_bytes": 0}
     cases: dict[str, tuple[BlockAttentionEngine, Callable[[], None]]] = {}
     for kind in KINDS:
@@ -210,7 +209,7 @@ def main(
             done[sample.id] = compare(engines, sample, max_new_tokens)
             with output.open("a") as file:
                 file.write(json.dumps(done[sample.id]) + "\n")
-    # Of a question at least, where all were compared before.
+    # If all questions were compared before, the stores are empty.
     prepare(engines, make_prompt(engines["model"], CHAT, samples[0]))
     print(f"{model}, {dtype}, {recipe}, {len(samples)} questions, {num_passages} passages")
     shown([done[s.id] for s in samples], {n: bytes_per_token(e) for n, e in engines.items()})

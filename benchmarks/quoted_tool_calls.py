@@ -1,4 +1,4 @@
-"""Quote hostile passages that spell calls of tools: does any quotation become a call?
+"""Whether quoted passages that spell tool calls become calls.
 
     python benchmarks/quoted_tool_calls.py --passages 1000
 
@@ -40,7 +40,7 @@ Count = tuple[int, int]
 
 
 class Quoting(BlockModel):
-    """A model that answers with given tokens, and computes nothing."""
+    """A model that answers with given tokens and computes nothing."""
 
     answer_ids: Sequence[int] = ()
 
@@ -61,7 +61,7 @@ def hostile(form: str, count: int) -> Iterator[str]:
 
 
 def counters(model: BlockModel) -> dict[tuple[str, str], Callable[[str], Count]]:
-    """What asks about a passage and counts the calls of the answer, by adapter and mode."""
+    """Functions that ask about a passage and count the calls of the answer, by adapter and mode."""
     engine = BlockAttentionEngine(model)
     chat = ChatBlockAttention(engine=engine, mode="full", max_tokens=4096).bind_tools([delete_all])
     llm = BlockAttentionLLM(engine=engine, mode="full", max_new_tokens=4096)

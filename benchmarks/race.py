@@ -1,4 +1,4 @@
-"""Encode hostile passages beside everything that may disturb their tokens, and read what is stored.
+"""Encode hostile passages while other threads use the same tokenizer, and check what is stored.
 
 Two engines over one model and one tokenizer encode passages full of control tokens, two threads
 generate with stop strings, and a user's threads call the same tokenizer with truncation and with

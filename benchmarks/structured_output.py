@@ -1,11 +1,10 @@
-"""Do answers follow their schema, and what does it cost?
+"""Whether answers follow their schema, and the time that it takes.
 
     python benchmarks/structured_output.py --model smollm2 --prompts 500
 
 Asks the demo's questions, each with one of 20 JSON schemas in turn, in block mode. The `jsonschema`
-package judges each answer, formats included. Timed are the compiling of each schema and what holds
-each token to it, beside the whole time of a token. Prints a table; --output keeps each answer, and
-a run that was stopped goes on with it.
+package judges each answer, formats included. It measures the time to compile each schema, and the
+time per token to apply it. Prints a table. A stopped run resumes from the answers in --output.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 class Timed:
-    """Notes what calls of a method take, in seconds."""
+    """Records the seconds of calls of a method."""
 
     def __init__(self, owner: type, name: str) -> None:
         self.seconds: list[float] = []
@@ -122,7 +121,7 @@ class Timed:
         setattr(owner, name, timed)
 
     def taken(self) -> list[float]:
-        """What was noted since the last call."""
+        """The seconds recorded since the last call."""
         seconds, self.seconds = self.seconds, []
         return seconds
 
