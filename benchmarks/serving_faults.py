@@ -34,7 +34,7 @@ import typer
 from serving_load import ENVIRONMENT, FailedAnswerError, ask, host, write
 from tables import markdown
 
-from blockattn_rag.server.endpoint import COMPLETIONS
+from blockattn_rag.server.protocol import COMPLETIONS
 from blockattn_rag.store import ObjectStore
 from blockattn_rag.store.objects import entry_path
 from tests.store.faults import Fault, FaultyServer, faulty

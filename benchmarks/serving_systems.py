@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import httpx
 from serving_load import ENVIRONMENT, Answer, ask
 
-from blockattn_rag.server.endpoint import COMPLETIONS, ENCODE
+from blockattn_rag.server.keys import block_keys
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.protocol import BlockPlan, block_keys
+from blockattn_rag.server.protocol import COMPLETIONS, ENCODE, BlockPlan
 from blockattn_rag.store import DirectoryStore, ObjectStore
 from tests.store.servers import BUCKET, S3_ENVIRONMENT, s3_server
 from tests_vllm.server import KEY, NAME, Server

@@ -32,8 +32,8 @@ import typer
 from serving_load import ENVIRONMENT, host, write
 from tables import markdown
 
-from blockattn_rag.server.endpoint import COMPLETIONS, ENCODE
-from blockattn_rag.server.protocol import BlockPlan, salt
+from blockattn_rag.server.keys import salt
+from blockattn_rag.server.protocol import COMPLETIONS, ENCODE, BlockPlan
 from tests_vllm.reference import SYSTEM, TOKENS, Case, Reference
 from tests_vllm.server import Server
 

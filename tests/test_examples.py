@@ -18,7 +18,7 @@ import blockattn_rag.langchain as langchain
 import blockattn_rag.llama_index as llama_index
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
-from blockattn_rag.server.endpoint import COMPLETIONS, ENCODE
+from blockattn_rag.server.protocol import COMPLETIONS, ENCODE
 from tests.server.client.fake_server import FakeServer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

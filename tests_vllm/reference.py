@@ -16,8 +16,7 @@ from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.block_kv import BlockKV, store_key, token_digest
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.server.measured_profile import profile_of
-from blockattn_rag.server.profile import ModelProfile
+from blockattn_rag.server.profile import ModelProfile, profile_of
 from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.store import DirectoryStore
 

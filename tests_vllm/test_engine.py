@@ -97,7 +97,7 @@ def test_the_same_tokens_cut_otherwise_have_pages_of_their_own(
 
 
 def test_a_client_cannot_name_the_salt_of_block_mode(reference: Reference, engine: Engine) -> None:
-    from blockattn_rag.server.protocol import salt
+    from blockattn_rag.server.keys import salt
 
     case = reference.telling(5)
     own = salt(BlockPlan("complete", case.lengths), reference.profile)

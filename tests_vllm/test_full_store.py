@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from blockattn_rag.server.endpoint import COMPLETIONS, ENCODE
-from blockattn_rag.server.protocol import ServedBlocks
+from blockattn_rag.server.protocol import COMPLETIONS, ENCODE, ServedBlocks
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import TOKENS, Reference
 from tests_vllm.server import Server

@@ -14,8 +14,7 @@ from fastapi.datastructures import Headers
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.server.config import ServingConfig
-from blockattn_rag.server.endpoint import EncodeBody
-from blockattn_rag.server.protocol import BlockPlan
+from blockattn_rag.server.protocol import BlockPlan, EncodeBody
 from blockattn_rag.server.vllm.service import Service
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.engines import Engine

@@ -12,15 +12,16 @@ import pytest
 from vllm.logging_utils.dump_input import prepare_object_to_dump
 
 from blockattn_rag.check.server import check_server
-from blockattn_rag.server.endpoint import (
+from blockattn_rag.server.protocol import (
     CHAT_COMPLETIONS,
     COMPLETIONS,
     ENCODE,
     INFO,
+    BlockPlan,
     EncodeAnswer,
+    ServedBlocks,
     ServerInfo,
 )
-from blockattn_rag.server.protocol import BlockPlan, ServedBlocks
 from blockattn_rag.server.vllm.scheduler import Load, Orders, Save
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import TOKENS, Case, Reference

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from blockattn_rag.server.measured_profile import profile_of
-from blockattn_rag.server.profile import ModelProfile
+from blockattn_rag.server.profile import ModelProfile, profile_of
 from blockattn_rag.server.protocol import BlockPlan
 from tests_vllm.engines import Engine
 from tests_vllm.reference import Reference

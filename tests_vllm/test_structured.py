@@ -16,7 +16,7 @@ from blockattn_rag.errors import IncompleteAnswerError, ServingError
 from blockattn_rag.output import FORMATS, parse_answer
 from blockattn_rag.output.tool_formats import calls_grammar
 from blockattn_rag.server.client import RemoteEngine
-from blockattn_rag.server.endpoint import CHAT_COMPLETIONS, COMPLETIONS
+from blockattn_rag.server.protocol import CHAT_COMPLETIONS, COMPLETIONS
 from tests_vllm.reference import Reference
 from tests_vllm.server import Server
 

@@ -15,9 +15,14 @@ from blockattn_rag.prompts.blocks import Keep, may_store
 from blockattn_rag.server.client.http import background
 from blockattn_rag.server.client.request import completion_body
 from blockattn_rag.server.client.server import Server
-from blockattn_rag.server.endpoint import COMPLETIONS, EncodeAnswer, EncodeBody
-from blockattn_rag.server.fields import shown
-from blockattn_rag.server.protocol import BlockPlan, ServedBlocks
+from blockattn_rag.server.protocol import (
+    COMPLETIONS,
+    BlockPlan,
+    EncodeAnswer,
+    EncodeBody,
+    ServedBlocks,
+)
+from blockattn_rag.server.validation import shown
 
 NEW_TOKENS = 8
 LIKELIEST = 5

@@ -23,9 +23,14 @@ from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.server.client.http import Client, RefusedError
 from blockattn_rag.server.client.server import Server
-from blockattn_rag.server.endpoint import COMPLETIONS, TENANT_HEADER, EncodeAnswer, ServerInfo
-from blockattn_rag.server.measured_profile import profile_of
-from blockattn_rag.server.protocol import VERSION
+from blockattn_rag.server.profile import profile_of
+from blockattn_rag.server.protocol import (
+    COMPLETIONS,
+    TENANT_HEADER,
+    VERSION,
+    EncodeAnswer,
+    ServerInfo,
+)
 
 _EXACT = 1e-3
 """Difference of log-probabilities below which rounding in float32 stays by far."""

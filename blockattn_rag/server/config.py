@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
+from pydantic import AfterValidator, Field, StrictBool, field_validator
+from pydantic.dataclasses import dataclass
+
+from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
+from blockattn_rag.server.validation import STRICT, Namespace, parse
 from blockattn_rag.store import KVStore, RedisStore
 from blockattn_rag.store.namespaces import Access
 from blockattn_rag.store.specs import bytes_of, is_cache
@@ -20,7 +23,15 @@ CONNECTOR = "BlockAttentionConnector"
 """Name of the connector in vLLM, and of its class."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _check_size(size: str) -> str:
+    bytes_of(size)  # raises ValueError
+    return size
+
+
+_Size = Annotated[str, AfterValidator(_check_size)]
+
+
+@dataclass(config=STRICT, frozen=True, slots=True, kw_only=True)
 class ServingConfig:
     """Options of a serving engine, shared by all its processes.
 
@@ -47,52 +58,41 @@ class ServingConfig:
 
     store: str
     profile: str
-    memory: str = "8GiB"
-    private_memory: str = "4GiB"
-    disk: str | None = None
+    memory: _Size = "8GiB"
+    private_memory: _Size = "4GiB"
+    disk: Annotated[str, Field(min_length=1)] | None = None
     cache: str | None = None
-    namespace: str = ""
-    read_namespaces: tuple[str, ...] = ()
-    read_only: bool = False
-    tenant_secret_env: str | None = None
-    load_deadline_s: float = 10.0
+    namespace: Namespace = ""
+    read_namespaces: tuple[Namespace, ...] = ()
+    read_only: StrictBool = False
+    tenant_secret_env: Annotated[str, Field(min_length=1)] | None = None
+    load_deadline_s: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] = 10.0
     kv_dtype: KVDtype = "model"
 
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            _check_type(one.name, getattr(self, one.name))
-        if not lasts(self.store):
+    @field_validator("store")
+    @classmethod
+    def _is_shared(cls, store: str) -> str:
+        if not lasts(store):
             raise ValueError(
-                f"the store of a server must be seen by all its processes, found {self.store!r}, "
-                "which each would have for itself; expected a path or an address"
+                "expected a path or an address that all processes of the server can reach, found "
+                f"{store!r}, which each process would have for itself"
             )
-        if self.cache is not None and not is_cache(self.cache):
+        return store
+
+    @field_validator("cache")
+    @classmethod
+    def _is_cache(cls, cache: str | None) -> str | None:
+        if cache is not None and not is_cache(cache):
             raise ValueError(
-                "cache must be the address of a Redis or Valkey server, such as "
-                f"redis://host:port/database, found {self.cache!r}"
+                "expected the address of a Redis or Valkey server, such as "
+                f"redis://host:port/database, found {cache!r}"
             )
-        if self.load_deadline_s <= 0:
-            raise ValueError(f"load_deadline_s must be positive, found {self.load_deadline_s}")
-        check_kv_dtype(self.kv_dtype)
-        _ = self.access, self.private_bytes  # checks the names, and the size
+        return cache
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> ServingConfig:
-        """Parse a JSON object; lists become tuples. Raises ValueError as the class."""
-        known = {one.name for one in fields(cls)}
-        required = [one.name for one in fields(cls) if one.default is MISSING]
-        unknown = [name for name in options if name not in known]
-        absent = [name for name in required if name not in options]
-        if unknown or absent:
-            found = f"the unknown option {unknown[0]!r}" if unknown else f"no {absent[0]!r}"
-            raise ValueError(
-                f"a server's options are {', '.join(sorted(known))}, of which "
-                f"{' and '.join(required)} must be given; found {found}"
-            )
-        values: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in options.items()
-        }
-        return cls(**values)
+        """Parse a JSON object. Raises ProtocolError, which is a ValueError."""
+        return parse(cls, options, "kv_connector_extra_config")
 
     @property
     def access(self) -> Access:
@@ -149,28 +149,3 @@ class ServingConfig:
         if self.cache is not None:
             tiers.append(RedisStore(self.cache, prefix=f"blockattn-rag:{name}:"))
         return tiers
-
-
-_TEXTS = {"store", "profile", "memory", "private_memory", "namespace", "kv_dtype"}
-_OPTIONAL_TEXTS = {"disk", "cache", "tenant_secret_env"}
-_TEXT_LISTS = {"read_namespaces"}
-
-
-def _check_type(name: str, value: object) -> None:
-    """Raise ValueError for an option of the wrong type."""
-    if name in _TEXTS:
-        expected, is_right = "a text", isinstance(value, str)
-    elif name in _OPTIONAL_TEXTS:
-        expected, is_right = (
-            "a text or null",
-            value is None or (isinstance(value, str) and value != ""),
-        )
-    elif name in _TEXT_LISTS:
-        expected = "a list of texts"
-        is_right = isinstance(value, tuple) and all(isinstance(one, str) for one in value)
-    elif name == "load_deadline_s":
-        expected, is_right = "a number", type(value) in (int, float)
-    else:
-        expected, is_right = "true or false", isinstance(value, bool)
-    if not is_right:
-        raise ValueError(f"{name} must be {expected}, found {value!r:.80}")

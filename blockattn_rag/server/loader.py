@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from blockattn_rag.errors import LoadError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.server.keys import BlockId
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.protocol import BlockId
 from blockattn_rag.server.shares import Share
 from blockattn_rag.store.base import Found, KVStore, get_many
 from blockattn_rag.store.deadlines import Readers, check_seconds, deadline, outcome, remaining

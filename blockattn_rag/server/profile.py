@@ -7,27 +7,31 @@ form. So ``blockattn-rag check --profile`` measures the model once, and writes t
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, Self
 
 import torch
+from pydantic import Field, StrictBool, field_validator, model_validator
+from pydantic.dataclasses import dataclass
 
-from blockattn_rag.errors import ProtocolError, ServingError
+from blockattn_rag.errors import ServingError, UnsupportedModelError
 from blockattn_rag.files import write_json
 from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.kv.rope import RotaryLayout
-from blockattn_rag.server.fields import (
-    hex_digest,
-    one_of,
-    record,
-    sequence,
+from blockattn_rag.model.block_model import BlockModel
+from blockattn_rag.model.probe import vocabulary_size
+from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
+from blockattn_rag.server.validation import (
+    STRICT,
+    Count,
+    Digest,
+    Positive,
+    SinkName,
+    check_version,
+    parse,
     shown,
-    sink_name,
-    text,
-    whole,
 )
 
 VERSION = 1
@@ -42,27 +46,39 @@ DTYPES = {
 
 _MOST_LAYERS = 4096
 _MOST_SIZE = 1 << 16
-_MOST_TOKENS = 1 << 30
-_PAIRINGS = ("half", "interleaved")
+
+_Size = Annotated[int, Field(strict=True, ge=1, le=_MOST_SIZE)]
 
 
-class LayerProfile(NamedTuple):
+@dataclass(config=STRICT, frozen=True, slots=True)
+class LayerProfile:
     """Key-value heads of a layer, their sizes, and the index of its ``ModelProfile.rotary``."""
 
-    kv_heads: int
-    key_size: int
-    value_size: int
-    rotary: int
+    kv_heads: _Size
+    key_size: _Size
+    value_size: _Size
+    rotary: Count
 
 
-class Rotary(NamedTuple):
+@dataclass(config=STRICT, frozen=True, slots=True)
+class Rotary:
     """A ``kv.RotaryLayout``: pairing, and float32 frequencies in radians per position."""
 
     pairing: Literal["half", "interleaved"]
-    frequencies: tuple[float, ...]
+    frequencies: Annotated[
+        tuple[Annotated[float, Field(strict=True, allow_inf_nan=False)], ...],
+        Field(max_length=_MOST_SIZE),
+    ]
+
+    @field_validator("frequencies")
+    @classmethod
+    def _is_float32(cls, frequencies: tuple[float, ...]) -> tuple[float, ...]:
+        if tuple(torch.tensor(frequencies, dtype=torch.float32).tolist()) != frequencies:
+            raise ValueError(f"expected float32 numbers, found {shown(frequencies)}")
+        return frequencies
 
 
-@dataclass(frozen=True)  # without slots, because of the cached property
+@dataclass(config=STRICT, frozen=True)  # without slots, because of the cached property
 class ModelProfile:
     """What a server needs to know about a model to load and store its blocks.
 
@@ -80,38 +96,43 @@ class ModelProfile:
         block_tuned: Whether the model is known to be block-fine-tuned.
 
     Raises:
-        ProtocolError: A field is invalid.
+        ValueError: A field is invalid.
     """
 
-    fingerprint: str
-    tokenizer: str
+    fingerprint: Digest
+    tokenizer: Digest
     name: str
-    dtype: str
-    layers: tuple[LayerProfile, ...]
-    rotary: tuple[Rotary, ...]
-    vocab_size: int
-    max_positions: int
-    sink: str = "none"
-    sink_ids: tuple[int, ...] = ()
-    block_tuned: bool = False
+    dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
+    layers: Annotated[tuple[LayerProfile, ...], Field(min_length=1, max_length=_MOST_LAYERS)]
+    rotary: Annotated[tuple[Rotary, ...], Field(min_length=1, max_length=_MOST_LAYERS)]
+    vocab_size: Positive
+    max_positions: Positive
+    sink: SinkName = NO_SINK
+    sink_ids: tuple[Count, ...] = ()
+    block_tuned: StrictBool = False
 
-    def __post_init__(self) -> None:
-        for name in ("fingerprint", "tokenizer"):
-            hex_digest(getattr(self, name), name)
-        text(self.name, "name", ".*", "a text")
-        one_of(self.dtype, "dtype", DTYPES)
-        _set(self, "rotary", tuple(_rotary(*each) for each in _listed(self.rotary, "rotary")))
-        layers = _listed(self.layers, "layers")
-        _set(self, "layers", tuple(_layer(self.rotary, *each) for each in layers))
-        whole(self.vocab_size, "vocab_size", 1)
-        whole(self.max_positions, "max_positions", 1)
-        sink_name(self.sink)
-        ids = sequence(self.sink_ids, "sink_ids", 0, _MOST_TOKENS)
-        _set(self, "sink_ids", tuple(whole(n, "sink_ids", 0, self.vocab_size - 1) for n in ids))
-        if (self.sink == "none") != (not ids):
-            raise ProtocolError(f"found sink={self.sink!r} and {len(ids)} sink_ids, which disagree")
-        if type(self.block_tuned) is not bool:
-            raise ProtocolError(f"block_tuned must be true or false, found {self.block_tuned!r}")
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if (self.sink == NO_SINK) != (not self.sink_ids):
+            raise ValueError(
+                f"found sink={self.sink!r} and {len(self.sink_ids)} sink_ids, which disagree"
+            )
+        if self.sink_ids and max(self.sink_ids) >= self.vocab_size:
+            raise ValueError(
+                f"found sink_ids {shown(self.sink_ids)}, expected less than {self.vocab_size}"
+            )
+        for layer in self.layers:
+            if layer.rotary >= len(self.rotary):
+                raise ValueError(
+                    f"found rotary {layer.rotary}, expected less than {len(self.rotary)}"
+                )
+            frequencies = len(self.rotary[layer.rotary].frequencies)
+            if 2 * frequencies > layer.key_size:
+                raise ValueError(
+                    f"found {frequencies} frequencies for heads of {layer.key_size} keys, expected "
+                    "at most one for two"
+                )
+        return self
 
     @property
     def num_layers(self) -> int:
@@ -143,27 +164,12 @@ class ModelProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """As a JSON object."""
-        told = asdict(self)
-        told["layers"] = [layer._asdict() for layer in self.layers]
-        told["rotary"] = [rotary._asdict() for rotary in self.rotary]
-        return {"version": VERSION, **told}
+        return {"version": VERSION, **asdict(self)}
 
     @classmethod
-    def from_dict(cls, told: object) -> ModelProfile:
+    def from_dict(cls, value: object) -> ModelProfile:
         """Parse a JSON object. Raises ProtocolError, also for another version."""
-        version = told.get("version") if isinstance(told, dict) else None
-        if isinstance(told, dict) and (type(version) is not int or version != VERSION):
-            raise ProtocolError(
-                f"found version {shown(version)} of profiles, expected {VERSION}; make a new one"
-            )
-        fields = dict(record(told, "a profile", ("version", *cls.__dataclass_fields__)))
-        del fields["version"]
-        for name, kind in (("layers", LayerProfile), ("rotary", Rotary)):
-            items = _listed(fields[name], name)
-            names = kind._fields
-            told_of = [record(one, f"{name}[{i}]", names) for i, one in enumerate(items)]
-            fields[name] = tuple(tuple(one[field] for field in names) for one in told_of)
-        return cls(**fields)
+        return parse(cls, check_version(value, "version", VERSION, "a profile"), "profile")
 
     @classmethod
     def read(cls, path: str | Path) -> ModelProfile:
@@ -182,36 +188,47 @@ class ModelProfile:
         write_json(Path(path), self.to_dict())
 
 
-def _listed(value: object, name: str) -> list[Any] | tuple[Any, ...]:
-    return sequence(value, name, 1, _MOST_LAYERS)
+def profile_of(model: BlockModel, sink: str | None = None) -> ModelProfile:
+    """Measure the profile of a model. Reads all weights, for ``BlockModel.fingerprint``.
 
+    Args:
+        sink: Sink that context blocks are encoded with. Default: the sink that the model was
+            block-fine-tuned with, or none.
 
-def _rotary(pairing: object, frequencies: object) -> Rotary:
-    one_of(pairing, "pairing", _PAIRINGS)
-    found = sequence(frequencies, "frequencies", 0, _MOST_SIZE)
-    numbers = torch.tensor([n if type(n) is float else math.nan for n in found])
-    if not numbers.isfinite().all() or numbers.tolist() != list(found):
-        raise ProtocolError(f"frequencies must be finite float32 numbers, found {shown(found)}")
-    return Rotary(pairing, tuple(found))  # type: ignore[arg-type]
-
-
-def _layer(
-    rotary: tuple[Rotary, ...],
-    kv_heads: object,
-    key_size: object,
-    value_size: object,
-    place: object,
-) -> LayerProfile:
-    heads = whole(kv_heads, "kv_heads", 1, _MOST_SIZE)
-    keys, values = (whole(n, "a head's size", 1, _MOST_SIZE) for n in (key_size, value_size))
-    layer = LayerProfile(heads, keys, values, whole(place, "rotary", 0, len(rotary) - 1))
-    if 2 * len(rotary[layer.rotary].frequencies) > layer.key_size:
-        raise ProtocolError(
-            f"found {len(rotary[layer.rotary].frequencies)} frequencies for heads of "
-            f"{layer.key_size} keys, expected at most one for two"
+    Raises:
+        ValueError: The sink is unknown.
+        UnsupportedModelError: Keys and values have several dtypes, or an unsupported one.
+    """
+    sink = model.tuned_with.get("sink", NO_SINK) if sink is None else sink
+    ids = sink_ids(sink, model.tokenizer)
+    with model.lock:  # the fingerprint may measure the layouts again
+        fingerprint, attention = model.fingerprint, model.profile
+    kinds = {kind for _, _, kind in attention.token_outline}
+    names = [name for name, dtype in DTYPES.items() if kinds == {dtype}]
+    if not names:
+        raise UnsupportedModelError(
+            f"{model.name} has keys and values of {', '.join(sorted(map(str, kinds)))}, expected "
+            f"one of {', '.join(DTYPES)}; load the model with a dtype"
         )
-    return layer
-
-
-def _set(profile: ModelProfile, name: str, value: object) -> None:
-    object.__setattr__(profile, name, value)
+    rotary: list[RotaryLayout] = []
+    for layout in attention.layouts:
+        if not any(layout is known for known in rotary):
+            rotary.append(layout)
+    places = {id(layout): place for place, layout in enumerate(rotary)}
+    layers = tuple(
+        LayerProfile(keys.heads, keys.size, values.size, places[id(layout)])
+        for (keys, values), layout in zip(attention.layer_outlines, attention.layouts, strict=True)
+    )
+    return ModelProfile(
+        fingerprint=fingerprint,
+        tokenizer=model.tokenizer.fingerprint,
+        name=model.name,
+        dtype=names[0],
+        layers=layers,
+        rotary=tuple(Rotary(one.pairing, tuple(one.frequencies.tolist())) for one in rotary),
+        vocab_size=vocabulary_size(model.hf_model),
+        max_positions=model.max_context_tokens,
+        sink=sink,
+        sink_ids=tuple(ids),
+        block_tuned=model.is_block_tuned,
+    )

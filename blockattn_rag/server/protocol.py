@@ -1,8 +1,9 @@
-"""Protocol between client and server: how a prompt is cut, and what became of its blocks.
+"""Protocol between client and server: routes, JSON bodies, and the plan of a prompt.
 
-A client sends token ids, the length of each context block, and where each may be kept. It sends no
-keys or digests: the server computes keys from the token ids, so a client reaches only the keys and
-values of tokens that it has itself.
+Completions and chats use vLLM's own bodies. Their ``kv_transfer_params`` contain a ``BlockPlan``,
+and those of the answer a ``ServedBlocks``. A client sends token ids, the length of each context
+block, and where each may be kept. It sends no keys or digests: the server computes keys from the
+token ids, so a client reaches only the KV of tokens that it has itself.
 
 Importing this module does not load torch.
 """
@@ -12,27 +13,41 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    Field,
+    StrictBool,
+    TypeAdapter,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
 
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.prompts.blocks import Keep, is_private
-from blockattn_rag.server.fields import (
-    namespace_name,
-    one_of,
-    real,
-    record,
-    sequence,
+from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.server.validation import (
+    STRICT,
+    Count,
+    Digest,
+    Namespace,
+    Positive,
+    SinkName,
+    check_version,
+    parse,
     shown,
-    text,
-    whole,
 )
-from blockattn_rag.store.namespaces import Access
 
-if TYPE_CHECKING:
-    from blockattn_rag.server.profile import ModelProfile
+INFO = "/blockattn/v1/info"
+ENCODE = "/blockattn/v1/encode"
+COMPLETIONS = "/blockattn/v1/completions"
+CHAT_COMPLETIONS = "/blockattn/v1/chat/completions"
+
+TENANT_HEADER = "x-tenant-id"
+"""Header with the tenant. Set by the gateway, which must remove it from client requests."""
 
 VERSION = 1
 FIELD = "blockattn"
@@ -40,14 +55,113 @@ FIELD = "blockattn"
 
 MOST_BLOCKS = 256
 
+_Name = Annotated[str, Field(min_length=1)]
+_Ids = Annotated[tuple[Count, ...], Field(min_length=1)]
+
 Op = Literal["complete", "encode"]
 """``complete``: answer from blocks. ``encode``: compute and keep the KV of one block."""
 
-_OPS: tuple[Op, ...] = ("complete", "encode")
-_SALT = re.compile(r"ba1-[0-9a-f]{40}")
+Outcome = Literal["found", "encoded", "missing"]
+"""Outcome for a block: already stored, stored by this request, or not stored."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(config=STRICT, frozen=True, slots=True)
+class ServerInfo:
+    """Description of a server, from ``INFO``.
+
+    Args:
+        fingerprint, tokenizer, sink, block_tuned: See ``ModelProfile``.
+        models: Names of its models, the base model first.
+        max_tokens: Maximum tokens of a prompt and its answer together.
+        namespace: Namespace of the caller's blocks.
+        read_only: The server stores nothing.
+
+    Raises:
+        ValueError: A field is invalid.
+    """
+
+    fingerprint: Digest
+    tokenizer: Digest
+    sink: SinkName
+    block_tuned: StrictBool
+    models: Annotated[tuple[_Name, ...], Field(min_length=1, max_length=MOST_BLOCKS)]
+    max_tokens: Positive
+    namespace: Namespace
+    read_only: StrictBool
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return {"v": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, value: object) -> ServerInfo:
+        """Parse a JSON object. Raises ProtocolError, also for another protocol version."""
+        return parse(cls, check_version(value, "v", VERSION, "info"), "info")
+
+
+@dataclass(config=STRICT, frozen=True, slots=True)
+class EncodeBody:
+    """Request to ``ENCODE``: store blocks.
+
+    Args:
+        blocks: Token ids of each block.
+        model: One of the server's models; None for the first.
+        opens_prompt: The first block is the first of a prompt, and is encoded without the sink.
+        private: Only private blocks find these blocks (``prompts.blocks.Keep``).
+        only_look: Encode nothing, and report blocks that are not stored as missing.
+
+    Raises:
+        ValueError: A field is invalid, or a block is empty.
+    """
+
+    blocks: Annotated[tuple[_Ids, ...], Field(min_length=1, max_length=MOST_BLOCKS)]
+    model: _Name | None = None
+    opens_prompt: StrictBool = False
+    private: StrictBool = False
+    only_look: StrictBool = False
+
+    @property
+    def keep(self) -> Keep:
+        """Where the blocks may be kept."""
+        return "private-store" if self.private else "store"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a JSON object, without fields that have their default."""
+        fields: dict[str, Any] = TypeAdapter(EncodeBody).dump_python(
+            self, mode="json", exclude_defaults=True
+        )
+        return fields
+
+    @classmethod
+    def from_dict(cls, value: object) -> EncodeBody:
+        """Parse a JSON object. Raises ProtocolError."""
+        return parse(cls, value, "body")
+
+
+@dataclass(config=STRICT, frozen=True, slots=True)
+class EncodeAnswer:
+    """Answer of ``ENCODE``: the outcome for each block, in order.
+
+    ``stored_bytes``: size of the newly encoded blocks in the store.
+
+    Raises:
+        ValueError: A field is invalid.
+    """
+
+    blocks: Annotated[tuple[Outcome, ...], Field(min_length=1, max_length=MOST_BLOCKS)]
+    stored_bytes: Count = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, value: object) -> EncodeAnswer:
+        """Parse a JSON object. Raises ProtocolError."""
+        return parse(cls, value, "answer")
+
+
+@dataclass(config=STRICT, frozen=True, slots=True)
 class BlockPlan:
     """How the prompt of a request is cut.
 
@@ -59,28 +173,32 @@ class BlockPlan:
         keep: Where each block may be kept; ``()`` if all may be stored.
 
     Raises:
-        ProtocolError: A field is invalid.
+        ValueError: A field is invalid.
     """
 
     op: Op
-    lengths: tuple[int, ...]
-    namespace: str = ""
+    lengths: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=MOST_BLOCKS)]
+    namespace: Namespace = ""
     keep: tuple[Keep, ...] = ()
 
-    def __post_init__(self) -> None:
-        one_of(self.op, "op", _OPS)
-        lengths = sequence(self.lengths, "lengths", 1, MOST_BLOCKS)
-        checked = tuple(whole(n, f"lengths[{place}]", 1) for place, n in enumerate(lengths))
-        object.__setattr__(self, "lengths", checked)
-        if self.op == "encode" and len(lengths) > 1:
-            raise ProtocolError(
+    @field_validator("lengths")
+    @classmethod
+    def _one_block_to_encode(
+        cls, lengths: tuple[int, ...], info: ValidationInfo
+    ) -> tuple[int, ...]:
+        if info.data.get("op") == "encode" and len(lengths) > 1:
+            raise ValueError(
                 f"op='encode' takes one block, found {len(lengths)}; make a request for each"
             )
-        namespace_name(self.namespace)
-        if self.keep != ():
-            keep = sequence(self.keep, "keep", len(lengths), len(lengths))
-            words = tuple(one_of(n, f"keep[{at}]", get_args(Keep)) for at, n in enumerate(keep))
-            object.__setattr__(self, "keep", words if {*words} != {"store"} else ())
+        return lengths
+
+    @field_validator("keep")
+    @classmethod
+    def _one_keep_per_block(cls, keep: tuple[Keep, ...], info: ValidationInfo) -> tuple[Keep, ...]:
+        blocks = len(info.data.get("lengths", keep))
+        if len(keep) not in (0, blocks):
+            raise ValueError(f"expected one item for each of {blocks} blocks, found {len(keep)}")
+        return keep if {*keep} != {"store"} else ()
 
     def keep_at(self, place: int) -> Keep:
         """Where a block may be kept."""
@@ -90,6 +208,17 @@ class BlockPlan:
     def context_tokens(self) -> int:
         """Total tokens of the context blocks."""
         return sum(self.lengths)
+
+    def check_fits(self, num_prompt_tokens: int) -> None:
+        """Raise ProtocolError if the blocks, and for answers one more token, exceed the prompt."""
+        most = num_prompt_tokens - (self.op == "complete")
+        if self.context_tokens > most:
+            raise ProtocolError(
+                f"lengths add up to {self.context_tokens} tokens, expected at most {most}: the "
+                f"prompt has {num_prompt_tokens}"
+                + ", and its last one belongs to no block"
+                * (self.op == "complete")
+            )
 
     def to_dict(self, secret: str | None = None, default: str = "") -> dict[str, Any]:
         """``kv_transfer_params`` of a request with this plan.
@@ -105,13 +234,26 @@ class BlockPlan:
         if self.keep:
             fields["keep"] = list(self.keep)
         if secret is not None:
-            fields |= {"namespace": self.namespace, "mac": _mac(self, secret)}
+            fields |= {"namespace": self.namespace, "mac": self._mac(secret)}
         elif self.namespace != default:
             raise ValueError(
                 f"the namespace {self.namespace!r} can be named only with the server's tenant "
                 "secret; clients send plans without a namespace"
             )
         return {FIELD: fields}
+
+    def is_signed(self, mac: object, secret: str) -> bool:
+        """Whether ``mac`` proves that the writer of this plan has the secret."""
+        is_text = isinstance(mac, str) and mac.isascii()
+        return is_text and hmac.compare_digest(str(mac), self._mac(secret))
+
+    def _mac(self, secret: str) -> str:
+        return code(json.dumps([VERSION, self.op, self.lengths, self.namespace, self.keep]), secret)
+
+
+def code(message: str, secret: str) -> str:
+    """HMAC-SHA256 as 64 hex digits."""
+    return hmac.new(secret.encode(), message.encode(), hashlib.sha256).hexdigest()
 
 
 def parse_plan(
@@ -134,137 +276,29 @@ def parse_plan(
     """
     if kv_transfer_params is None:
         return None
-    if isinstance(kv_transfer_params, Mapping) and FIELD not in kv_transfer_params:
+    params = parse(dict[str, Any], kv_transfer_params, "kv_transfer_params")
+    if FIELD not in params:
         return None
-    told = record(kv_transfer_params, "kv_transfer_params", (FIELD,))[FIELD]
-    fields = record(told, FIELD, ("v", "op", "lengths"), ("keep", "namespace", "mac"))
-    check_version(fields["v"])
+    if others := params.keys() - {FIELD}:
+        raise ProtocolError(
+            f"kv_transfer_params has the unknown field {shown(min(others))}; remove it"
+        )
+    fields = check_version(params[FIELD], "v", VERSION, FIELD)
     is_named = "namespace" in fields or "mac" in fields
-    named = fields.get("namespace") if is_named else namespace
-    keep = fields.get("keep", ())
-    plan = BlockPlan(fields["op"], fields["lengths"], named, keep)  # type: ignore[arg-type]
-    if is_named:
-        _check_mac(plan, fields.get("mac"), secret)
-    _check_fits(plan, num_prompt_tokens)
+    mac = fields.pop("mac", None)
+    if not is_named:
+        fields["namespace"] = namespace
+    plan = parse(BlockPlan, fields, FIELD)
+    if is_named and (secret is None or not plan.is_signed(mac, secret)):
+        raise ProtocolError(
+            "a request may not name its namespace: only the server's endpoint may, which signs it "
+            "with the secret that tenant_secret_env names in the connector's options"
+        )
+    plan.check_fits(num_prompt_tokens)
     return plan
 
 
-def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
-    """Cache salt of a request: only requests with equal salts share an engine's pages.
-
-    It covers everything except the token ids that determines the pages: the cut, the model and the
-    sink. It also covers the tenant and which blocks are private, so response times do not reveal
-    what others asked.
-
-    Args:
-        own: Salt that the client sent.
-    """
-    private = [place for place, keep in enumerate(plan.keep) if is_private(keep)]
-    cut = [plan.op, plan.lengths, private]
-    parts = [profile.fingerprint, profile.sink_ids, plan.namespace, cut, own]
-    return "ba1-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
-
-
-def full_mode_salt(secret: str, namespace: str, given: str | None) -> str:
-    """Cache salt of a tenant's requests in full mode, which nobody else can guess.
-
-    Without it, response times would reveal what other tenants asked, because an engine shares the
-    pages of equal prompts.
-
-    Args:
-        secret: The server's tenant secret.
-        namespace: Namespace of the tenant.
-        given: Salt that the client sent.
-    """
-    said = json.dumps([VERSION, "full", namespace, given])
-    return "tenant-" + _code(said, secret)
-
-
-def is_salt(cache_salt: object) -> bool:
-    """Whether a salt has the form of ours, which clients may not send."""
-    return isinstance(cache_salt, str) and _SALT.fullmatch(cache_salt) is not None
-
-
-def check_version(version: object) -> None:
-    """Raise ProtocolError for another version of the protocol."""
-    if type(version) is not int or version != VERSION:
-        raise ProtocolError(
-            f"found version {shown(version)} of the protocol, expected {VERSION}; client "
-            "and server need releases of this package with the same version of the protocol"
-        )
-
-
-class BlockId(NamedTuple):
-    """One context block of a prompt.
-
-    Args:
-        place: Index of the block in the prompt.
-        start: Index of its first token in the prompt.
-        ids: Token ids.
-        digest: ``kv.token_digest`` of the token ids and the sink.
-        namespaces: Namespaces to look it up in, its own first.
-        keys: Store key in each of them.
-        keep: Where it may be kept.
-    """
-
-    place: int
-    start: int
-    ids: tuple[int, ...]
-    digest: str
-    namespaces: tuple[str, ...]
-    keys: tuple[str, ...]
-    keep: Keep = "store"
-
-    @property
-    def key(self) -> str:
-        """Store key in its own namespace."""
-        return self.keys[0]
-
-
-def block_keys(
-    token_ids: Sequence[int],
-    plan: BlockPlan,
-    profile: ModelProfile,
-    read_namespaces: Sequence[str] = (),
-) -> list[BlockId]:
-    """The context blocks of a prompt, with the same store keys as in a local engine.
-
-    The first block of a prompt is encoded without the sink, all others with it.
-
-    Args:
-        token_ids: Token ids of the complete prompt. With ``op="encode"``, those of the block, after
-            the sink if any.
-        read_namespaces: Further namespaces to look blocks up in, in order.
-
-    Raises:
-        ProtocolError: The plan does not fit the prompt, or a block to be encoded follows tokens
-            other than the sink.
-    """
-    # Imported here, because clients need no keys and should not load torch.
-    from blockattn_rag.kv.block_kv import store_key, token_digest
-
-    _check_fits(plan, len(token_ids))
-    start = len(token_ids) - plan.lengths[0] if plan.op == "encode" else 0
-    before = tuple(token_ids[:start])
-    if before not in ((), profile.sink_ids):
-        raise ProtocolError(
-            f"found {start} tokens before the block to be encoded, expected none, or the "
-            f"{len(profile.sink_ids)} of the server's sink ({profile.sink})"
-        )
-    access = Access(plan.namespace, tuple(read_namespaces))
-    found = []
-    for place, length in enumerate(plan.lengths):
-        ids = tuple(token_ids[start : start + length])
-        digest = token_digest(ids, profile.sink_ids if place else before)
-        keep = plan.keep_at(place)
-        names = access.namespaces(private=is_private(keep))
-        keys = tuple(store_key(profile.fingerprint, digest, name) for name in names)
-        found.append(BlockId(place, start, ids, digest, names, keys, keep))
-        start += length
-    return found
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(config=STRICT, frozen=True, slots=True)
 class ServedBlocks:
     """What became of the blocks of a request in block mode.
 
@@ -280,39 +314,37 @@ class ServedBlocks:
             ``loaded_tokens``, ``local_tokens``, ``fetch_s`` and ``int8_blocks`` are unknown and 0.
 
     Raises:
-        ProtocolError: A field is invalid.
+        ValueError: A field is invalid.
     """
 
-    blocks: int
-    loaded_tokens: int
-    local_tokens: int
-    encoded: int = 0
-    encoded_tokens: int = 0
-    fetch_s: float = 0.0
-    int8_blocks: int = 0
-    cut_short: bool = False
+    blocks: Count
+    loaded_tokens: Count
+    local_tokens: Count
+    encoded: Count = 0
+    encoded_tokens: Count = 0
+    fetch_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 0.0
+    int8_blocks: Count = 0
+    cut_short: StrictBool = False
 
-    def __post_init__(self) -> None:
-        for name in _COUNTS:
-            whole(getattr(self, name), name)
-        if type(self.cut_short) is not bool:
-            raise ProtocolError(f"cut_short must be true or false, found {shown(self.cut_short)}")
-        if self.cut_short and any(getattr(self, name) for name in _TOLD_BY_ENGINE):
-            raise ProtocolError(
-                f"found cut_short and figures that are unknown then; {', '.join(_TOLD_BY_ENGINE)} "
-                "must be 0"
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.cut_short and (
+            self.loaded_tokens or self.local_tokens or self.fetch_s or self.int8_blocks
+        ):
+            raise ValueError(
+                "found cut_short and figures that are unknown then; loaded_tokens, local_tokens, "
+                "fetch_s and int8_blocks must be 0"
             )
         if self.encoded_tokens < self.encoded or (self.encoded_tokens and not self.encoded):
-            raise ProtocolError(
+            raise ValueError(
                 f"found {self.encoded} encoded blocks of {self.encoded_tokens} tokens together, "
                 "which disagree"
             )
-        object.__setattr__(self, "fetch_s", real(self.fetch_s, "fetch_s"))
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """``kv_transfer_params`` of the answer."""
-        figures = {name: getattr(self, name) for name in _FIGURES}
-        return {FIELD: {"v": VERSION, "mode": "block", **figures}}
+        return {FIELD: {"v": VERSION, "mode": "block", **asdict(self)}}
 
     @classmethod
     def from_dict(cls, kv_transfer_params: Mapping[str, Any] | None) -> ServedBlocks:
@@ -321,51 +353,14 @@ class ServedBlocks:
         Raises:
             ProtocolError: The answer was not computed in block mode, or by another version.
         """
-        told = kv_transfer_params
-        if not isinstance(told, Mapping) or FIELD not in told:
+        params = kv_transfer_params
+        if not isinstance(params, Mapping) or FIELD not in params:
             raise ProtocolError(
-                f"the server's answer holds no {FIELD!r} in kv_transfer_params, found "
-                f"{shown(told)}: it was not computed in block mode. Is the connector of this "
-                "package configured there?"
+                f"found kv_transfer_params {shown(params)} in the server's answer, expected the "
+                f"field {FIELD!r}: it was not computed in block mode. Configure this package's "
+                "connector there"
             )
-        fields = record(told[FIELD], FIELD, ("v", "mode", *_FIGURES))
-        check_version(fields["v"])
-        one_of(fields["mode"], "mode", ("block",))
-        return cls(**{name: fields[name] for name in _FIGURES})
-
-
-_COUNTS = (
-    *("blocks", "loaded_tokens", "local_tokens"),
-    *("encoded", "encoded_tokens", "int8_blocks"),
-)
-_FIGURES = (*_COUNTS, "fetch_s", "cut_short")
-_TOLD_BY_ENGINE = ("loaded_tokens", "local_tokens", "fetch_s", "int8_blocks")
-
-
-def _check_fits(plan: BlockPlan, num_prompt_tokens: int) -> None:
-    """Raise ProtocolError if the blocks, and for answers one more token, exceed the prompt."""
-    most = num_prompt_tokens - (plan.op == "complete")
-    if plan.context_tokens > most:
-        raise ProtocolError(
-            f"lengths add up to {plan.context_tokens} tokens, expected at most {most}: the prompt "
-            f"has {num_prompt_tokens}" + (", the last one is no block's" * (plan.op == "complete"))
-        )
-
-
-def _mac(plan: BlockPlan, secret: str) -> str:
-    """HMAC that proves that the writer of a plan has the secret."""
-    return _code(json.dumps([VERSION, plan.op, plan.lengths, plan.namespace, plan.keep]), secret)
-
-
-def _code(said: str, secret: str) -> str:
-    """HMAC-SHA256 as 64 hex digits."""
-    return hmac.new(secret.encode(), said.encode(), hashlib.sha256).hexdigest()
-
-
-def _check_mac(plan: BlockPlan, mac: object, secret: str | None) -> None:
-    found = text(mac, "mac", "[0-9a-f]{64}", "64 hex digits")
-    if secret is None or not hmac.compare_digest(found, _mac(plan, secret)):
-        raise ProtocolError(
-            "a request may not name its namespace: only the server's endpoint may, which signs it "
-            "by the secret that tenant_secret_env names in the connector's options"
-        )
+        fields = check_version(params[FIELD], "v", VERSION, FIELD)
+        if (mode := fields.pop("mode", None)) != "block":
+            raise ProtocolError(f"found mode {shown(mode)} in {FIELD}, expected 'block'")
+        return parse(cls, fields, FIELD)

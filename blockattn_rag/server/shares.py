@@ -210,7 +210,10 @@ class ShareStore:
 def _layout(profile: ModelProfile, num_tokens: int, quantised: bool) -> Layout:
     """Layout of the entries of a model's blocks."""
     dtype = torch.int8 if quantised else profile.torch_dtype
-    shapes = (LayerShape(*layer[:3], dtype, dtype) for layer in profile.layers)
+    shapes = (
+        LayerShape(layer.kv_heads, layer.key_size, layer.value_size, dtype, dtype)
+        for layer in profile.layers
+    )
     return Layout(num_tokens, tuple(shapes), quantised)
 
 

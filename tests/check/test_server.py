@@ -15,8 +15,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.client import http
-from blockattn_rag.server.endpoint import INFO
-from blockattn_rag.server.protocol import BlockPlan, ServedBlocks
+from blockattn_rag.server.protocol import INFO, BlockPlan, ServedBlocks
 from blockattn_rag.store import MemoryStore
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 from tests.server.client.fake_server import FakeServer
@@ -278,5 +277,5 @@ def test_a_server_of_another_kind_or_release_is_refused(model: BlockModel, check
     assert {path for path, _ in plain.requests} == {INFO}
     newer = FakeServer(model)
     newer.info["v"] = 99
-    with pytest.raises(ServingError, match="found version 99 of the protocol, expected 1"):
+    with pytest.raises(ServingError, match="found version 99 of info, expected 1"):
         check(newer)

@@ -77,19 +77,19 @@ def test_a_list_names_namespaces() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"storre": "x"}, "unknown option 'storre'"),
-        ({"store": "memory:1GiB"}, "seen by all its processes"),
-        ({"memory": 8}, "memory must be a text"),
+        ({"storre": "x"}, "kv_connector_extra_config has the unknown field 'storre'"),
+        ({"store": "memory:1GiB"}, "store: expected a path or an address that all processes"),
+        ({"memory": 8}, "memory should be a valid string"),
         ({"private_memory": "much"}, "expected a size such as 2GiB"),
-        ({"private_memory": 8}, "private_memory must be a text"),
-        ({"disk": ""}, "disk must be a text or null"),
-        ({"cache": "s3://kv"}, "cache must be the address of a Redis or Valkey server"),
-        ({"read_only": 1}, "read_only must be true or false"),
-        ({"read_namespaces": "shared"}, "read_namespaces must be a list of texts"),
+        ({"private_memory": 8}, "private_memory should be a valid string"),
+        ({"disk": ""}, "disk should have at least 1 character"),
+        ({"cache": "s3://kv"}, "cache: expected the address of a Redis or Valkey server"),
+        ({"read_only": 1}, "read_only should be a valid boolean"),
+        ({"read_namespaces": "shared"}, "read_namespaces should be a valid list"),
         ({"read_namespaces": ["a b"]}, "a namespace is named by"),
-        ({"load_deadline_s": True}, "load_deadline_s must be a number"),
-        ({"load_deadline_s": 0}, "load_deadline_s must be positive"),
-        ({"kv_dtype": "fp8"}, "kv_dtype must be"),
+        ({"load_deadline_s": True}, "load_deadline_s should be a valid number"),
+        ({"load_deadline_s": 0}, "load_deadline_s should be greater than 0"),
+        ({"kv_dtype": "fp8"}, "kv_dtype should be 'model' or 'int8'"),
     ],
 )
 def test_a_wrong_option_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -98,7 +98,7 @@ def test_a_wrong_option_is_refused(changed: dict[str, Any], message: str) -> Non
 
 
 def test_a_store_and_a_profile_must_be_given() -> None:
-    with pytest.raises(ValueError, match="found no 'profile'"):
+    with pytest.raises(ValueError, match="has no field 'profile'; add it"):
         ServingConfig.parse({"store": "kv"})
 
 

@@ -140,7 +140,7 @@ def _check_model(name: str, recipe: str | None, profile: Path | None, dtype: str
 
 
 def _write_profile(file: Path, loaded: BlockModel, recipe: Recipe | None) -> None:
-    from blockattn_rag.server.measured_profile import profile_of
+    from blockattn_rag.server.profile import profile_of
 
     written = profile_of(loaded, None if recipe is None else recipe.sink)
     written.write(file)

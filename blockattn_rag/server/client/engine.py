@@ -23,7 +23,7 @@ from blockattn_rag.server.client.http import API_KEY_VARIABLE, Client, backgroun
 from blockattn_rag.server.client.ingest import ToEncode, batches, precompute
 from blockattn_rag.server.client.request import check_possible, sink_asked
 from blockattn_rag.server.client.server import RemoteModel, Server, count_missing_now, room_for
-from blockattn_rag.server.endpoint import ServerInfo
+from blockattn_rag.server.protocol import ServerInfo
 
 
 class RemoteEngine:

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.server.client.http import background
-from blockattn_rag.server.endpoint import EncodeAnswer, EncodeBody
+from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody
 
 AT_ONCE = 8
 """Concurrent requests. The server batches their blocks."""

@@ -30,15 +30,16 @@ from blockattn_rag.server.client.request import (
     TokenPrompt,
     completion_body,
 )
-from blockattn_rag.server.endpoint import (
+from blockattn_rag.server.protocol import (
     COMPLETIONS,
     ENCODE,
     INFO,
+    MOST_BLOCKS,
+    BlockPlan,
     EncodeAnswer,
     EncodeBody,
     ServerInfo,
 )
-from blockattn_rag.server.protocol import BlockPlan
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -231,6 +232,11 @@ class Server:
         limit = min(room_for(len(prompt.ids), info), options.sampling.max_new_tokens)
         if options.mode == "full" or not prompt.context:
             return await self._complete(pending, prompt, None, limit, options)
+        if len(prompt.lengths) > MOST_BLOCKS:
+            raise ValueError(
+                f"found {len(prompt.lengths)} blocks in the prompt, expected at most {MOST_BLOCKS} "
+                "for a server; retrieve fewer passages"
+            )
         plan = BlockPlan("complete", prompt.lengths, keep=self._keep(prompt))
         self._warn_if_untuned(info)
         if self._on_miss == "error":

@@ -18,8 +18,9 @@ from blockattn_rag.errors import MissError, ServingError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.prompts.blocks import Keep, is_private, may_store
 from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.protocol import BlockId, BlockPlan, block_keys
+from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.server.shares import Share
 from blockattn_rag.server.vllm.room import KeptBlocks, Room
 from blockattn_rag.server.vllm.saver import QUEUE_BYTES

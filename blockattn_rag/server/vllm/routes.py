@@ -21,7 +21,7 @@ from vllm.entrypoints.serve.utils.api_utils import (
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
 from blockattn_rag.errors import BlockAttnError, GrammarError, MissError, ProtocolError
-from blockattn_rag.server.endpoint import CHAT_COMPLETIONS, COMPLETIONS, ENCODE, INFO, EncodeBody
+from blockattn_rag.server.protocol import CHAT_COMPLETIONS, COMPLETIONS, ENCODE, INFO, EncodeBody
 from blockattn_rag.server.vllm.service import Create, Service
 
 # The name must not start with "vllm:": vLLM unregisters those when it starts an engine.

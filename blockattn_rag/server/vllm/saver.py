@@ -17,8 +17,8 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.kv.rope import shift_positions
 from blockattn_rag.prompts.blocks import may_store
+from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.protocol import BlockId, block_keys
 from blockattn_rag.server.shares import Share
 from blockattn_rag.server.vllm.metrics import Counters
 from blockattn_rag.server.vllm.pages import LayerPages

@@ -17,15 +17,9 @@ from vllm.v1.request import RequestStatus
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.prompts.blocks import may_store
 from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.keys import block_keys, is_salt, salt
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.protocol import (
-    BlockPlan,
-    ServedBlocks,
-    block_keys,
-    is_salt,
-    parse_plan,
-    salt,
-)
+from blockattn_rag.server.protocol import BlockPlan, ServedBlocks, parse_plan
 from blockattn_rag.server.vllm import grammars
 from blockattn_rag.server.vllm.metrics import Counters, WorkerReport
 

@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING, Any
 from blockattn_rag.errors import ProtocolError, ServingError
 from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
-from blockattn_rag.server.endpoint import TENANT_HEADER, EncodeAnswer, EncodeBody, ServerInfo
-from blockattn_rag.server.fields import namespace_name
+from blockattn_rag.server.keys import full_mode_salt
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.protocol import BlockPlan, full_mode_salt, parse_plan
+from blockattn_rag.server.protocol import (
+    TENANT_HEADER,
+    BlockPlan,
+    EncodeAnswer,
+    EncodeBody,
+    ServerInfo,
+    parse_plan,
+)
+from blockattn_rag.server.validation import Namespace, parse
 from blockattn_rag.server.vllm import grammars
 from blockattn_rag.server.vllm.ensure import BlockEnsurer, Encodable, encodables
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket, with_marker
@@ -229,7 +236,7 @@ class Service:
                 f"found the header {TENANT_HEADER} {len(tenants)} times, expected one name; a "
                 "gateway must replace what clients send, and remove it if there is no tenant"
             )
-        return namespace_name(tenants[0])
+        return parse(Namespace, tenants[0], TENANT_HEADER)
 
     def _check(self, request: Any, num_prompt_tokens: int) -> None:
         """Raise ProtocolError for a request that block mode cannot answer."""

@@ -19,9 +19,9 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import PlacedBlock, joined_states
 from blockattn_rag.kv.rope import Angles
 from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.loader import BlockLoader, LoaderStats
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.protocol import BlockId, block_keys
 from blockattn_rag.server.shares import Share, open_share
 from blockattn_rag.server.vllm.metrics import (
     Counters,

@@ -15,7 +15,7 @@ from blockattn_rag.app.rag.ask import Assistant
 from blockattn_rag.app.rag.database import MANIFEST, Database
 from blockattn_rag.llama_index import BlockAttentionLLM
 from blockattn_rag.model import BlockModel
-from blockattn_rag.server.endpoint import COMPLETIONS
+from blockattn_rag.server.protocol import COMPLETIONS
 from tests.app.cli.conftest import Command
 from tests.server.client.fake_server import FakeServer
 

@@ -9,8 +9,7 @@ import pytest
 
 from blockattn_rag.check.checks import CheckReport, CheckRow
 from blockattn_rag.model import BlockModel
-from blockattn_rag.server.measured_profile import profile_of
-from blockattn_rag.server.profile import ModelProfile
+from blockattn_rag.server.profile import ModelProfile, profile_of
 from tests.app.cli.conftest import Command
 from tests.recipes import recipe_of
 from tests.server.client.fake_server import FakeServer

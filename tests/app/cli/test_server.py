@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from blockattn_rag.model import BlockModel
-from blockattn_rag.server.endpoint import COMPLETIONS, ENCODE
+from blockattn_rag.server.protocol import COMPLETIONS, ENCODE
 from tests.app.cli.conftest import Command
 from tests.recipes import recipe_of
 from tests.server.client.fake_server import FakeServer

@@ -31,7 +31,7 @@ from blockattn_rag.lab.work import last_checkpoint
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import load_config
 from blockattn_rag.prompts.sinks import sink_ids
-from blockattn_rag.server.measured_profile import profile_of
+from blockattn_rag.server.profile import profile_of
 from tests.lab.training.runs import config, settings, write_data, write_model
 from tests.models import tiny_model, tiny_tokenizer
 

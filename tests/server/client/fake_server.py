@@ -28,21 +28,18 @@ from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.output.grammar import parse_grammar
 from blockattn_rag.prompts.blocks import may_store
 from blockattn_rag.prompts.sinks import NO_SINK
-from blockattn_rag.server.endpoint import (
+from blockattn_rag.server.keys import BlockId, block_keys
+from blockattn_rag.server.profile import profile_of
+from blockattn_rag.server.protocol import (
     COMPLETIONS,
     ENCODE,
     INFO,
     TENANT_HEADER,
+    BlockPlan,
     EncodeAnswer,
     EncodeBody,
-    ServerInfo,
-)
-from blockattn_rag.server.measured_profile import profile_of
-from blockattn_rag.server.protocol import (
-    BlockId,
-    BlockPlan,
     ServedBlocks,
-    block_keys,
+    ServerInfo,
     parse_plan,
 )
 from blockattn_rag.store import KVStore, MemoryStore
@@ -141,6 +138,7 @@ class FakeServer:
             block_tuned=block_tuned,
             models=(name, "another-model"),
             max_tokens=max_tokens or self.profile.max_positions,
+            namespace="",
             read_only=read_only,
         ).to_dict()
         self.requests: list[tuple[str, Any]] = []

@@ -12,7 +12,7 @@ import pytest
 from blockattn_rag.errors import ServingError
 from blockattn_rag.server.client import RemoteEngine
 from blockattn_rag.server.client.http import Client, background, server_url
-from blockattn_rag.server.endpoint import INFO, TENANT_HEADER
+from blockattn_rag.server.protocol import INFO, TENANT_HEADER
 from tests.models import tiny_tokenizer
 from tests.server.client.fake_server import FakeServer, Handler
 

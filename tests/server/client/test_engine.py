@@ -19,7 +19,7 @@ from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.errors import ContextOverflowError, MissError, ProtocolError, ServingError
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
 from blockattn_rag.server.client import RemoteEngine
-from blockattn_rag.server.endpoint import COMPLETIONS, ENCODE, INFO
+from blockattn_rag.server.protocol import COMPLETIONS, ENCODE, INFO
 from tests.engines import with_settings
 from tests.holding import LONGEST_S
 from tests.models import tiny_tokenizer
@@ -315,11 +315,18 @@ def test_a_server_without_the_connector_is_refused_before_anything_is_sent(serve
     assert {path for path, _ in server.requests} == {INFO}
 
 
+def test_more_blocks_than_a_server_takes_are_refused(server: FakeServer) -> None:
+    engine = RemoteEngine(server.url, tokenizer=tiny_tokenizer())
+    with pytest.raises(ValueError, match="found 257 blocks in the prompt, expected at most 256"):
+        engine.generate([*(f"passage {place}" for place in range(257)), Q])
+    assert server.bodies(COMPLETIONS) == []
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         ("tokenizer", "0" * 64, "the tokenizer .* differs .*as tokenizer="),
-        ("v", 2, "found version 2 of the protocol, expected 1"),
+        ("v", 2, "found version 2 of info, expected 1"),
         ("models", ["another"], "has no model 'the-model'; it has another"),
     ],
 )
@@ -376,7 +383,7 @@ def told(**figures: Any) -> Any:
     [
         (lambda _: None, "was not computed in block mode"),
         (lambda _: {"another": {}}, "was not computed in block mode"),
-        (told(mode="full"), "mode must be one of block"),
+        (told(mode="full"), "found mode 'full' in blockattn, expected 'block'"),
         (told(loaded_tokens=3), "from 2 blocks of 3 tokens, expected 2 of 54"),
         (told(blocks=1), "from 1 blocks of 54 tokens, expected 2 of 54"),
         (told(encoded=1, encoded_tokens=0), "found 1 encoded blocks of 0 tokens"),

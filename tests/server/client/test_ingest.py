@@ -14,7 +14,7 @@ from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.server.client import RemoteEngine
 from blockattn_rag.server.client import ingest as ingestion
 from blockattn_rag.server.client.ingest import AT_ONCE, ToEncode, batches
-from blockattn_rag.server.endpoint import ENCODE
+from blockattn_rag.server.protocol import ENCODE
 from tests.models import tiny_tokenizer
 from tests.server.client.conftest import Serve
 from tests.server.client.fake_server import FakeServer, RefusalError, fault

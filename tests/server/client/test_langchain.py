@@ -23,7 +23,7 @@ from blockattn_rag.langchain import (
     ChatBlockAttention,
     format_blocks,
 )
-from blockattn_rag.server.endpoint import COMPLETIONS
+from blockattn_rag.server.protocol import COMPLETIONS
 from tests.models import tiny_tokenizer
 from tests.server.client.conftest import Serve
 from tests.server.client.fake_server import FakeServer, RefusalError, fault

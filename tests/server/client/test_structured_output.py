@@ -15,7 +15,7 @@ from blockattn_rag.errors import IncompleteAnswerError
 from blockattn_rag.langchain import ChatBlockAttention
 from blockattn_rag.llama_index import BlockAttentionLLM
 from blockattn_rag.server.client import RemoteEngine
-from blockattn_rag.server.endpoint import COMPLETIONS
+from blockattn_rag.server.protocol import COMPLETIONS
 from tests.scripted import tool_model
 from tests.server.client.fake_server import FakeServer
 

@@ -1,0 +1,121 @@
+"""Store keys of a prompt's blocks, and cache salts that keep their pages apart in an engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from blockattn_rag.errors import ProtocolError
+from blockattn_rag.kv.block_kv import store_key, token_digest
+from blockattn_rag.prompts.blocks import Keep, is_private
+from blockattn_rag.server.profile import ModelProfile
+from blockattn_rag.server.protocol import VERSION, BlockPlan, code
+from blockattn_rag.store.namespaces import Access
+
+_SALT = re.compile(r"ba1-[0-9a-f]{40}")
+
+
+def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
+    """Cache salt of a request: only requests with equal salts share an engine's pages.
+
+    It covers everything except the token ids that determines the pages: the cut, the model and the
+    sink. It also covers the tenant and which blocks are private, so response times do not reveal
+    what others asked.
+
+    Args:
+        own: Salt that the client sent.
+    """
+    private = [place for place, keep in enumerate(plan.keep) if is_private(keep)]
+    cut = [plan.op, plan.lengths, private]
+    parts = [profile.fingerprint, profile.sink_ids, plan.namespace, cut, own]
+    return "ba1-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
+
+
+def full_mode_salt(secret: str, namespace: str, given: str | None) -> str:
+    """Cache salt of a tenant's requests in full mode, which nobody else can guess.
+
+    Without it, response times would reveal what other tenants asked, because an engine shares the
+    pages of equal prompts.
+
+    Args:
+        secret: The server's tenant secret.
+        namespace: Namespace of the tenant.
+        given: Salt that the client sent.
+    """
+    said = json.dumps([VERSION, "full", namespace, given])
+    return "tenant-" + code(said, secret)
+
+
+def is_salt(cache_salt: object) -> bool:
+    """Whether a salt has the form of ours, which clients may not send."""
+    return isinstance(cache_salt, str) and _SALT.fullmatch(cache_salt) is not None
+
+
+class BlockId(NamedTuple):
+    """One context block of a prompt.
+
+    Args:
+        place: Index of the block in the prompt.
+        start: Index of its first token in the prompt.
+        ids: Token ids.
+        digest: ``kv.token_digest`` of the token ids and the sink.
+        namespaces: Namespaces to look it up in, its own first.
+        keys: Store key in each of them.
+        keep: Where it may be kept.
+    """
+
+    place: int
+    start: int
+    ids: tuple[int, ...]
+    digest: str
+    namespaces: tuple[str, ...]
+    keys: tuple[str, ...]
+    keep: Keep = "store"
+
+    @property
+    def key(self) -> str:
+        """Store key in its own namespace."""
+        return self.keys[0]
+
+
+def block_keys(
+    token_ids: Sequence[int],
+    plan: BlockPlan,
+    profile: ModelProfile,
+    read_namespaces: Sequence[str] = (),
+) -> list[BlockId]:
+    """The context blocks of a prompt, with the same store keys as in a local engine.
+
+    The first block of a prompt is encoded without the sink, all others with it.
+
+    Args:
+        token_ids: Token ids of the complete prompt. With ``op="encode"``, those of the block, after
+            the sink if any.
+        read_namespaces: Further namespaces to look blocks up in, in order.
+
+    Raises:
+        ProtocolError: The plan does not fit the prompt, or a block to be encoded follows tokens
+            other than the sink.
+    """
+    plan.check_fits(len(token_ids))
+    start = len(token_ids) - plan.lengths[0] if plan.op == "encode" else 0
+    before = tuple(token_ids[:start])
+    if before not in ((), profile.sink_ids):
+        raise ProtocolError(
+            f"found {start} tokens before the block to be encoded, expected none, or the "
+            f"{len(profile.sink_ids)} of the server's sink ({profile.sink})"
+        )
+    access = Access(plan.namespace, tuple(read_namespaces))
+    found = []
+    for place, length in enumerate(plan.lengths):
+        ids = tuple(token_ids[start : start + length])
+        digest = token_digest(ids, profile.sink_ids if place else before)
+        keep = plan.keep_at(place)
+        names = access.namespaces(private=is_private(keep))
+        keys = tuple(store_key(profile.fingerprint, digest, name) for name in names)
+        found.append(BlockId(place, start, ids, digest, names, keys, keep))
+        start += length
+    return found

@@ -1,0 +1,86 @@
+"""Validation of JSON from other processes, such as request bodies and files, with pydantic."""
+
+from __future__ import annotations
+
+import re
+from reprlib import Repr
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from blockattn_rag.errors import ProtocolError
+from blockattn_rag.store.namespaces import check_namespace
+
+_MOST = 1 << 53
+"""Larger integers are not exact in every JSON library."""
+
+STRICT = ConfigDict(extra="forbid")
+"""Pydantic config of all messages and files: unknown fields are errors."""
+
+Count = Annotated[int, Field(strict=True, ge=0, le=_MOST)]
+Positive = Annotated[int, Field(strict=True, ge=1, le=_MOST)]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+SinkName = Annotated[str, Field(pattern="^[a-z0-9:-]{1,32}$")]
+Namespace = Annotated[str, AfterValidator(check_namespace)]
+
+T = TypeVar("T")
+
+_repr = Repr()
+_repr.maxstring = _repr.maxother = 80
+
+
+def shown(value: object) -> str:
+    """A value for a message, shortened."""
+    if type(value) is int and abs(value) > _MOST:  # Python refuses to print very long integers
+        return f"a number of {value.bit_length()} bits"
+    return _repr.repr(value)
+
+
+def parse(kind: type[T], value: object, name: str) -> T:
+    """Validate a JSON value.
+
+    Args:
+        kind: A type that pydantic can validate.
+        name: Name of the value in messages.
+
+    Raises:
+        ProtocolError: The value is invalid. The message describes the first error.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise ProtocolError(_explained(error, name)) from None
+
+
+def check_version(value: object, field: str, version: int, name: str) -> dict[str, Any]:
+    """The fields of a JSON object, without ``field``, which must be ``version``.
+
+    Raises:
+        ProtocolError: ``value`` is not an object, or has another version.
+    """
+    fields = parse(dict[str, Any], value, name)
+    found = fields.pop(field, None)
+    if type(found) is not int or found != version:
+        raise ProtocolError(
+            f"found version {shown(found)} of {name}, expected {version}: use releases of this "
+            "package with the same version on both sides"
+        )
+    return fields
+
+
+def _explained(error: ValidationError, name: str) -> str:
+    """Message for the first error of a validation."""
+    first = error.errors(include_url=False)[0]
+    *path, last = first["loc"] or ("",)
+    place = name + "".join(f"[{p}]" if type(p) is int else f".{p}" for p in path if p != "")
+    if first["type"] == "missing":
+        return f"{place} has no field {last!r}; add it"
+    if first["type"] == "unexpected_keyword_argument":
+        return f"{place} has the unknown field {shown(last)}; remove it"
+    place += f"[{last}]" if type(last) is int else f".{last}" * (last != "")
+    if first["type"] == "value_error":
+        return f"{place}: {first['ctx']['error']}"
+    if first["type"] == "dataclass_type":
+        return f"{place} should be an object, found {shown(first['input'])}"
+    expected = re.sub(" after validation, not .*", "", first["msg"].partition(" ")[2])
+    return f"{place} {expected.replace('tuple', 'list')}, found {shown(first['input'])}"

@@ -1,0 +1,175 @@
+"""Store keys, which are those of the local engine, and cache salts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from blockattn_rag import Block, BlockAttentionEngine, BlockModel
+from blockattn_rag.errors import ProtocolError
+from blockattn_rag.kv.block_kv import token_digest
+from blockattn_rag.prompts.blocks import BlockPrompt, Span, keep_of
+from blockattn_rag.server.keys import block_keys, full_mode_salt, is_salt, salt
+from blockattn_rag.server.profile import profile_of
+from blockattn_rag.server.protocol import BlockPlan
+from blockattn_rag.store import MemoryStore
+from tests.models import shared_tiny_llama, tiny_tokenizer
+from tests.server.profiles import SINK_IDS, make_profile
+
+PROFILE = make_profile(vocab_size=1000)
+
+
+# -- salts -----------------------------------------------------------------------------------------
+
+
+def test_a_salt_tells_apart_all_that_decides_keys_and_values() -> None:
+    plan = BlockPlan("complete", (3, 2))
+    others = [
+        salt(BlockPlan("complete", (2, 3)), PROFILE),
+        salt(BlockPlan("complete", (32,)), PROFILE),
+        salt(BlockPlan("complete", (3, 2), "tenant-1"), PROFILE),
+        salt(plan, replace(PROFILE, fingerprint="0" * 64)),
+        salt(plan, replace(PROFILE, sink="head:2", sink_ids=SINK_IDS)),
+        salt(BlockPlan("encode", (3,)), PROFILE),
+        salt(BlockPlan("complete", (3,)), PROFILE),
+        salt(plan, PROFILE, "the client's"),
+        salt(plan, PROFILE, "another client's"),
+        salt(BlockPlan("complete", (3, 2), keep=("private", "store")), PROFILE),
+        salt(BlockPlan("complete", (3, 2), keep=("store", "private")), PROFILE),
+        salt(BlockPlan("encode", (3,), keep=("private",)), PROFILE),
+    ]
+    own = salt(plan, PROFILE)
+    assert own == salt(BlockPlan("complete", (3, 2), keep=("memory", "store")), PROFILE)
+    assert own == salt(BlockPlan("complete", (3, 2)), PROFILE)
+    assert len({own, *others}) == 1 + len(others)
+    assert all(is_salt(one) and len(one) == 44 for one in (own, *others))
+
+
+def test_full_mode_has_a_salt_for_each_tenant_that_needs_the_secret() -> None:
+    told = {
+        full_mode_salt(secret, namespace, given)
+        for secret in ("a secret", "another")
+        for namespace in ("", "tenant-1", "tenant-2")
+        for given in (None, "", "mine")
+    }
+    assert len(told) == 2 * 3 * 3
+    assert not any(is_salt(one) for one in told)  # which the connector takes from full mode
+    assert all(len(one) <= 128 and not set(one) & set("@/\\\0") for one in told)  # vLLM's bounds
+
+
+@pytest.mark.parametrize("text", [None, "", "ba1-", "ba1-" + "0" * 39, "x" * 44, 7])
+def test_a_client_s_own_salt_is_none_of_ours(text: Any) -> None:
+    assert not is_salt(text)
+    assert not is_salt(salt(BlockPlan("encode", (3,)), PROFILE) + "\n")
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine() -> BlockAttentionEngine:
+    model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
+    return BlockAttentionEngine(model, store=MemoryStore(1 << 24))
+
+
+@pytest.mark.parametrize("sink", ["none", "bos", "head:4"])
+def test_what_the_local_engine_stored_is_found_on_a_server(
+    engine: BlockAttentionEngine, sink: str
+) -> None:
+    store = MemoryStore(1 << 24)
+    local = BlockAttentionEngine(engine.model, store=store, recipe=sink)
+    prompt = BlockPrompt.from_texts(["first passage", "second", "first passage", "question?"])
+    local.encode(prompt)
+    ids = engine.model.tokenizer.prompt_ids(prompt)
+    profile = profile_of(engine.model, sink)
+    plan = BlockPlan("complete", tuple(map(len, ids.context)))
+    found = block_keys(ids.flat, plan, profile)
+    assert sorted({one.key for one in found}) == sorted(store.keys())
+    for one, tokens in zip(found, ids.context, strict=True):
+        kv = store.get(one.key)
+        assert kv is not None
+        assert kv.token_ids.tolist() == tokens == list(one.ids)
+        assert kv.digest == one.digest
+        assert ids.flat[one.start : one.start + len(tokens)] == tokens
+    assert [one.place for one in found] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("sink", ["none", "head:4"])
+def test_what_a_server_encodes_is_found_by_the_local_engine(
+    engine: BlockAttentionEngine, sink: str
+) -> None:
+    profile = profile_of(engine.model, sink)
+    store = MemoryStore(1 << 24)
+    local = BlockAttentionEngine(engine.model, store=store, recipe=sink)
+    for block, first in ((Block("the first of a prompt"), True), (Block("another"), False)):
+        ids = engine.model.tokenizer.block_ids(block, first=first)
+        before = [] if first else list(profile.sink_ids)
+        [one] = block_keys([*before, *ids], BlockPlan("encode", (len(ids),)), profile)
+        local.encode(BlockPrompt((Block("x"), block) if not first else (block, Block("y")), "?"))
+        kv = store.get(one.key)
+        assert kv is not None
+        assert (kv.token_ids.tolist(), one.start) == (ids, len(before))
+
+
+def test_only_the_first_block_of_a_prompt_is_encoded_without_the_sink() -> None:
+    profile = make_profile(sink_ids=SINK_IDS, vocab_size=1000)
+    found = block_keys([1, 2, 1, 2, 3], BlockPlan("complete", (2, 2)), profile)
+    assert [one.digest for one in found] == [
+        token_digest([1, 2]),
+        token_digest([1, 2], SINK_IDS),
+    ]
+
+
+def test_a_block_that_stands_after_anything_but_the_sink_is_not_encoded() -> None:
+    plan = BlockPlan("encode", (2,))
+    profile = make_profile(sink_ids=SINK_IDS, vocab_size=1000)
+    assert block_keys([*SINK_IDS, 1, 2], plan, profile)[0].start == 2
+    for before in ([256, 8], [7, 256], [256], [1, 256, 7]):
+        with pytest.raises(ProtocolError, match="tokens before the block to be encoded"):
+            block_keys([*before, 1, 2], plan, profile)
+    with pytest.raises(ProtocolError, match="found 2 tokens before the block"):
+        block_keys([*SINK_IDS, 1, 2], plan, PROFILE)
+
+
+def test_a_plan_that_does_not_fit_its_prompt_has_no_keys() -> None:
+    with pytest.raises(ProtocolError, match="add up to 5 tokens, expected at most 4"):
+        block_keys([1, 2, 3, 4, 5], BlockPlan("complete", (3, 2)), PROFILE)
+
+
+def test_a_block_is_looked_for_in_its_namespace_first_and_then_where_tenants_share() -> None:
+    tokens, plan = [1, 2, 3], BlockPlan("complete", (2,), "tenant-1")
+    [one] = block_keys(tokens, plan, PROFILE, ["shared", "tenant-1"])
+    [own] = block_keys(tokens, plan, PROFILE)
+    [shared] = block_keys(tokens, BlockPlan("complete", (2,), "shared"), PROFILE)
+    assert one.keys == (own.key, shared.key)
+    assert one.key == own.key != shared.key
+
+
+def test_a_private_block_is_looked_for_among_private_ones_of_its_tenant_alone() -> None:
+    tokens = [1, 2, 1, 2, 1, 2, 3]
+    plan = BlockPlan("complete", (2, 2, 2), "a", ("store", "memory", "private"))
+    stored, kept, private = block_keys(tokens, plan, PROFILE, ["shared"])
+    assert stored.keys == kept.keys
+    assert private.namespaces == ("a/private",)
+    assert not {*private.keys} & {*stored.keys}
+    [other] = block_keys(tokens, BlockPlan("complete", (2,), "b", ("private",)), PROFILE)
+    assert other.key != private.key
+    assert [one.keep for one in (stored, kept, private)] == ["store", "memory", "private"]
+
+
+def test_a_private_block_has_the_key_that_the_local_engine_has_in_memory(
+    engine: BlockAttentionEngine,
+) -> None:
+    store = MemoryStore(1 << 24)  # where the local engine keeps private blocks too
+    local = BlockAttentionEngine(engine.model, store=store, namespace="a", recipe="none")
+    turn = Block.of([Span("An earlier turn.", "conversation")])
+    prompt = BlockPrompt((turn, Block("a passage")), "question?")
+    local.generate(prompt, max_new_tokens=1)
+    ids = engine.model.tokenizer.prompt_ids(prompt)
+    keep = tuple(keep_of(block.origin) for block in prompt.context)
+    plan = BlockPlan("complete", tuple(map(len, ids.context)), "a", keep)
+    found = block_keys(ids.flat, plan, profile_of(engine.model))
+    assert sorted(one.key for one in found) == sorted(store.keys())
+    assert keep == ("private", "store")
