@@ -25,8 +25,8 @@ from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.protocol import parse_plan
 from blockattn_rag.server.vllm import ensure
-from blockattn_rag.server.vllm.ensure import BlockEnsurer, Encodable, encodables
-from blockattn_rag.server.vllm.room import KeptBlocks
+from blockattn_rag.server.vllm.ensure import BlockEnsurer, KeptBlocks
+from blockattn_rag.server.vllm.requests import Encodable, encodables
 from blockattn_rag.server.vllm.scheduler import UNSAVED
 from blockattn_rag.server.vllm.service import Service
 from blockattn_rag.store import DirectoryStore

@@ -6,23 +6,22 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm import SamplingParams
 
-from blockattn_rag.errors import MissError, ServingError, StoreError
+from blockattn_rag.errors import MissError, ProtocolError, ServingError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.prompts.blocks import Keep, is_private, may_store
 from blockattn_rag.server.config import ServingConfig
-from blockattn_rag.server.keys import BlockId, block_keys
+from blockattn_rag.server.keys import BlockId
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.server.shares import Share
-from blockattn_rag.server.vllm.room import KeptBlocks, Room
+from blockattn_rag.server.vllm.requests import Encodable
 from blockattn_rag.server.vllm.saver import QUEUE_BYTES
 from blockattn_rag.server.vllm.scheduler import UNSAVED, new_encode_name
 from blockattn_rag.store.base import KVStore, get_or_error, touch
@@ -42,66 +41,6 @@ _FAILURES, _PAUSE_S = 3, 30.0
 _THREADS = 16
 
 _Name = tuple[str, bool]
-
-
-class Encodable(NamedTuple):
-    """A block, and the request that encodes it: the block's tokens, after the sink if any."""
-
-    block: BlockId
-    token_ids: list[int]
-    plan: BlockPlan
-
-    @property
-    def key(self) -> str:
-        return self.block.key
-
-    @property
-    def in_store(self) -> bool:
-        """Whether the block may be stored; otherwise it stays in the workers' memory."""
-        return may_store(self.block.keep)
-
-    @property
-    def name(self) -> _Name:
-        """Identity: a block for the store and one for memory may have the same key."""
-        return self.key, self.in_store
-
-    @property
-    def tokens(self) -> int:
-        return len(self.block.ids)
-
-    def for_memory(self) -> Encodable:
-        """The same block, encoded for the workers' memory."""
-        keep: Keep = "private" if is_private(self.block.keep) else "memory"
-        plan = replace(self.plan, keep=(keep,))
-        return Encodable(self.block._replace(keep=keep), self.token_ids, plan)
-
-
-def encodables(
-    blocks: Sequence[Sequence[int]],
-    namespace: str,
-    profile: ModelProfile,
-    read_namespaces: Sequence[str] = (),
-    *,
-    opens_prompt: bool,
-    keep: Sequence[Keep] = (),
-) -> list[Encodable]:
-    """Make blocks of token ids.
-
-    Args:
-        opens_prompt: The first block is the first of its prompt, so it is encoded without the sink.
-        keep: As ``BlockPlan.keep``.
-
-    Raises:
-        ProtocolError: A block has no token.
-    """
-    found = []
-    for place, ids in enumerate(blocks):
-        before = () if opens_prompt and place == 0 else profile.sink_ids
-        token_ids = [*before, *ids]
-        plan = BlockPlan("encode", (len(ids),), namespace, tuple(keep[place : place + 1]))
-        (block,) = block_keys(token_ids, plan, profile, read_namespaces)
-        found.append(Encodable(block, token_ids, plan))
-    return found
 
 
 class NotStoredError(ServingError):
@@ -385,3 +324,77 @@ class BlockEnsurer:
     def _fits(self, kv: BlockKV, block: BlockId) -> bool:
         """Whether a loader would accept an entry as the block."""
         return tuple(kv.token_ids.tolist()) == block.ids and kv.token_outline == self._outline
+
+
+class KeptBlocks:
+    """The API server's estimate of which blocks the workers have in memory: an LRU, as theirs is.
+
+    It can be wrong if other API servers use the same workers. Then a load fails, and the block is
+    encoded again.
+
+    Args:
+        max_tokens: Tokens that the workers keep.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._tokens: OrderedDict[str, int] = OrderedDict()
+        self._sum = 0
+
+    def use(self, key: str) -> bool:
+        """Whether a block should be in memory. Marks it as used."""
+        if key in self._tokens:
+            self._tokens.move_to_end(key)
+        return key in self._tokens
+
+    def add(self, key: str, tokens: int) -> None:
+        self.discard(key)
+        self._tokens[key] = tokens
+        self._sum += tokens
+        while self._sum > self.max_tokens:
+            self.discard(next(iter(self._tokens)))
+
+    def discard(self, key: str) -> None:
+        self._sum -= self._tokens.pop(key, 0)
+
+    def check_room(self, tokens: int) -> None:
+        """Check that a prompt with so many tokens in memory fits. Raises ProtocolError."""
+        if tokens > self.max_tokens:
+            raise ProtocolError(
+                f"the prompt has blocks of {tokens} tokens that may not be stored, but this server "
+                f"keeps at most {self.max_tokens} such tokens in memory; put text that is no "
+                "passage after the passages, or raise private_memory in the connector's options"
+            )
+
+
+class Room:
+    """Limits what runs at once in an event loop. Waiters are served first come, first served.
+
+    Args:
+        max_running: Tasks that run at once.
+        max_bytes: Bytes that they take together; a single task may take more.
+    """
+
+    def __init__(self, max_running: int, max_bytes: int) -> None:
+        self._max_running, self._max_bytes = max_running, max_bytes
+        self._running = self._bytes = 0
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def taken(self, nbytes: int) -> AsyncGenerator[None, None]:
+        """Wait for room, and occupy it inside the context."""
+        async with self._turn:
+            while self._running and (
+                self._running >= self._max_running or self._bytes + nbytes > self._max_bytes
+            ):
+                self._freed.clear()
+                await self._freed.wait()
+            self._running += 1
+            self._bytes += nbytes
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._bytes -= nbytes
+            self._freed.set()

@@ -11,9 +11,9 @@ from typing import Any
 from prometheus_client import Counter
 from vllm.exceptions import RetryableRequestError
 
-from blockattn_rag.errors import ProtocolError
+from blockattn_rag.errors import GrammarError, ProtocolError
 from blockattn_rag.server.protocol import FIELD, BlockPlan, ServedBlocks
-from blockattn_rag.server.vllm import grammars
+from blockattn_rag.server.vllm.scheduler import GRAMMAR_FAILURE
 
 # Names must not start with "vllm:": vLLM unregisters those when it starts an engine.
 RETRIES = Counter("blockattn_retries", "Requests retried because their blocks were lost.")
@@ -117,10 +117,21 @@ async def _checked(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, No
     """The outputs, or GrammarError when the engine reports that the grammar failed."""
     try:
         async for output in outputs:
-            grammars.check_output(output)
+            _check_grammar(output)
             yield output
     finally:
         await outputs.aclose()
+
+
+def _check_grammar(output: Any) -> None:
+    """Raise GrammarError if the engine reports a failure with an output."""
+    params = output.kv_transfer_params
+    ours = params.get(FIELD) if isinstance(params, Mapping) else None
+    if isinstance(ours, Mapping) and (why := ours.get(GRAMMAR_FAILURE)):
+        raise GrammarError(
+            f"the grammar of the answer cannot be followed: {why}. It is too large or too complex "
+            "for this server; use fewer anyOf cases, tools or optional properties"
+        )
 
 
 def _failed(output: Any) -> bool:

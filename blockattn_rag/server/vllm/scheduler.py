@@ -19,8 +19,7 @@ from blockattn_rag.prompts.blocks import may_store
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import block_keys, is_salt, salt
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.protocol import BlockPlan, ServedBlocks, parse_plan
-from blockattn_rag.server.vllm import grammars
+from blockattn_rag.server.protocol import FIELD, BlockPlan, ServedBlocks, parse_plan
 from blockattn_rag.server.vllm.metrics import Counters, WorkerReport
 
 if TYPE_CHECKING:
@@ -34,6 +33,9 @@ logger = logging.getLogger("blockattn_rag")
 UNSAVED = "blockattn_unsaved"
 """Field of ``kv_transfer_params``. In a request: the name of an encoding request. In its answer:
 the reason why that block could not be stored, or None."""
+
+GRAMMAR_FAILURE = "grammar_failure"
+"""Subfield of ``FIELD`` in an answer: why its grammar failed."""
 
 _ENCODE = "blockattn-encode-"
 _MAX_UNSAVED = 1024
@@ -225,7 +227,7 @@ class SchedulerSide:
         name = (request.kv_transfer_params or {}).get(UNSAVED)
         if known is None and isinstance(name, str):
             return False, {UNSAVED: self._unsaved.pop(name, None)}
-        if (failure := grammars.failure(request)) is not None:
+        if (failure := _grammar_failure(request)) is not None:
             return False, failure
         if known is None or known.plan is None or request.status not in _ANSWERED:
             return False, None
@@ -271,3 +273,16 @@ def _set_salt(request: Request, cache_salt: str | None) -> None:
     request.cache_salt = cache_salt
     request.block_hashes.clear()
     request.update_block_hashes()
+
+
+def _grammar_failure(request: Request) -> dict[str, Any] | None:
+    """``kv_transfer_params`` with the reason why a request's grammar failed; None if it did not.
+
+    After an error, a matcher of llguidance allows only the end of the answer, which vLLM would
+    return as complete.
+    """
+    held = request.structured_output_request
+    matcher = getattr(held and held.grammar, "ll_matcher", None)
+    if matcher is None or not matcher.is_error():
+        return None
+    return {FIELD: {GRAMMAR_FAILURE: matcher.get_error().partition("\n")[0]}}

@@ -1,27 +1,21 @@
-"""Requests to the endpoints: check them, ensure their blocks, and pass them to vLLM."""
+"""Service behind the routes: ensures the blocks of requests, and passes them to vLLM."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from blockattn_rag.errors import ProtocolError, ServingError
-from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.errors import ServingError
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
-from blockattn_rag.server.keys import full_mode_salt
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import (
-    TENANT_HEADER,
-    BlockPlan,
     EncodeAnswer,
     EncodeBody,
     ServerInfo,
-    parse_plan,
 )
-from blockattn_rag.server.validation import Namespace, parse
-from blockattn_rag.server.vllm import grammars
-from blockattn_rag.server.vllm.ensure import BlockEnsurer, Encodable, encodables
+from blockattn_rag.server.vllm.ensure import BlockEnsurer
+from blockattn_rag.server.vllm.requests import Encodable, RequestReader
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket, with_marker
 from blockattn_rag.store import open_store
 
@@ -30,21 +24,6 @@ if TYPE_CHECKING:
 
 Create = Callable[[Any, Any], Awaitable[Any]]
 """Method of one of vLLM's handlers: an answer to a body and its HTTP request."""
-
-_CHAT_IDS = "prompt_token_ids"
-"""Field of ``kv_transfer_params`` with the token ids of a chat."""
-
-_DIALECT = "%llguidance"
-"""Prefix of grammars in llguidance's dialect."""
-
-_UNSUPPORTED = {
-    "echo": "the prompt is not computed in one piece",
-    "prompt_logprobs": "the prompt is not computed in one piece",
-    "use_beam_search": "vLLM runs each beam as a request, which would load the blocks again",
-    "truncate_prompt_tokens": "the plan covers the complete prompt",
-    "prompt_embeds": "blocks are found by their tokens",
-    "suffix": "the prompt ends with its final block",
-}
 
 
 class Service:
@@ -62,10 +41,14 @@ class Service:
     ) -> None:
         self._config = config
         self._profile = profile
-        self._models = state.openai_serving_models
         self._max_tokens: int = engine_client.model_config.max_model_len
-        self._secret = config.tenant_secret
-        self._grammars: str = engine_client.vllm_config.structured_outputs_config.backend
+        self._requests = RequestReader(
+            config,
+            profile,
+            state.openai_serving_models,
+            self._max_tokens,
+            engine_client.vllm_config.structured_outputs_config.backend,
+        )
         home = open_store(config.store)
         self._ensurer = BlockEnsurer(engine_client, home, config, profile)
         retrying = RetryingClient(engine_client)
@@ -107,9 +90,9 @@ class Service:
             tokenizer=profile.tokenizer,
             sink=profile.sink,
             block_tuned=profile.block_tuned,
-            models=self._names,
+            models=self._requests.model_names,
             max_tokens=self._max_tokens,
-            namespace=self._namespace(headers),
+            namespace=self._requests.namespace(headers),
             read_only=config.read_only,
         )
 
@@ -120,14 +103,7 @@ class Service:
             ProtocolError: A block cannot be encoded by this server.
             MissError, ServingError, StoreError: As ``BlockEnsurer.ensure``.
         """
-        if body.model is not None and body.model not in self._names:
-            raise ProtocolError(
-                f"found the model {body.model!r:.200}, expected {' or '.join(self._names)}: "
-                "blocks are encoded by the base model, without adapters"
-            )
-        namespace, opens_prompt = self._namespace(headers), body.opens_prompt
-        keep = [body.keep] * len(body.blocks)
-        blocks = self._encodables(body.blocks, namespace, opens_prompt=opens_prompt, keep=keep)
+        blocks = self._requests.read_encode(body, headers)
         if body.only_look:
             there = await self._ensurer.found(blocks)
             return EncodeAnswer(tuple("found" if one else "missing" for one in there))
@@ -151,28 +127,11 @@ class Service:
             ProtocolError: Block mode cannot answer the request.
             MissError, ServingError, StoreError: As ``BlockEnsurer.ensure``.
         """
-        token_ids, params = _prompt_of(request)
-        grammars.prepare_request(request, self._grammars)
-        if params is None:
-            if self._secret is not None:
-                namespace = self._namespace(raw_request.headers)
-                request.cache_salt = full_mode_salt(self._secret, namespace, request.cache_salt)
+        prompt = self._requests.read(request, raw_request.headers)
+        if prompt is None:
             return await create(request, raw_request)
-        plan = parse_plan(params, len(token_ids), namespace=self._namespace(raw_request.headers))
-        if plan is None or plan.op != "complete":
-            raise ProtocolError(
-                "kv_transfer_params must contain blockattn with op='complete'; leave them out for "
-                "full mode"
-            )
-        self._check(request, len(token_ids))
-        cut = _cut(token_ids, plan)
-        blocks = self._encodables(cut, plan.namespace, opens_prompt=True, keep=plan.keep)
-        encoded = await self._ensure(blocks)
-        ticket = Ticket(plan, lambda: self._ensure(blocks, thorough=True), encoded)
-        request.kv_transfer_params = {
-            **({_CHAT_IDS: token_ids} if hasattr(request, "messages") else {}),
-            **plan.to_dict(self._secret, self._config.namespace),
-        }
+        encoded = await self._ensure(prompt.blocks)
+        ticket = Ticket(prompt.plan, lambda: self._ensure(prompt.blocks, thorough=True), encoded)
         CURRENT.set(ticket)
         answer = await create(request, raw_request)
         return with_marker(answer, ticket) if isinstance(answer, AsyncGenerator) else answer
@@ -184,90 +143,6 @@ class Service:
         encoded = await self._ensurer.ensure(blocks, thorough=thorough)
         return {b.key: len(b.block.ids) for b, new in zip(blocks, encoded, strict=True) if new}
 
-    def _encodables(
-        self,
-        blocks: Sequence[Sequence[int]],
-        namespace: str,
-        *,
-        opens_prompt: bool,
-        keep: Sequence[Keep] = (),
-    ) -> list[Encodable]:
-        if any(not 0 <= id_ < self._profile.vocab_size for one in blocks for id_ in one):
-            raise ProtocolError(
-                f"a block has invalid token ids, expected 0 to {self._profile.vocab_size - 1}"
-            )
-        found = encodables(
-            blocks,
-            namespace,
-            self._profile,
-            self._config.read_namespaces,
-            opens_prompt=opens_prompt,
-            keep=keep,
-        )
-        longest = max(len(one.token_ids) for one in found)
-        if longest >= self._max_tokens:
-            raise ProtocolError(
-                f"a block has {longest} tokens including the sink, expected fewer than the "
-                f"server's max_model_len, {self._max_tokens}"
-            )
-        return found
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        """Names of the base model."""
-        return tuple(one.name for one in self._models.base_model_paths)
-
-    def _namespace(self, headers: Headers) -> str:
-        """Namespace of a request: its tenant's, which the gateway sets, or the server's default.
-
-        Raises:
-            ProtocolError: The tenant is invalid, or this server has no tenants.
-        """
-        tenants = headers.getlist(TENANT_HEADER)
-        if not tenants:
-            return self._config.namespace
-        if self._secret is None:
-            raise ProtocolError(
-                f"found the header {TENANT_HEADER}, but this server has no tenants; set "
-                "tenant_secret_env in the connector's options"
-            )
-        if len(tenants) > 1 or not tenants[0]:  # a gateway that appended to the client's header
-            raise ProtocolError(
-                f"found the header {TENANT_HEADER} {len(tenants)} times, expected one name; a "
-                "gateway must replace what clients send, and remove it if there is no tenant"
-            )
-        return parse(Namespace, tenants[0], TENANT_HEADER)
-
-    def _check(self, request: Any, num_prompt_tokens: int) -> None:
-        """Raise ProtocolError for a request that block mode cannot answer."""
-        for name, why in _UNSUPPORTED.items():
-            value = getattr(request, name, None)
-            if value is not None and value is not False:
-                raise ProtocolError(f"{name} is not possible in block mode: {why}; leave it out")
-        if num_prompt_tokens >= self._max_tokens:
-            raise ProtocolError(
-                f"the prompt has {num_prompt_tokens} tokens, expected fewer than the server's "
-                f"max_model_len, {self._max_tokens}"
-            )
-        held = getattr(request, "structured_outputs", None)
-        if held is not None and _DIALECT in (held.grammar or "") and self._grammars != "guidance":
-            # The backend "auto" accepts it and fails in the engine.
-            raise ProtocolError(
-                "a grammar in llguidance's dialect, such as for a required tool call, needs vLLM's "
-                f"backend guidance, found {self._grammars}; start the server with "
-                """--structured-outputs-config '{"backend": "guidance"}'"""
-            )
-        model = request.model
-        if model in self._models.lora_requests:
-            raise ProtocolError(
-                f"found the LoRA adapter {model!r} as the model: block mode does not support "
-                "adapters, which are not trained to read blocks of the base model"
-            )
-        if model and model not in self._names:
-            raise ProtocolError(
-                f"found the model {model!r:.200}, expected one of {', '.join(self._names)}"
-            )
-
 
 def _with_client(handler: Any, client: RetryingClient) -> Any:
     """A copy of one of vLLM's handlers with another engine client; None if there is none."""
@@ -276,29 +151,3 @@ def _with_client(handler: Any, client: RetryingClient) -> Any:
     own = copy.copy(handler)
     own.engine_client = client
     return own
-
-
-def _prompt_of(request: Any) -> tuple[list[int], Mapping[str, Any] | None]:
-    """Token ids of a body's prompt, and its other ``kv_transfer_params``; None for full mode.
-
-    Raises:
-        ProtocolError: The body asks for block mode, and its prompt is no list of token ids.
-    """
-    params = request.kv_transfer_params
-    if params is None:
-        return [], None
-    is_chat = hasattr(request, "messages")
-    ids = params.get(_CHAT_IDS) if is_chat else request.prompt
-    if not isinstance(ids, list) or not ids or any(type(one) is not int for one in ids):
-        place = f"kv_transfer_params.{_CHAT_IDS}" if is_chat else "prompt"
-        raise ProtocolError(f"block mode expects one prompt as a list of token ids in {place}")
-    return ids, {name: params[name] for name in params if not (is_chat and name == _CHAT_IDS)}
-
-
-def _cut(token_ids: Sequence[int], plan: BlockPlan) -> list[Sequence[int]]:
-    """The context blocks of a prompt."""
-    cut, start = [], 0
-    for length in plan.lengths:
-        cut.append(token_ids[start : start + length])
-        start += length
-    return cut

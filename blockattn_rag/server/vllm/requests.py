@@ -1,0 +1,319 @@
+"""Reads and checks the bodies of requests, and cuts their prompts into blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blockattn_rag.errors import ProtocolError
+from blockattn_rag.output.grammar import MOST_CHARACTERS, choice_grammar
+from blockattn_rag.prompts.blocks import Keep, is_private, may_store
+from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.keys import BlockId, block_keys, full_mode_salt
+from blockattn_rag.server.profile import ModelProfile
+from blockattn_rag.server.protocol import TENANT_HEADER, BlockPlan, EncodeBody, parse_plan
+from blockattn_rag.server.validation import Namespace, parse
+
+if TYPE_CHECKING:
+    from fastapi.datastructures import Headers
+
+_CHAT_IDS = "prompt_token_ids"
+"""Field of ``kv_transfer_params`` with the token ids of a chat."""
+
+_GRAMMARS = ("json", "regex", "choice", "grammar", "structural_tag")
+"""Kinds of vLLM's ``structured_outputs``."""
+
+_DIALECT = "%llguidance"
+"""Prefix of grammars in llguidance's dialect."""
+
+_UNSUPPORTED = {
+    "echo": "the prompt is not computed in one piece",
+    "prompt_logprobs": "the prompt is not computed in one piece",
+    "use_beam_search": "vLLM runs each beam as a request, which would load the blocks again",
+    "truncate_prompt_tokens": "the plan covers the complete prompt",
+    "prompt_embeds": "blocks are found by their tokens",
+    "suffix": "the prompt ends with its final block",
+}
+
+# llguidance follows references recursively: a chain of 20,000 overflows the stack and ends the
+# server; one of 2,000 does not.
+_MOST_REFERENCES = 1_000
+
+
+class Encodable(NamedTuple):
+    """A block, and the request that encodes it: the block's tokens, after the sink if any."""
+
+    block: BlockId
+    token_ids: list[int]
+    plan: BlockPlan
+
+    @property
+    def key(self) -> str:
+        return self.block.key
+
+    @property
+    def in_store(self) -> bool:
+        """Whether the block may be stored; otherwise it stays in the workers' memory."""
+        return may_store(self.block.keep)
+
+    @property
+    def name(self) -> tuple[str, bool]:
+        """Identity: a block for the store and one for memory may have the same key."""
+        return self.key, self.in_store
+
+    @property
+    def tokens(self) -> int:
+        return len(self.block.ids)
+
+    def for_memory(self) -> Encodable:
+        """The same block, encoded for the workers' memory."""
+        keep: Keep = "private" if is_private(self.block.keep) else "memory"
+        plan = replace(self.plan, keep=(keep,))
+        return Encodable(self.block._replace(keep=keep), self.token_ids, plan)
+
+
+def encodables(
+    blocks: Sequence[Sequence[int]],
+    namespace: str,
+    profile: ModelProfile,
+    read_namespaces: Sequence[str] = (),
+    *,
+    opens_prompt: bool,
+    keep: Sequence[Keep] = (),
+) -> list[Encodable]:
+    """Make blocks of token ids.
+
+    Args:
+        opens_prompt: The first block is the first of its prompt, so it is encoded without the sink.
+        keep: As ``BlockPlan.keep``.
+
+    Raises:
+        ProtocolError: A block has no token.
+    """
+    found = []
+    for place, ids in enumerate(blocks):
+        before = () if opens_prompt and place == 0 else profile.sink_ids
+        token_ids = [*before, *ids]
+        plan = BlockPlan("encode", (len(ids),), namespace, tuple(keep[place : place + 1]))
+        (block,) = block_keys(token_ids, plan, profile, read_namespaces)
+        found.append(Encodable(block, token_ids, plan))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRequest:
+    """A completion or chat in block mode: how its prompt is cut, and its context blocks."""
+
+    plan: BlockPlan
+    blocks: Sequence[Encodable]
+
+
+class RequestReader:
+    """Turns the bodies of requests into blocks.
+
+    Args:
+        config: Options of the connector.
+        profile: Profile of the served model.
+        models: vLLM's registry of served models.
+        max_tokens: Maximum tokens of a prompt and its answer together.
+        backend: vLLM's backend for grammars.
+    """
+
+    def __init__(
+        self,
+        config: ServingConfig,
+        profile: ModelProfile,
+        models: Any,
+        max_tokens: int,
+        backend: str,
+    ) -> None:
+        self._config = config
+        self._profile = profile
+        self._models = models
+        self._max_tokens = max_tokens
+        self._backend = backend
+        self._secret = config.tenant_secret
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names of the base model."""
+        return tuple(one.name for one in self._models.base_model_paths)
+
+    def read_encode(self, body: EncodeBody, headers: Headers) -> list[Encodable]:
+        """The blocks of a request to ``ENCODE``. Raises ProtocolError."""
+        if body.model is not None and body.model not in self.model_names:
+            raise ProtocolError(
+                f"found the model {body.model!r:.200}, expected {' or '.join(self.model_names)}: "
+                "blocks are encoded by the base model, without adapters"
+            )
+        return self._encodables(
+            body.blocks,
+            self.namespace(headers),
+            opens_prompt=body.opens_prompt,
+            keep=[body.keep] * len(body.blocks),
+        )
+
+    def read(self, request: Any, headers: Headers) -> BlockRequest | None:
+        """The prompt of a completion or chat, and None for full mode.
+
+        Prepares ``request`` for vLLM's handlers: the plan is signed, a ``choice`` is rewritten, and
+        full mode gets its tenant's cache salt.
+
+        Args:
+            request: vLLM's body. ``kv_transfer_params`` contain the plan; without them, full mode.
+
+        Raises:
+            ProtocolError: Block mode cannot answer the request.
+        """
+        token_ids, params = _prompt_of(request)
+        self._prepare_grammar(request)
+        if params is None:
+            if self._secret is not None:
+                namespace = self.namespace(headers)
+                request.cache_salt = full_mode_salt(self._secret, namespace, request.cache_salt)
+            return None
+        plan = parse_plan(params, len(token_ids), namespace=self.namespace(headers))
+        if plan is None or plan.op != "complete":
+            raise ProtocolError(
+                "kv_transfer_params must contain blockattn with op='complete'; leave them out for "
+                "full mode"
+            )
+        self._check(request, len(token_ids))
+        tokens = iter(token_ids)
+        cut = [tuple(islice(tokens, length)) for length in plan.lengths]
+        blocks = self._encodables(cut, plan.namespace, opens_prompt=True, keep=plan.keep)
+        request.kv_transfer_params = {
+            **({_CHAT_IDS: token_ids} if hasattr(request, "messages") else {}),
+            **plan.to_dict(self._secret, self._config.namespace),
+        }
+        return BlockRequest(plan, blocks)
+
+    def namespace(self, headers: Headers) -> str:
+        """Namespace of a request: its tenant's, which the gateway sets, or the server's default.
+
+        Raises:
+            ProtocolError: The tenant is invalid, or this server has no tenants.
+        """
+        tenants = headers.getlist(TENANT_HEADER)
+        if not tenants:
+            return self._config.namespace
+        if self._secret is None:
+            raise ProtocolError(
+                f"found the header {TENANT_HEADER}, but this server has no tenants; set "
+                "tenant_secret_env in the connector's options"
+            )
+        if len(tenants) > 1 or not tenants[0]:  # a gateway that appended to the client's header
+            raise ProtocolError(
+                f"found the header {TENANT_HEADER} {len(tenants)} times, expected one name; a "
+                "gateway must replace what clients send, and remove it if there is no tenant"
+            )
+        return parse(Namespace, tenants[0], TENANT_HEADER)
+
+    def _encodables(
+        self,
+        blocks: Sequence[Sequence[int]],
+        namespace: str,
+        *,
+        opens_prompt: bool,
+        keep: Sequence[Keep],
+    ) -> list[Encodable]:
+        if any(not 0 <= id_ < self._profile.vocab_size for one in blocks for id_ in one):
+            raise ProtocolError(
+                f"a block has invalid token ids, expected 0 to {self._profile.vocab_size - 1}"
+            )
+        found = encodables(
+            blocks,
+            namespace,
+            self._profile,
+            self._config.read_namespaces,
+            opens_prompt=opens_prompt,
+            keep=keep,
+        )
+        longest = max(len(one.token_ids) for one in found)
+        if longest >= self._max_tokens:
+            raise ProtocolError(
+                f"a block has {longest} tokens including the sink, expected fewer than the "
+                f"server's max_model_len, {self._max_tokens}"
+            )
+        return found
+
+    def _prepare_grammar(self, request: Any) -> None:
+        """Check the size of a request's grammar, and rewrite ``choice`` for the backend guidance.
+
+        vLLM's own grammar for ``choice`` fails from 2,000 choices on.
+
+        Raises:
+            ProtocolError: The grammar is too large, or has too many references. Compiling it would
+                block or end the server.
+        """
+        response_format, grammar = request.response_format, request.structured_outputs
+        values = [] if response_format is None else [response_format.model_dump_json()]
+        if grammar is not None:
+            values += [getattr(grammar, kind) for kind in _GRAMMARS]
+        for value in values:
+            text = value if isinstance(value, str) else json.dumps(value)
+            if len(text) > MOST_CHARACTERS:
+                raise ProtocolError(
+                    f"the grammar of the answer has {len(text):,} characters, expected at most "
+                    f"{MOST_CHARACTERS:,}. Offer fewer options: retrieve candidates first, or ask "
+                    "in several steps"
+                )
+            if (references := text.count('"$ref"')) > _MOST_REFERENCES:
+                raise ProtocolError(
+                    f"the schema of the answer has {references:,} references ($ref), expected at "
+                    f"most {_MOST_REFERENCES:,}. Inline short definitions, or ask in several steps"
+                )
+        if grammar is not None and grammar.choice and self._backend == "guidance":
+            request.structured_outputs = replace(
+                grammar, choice=None, grammar=choice_grammar(grammar.choice)
+            )
+
+    def _check(self, request: Any, num_prompt_tokens: int) -> None:
+        """Raise ProtocolError for a request that block mode cannot answer."""
+        for name, why in _UNSUPPORTED.items():
+            value = getattr(request, name, None)
+            if value is not None and value is not False:
+                raise ProtocolError(f"{name} is not possible in block mode: {why}; leave it out")
+        if num_prompt_tokens >= self._max_tokens:
+            raise ProtocolError(
+                f"the prompt has {num_prompt_tokens} tokens, expected fewer than the server's "
+                f"max_model_len, {self._max_tokens}"
+            )
+        held = getattr(request, "structured_outputs", None)
+        if held is not None and _DIALECT in (held.grammar or "") and self._backend != "guidance":
+            # The backend "auto" accepts it and fails in the engine.
+            raise ProtocolError(
+                "a grammar in llguidance's dialect, such as for a required tool call, needs vLLM's "
+                f"backend guidance, found {self._backend}; start the server with "
+                """--structured-outputs-config '{"backend": "guidance"}'"""
+            )
+        model = request.model
+        if model in self._models.lora_requests:
+            raise ProtocolError(
+                f"found the LoRA adapter {model!r} as the model: block mode does not support "
+                "adapters, which are not trained to read blocks of the base model"
+            )
+        if model and model not in self.model_names:
+            raise ProtocolError(
+                f"found the model {model!r:.200}, expected one of {', '.join(self.model_names)}"
+            )
+
+
+def _prompt_of(request: Any) -> tuple[list[int], Mapping[str, Any] | None]:
+    """Token ids of a body's prompt, and its other ``kv_transfer_params``; None for full mode.
+
+    Raises:
+        ProtocolError: The body asks for block mode, and its prompt is no list of token ids.
+    """
+    params = request.kv_transfer_params
+    if params is None:
+        return [], None
+    is_chat = hasattr(request, "messages")
+    ids = params.get(_CHAT_IDS) if is_chat else request.prompt
+    if not isinstance(ids, list) or not ids or any(type(one) is not int for one in ids):
+        place = f"kv_transfer_params.{_CHAT_IDS}" if is_chat else "prompt"
+        raise ProtocolError(f"block mode expects one prompt as a list of token ids in {place}")
+    return ids, {name: params[name] for name in params if not (is_chat and name == _CHAT_IDS)}
