@@ -48,6 +48,18 @@ class Case(NamedTuple):
         """``kv_transfer_params``."""
         return BlockPlan("complete", self.lengths).to_dict()
 
+    def body(self, **more: Any) -> dict[str, Any]:
+        """Body of a completion in block mode: greedy, ``TOKENS`` tokens."""
+        return {
+            "prompt": self.ids,
+            "kv_transfer_params": self.params,
+            "max_tokens": TOKENS,
+            "min_tokens": TOKENS,
+            "temperature": 0,
+            "return_token_ids": True,
+            **more,
+        }
+
 
 class Reference:
     """The local engine, a directory store, and the profile of its model in a file."""
@@ -140,3 +152,9 @@ class Reference:
             **options,
         )
         return list(made.token_ids)
+
+
+def assert_close(found: BlockKV, expected: BlockKV) -> None:
+    """Compare the keys and values of two blocks."""
+    pairs = zip((*found.keys, *found.values), (*expected.keys, *expected.values), strict=True)
+    assert max(float((one - other).abs().max()) for one, other in pairs) < 1e-4

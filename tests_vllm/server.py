@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests_vllm.reference import MODEL
+from tests_vllm.reference import MODEL, Reference
 
 NAME = "bundled"
 KEY = "key-of-the-server"
@@ -117,3 +117,24 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def serving(
+    reference: Reference,
+    name: str,
+    *more: str,
+    environment: dict[str, str] | None = None,
+    **options: Any,
+) -> Iterator[Server]:
+    """Body of a fixture: a server whose store and log have a name of their own."""
+    folder = reference.folder
+    server = Server(
+        reference.options(store=str(folder / name), **options),
+        folder / f"{name}.log",
+        *more,
+        environment=environment,
+    )
+    try:
+        yield server.wait()
+    finally:
+        server.close()

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.server.keys import salt
 from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.engines import Engine, sampling_of
-from tests_vllm.reference import Case, Reference
+from tests_vllm.reference import Case, Reference, assert_close
 from tests_vllm.slow import GATE
 
 PAGE = 128
@@ -97,8 +98,6 @@ def test_the_same_tokens_cut_otherwise_have_pages_of_their_own(
 
 
 def test_a_client_cannot_name_the_salt_of_block_mode(reference: Reference, engine: Engine) -> None:
-    from blockattn_rag.server.keys import salt
-
     case = reference.telling(5)
     own = salt(BlockPlan("complete", case.lengths), reference.profile)
     outputs = engine.llm.generate(
@@ -257,9 +256,7 @@ def test_a_block_that_is_encoded_here_is_a_hit_for_every_engine(
         if reference.key(block) not in store:
             engine.ask(block, BlockPlan("encode", (len(block),)).to_dict(), max_tokens=1)
     for block in case.blocks:
-        kv, own = reference.written(block), reference.encoded(block)
-        for found, expected in zip((*kv.keys, *kv.values), (*own.keys, *own.values), strict=True):
-            assert float((found - expected).abs().max()) < 1e-4
+        assert_close(reference.written(block), reference.encoded(block))
     hits = reference.engine.generate(list(case.texts), max_new_tokens=4).stats
     assert hits.misses <= 1  # the system message is looked for elsewhere
     assert engine.block(case).tokens == reference.answer(case)

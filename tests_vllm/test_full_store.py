@@ -11,8 +11,8 @@ import pytest
 
 from blockattn_rag.server.protocol import COMPLETIONS, ENCODE, ServedBlocks
 from blockattn_rag.store import DirectoryStore
-from tests_vllm.reference import TOKENS, Reference
-from tests_vllm.server import Server
+from tests_vllm.reference import Reference
+from tests_vllm.server import Server, serving
 
 MOST_FILE_BYTES = 1024
 AT_ONCE_S = 20
@@ -27,31 +27,19 @@ def store(reference: Reference) -> DirectoryStore:
 @pytest.fixture
 def server(reference: Reference, store: DirectoryStore) -> Iterator[Server]:
     """A server whose processes cannot write a file as large as an entry."""
-    server = Server(reference.options(store=str(store.path)), reference.folder / "full.log")
-    try:
-        server.wait()
+    for server in serving(reference, "full"):
         for process in psutil.Process(server.pid).children(recursive=True):
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (MOST_FILE_BYTES,) * 2)
         yield server
-    finally:
-        server.close()
 
 
 def test_answers_do_not_depend_on_the_store_and_encoding_reports_why_it_failed(
     reference: Reference, store: DirectoryStore, server: Server
 ) -> None:
     case = reference.case(10)
-    body = {
-        "prompt": case.ids,
-        "kv_transfer_params": case.params,
-        "max_tokens": TOKENS,
-        "min_tokens": TOKENS,
-        "temperature": 0,
-        "return_token_ids": True,
-    }
     for encoded in (len(case.lengths), 0):
         began = time.monotonic()
-        told = server.post(COMPLETIONS, body).json()
+        told = server.post(COMPLETIONS, case.body()).json()
         assert time.monotonic() - began < AT_ONCE_S
         assert told["choices"][0]["token_ids"] == reference.answer(case)
         assert ServedBlocks.from_dict(told["kv_transfer_params"]).encoded == encoded

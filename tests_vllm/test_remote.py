@@ -17,19 +17,14 @@ from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
 from blockattn_rag.server.client import RemoteEngine
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import MODEL, Reference
-from tests_vllm.server import KEY, Server
+from tests_vllm.server import KEY, Server, serving
 
 NAMES = ("mode", "hits", "misses", "reused_tokens", "computed_tokens", "generated_tokens")
 
 
 @pytest.fixture(scope="module")
 def server(reference: Reference) -> Iterator[Server]:
-    options = reference.options(store=str(reference.folder / "remote"), namespace="team")
-    server = Server(options, reference.folder / "remote.log")
-    try:
-        yield server.wait()
-    finally:
-        server.close()
+    yield from serving(reference, "remote", namespace="team")
 
 
 @pytest.fixture

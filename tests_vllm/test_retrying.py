@@ -129,9 +129,17 @@ def test_once_a_token_was_sent_an_error_is_passed_on() -> None:
     assert client.ids == ["r"]
 
 
-def test_an_answer_without_a_word_of_blocks_is_an_error() -> None:
+@pytest.mark.parametrize(
+    "ending",
+    [
+        end(None),
+        output("stop", stop_reason="\n", cached=8),  # some of the blocks were computed
+        output("stop", stop_reason=2),  # a token, which the engine itself finds
+    ],
+)
+def test_an_answer_without_a_report_on_its_blocks_is_an_error(ending: Any) -> None:
     with pytest.raises(ProtocolError, match="did not report on the blocks"):
-        asked(Client([end(None)]), Ticket(PLAN, _one_encoded))
+        asked(Client([ending]), Ticket(PLAN, _one_encoded))
 
 
 def test_an_answer_that_a_stop_string_ends_is_told_of_without_the_engine() -> None:
@@ -140,16 +148,6 @@ def test_an_answer_that_a_stop_string_ends_is_told_of_without_the_engine() -> No
     expected = ServedBlocks(2, 0, 0, encoded=1, encoded_tokens=7, cut_short=True)
     assert ServedBlocks.from_dict(said[-1].kv_transfer_params) == expected
     assert ticket.marker == expected.to_dict()
-
-
-def test_a_stop_string_does_not_hide_that_blocks_were_computed_anew() -> None:
-    with pytest.raises(ProtocolError, match="did not report on the blocks"):
-        asked(Client([output("stop", stop_reason="\n", cached=8)]), Ticket(PLAN, _one_encoded))
-
-
-def test_a_stop_token_is_the_engines_matter() -> None:
-    with pytest.raises(ProtocolError, match="did not report on the blocks"):
-        asked(Client([output("stop", stop_reason=2)]), Ticket(PLAN, _one_encoded))
 
 
 def test_of_several_answers_the_last_to_end_tells_of_blocks() -> None:

@@ -24,41 +24,23 @@ from blockattn_rag.server.protocol import (
 )
 from blockattn_rag.server.vllm.scheduler import Load, Orders, Save
 from blockattn_rag.store import DirectoryStore
-from tests_vllm.reference import TOKENS, Case, Reference
-from tests_vllm.server import KEY, NAME, Server
+from tests_vllm.reference import Reference
+from tests_vllm.server import KEY, NAME, Server, serving
 
 SECRET = "a long secret of this server"
 
 
 @pytest.fixture(scope="module")
 def server(reference: Reference) -> Iterator[Server]:
-    options = reference.options(store=str(reference.folder / "served"))
-    server = Server(
-        options | {"tenant_secret_env": "TENANT_SECRET"},
-        reference.folder / "server.log",
-        environment={"TENANT_SECRET": SECRET, "VLLM_LOGGING_LEVEL": "DEBUG"},
+    environment = {"TENANT_SECRET": SECRET, "VLLM_LOGGING_LEVEL": "DEBUG"}
+    yield from serving(
+        reference, "served", environment=environment, tenant_secret_env="TENANT_SECRET"
     )
-    try:
-        yield server.wait()
-    finally:
-        server.close()
 
 
 @pytest.fixture
 def store(reference: Reference) -> DirectoryStore:
     return DirectoryStore(reference.folder / "served")
-
-
-def body(case: Case, **more: Any) -> dict[str, Any]:
-    return {
-        "prompt": case.ids,
-        "kv_transfer_params": case.params,
-        "max_tokens": TOKENS,
-        "min_tokens": TOKENS,
-        "temperature": 0,
-        "return_token_ids": True,
-        **more,
-    }
 
 
 def answered(response: httpx.Response) -> tuple[list[int], ServedBlocks]:
@@ -76,14 +58,14 @@ def test_the_server_tells_of_itself(reference: Reference, server: Server) -> Non
 
 def test_nobody_is_answered_without_the_key(reference: Reference, server: Server) -> None:
     for path in (COMPLETIONS, CHAT_COMPLETIONS, ENCODE):
-        assert server.post(path, body(reference.case(1)), Authorization="").status_code == 401
+        assert server.post(path, reference.case(1).body(), Authorization="").status_code == 401
     assert server.http.get(INFO, headers={"Authorization": "Bearer x"}).status_code == 401
 
 
 def test_missing_blocks_are_encoded_and_then_found(reference: Reference, server: Server) -> None:
     case = reference.case(10)
     for encoded in (len(case.lengths), 0):
-        tokens, served = answered(server.post(COMPLETIONS, body(case)))
+        tokens, served = answered(server.post(COMPLETIONS, case.body()))
         assert tokens == reference.answer(case)
         assert (served.blocks, served.encoded) == (len(case.lengths), encoded)
         assert served.encoded_tokens == (sum(case.lengths) if encoded else 0)
@@ -93,7 +75,7 @@ def test_a_stream_tells_of_blocks_at_its_end_and_of_usage(
     reference: Reference, server: Server
 ) -> None:
     case = reference.case(19)
-    events = [*server.events(COMPLETIONS, body(case, stream_options={"include_usage": True}))]
+    events = [*server.events(COMPLETIONS, case.body(stream_options={"include_usage": True}))]
     tokens = [id_ for one in events for choice in one["choices"] for id_ in choice["token_ids"]]
     assert tokens == reference.answer(case)
     (told,) = [one["kv_transfer_params"] for one in events if "kv_transfer_params" in one]
@@ -108,7 +90,7 @@ def test_an_answer_that_a_stop_string_ends_tells_of_its_blocks(
     case = reference.case(9)
     whole = reference.answer(case)
     text = reference.model.tokenizer.tokenizer.decode(whole)
-    asked = body(case, min_tokens=0, stop=[text[12:16]])
+    asked = case.body(min_tokens=0, stop=[text[12:16]])
     if path == CHAT_COMPLETIONS:
         asked["messages"] = [{"role": "user", "content": "not used"}]
         asked["kv_transfer_params"] = {"prompt_token_ids": asked.pop("prompt"), **case.params}
@@ -129,7 +111,7 @@ def test_a_context_that_is_in_the_engine_counts_as_local(
     case = reference.case(5)
     long = reference.case_of((*case.texts[:-1], "And" + " a" * 300 + case.texts[-1]))
     for _ in range(2):
-        _, served = answered(server.post(COMPLETIONS, body(long)))
+        _, served = answered(server.post(COMPLETIONS, long.body()))
     assert (served.loaded_tokens, served.local_tokens) == (0, sum(long.lengths))
 
 
@@ -137,10 +119,10 @@ def test_a_stream_that_is_left_early_leaves_no_page_behind(
     reference: Reference, server: Server
 ) -> None:
     case = reference.case(3)
-    events = server.events(COMPLETIONS, body(case, max_tokens=1000, min_tokens=1000))
+    events = server.events(COMPLETIONS, case.body(max_tokens=1000, min_tokens=1000))
     next(events)
     events.close()
-    tokens, _ = answered(server.post(COMPLETIONS, body(case)))
+    tokens, _ = answered(server.post(COMPLETIONS, case.body()))
     assert tokens == reference.answer(case)
     assert server.counted("vllm:num_requests_running") == 0
     assert server.counted("vllm:kv_cache_usage_perc") == 0
@@ -148,7 +130,7 @@ def test_a_stream_that_is_left_early_leaves_no_page_behind(
 
 def test_a_chat_is_answered_from_its_token_ids(reference: Reference, server: Server) -> None:
     case = reference.case(21)
-    asked = body(case) | {
+    asked = case.body() | {
         "messages": [{"role": "user", "content": "not used"}],
         "kv_transfer_params": {"prompt_token_ids": case.ids, **case.params},
     }
@@ -162,7 +144,7 @@ def test_without_a_plan_the_answer_is_computed_in_full_mode(
     reference: Reference, server: Server
 ) -> None:
     case = reference.case(23)
-    asked = body(case)
+    asked = case.body()
     del asked["kv_transfer_params"]
     response = server.post(COMPLETIONS, asked)
     assert response.json()["choices"][0]["token_ids"] == reference.answer(case, "full")
@@ -178,7 +160,7 @@ def test_an_entry_that_is_damaged_behind_its_head_is_encoded_anew(
     data = bytearray(path.read_bytes())
     data[-50] ^= 0xFF
     path.write_bytes(bytes(data))
-    tokens, served = answered(server.post(COMPLETIONS, body(fresh)))
+    tokens, served = answered(server.post(COMPLETIONS, fresh.body()))
     assert tokens == reference.answer(fresh)
     assert served.encoded == 1
 
@@ -188,7 +170,7 @@ def test_many_clients_with_common_passages_are_all_answered_rightly(
 ) -> None:
     cases = [reference.case(16 + place % 4, records=3) for place in range(16)]
     with ThreadPoolExecutor(16) as threads:
-        said = [*threads.map(lambda case: answered(server.post(COMPLETIONS, body(case))), cases)]
+        said = [*threads.map(lambda case: answered(server.post(COMPLETIONS, case.body())), cases)]
     assert [tokens for tokens, _ in said] == [reference.answer(case) for case in cases]
 
 
@@ -219,7 +201,7 @@ def test_tenants_do_not_find_each_others_blocks(
 
 def test_tenants_share_no_pages_in_full_mode(reference: Reference, server: Server) -> None:
     case = reference.case(12, records=3)
-    asked = body(case)
+    asked = case.body()
     del asked["kv_transfer_params"]
     hits = []
     for tenant in ("a", "b", "a"):
@@ -238,7 +220,7 @@ def test_private_blocks_are_found_again_by_their_tenant_alone_and_not_stored(
     params = BlockPlan("complete", case.lengths, keep=keep).to_dict()  # type: ignore[arg-type]
     own = reference.key(case.blocks[1])
     for tenant, encoded in (("c", 6), ("c", 0), ("d", 6), ("d", 0)):
-        asked = body(case, kv_transfer_params=params)
+        asked = case.body(kv_transfer_params=params)
         tokens, served = answered(server.post(COMPLETIONS, asked, **{"x-tenant-id": tenant}))
         assert tokens == reference.answer(case)
         assert served.encoded == encoded
@@ -270,7 +252,7 @@ def test_private_blocks_are_found_again_by_their_tenant_alone_and_not_stored(
 def test_what_block_mode_cannot_do_is_refused_with_a_reason(
     reference: Reference, server: Server, changed: dict[str, Any], message: str
 ) -> None:
-    response = server.post(COMPLETIONS, body(reference.case(1), **changed))
+    response = server.post(COMPLETIONS, reference.case(1).body(**changed))
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
 
@@ -285,7 +267,7 @@ def test_nothing_is_encoded_for_a_request_that_is_refused(
         ({"prompt": long}, "expected fewer than the server's max_model_len, 2048"),
         ({"model": "another"}, "found the model 'another', expected one of bundled"),
     ):
-        response = server.post(COMPLETIONS, body(fresh, **changed))
+        response = server.post(COMPLETIONS, fresh.body(**changed))
         assert response.status_code == 400
         assert message in response.json()["error"]["message"]
     assert {*store.keys()} == before

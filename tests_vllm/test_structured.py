@@ -18,7 +18,7 @@ from blockattn_rag.output.tool_formats import calls_grammar
 from blockattn_rag.server.client import RemoteEngine
 from blockattn_rag.server.protocol import CHAT_COMPLETIONS, COMPLETIONS
 from tests_vllm.reference import Reference
-from tests_vllm.server import Server
+from tests_vllm.server import Server, serving
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -32,14 +32,9 @@ class Height(BaseModel):
 
 @pytest.fixture(scope="module")
 def server(reference: Reference) -> Iterator[Server]:
-    options = reference.options(store=str(reference.folder / "structured"))
     example = yaml.safe_load((EXAMPLES / "serve_bundled.yaml").read_text("utf-8"))
     more = ("--structured-outputs-config", json.dumps(example["structured-outputs-config"]))
-    server = Server(options, reference.folder / "structured.log", *more)
-    try:
-        yield server.wait()
-    finally:
-        server.close()
+    yield from serving(reference, "structured", *more)
 
 
 def test_an_answer_follows_its_schema_and_its_blocks_are_loaded(

@@ -36,7 +36,7 @@ class LoaderStats:
     Args:
         loads: Prompts whose blocks were all loaded.
         failures: Prompts with a block that was not.
-        blocks, tokens, nbytes: Loaded blocks, with bytes in memory.
+        blocks, nbytes: Loaded blocks, and their bytes in memory.
         misses: Missing or damaged blocks.
         load_s: Seconds from ``start`` to the end, summed over loads including failed ones.
         tiers: Stats of the tiers, fastest first, if the store is a ``TieredStore``.
@@ -45,7 +45,6 @@ class LoaderStats:
     loads: int = 0
     failures: int = 0
     blocks: int = 0
-    tokens: int = 0
     nbytes: int = 0
     misses: int = 0
     load_s: float = 0.0
@@ -146,7 +145,6 @@ class BlockLoader:
         self._count(
             loads=1,
             blocks=len(blocks),
-            tokens=sum(len(one.ids) for one in blocks),
             nbytes=sum(kv.nbytes for kv in found.values()),
             load_s=self._since(until),
         )

@@ -116,12 +116,9 @@ class RemoteModel:
         there = [place for place, one in enumerate(tokenised) if one.ids]
         return TokenPrompt([context[i] for i in there], [tokenised[i] for i in there], final)
 
-    def tokenised(self, block: Block, first: bool) -> Tokenised:
-        """Tokenize a block. ``first``: it is the first of its prompt, and gets BOS."""
-        return self._remembered(block, first)
-
     @cached_property
-    def _remembered(self) -> Callable[[Block, bool], Tokenised]:
+    def tokenised(self) -> Callable[[Block, bool], Tokenised]:
+        """Tokenizes a block. The second argument: it is the first of its prompt, and gets BOS."""
         tokenizer = self.tokenizer
 
         def tokenised(block: Block, first: bool) -> Tokenised:

@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING, Any
 from blockattn_rag.errors import ServingError
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.protocol import (
-    EncodeAnswer,
-    EncodeBody,
-    ServerInfo,
-)
+from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo
 from blockattn_rag.server.vllm.ensure import BlockEnsurer
 from blockattn_rag.server.vllm.requests import Encodable, RequestReader
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket, with_marker
@@ -107,11 +103,10 @@ class Service:
         if body.only_look:
             there = await self._ensurer.found(blocks)
             return EncodeAnswer(tuple("found" if one else "missing" for one in there))
-        encoded = await self._ensurer.ensure(blocks, must_store=True)
-        tokens = {b.key: len(b.block.ids) for b, new in zip(blocks, encoded, strict=True) if new}
+        encoded = await self._ensure(blocks, must_store=True)
         return EncodeAnswer(
-            tuple("encoded" if one else "found" for one in encoded),
-            sum(self._profile.block_bytes(n, self._config.kv_dtype) for n in tokens.values()),
+            tuple("encoded" if one.key in encoded else "found" for one in blocks),
+            sum(self._profile.block_bytes(n, self._config.kv_dtype) for n in encoded.values()),
         )
 
     async def complete(
@@ -137,11 +132,11 @@ class Service:
         return with_marker(answer, ticket) if isinstance(answer, AsyncGenerator) else answer
 
     async def _ensure(
-        self, blocks: Sequence[Encodable], *, thorough: bool = False
+        self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False
     ) -> dict[str, int]:
         """Encode missing blocks. Returns their tokens by key."""
-        encoded = await self._ensurer.ensure(blocks, thorough=thorough)
-        return {b.key: len(b.block.ids) for b, new in zip(blocks, encoded, strict=True) if new}
+        encoded = await self._ensurer.ensure(blocks, thorough=thorough, must_store=must_store)
+        return {one.key: one.tokens for one, new in zip(blocks, encoded, strict=True) if new}
 
 
 def _with_client(handler: Any, client: RetryingClient) -> Any:

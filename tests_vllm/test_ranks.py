@@ -1,0 +1,116 @@
+"""Two ranks that split the model's heads (tensor parallelism) or its layers (pipeline)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.server.protocol import BlockPlan
+from blockattn_rag.store import DirectoryStore
+from tests_vllm.engines import Engine
+from tests_vllm.reference import Reference, assert_close
+
+
+class Rehearsed:
+    """Worker extension that runs the model once on nothing.
+
+    vLLM's runner for CPUs leaves that out if nothing is compiled, and the second rank then has no
+    buffer for the output of the first one (vLLM 0.32).
+    """
+
+    model_runner: Any
+
+    def rehearse(self) -> None:
+        self.model_runner.profile_run()
+
+
+def started(reference: Reference, more: dict[str, Any], **options: Any) -> Iterator[Engine]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        engine = Engine(reference.options(**options), **more)
+        yield engine
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def tensor(reference: Reference) -> Iterator[Engine]:
+    """Each rank has one of the model's two key-value heads."""
+    disk = str(reference.folder / "disk-of-tensor")
+    yield from started(reference, {"tensor_parallel_size": 2}, disk=disk)
+
+
+@pytest.fixture(scope="module")
+def pipeline(reference: Reference) -> Iterator[Engine]:
+    """Each rank has some of the model's layers."""
+    more = {"pipeline_parallel_size": 2, "worker_extension_cls": f"{__name__}.Rehearsed"}
+    disk = str(reference.folder / "disk-of-pipeline")
+    for engine in started(reference, more, disk=disk, read_only=True):
+        engine.llm.collective_rpc("rehearse")
+        yield engine
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> Engine:
+    engine: Engine = request.getfixturevalue(request.param)
+    return engine
+
+
+BOTH = pytest.mark.parametrize("engine", ["tensor", "pipeline"], indirect=True)
+
+
+@BOTH
+def test_answers_are_those_of_the_local_engine(reference: Reference, engine: Engine) -> None:
+    cases = [reference.telling(place) for place in range(3)]
+    said = engine.ask_all([(case.ids, case.params) for case in cases])
+    assert [one.tokens for one in said] == [reference.answer(case) for case in cases]
+    assert engine.full(cases[0]).tokens == reference.answer(cases[0], "full")
+
+
+@BOTH
+def test_a_missing_block_fails_on_both_and_the_next_is_right(
+    reference: Reference, engine: Engine
+) -> None:
+    assert engine.block(reference.case(41)).reason == "error"
+    case = reference.stored(reference.case(6))
+    assert engine.block(case).tokens == reference.answer(case)
+
+
+def test_a_block_that_both_encoded_is_stored_whole(reference: Reference, tensor: Engine) -> None:
+    block = reference.case(42).blocks[1]
+    tensor.ask(block, BlockPlan("encode", (len(block),)).to_dict(), max_tokens=1)
+    kv, own = reference.written(block), reference.encoded(block)
+    assert kv.token_outline == own.token_outline
+    assert_close(kv, own)
+
+
+def test_entries_in_int8_are_shared_out_beside_others(reference: Reference, tensor: Engine) -> None:
+    case = reference.case(55, records=3)
+    store = DirectoryStore(reference.store)
+    fresh = [ids for ids in case.blocks[1:] if reference.key(ids) not in store]
+    for ids in fresh[::2]:
+        store.put(reference.key(ids), reference.encoded(ids).quantised())
+    said = tensor.block(reference.stored(case))
+    assert said.blocks is not None
+    assert said.blocks["int8_blocks"] == len(fresh[::2]) > 0
+    assert said.tokens == reference.answer(case)
+
+
+def test_each_rank_keeps_its_own_layers_on_disk(reference: Reference, pipeline: Engine) -> None:
+    pipeline.block(reference.telling(3))
+    kept = {path.name for path in (reference.folder / "disk-of-pipeline").rglob("layers-*")}
+    assert kept == {"layers-0-2-heads-0-2", "layers-2-4-heads-0-2"}
+
+
+def test_a_block_that_may_not_be_stored_is_kept_by_each_rank(
+    reference: Reference, pipeline: Engine
+) -> None:
+    case = reference.case(47)
+    keep: Keep = "memory"
+    for block in case.blocks:
+        plan = BlockPlan("encode", (len(block),), keep=(keep,))
+        assert pipeline.ask(block, plan.to_dict(), max_tokens=1).reason == "length"
+    plan = BlockPlan("complete", case.lengths, keep=(keep,) * len(case.lengths))
+    assert pipeline.ask(case.ids, plan.to_dict()).tokens == reference.answer(case)
