@@ -15,7 +15,6 @@ from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
 from blockattn_rag.server.validation import STRICT, Namespace, parse
 from blockattn_rag.store import KVStore, RedisStore
-from blockattn_rag.store.namespaces import Access
 from blockattn_rag.store.specs import bytes_of, is_cache
 from blockattn_rag.store.urls import lasts
 
@@ -93,11 +92,6 @@ class ServingConfig:
     def parse(cls, options: Mapping[str, Any]) -> ServingConfig:
         """Parse a JSON object. Raises ProtocolError, which is a ValueError."""
         return parse(cls, options, "kv_connector_extra_config")
-
-    @property
-    def access(self) -> Access:
-        """Namespaces of requests without a tenant."""
-        return Access(self.namespace, self.read_namespaces, self.read_only)
 
     @property
     def tenant_secret(self) -> str | None:

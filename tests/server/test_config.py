@@ -9,7 +9,6 @@ import pytest
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.shares import Share
 from blockattn_rag.store import RedisStore
-from blockattn_rag.store.namespaces import Access
 from tests.server.profiles import make_profile
 
 PROFILE = make_profile()
@@ -18,7 +17,6 @@ GIVEN: dict[str, Any] = {"store": "s3://kv/llama", "profile": "llama.json"}
 
 def test_what_is_not_given_has_a_default() -> None:
     config = ServingConfig.parse(GIVEN)
-    assert config.access == Access()
     assert config.tenant_secret is None
     assert config.nearer_tiers(PROFILE, Share.of(PROFILE)) == ["memory:8GiB"]
 
@@ -71,7 +69,7 @@ def test_a_server_that_stores_nothing_may_yet_encode_for_its_memory() -> None:
 
 def test_a_list_names_namespaces() -> None:
     config = ServingConfig.parse(GIVEN | {"read_namespaces": ["shared"]})
-    assert config.access.read_namespaces == ("shared",)
+    assert config.read_namespaces == ("shared",)
 
 
 @pytest.mark.parametrize(
