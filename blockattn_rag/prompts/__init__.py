@@ -27,7 +27,7 @@ from blockattn_rag.prompts.formats import (
 )
 from blockattn_rag.prompts.marked_text import segment
 from blockattn_rag.prompts.markers import strip_markers, wrap
-from blockattn_rag.prompts.segmentation import conversation, few_shot, split_json, split_text
+from blockattn_rag.prompts.segmentation import conversation, few_shot, split_json
 
 __all__ = [
     "BLANK_LINE",
@@ -56,7 +56,6 @@ __all__ = [
     "prompt_format",
     "segment",
     "split_json",
-    "split_text",
     "strip_markers",
     "wrap",
 ]

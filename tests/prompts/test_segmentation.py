@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,14 +14,7 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.prompts.blocks import Span
 from blockattn_rag.prompts.chat_template import render_chat
-from blockattn_rag.prompts.segmentation import (
-    conversation,
-    conversation_turns,
-    few_shot,
-    merge_smallest,
-    split_json,
-    split_text,
-)
+from blockattn_rag.prompts.segmentation import conversation, few_shot, split_json
 from tests.models import tiny_model, tiny_tokenizer
 
 CHAT = [
@@ -35,12 +27,14 @@ TEXTS = st.lists(
     st.sampled_from(["a", "word ", "\n\n", "---", "=====", "\n\t", "\n", " ", "\t", "--"])
 ).map("".join)
 
+BARE = tiny_tokenizer(bos=False)
+BARE.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
 
 class TestConversation:
     def test_turns_joined_are_what_the_chat_template_writes(self) -> None:
         tokenizer = tiny_tokenizer()
-        turns = conversation_turns(CHAT, tokenizer)
-        assert "".join(turn.text for turn in turns) == render_chat(tokenizer, CHAT)
+        assert conversation(CHAT, tokenizer).text == render_chat(tokenizer, CHAT)
 
     def test_system_user_and_assistant_turns_are_blocks_and_the_last_turn_is_final(self) -> None:
         prompt = conversation(CHAT, tiny_tokenizer())
@@ -59,7 +53,7 @@ class TestConversation:
 
     def test_fields_that_could_not_be_told_from_the_template_are_refused(self) -> None:
         messages = [{**CHAT[1], "name": "<|end|>"}, *CHAT[2:]]
-        with pytest.raises(SegmentationError, match="found a message with 'name'"):
+        with pytest.raises(SegmentationError, match="Found a message with 'name'"):
             conversation(messages, tiny_tokenizer())
 
     def test_control_tokens_inside_a_turn_stay_text(self) -> None:
@@ -73,9 +67,9 @@ class TestConversation:
             "{% if messages|length == 1 and messages[0].role == 'system' %}"
             "{{ raise_exception('no user') }}{% endif %}" + str(tokenizer.chat_template)
         )
-        turns = conversation_turns(CHAT, tokenizer)
-        assert turns[0].text == "<|begin|><|system|>\nBe brief."
-        assert "".join(turn.text for turn in turns) == render_chat(tokenizer, CHAT)
+        prompt = conversation(CHAT, tokenizer)
+        assert prompt.context[0].rendered == "<|begin|><|system|>\nBe brief."
+        assert prompt.text == render_chat(tokenizer, CHAT)
 
     def test_a_template_without_a_system_role_puts_the_system_text_first(self) -> None:
         tokenizer = tiny_tokenizer()
@@ -83,22 +77,21 @@ class TestConversation:
             "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
             "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         )
-        turns = conversation_turns(CHAT[:2], tokenizer)
-        assert "".join(turn.text for turn in turns) == "[user]Be brief.\n\nHi"
+        assert conversation(CHAT[:2], tokenizer).text == "[user]Be brief.\n\nHi"
 
     def test_a_lone_long_turn_is_cut_in_pieces_if_asked(self) -> None:
         messages = [{"role": "user", "content": "one\n\ntwo\n\nthree"}]
         prompt = conversation(messages, tiny_tokenizer(), blocks_per_turn=2)
-        assert prompt.final == "three<|end|>\n<|assistant|>\n"
-        assert [block.text for block in prompt.context] == ["one\n\ntwo\n\n"]
+        assert prompt.final == "two\n\nthree<|end|>\n<|assistant|>\n"
+        assert [block.text for block in prompt.context] == ["one\n\n"]
 
     @pytest.mark.parametrize(
         ("template", "messages", "expected"),
         [
-            (None, CHAT, "no chat template"),
+            (None, CHAT, "has no chat template"),
             ("{{ messages[0].content }}", CHAT, "drops, repeats or reorders"),
             ("{% for m in messages|reverse %}{{ m.content }}{% endfor %}", CHAT, "reorders"),
-            ("x", [], "no message"),
+            ("x", [], "Found no message"),
         ],
     )
     def test_what_cannot_be_cut_is_refused(
@@ -107,19 +100,20 @@ class TestConversation:
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = template
         with pytest.raises(SegmentationError, match=expected):
-            conversation_turns(messages, tokenizer)
+            conversation(messages, tokenizer)
 
 
-class TestSplitText:
+class TestCutTurns:
+    def pieces(self, text: str, limit: int) -> list[str]:
+        prompt = conversation([{"role": "user", "content": text}], BARE, blocks_per_turn=limit)
+        return [*(block.text for block in prompt.context), prompt.final]
+
     @given(TEXTS, st.integers(1, 5))
-    def test_pieces_joined_are_the_text(self, text: str, limit: int) -> None:
-        assert "".join(split_text(text, max_blocks=limit)) == text
-        assert "".join(split_text(text, max_blocks=None)) == text
-
-    @given(TEXTS)
-    def test_no_piece_is_white_space_alone(self, text: str) -> None:
-        pieces = split_text(text)
-        assert all(piece.strip() for piece in pieces) or not text.strip()
+    def test_pieces_joined_are_the_text_and_none_is_blank(self, text: str, limit: int) -> None:
+        pieces = self.pieces(f"<{text}>", limit)
+        assert "".join(pieces) == f"<{text}>"
+        assert all(piece.strip() for piece in pieces)
+        assert len(pieces) <= limit
 
     @pytest.mark.parametrize(
         ("text", "pieces"),
@@ -131,32 +125,24 @@ class TestSplitText:
             ("a\n b\nc", ["a\n ", "b\n", "c"]),
             ("a\r\nb\r\n\r\nc\r\nd", ["a\r\nb\r\n\r\n", "c\r\nd"]),
             ("a\nb\n \t\nc\nd", ["a\nb\n \t\n", "c\nd"]),
-            ("\n\na", ["\n\na"]),
             ("one line", ["one line"]),
-            ("", []),
         ],
     )
     def test_the_coarsest_separator_cuts_and_stays_with_the_piece_before(
         self, text: str, pieces: list[str]
     ) -> None:
-        assert split_text(text) == pieces
+        assert self.pieces(text, 15) == pieces
 
-    @given(st.lists(st.text("x", min_size=1, max_size=9), max_size=12), st.integers(1, 6))
-    def test_merging_joins_the_smallest_pair_first(self, pieces: list[str], limit: int) -> None:
-        naive = list(pieces)
-        while len(naive) > limit:
-            sums = [len(a) + len(b) for a, b in pairwise(naive)]
-            i = sums.index(min(sums))
-            naive[i : i + 2] = [naive[i] + naive[i + 1]]
-        assert merge_smallest(pieces, limit) == naive
+    def test_of_too_many_cuts_those_nearest_to_equal_pieces_are_kept(self) -> None:
+        assert self.pieces("a\nb\nc\nd\nlongest", 2) == ["a\nb\nc\nd\n", "longest"]
 
     def test_a_long_text_is_cut_in_about_linear_time(self) -> None:
-        """Steps as the square of the pieces would not end before pytest's own time limit."""
-        assert len(split_text("line\n" * 100_000 + " " * 100_000)) == 15
+        """Quadratic time would exceed pytest's time limit."""
+        assert len(self.pieces("line\n" * 100_000 + " " * 100_000 + "end", 15)) == 15
 
     def test_a_limit_below_one_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="at least 1"):
-            split_text("a", max_blocks=0)
+        with pytest.raises(ValueError, match="at least 1, found 0"):
+            self.pieces("a", 0)
 
 
 def test_k_examples_are_k_plus_1_blocks() -> None:
@@ -218,9 +204,9 @@ class TestSplitJson:
             'state.map.water: {"x": 1}\n',
         ]
 
-    @given(STATES, st.data(), st.sampled_from([0, 1, 2, 3, None]))
+    @given(STATES, st.data())
     def test_one_changed_field_changes_one_line(
-        self, state: dict[str, Any], data: st.DataObject, depth: int | None
+        self, state: dict[str, Any], data: st.DataObject
     ) -> None:
         paths = scalar_paths(state)
         if not paths:
@@ -231,12 +217,12 @@ class TestSplitJson:
         for key in path[:-1]:
             parent = parent[key]
         parent[path[-1]] = "changed beyond doubt"
-        before, after = split_json(state, depth=depth), split_json(changed, depth=depth)
+        before, after = split_json(state), split_json(changed)
         assert len(before) == len(after)
         assert sum(a != b for a, b in zip(before, after, strict=True)) == 1
 
-    @given(STATES, st.sampled_from([1, 2, None]))
-    def test_no_field_is_lost(self, state: dict[str, Any], depth: int | None) -> None:
+    @given(STATES)
+    def test_no_field_is_lost(self, state: dict[str, Any]) -> None:
         marked = copy.deepcopy(state)
         names = []
         for number, path in enumerate(scalar_paths(state)):
@@ -245,7 +231,7 @@ class TestSplitJson:
                 parent = parent[key]
             parent[path[-1]] = f"<{number}>"
             names.append(f"<{number}>")
-        text = "".join(split_json(marked, depth=depth))
+        text = "".join(split_json(marked))
         assert all(text.count(name) == 1 for name in names)
 
     def test_one_changed_field_among_300_blocks_changes_one_block(self) -> None:
@@ -262,31 +248,28 @@ class TestSplitJson:
         lines = split_json({"units": units})
         assert split_json({"units": [units[3], units[1]]}) == [lines[3], lines[1]]
 
-    @given(ODD_STATES, st.sampled_from([1, 2, None]))
-    def test_no_two_lines_have_one_path_whatever_keys_and_ids_are(
-        self, state: Any, depth: int | None
-    ) -> None:
-        lines = split_json(state, depth=depth)
-        assert len(set(lines)) == len(lines)  # all values are alike
-        assert all(line.count("\n") == 1 for line in lines)
+    @given(ODD_STATES)
+    def test_no_two_lines_have_one_path_whatever_keys_and_ids_are(self, state: Any) -> None:
+        paths = [line.partition(": ")[0] for line in split_json(state)]
+        assert len(set(paths)) == len(paths)
+        assert all(line.count("\n") == 1 for line in split_json(state))
 
-    def test_keys_and_ids_that_are_no_words_are_quoted(self) -> None:
+    def test_ids_and_keys_that_are_no_identifiers_are_quoted(self) -> None:
         items: list[Any] = [{"id": i, "at": {}} for i in (3, "3", "unit-3", "a]\nb", 3, True, None)]
         assert [line.partition(":")[0] for line in split_json({"a.b": items})] == [
-            'state["a.b"][id=3]', 'state["a.b"][id="3"]', 'state["a.b"][id=unit-3]',
+            'state["a.b"][id=3]', 'state["a.b"][id="3"]', 'state["a.b"][id="unit-3"]',
             'state["a.b"][id="a]\\nb"]', 'state["a.b"][4]', 'state["a.b"][5]', 'state["a.b"][6]',
         ]  # fmt: skip
 
-    @pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}, {1: 2}, [{None: 1}]])
+    @pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}, {1: 2}, [{None: 1}], (1,)])
     def test_what_is_not_json_is_refused(self, value: Any) -> None:
-        for depth in (0, 2, None):
-            with pytest.raises(SegmentationError, match="not JSON"):
-                split_json({"a": value}, depth=depth)
+        with pytest.raises(SegmentationError, match="Expected a state that is JSON"):
+            split_json({"a": value})
 
     def test_a_state_that_holds_itself_is_refused(self) -> None:
         state: dict[str, Any] = {}
         state["me"] = [state]
-        with pytest.raises(SegmentationError, match="holds itself"):
+        with pytest.raises(SegmentationError, match="Circular reference"):
             split_json(state)
 
 
@@ -302,9 +285,9 @@ def test_one_changed_field_among_300_blocks_computes_one_block_and_answers_as_co
     ]
     state = {"units": [{"id": i, "hp": 9} for i in range(300)]}
     question = "Which unit was hit?"
-    engines[0].generate([*split_json(state, name="s"), question], max_new_tokens=1)
+    engines[0].generate([*split_json(state), question], max_new_tokens=1)
     state["units"][150]["hp"] = 8
-    prompt = [*split_json(state, name="s"), question]
+    prompt = [*split_json(state), question]
     changed, afresh = (engine.generate(prompt, max_new_tokens=4) for engine in engines)
     assert (changed.stats.misses, changed.stats.hits) == (1, 299)
     assert (afresh.stats.misses, afresh.stats.hits) == (300, 0)
