@@ -141,7 +141,7 @@ class BlockModel:
         known = self.checkpoint
         if isinstance(marker, dict):
             return {name: marker[name] for name in ("positions", "sink") if marker.get(name)}
-        return known.switches if known and known.block_tuned else {}
+        return known.switches if known else {}
 
     @property
     def checkpoint(self) -> Checkpoint | None:

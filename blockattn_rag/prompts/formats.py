@@ -1,14 +1,13 @@
-"""Prompt formats as data: how a question and its passages become a prompt.
+"""Prompt formats: how a question and its passages become a prompt.
 
-A prompt format says what stands before the passages, around each of them, and after them. The text
+A prompt format is data: the text before the passages, around each of them, and after them. The text
 before the first passage is block 0, each passage is a block, and the rest is the final block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
@@ -27,13 +26,13 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Control text of a format that does not stand in the tokenizer's own chat template.
+    """Control text of a format, in place of the tokenizer's chat template.
 
     Args:
-        start: opens the prompt.
-        passages: between the text before the passages and the first of them.
-        turn: opens the final block.
-        answer: after the question; the answer starts behind it.
+        start: Text before everything else.
+        passages: Text between ``PromptFormat.before`` and the first passage.
+        turn: Text at the start of the final block.
+        answer: Text between the question and the answer.
     """
 
     start: str
@@ -47,15 +46,15 @@ class PromptFormat:
     """How a question and its passages become a prompt.
 
     Args:
-        name: what the command line calls it.
-        system: the system message; empty for none.
-        before: text before the first passage, in the user's message.
-        titled: canonical text of a passage with a title, with ``{title}`` and ``{text}``.
-        template: what stands before and after each canonical text.
-        after: text after the last passage, with ``{question}``.
-        frame: control text that takes the place of the tokenizer's chat template.
-        numbered: template of the n-th passage, from 1 on, where it depends on n; it takes the place
-            of ``template``, and a passage at another place is another block.
+        name: Name on the command line.
+        system: System message. Empty: none.
+        before: Text before the first passage, in the user's message.
+        titled: Canonical text of a passage with a title, with ``{title}`` and ``{text}``.
+        template: Text before and after each canonical text.
+        after: Text after the last passage, with ``{question}``.
+        frame: Control text in place of the tokenizer's chat template. Default: none.
+        numbered: Templates of the first, second, ... passage, in place of ``template``. A passage
+            at another place is then another block.
     """
 
     name: str
@@ -65,28 +64,42 @@ class PromptFormat:
     template: BlockTemplate
     after: str
     frame: Frame | None = None
-    numbered: Callable[[int], BlockTemplate] | None = None
+    numbered: tuple[BlockTemplate, ...] = ()
 
     def canonical_text(self, passage: Passage) -> str:
-        """The text that a passage's handle names."""
+        """Text of a passage as a block, without the template. Its digest is the handle."""
         if not passage.title:
             return passage.text.strip()
         return self.titled.format(title=passage.title, text=passage.text).strip()
 
     def prompt(self, question: str, passages: Sequence[Passage], tokenizer: Any) -> BlockPrompt:
-        """The prompt up to where the answer starts, in ``tokenizer``'s chat template if any, or in
-        the format's own frame.
+        """The prompt up to where the answer starts.
+
+        The control text comes from the format's frame, else from the chat template of the
+        tokenizer; without either, there is none.
 
         Raises:
-            ValueError: more passages than the format has numbers for.
+            ValueError: There are more passages than the format has templates for.
         """
+        if self.numbered and len(passages) > len(self.numbered):
+            raise ValueError(
+                f"Found {len(passages)} passages, expected at most {len(self.numbered)} in the "
+                f"prompt format {self.name!r}: retrieve fewer."
+            )
         user = (
             Span(self.before, "system"),  # the same for every question
             *(Span(self.canonical_text(passage), "passage") for passage in passages),
             Span(self.after.format(question=question), "conversation"),
         )
         prompt = BlockPrompt.from_spans(self._with_control(user, tokenizer), self.template)
-        return prompt if self.numbered is None else _renumbered(prompt, self.numbered)
+        if not self.numbered:
+            return prompt
+        templates = iter(self.numbered)
+        context = (
+            replace(block, template=next(templates)) if block.is_passage else block
+            for block in prompt.context
+        )
+        return replace(prompt, context=tuple(context))
 
     def _with_control(self, user: tuple[Span, ...], tokenizer: Any) -> tuple[Span, ...]:
         """The text of a prompt with the control text around it."""
@@ -104,18 +117,8 @@ class PromptFormat:
         return chat_spans(tokenizer, messages)
 
 
-def _renumbered(prompt: BlockPrompt, template_of: Callable[[int], BlockTemplate]) -> BlockPrompt:
-    """The prompt with each passage in the template of its number."""
-    numbers = count(1)
-    context = (
-        replace(block, template=template_of(next(numbers))) if block.is_passage else block
-        for block in prompt.context
-    )
-    return replace(prompt, context=tuple(context))
-
-
 def follow_up(question: str, tokenizer: Any) -> tuple[Span, ...]:
-    """Text between the end of one answer and the start of the next one, asking ``question``."""
+    """Text between the end of one answer and the start of the next, with ``question`` in it."""
     if not has_chat_template(tokenizer):
         return (Span(f"\n\nQuestion: {question}\nAnswer: ", "conversation"),)
     answer = (Span(_SENTINEL, "prompt"),)
@@ -129,7 +132,7 @@ def follow_up(question: str, tokenizer: Any) -> tuple[Span, ...]:
 
 
 def answer_end(tokenizer: Any) -> str:
-    """What closes an answer and so must be learned after it: the end-of-turn or EOS token."""
+    """Text that closes an answer, which training must include: the end-of-turn or EOS token."""
     eos = str(tokenizer.eos_token or "")
     if not has_chat_template(tokenizer):
         return eos
@@ -222,18 +225,18 @@ TURBORAG = PromptFormat(
 KVLINK_LINKS = 5
 """Link tokens after each passage of KVLink5."""
 
-_MOST_LINKED = 48  # passages that Llama 3.2 has spare tokens for
-
-
-def _linked(number: int) -> BlockTemplate:
-    if number > _MOST_LINKED:
-        raise ValueError(
-            f"the format kvlink has link tokens for {_MOST_LINKED} passages, found more; show fewer"
-        )
-    first = 3 + KVLINK_LINKS * (number - 1)  # token 3 of the spare ones is id 128011
-    links = (f"<|reserved_special_token_{n}|>" for n in range(first, first + KVLINK_LINKS))
-    return BlockTemplate(before=f"Document [{number}]", after="\n" + "".join(links))
-
+# Token 3 of Llama 3.2's spare ones has the id 128011. There are enough of them for 48 passages.
+_LINKED = tuple(
+    BlockTemplate(
+        before=f"Document [{number + 1}]",
+        after="\n"
+        + "".join(
+            f"<|reserved_special_token_{n}|>"
+            for n in range(3 + KVLINK_LINKS * number, 3 + KVLINK_LINKS * (number + 1))
+        ),
+    )
+    for number in range(48)
+)
 
 KVLINK = PromptFormat(
     # KVLink (2502.16002) as its evaluation scripts write it, "a intelligent" included. Its link
@@ -255,7 +258,7 @@ KVLINK = PromptFormat(
         turn="<|reserved_special_token_247|>",
         answer=_LLAMA3_ASSISTANT,
     ),
-    numbered=_linked,
+    numbered=_LINKED,
 )
 
 FORMATS: dict[str, PromptFormat] = {
@@ -264,9 +267,13 @@ FORMATS: dict[str, PromptFormat] = {
 
 
 def prompt_format(name: str | PromptFormat) -> PromptFormat:
-    """The format of that name."""
+    """The format with this name. A format is returned unchanged.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
     if isinstance(name, PromptFormat):
         return name
     if name not in FORMATS:
-        raise ValueError(f"unknown prompt format {name!r}; known: {', '.join(FORMATS)}")
+        raise ValueError(f"Unknown prompt format {name!r}: expected one of {', '.join(FORMATS)}.")
     return FORMATS[name]

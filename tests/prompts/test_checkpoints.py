@@ -16,7 +16,7 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import load_tokenizer
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.checkpoints import CHECKPOINTS, format_for, known_checkpoint
-from blockattn_rag.prompts.formats import FORMATS, Passage, PromptFormat
+from blockattn_rag.prompts.formats import FORMATS, Passage, PromptFormat, prompt_format
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
@@ -42,9 +42,9 @@ def rendered(model: str, passages: list[Passage] = PASSAGES) -> list[str]:
 
 
 def own_format(model: str) -> PromptFormat:
-    form = CHECKPOINTS[model].prompt
-    assert form is not None
-    return form
+    name = CHECKPOINTS[model].format
+    assert name is not None
+    return prompt_format(name)
 
 
 def named(name: str) -> BlockModel:
@@ -94,7 +94,7 @@ def test_kvlink_numbers_its_passages_and_puts_five_link_tokens_after_each() -> N
 def test_kvlink_has_tokens_for_48_passages() -> None:
     passages = [Passage("T", f"{n}") for n in range(49)]
     assert rendered(KVLINK, passages[:48])[48].endswith("<|reserved_special_token_242|>")
-    with pytest.raises(ValueError, match="link tokens for 48 passages, found more"):
+    with pytest.raises(ValueError, match="Found 49 passages, expected at most 48"):
         rendered(KVLINK, passages)
 
 
@@ -154,7 +154,7 @@ def test_an_unconfirmed_format_is_called_so_and_an_unknown_one_is_not_guessed(
     assert format_for("auto", "hxia7/Llama-3.1-8B-Block-FT") is FORMATS["llama3-block"]
     assert format_for("auto", QWEN) is FORMATS["chat"]
     assert "(unconfirmed); see its card" in caplog.messages[0]
-    assert "trained on is not known here; see its card" in caplog.messages[1]
+    assert "trained on is unknown; see its card" in caplog.messages[1]
 
 
 def test_a_format_that_was_asked_for_is_taken_without_a_word(
@@ -163,7 +163,7 @@ def test_a_format_that_was_asked_for_is_taken_without_a_word(
     assert format_for("turborag", TULU) is FORMATS["turborag"]
     assert format_for(FORMATS["chat"], TULU) is FORMATS["chat"]
     assert not caplog.messages
-    with pytest.raises(ValueError, match="unknown prompt format 'x'"):
+    with pytest.raises(ValueError, match="Unknown prompt format 'x'"):
         format_for("x", TULU)
 
 

@@ -95,7 +95,7 @@ def test_a_format_without_passages_is_final_text_only(name: str) -> None:
 
 def test_a_format_is_found_by_name_and_an_unknown_one_is_refused() -> None:
     assert prompt_format("chat") is FORMATS["chat"] is prompt_format(FORMATS["chat"])
-    with pytest.raises(ValueError, match="unknown prompt format 'x'; known: chat"):
+    with pytest.raises(ValueError, match="Unknown prompt format 'x': expected one of chat"):
         prompt_format("x")
 
 
