@@ -10,8 +10,8 @@ from tokenizers import AddedToken
 from blockattn_rag.model import BlockModel
 from blockattn_rag.output import FORMATS
 from blockattn_rag.prompts.blocks import Span
+from tests.chat_templates import GRANITE33, LLAMA31, MISTRAL_V3, MISTRAL_V13, QWEN25
 from tests.models import VOCABULARY, tiny_model, tiny_tokenizer
-from tests.output.chat_templates import GRANITE33, LLAMA31, MISTRAL_V3, MISTRAL_V13, QWEN25
 
 TEMPLATES = {
     "hermes": QWEN25,

@@ -8,8 +8,8 @@ import torch
 from transformers import LogitsProcessor
 
 from blockattn_rag.model import BlockModel
+from tests.chat_templates import QWEN3
 from tests.models import tiny_model, tiny_tokenizer
-from tests.output.chat_templates import QWEN3
 
 THINKING_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -19,7 +21,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from tests.hostile import templates
+from tests import chat_templates as templates
 
 _SENTENCES = [
     "The tower stands at the edge of the lake, and the lake is deep and cold.",
@@ -35,15 +37,20 @@ _SPLIT_LLAMA3 = Regex(
 )
 
 
+def in_json(text: str) -> str:
+    """The inside of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
 @dataclass(frozen=True)
 class Family:
     """A family's tokenizer, and what its chat template does with contents.
 
     Args:
-        tools: the template writes tool calls and their results.
-        json_results: it writes a tool's result as JSON.
-        hides_thinking: it leaves out what an earlier answer says before ``</think>``.
-        swallows_blanks: control tokens take the white space beside them.
+        tools: Whether the template writes tool calls and their results.
+        json_results: Whether it writes a tool's result as JSON.
+        hides_thinking: Whether it leaves out text before ``</think>`` in earlier answers.
+        swallows_blanks: Whether control tokens remove the white space next to them.
     """
 
     name: str
@@ -76,6 +83,17 @@ class Family:
     def decoded(self, ids: list[int]) -> str:
         """The text of ids, control tokens included."""
         return str(self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False))
+
+    def typed(self, history: Sequence[str]) -> list[str]:
+        """The texts of a history, user first, that must reach the model."""
+        return [
+            text.rpartition("</think>")[2] if i % 2 and self.hides_thinking else text
+            for i, text in enumerate(history)
+        ]
+
+    def results(self, texts: Sequence[str]) -> list[str]:
+        """Results of tools as the template writes them."""
+        return [in_json(text) if self.json_results else text for text in texts]
 
     def as_decoded(self, text: str) -> str:
         """What a text looks like when it comes back from ids: the tokenizer's normal form."""
@@ -120,20 +138,29 @@ def _unigram(pieces: list[str]) -> Tokenizer:
     return backend
 
 
-def _tokenizer(
+def _family(
+    name: str,
     backend: Tokenizer,
     template: str,
+    control: tuple[str | None, str, str, str],
     *,
-    bos: str | None,
-    eos: str,
-    special: str,
-    plain: str = "",
-    **flags: bool,
-) -> PreTrainedTokenizerFast:
-    """Put control tokens on a backend: ``special`` and not special ones, separated by blanks."""
-    # What transformers adds by itself has its own flags; with ours they are there already.
+    flags: dict[str, bool] | None = None,
+    **does: bool,
+) -> Family:
+    """A family of this name.
+
+    Args:
+        control: BOS, EOS, and the special and the other control tokens, separated by blanks.
+        flags: Flags of the control tokens.
+        does: Fields of the family.
+    """
+    bos, eos, special, plain = control
+    # With flags of their own, transformers does not add the tokens again with its flags.
     for names, is_special in ((special, True), (plain, False)):
-        tokens = [AddedToken(name, special=is_special, **flags) for name in names.split()]
+        tokens = [
+            AddedToken(one, special=is_special, **({"normalized": False} | (flags or {})))
+            for one in names.split()
+        ]
         (backend.add_special_tokens if is_special else backend.add_tokens)(tokens)
     if bos is not None:
         backend.post_processor = processors.TemplateProcessing(
@@ -144,7 +171,7 @@ def _tokenizer(
         tokenizer_object=backend, bos_token=bos, eos_token=eos, pad_token=eos
     )
     tokenizer.chat_template = template
-    return tokenizer
+    return Family(name, tokenizer, **does)
 
 
 _LLAMA3 = (
@@ -170,114 +197,47 @@ _PHI3 = "<s> <|endoftext|> <|assistant|> <|system|> <|end|> <|user|> <|placehold
 _PHI4 = "<|endoftext|> <|im_start|> <|im_end|> <|im_sep|> <|fim_prefix|> <|dummy_0|>"
 
 
-def _llama3(name: str) -> Family:
-    tokenizer = _tokenizer(
-        _byte_level(split=_SPLIT_LLAMA3),
-        templates.LLAMA3,
-        bos="<|begin_of_text|>",
-        eos="<|eot_id|>",
-        special=_LLAMA3,
-        normalized=False,
-    )
-    return Family(name, tokenizer, tools=True, json_results=True)
-
-
-def _qwen(name: str, template: str, plain: str, *, normalizer: Any = None) -> Family:
-    tokenizer = _tokenizer(
-        _byte_level(normalizer or normalizers.NFC()),
-        template,
-        bos=None,
-        eos="<|im_end|>",
-        special=_QWEN,
-        plain=plain,
-        normalized=normalizer is not None,
-    )
-    return Family(name, tokenizer, tools=True, hides_thinking=template == templates.QWEN3)
-
-
-def _deepseek(name: str, *, normalizer: Any = None) -> Family:
-    tokenizer = _tokenizer(
-        _byte_level(normalizer),
-        templates.DEEPSEEK_R1,
-        bos="<｜begin▁of▁sentence｜>",
-        eos="<｜end▁of▁sentence｜>",
-        special=_DEEPSEEK,
-        plain=_DEEPSEEK_PLAIN,
-        normalized=normalizer is not None,
-    )
-    return Family(name, tokenizer, tools=True, hides_thinking=True)
-
-
-def _gemma() -> Family:
-    tokenizer = _tokenizer(
-        _byte_level(),
-        templates.GEMMA,
-        bos="<bos>",
-        eos="<eos>",
-        special=_GEMMA,
-        plain=_GEMMA_PLAIN,
-        normalized=False,
-    )
-    return Family("gemma", tokenizer)
-
-
-def _mistral() -> Family:
-    # Turn tokens are pieces of the model itself: text alone can give their ids.
-    tokenizer = _tokenizer(
-        _unigram(_MISTRAL.split()),
-        templates.MISTRAL,
-        bos="<s>",
-        eos="</s>",
-        special=_MISTRAL,
-        normalized=False,
-    )
-    return Family("mistral", tokenizer, tools=True)
-
-
-def _phi3() -> Family:
-    # Each control token takes the white space after it.
-    tokenizer = _tokenizer(
-        _byte_level(),
-        templates.PHI3,
-        bos=None,
-        eos="<|endoftext|>",
-        special=_PHI3,
-        plain="</s>",
-        rstrip=True,
-        normalized=False,
-    )
-    return Family("phi-3", tokenizer, swallows_blanks=True)
-
-
-def _phi4() -> Family:
-    tokenizer = _tokenizer(
-        _byte_level(),
-        templates.PHI4,
-        bos=None,
-        eos="<|im_end|>",
-        special=_PHI4,
-        lstrip=True,
-        rstrip=True,
-        normalized=False,
-    )
-    return Family("phi-4", tokenizer, swallows_blanks=True)
-
-
 @lru_cache(maxsize=1)
 def families() -> dict[str, Family]:
-    """Every family by name; two of them once more with a normaliser that hits control tokens."""
+    """Every family by name; two of them again with a normalizer that changes control tokens."""
+    llama = ("<|begin_of_text|>", "<|eot_id|>", _LLAMA3, "")
+    qwen25, qwen3 = ((None, "<|im_end|>", _QWEN, plain) for plain in (_QWEN25_PLAIN, _QWEN3_PLAIN))
+    deepseek = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", _DEEPSEEK, _DEEPSEEK_PLAIN)
+    thinking = {"tools": True, "hides_thinking": True}
+    normalized = {"normalized": True}
+    nfc, lower, nfkc = normalizers.NFC(), normalizers.Lowercase(), normalizers.NFKC()
     every = [
-        _llama3("llama-3.1"),
-        _llama3("llama-3.2"),
-        _qwen("qwen-2.5", templates.QWEN25, _QWEN25_PLAIN),
-        _qwen("qwen-3", templates.QWEN3, _QWEN3_PLAIN),
-        _qwen("qwen-3, lower-casing", templates.QWEN3, _QWEN3_PLAIN,
-              normalizer=normalizers.Lowercase()),
-        _deepseek("deepseek-r1-distill"),
-        _deepseek("deepseek-r1-distill, NFKC", normalizer=normalizers.NFKC()),
-        _gemma(),
-        _mistral(),
-        _phi3(),
-        _phi4(),
+        _family(
+            "llama-3.1", _byte_level(split=_SPLIT_LLAMA3), templates.LLAMA31, llama,
+            tools=True, json_results=True,
+        ),
+        _family("qwen-2.5", _byte_level(nfc), templates.QWEN25, qwen25, tools=True),
+        _family("qwen-3", _byte_level(nfc), templates.QWEN3_THINKING, qwen3, **thinking),
+        _family(
+            "qwen-3, lower-casing", _byte_level(lower), templates.QWEN3_THINKING, qwen3,
+            flags=normalized, **thinking,
+        ),
+        _family(
+            "deepseek-r1-distill", _byte_level(), templates.DEEPSEEK_R1, deepseek, **thinking
+        ),
+        _family(
+            "deepseek-r1-distill, NFKC", _byte_level(nfkc), templates.DEEPSEEK_R1, deepseek,
+            flags=normalized, **thinking,
+        ),
+        _family("gemma", _byte_level(), templates.GEMMA, ("<bos>", "<eos>", _GEMMA, _GEMMA_PLAIN)),
+        # Turn tokens are pieces of the model itself: text alone can give their ids.
+        _family(
+            "mistral", _unigram(_MISTRAL.split()), templates.MISTRAL, ("<s>", "</s>", _MISTRAL, ""),
+            tools=True,
+        ),
+        # Each control token removes the white space after it.
+        _family(
+            "phi-3", _byte_level(), templates.PHI3, (None, "<|endoftext|>", _PHI3, "</s>"),
+            flags={"rstrip": True}, swallows_blanks=True,
+        ),
+        _family(
+            "phi-4", _byte_level(), templates.PHI4, (None, "<|im_end|>", _PHI4, ""),
+            flags={"lstrip": True, "rstrip": True}, swallows_blanks=True,
+        ),
     ]  # fmt: skip
     return {family.name: family for family in every}

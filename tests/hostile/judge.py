@@ -1,8 +1,7 @@
-"""What must hold of every prompt, judged by its token ids and nothing of how it was made.
+"""Checks of every prompt, by its token ids alone.
 
-Control tokens: the ids of a hostile conversation hold those of the same conversation in innocuous
-words, and no other. Passages: each is one block, with its text. Contents: they reach the model as
-they were typed.
+Control tokens: a hostile conversation has those of the same conversation in harmless words, and no
+others. Passages: each is one block, with its text. Contents: they reach the model unchanged.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ from typing import Any, NamedTuple
 
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from tests.hostile.families import Family
+from tests.hostile.texts import Sample
 
 MARKER = "kvblock:"
 
 
 class Fault(NamedTuple):
-    """What was found wrong, and where."""
-
     kind: str
     detail: str
 
@@ -29,13 +27,13 @@ class Asked:
     """The prompts of one request to a framework.
 
     Args:
-        prompts: in the order in which the model was asked.
-        passages: canonical texts, each to be one block of one prompt, in this order.
-        typed: contents that every prompt must hold as they are.
-        in_final: contents that every prompt's final block must hold.
-        cut: the framework may cut passages; then their words must all reach the model.
-        contents: all that anybody wrote, for counting what looks like a marker.
-        thoughts: earlier answers with ``</think>``, which a template may write anew.
+        prompts: In the order of the requests to the model.
+        passages: Canonical texts. Each must be one block of one prompt, in this order.
+        typed: Contents that every prompt must contain unchanged.
+        in_final: Contents that the final block of every prompt must contain.
+        cut: Whether the framework may cut passages; then all of their words must reach the model.
+        sample: The conversation. Its texts may contain markers.
+        thoughts: Number of earlier answers with ``</think>``, which a template may write anew.
     """
 
     prompts: Sequence[BlockPrompt]
@@ -43,8 +41,15 @@ class Asked:
     typed: Sequence[str] = ()
     in_final: Sequence[str] = ()
     cut: bool = False
-    contents: Sequence[str] = ()
+    sample: Sample | None = None
     thoughts: int = 0
+
+    @property
+    def contents(self) -> list[str]:
+        """Everything that somebody wrote, as often as a prompt may contain it."""
+        if (sample := self.sample) is None:
+            return [*self.passages]
+        return [*sample.everything, sample.argument, sample.argument, *self.passages]
 
 
 class Reading(NamedTuple):
@@ -71,15 +76,11 @@ def read(family: Family, prompt: BlockPrompt, tokenizer: Any) -> Reading:
 
 def passage_blocks(prompt: BlockPrompt) -> list[tuple[int, Block]]:
     """The blocks that are passages, with their places."""
-    found = []
-    for place, block in enumerate(prompt.context):
-        if any(span.origin in ("passage", "altered") for span in block.spans):
-            found.append((place, block))
-    return found
+    return [(place, block) for place, block in enumerate(prompt.context) if block.is_passage]
 
 
 def judge(family: Family, hostile: Asked, neutral: Asked, tokenizer: Any) -> list[Fault]:
-    """All that is wrong with the prompts of a request. ``neutral``: the same in harmless words."""
+    """All faults of the prompts of a request. ``neutral``: the same in harmless words."""
     faults = _judge_neutral(family, neutral, tokenizer)
     allowed = [read(family, prompt, tokenizer).controls for prompt in neutral.prompts]
     if not hostile.prompts or (not hostile.cut and len(hostile.prompts) != len(neutral.prompts)):
@@ -109,15 +110,14 @@ def _judge_neutral(family: Family, asked: Asked, tokenizer: Any) -> list[Fault]:
 
 
 def _without_swallowed(family: Family, ids: list[int]) -> Any:
-    """Ids, or, where control tokens swallow the blanks beside them, text without any blanks: it is
-    open whether they may swallow those of a content."""
+    """Ids, or text without blanks if control tokens remove the blanks next to them."""
     if not family.swallows_blanks:
         return ids
     return family.controls_in(ids), "".join(family.decoded(ids).split())
 
 
 def _without_thoughts(controls: list[str], most: int) -> list[str]:
-    """Less the ``<think>``, ``</think>`` that a template wrote itself at the start of a turn."""
+    """Without the ``<think>``, ``</think>`` that a template writes at the start of a turn."""
     kept: list[str] = []
     for control in controls:
         if most and control == "</think>" and kept[-2:] == ["<|im_start|>", "<think>"]:
@@ -157,14 +157,13 @@ def _judge_passages(family: Family, asked: Asked, tokenizer: Any) -> list[Fault]
 
 
 def _judge_contents(family: Family, asked: Asked, reading: Reading) -> list[Fault]:
-    """What was typed is there, and no marker but those that somebody typed."""
-    faults = []
-    for content in asked.typed:
-        if family.as_decoded(content.strip()) not in reading.text:
-            faults.append(Fault("typed", f"{content!r} is not in {reading.text!r}"))
-    for content in asked.in_final:
-        if family.as_decoded(content.strip()) not in reading.final:
-            faults.append(Fault("typed", f"{content!r} is not in the end {reading.final!r}"))
+    """Everything typed is there, and no marker except typed ones."""
+    faults = [
+        Fault("typed", f"{content!r} is not in {text!r}")
+        for contents, text in ((asked.typed, reading.text), (asked.in_final, reading.final))
+        for content in contents
+        if family.as_decoded(content.strip()) not in text
+    ]
     markers = reading.text.count(MARKER)
     typed = sum(family.as_decoded(content).count(MARKER) for content in asked.contents)
     if markers > typed and not (asked.cut and typed):

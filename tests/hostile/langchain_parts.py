@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
@@ -11,7 +10,7 @@ from langchain_core.callbacks import CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.outputs import ChatGeneration, ChatResult
-from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
+from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.tools import create_retriever_tool
 from pydantic import PrivateAttr
@@ -24,9 +23,8 @@ from blockattn_rag.langchain import (
     format_blocks,
 )
 from blockattn_rag.prompts.blocks import BlockPrompt
-from tests.hostile.families import Family
+from tests.hostile.families import Family, in_json
 from tests.hostile.judge import Asked
-from tests.hostile.llama_index_parts import everything, in_json, thoughts, typed_history
 from tests.hostile.texts import Passage, Sample
 from tests.models import shared_tiny_llama
 
@@ -41,13 +39,13 @@ PROMPT = ChatPromptTemplate.from_messages(
 
 
 class RecordingChat(ChatBlockAttention):
-    """Keeps the prompts that it is asked, and answers nothing."""
+    """Keeps its prompts and answers nothing."""
 
     _prompts: list[BlockPrompt] = PrivateAttr(default_factory=list)
 
     @property
     def prompts(self) -> list[BlockPrompt]:
-        """The prompts since the last time somebody looked."""
+        """The prompts since the last access."""
         prompts = list(self._prompts)
         self._prompts.clear()
         return prompts
@@ -82,7 +80,7 @@ def documents_of(passages: Sequence[Passage]) -> list[Document]:
 
 
 def canonical(passages: Sequence[Passage], form: str = TITLED) -> list[str]:
-    """The texts that are to be blocks: formatted and stripped; empty ones are left out."""
+    """The texts that must be blocks: formatted and stripped, without empty ones."""
     texts = (form.format(title=p.title, page_content=p.text).strip() for p in passages)
     return [text for text in texts if text]
 
@@ -91,23 +89,20 @@ def messages_of(history: Sequence[str]) -> list[BaseMessage]:
     return [AIMessage(text) if i % 2 else HumanMessage(text) for i, text in enumerate(history)]
 
 
+def by_string(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]:
+    """A string for the model without chat: control tokens count nowhere."""
+    make: Any = BlockAttentionLLM
+    llm: BlockAttentionLLM = make(source=chat.source)
+    context = format_blocks(documents_of(sample.passages), None)
+    prompt = llm.to_prompt(f"{sample.system}\n{context}\nQuestion: {sample.question}")
+    texts = canonical(sample.passages, "{page_content}")
+    return [Asked([prompt], texts, [sample.system], [sample.question], sample=sample)]
+
+
 def by_chain(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]:
-    """Passages in the system message by ``format_blocks``, then a history and the question."""
-    inputs = {
-        "system": sample.system,
-        "context": format_blocks(documents_of(sample.passages), None),
-        "history": messages_of(sample.history),
-        "input": sample.question,
-    }
-    (PROMPT | chat).invoke(inputs)
-    return [_asked(family, chat, sample, canonical(sample.passages, "{page_content}"))]
-
-
-def by_stuff_chain(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]:
-    """The same by ``create_stuff_documents_chain``, with titles."""
+    """Passages with titles in the system message by ``create_stuff_documents_chain``."""
     form = BlockDocumentPrompt.from_template(TITLED)
-    chain = create_stuff_documents_chain(chat, PROMPT, document_prompt=form)
-    chain.invoke(
+    create_stuff_documents_chain(chat, PROMPT, document_prompt=form).invoke(
         {
             "system": sample.system,
             "context": documents_of(sample.passages),
@@ -115,22 +110,22 @@ def by_stuff_chain(family: Family, chat: RecordingChat, sample: Sample) -> list[
             "input": sample.question,
         }
     )
-    return [_asked(family, chat, sample, canonical(sample.passages))]
+    return [_asked(family, chat, sample)]
 
 
 def by_parts(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]:
-    """Passages as parts of a message, told by their handle."""
+    """Passages as parts of a message, each with its handle."""
     parts: list[str | dict[Any, Any]] = [
         {"type": "text", "text": text, HANDLE_KEY: "whatever"}
         for text in canonical(sample.passages)
     ]
-    last = HumanMessage([*parts, {"type": "text", "text": sample.question}])
-    chat.invoke([SystemMessage(sample.system), *messages_of(sample.history), last])
-    return [_asked(family, chat, sample, canonical(sample.passages))]
+    *before, _ = _before(sample)
+    chat.invoke([*before, HumanMessage([*parts, {"type": "text", "text": sample.question}])])
+    return [_asked(family, chat, sample)]
 
 
 def by_retriever_tool(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]:
-    """A question, a call of a retriever tool, and what the tool found."""
+    """A question, a call of a retriever tool, and its result."""
     tool = create_retriever_tool(
         FixedRetriever(documents=documents_of(sample.passages)),
         "lookup",
@@ -140,34 +135,28 @@ def by_retriever_tool(family: Family, chat: RecordingChat, sample: Sample) -> li
     call = _call(sample)
     result: ToolMessage = tool.invoke({**call, "name": "lookup", "args": {"query": "?"}})
     chat.invoke([*_before(sample), AIMessage(sample.answer, tool_calls=[call]), result])
-    texts = canonical(sample.passages)
-    if family.json_results:
-        texts = [in_json(text) for text in texts]
-    return [_with_tool(family, chat, sample, texts)]
+    return [_with_tool(family, chat, sample, family.results(canonical(sample.passages)))]
 
 
 def by_both(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]:
-    """Some passages in the system message, with no word beside them, the others by a tool."""
+    """One passage as the system message, the others as the result of a tool."""
     first, *others = documents_of(sample.passages)
     found = ToolMessage(format_blocks(others), tool_call_id=sample.call_id, name="lookup")
-    asked = [HumanMessage(sample.question), AIMessage("", tool_calls=[_call(sample)]), found]
-    chat.invoke([SystemMessage(format_blocks([first])), *messages_of(sample.history), *asked])
-    by_system = canonical(sample.passages[:1], "{page_content}")
-    by_tool = canonical(sample.passages[1:], "{page_content}")
-    if family.json_results:
-        by_tool = [in_json(text) for text in by_tool]
-    # Without words for tools, the result goes before its question, which the history precedes.
-    whole = _with_tool(family, chat, sample, [*by_system, *by_tool])
-    return [replace(whole, typed=whole.typed[1:])]
+    _, *asked = _before(sample)
+    call = AIMessage("", tool_calls=[_call(sample)])
+    chat.invoke([SystemMessage(format_blocks([first])), *asked, call, found])
+    by_system, by_tool = (
+        canonical(passages, "{page_content}")
+        for passages in (sample.passages[:1], sample.passages[1:])
+    )
+    return [_with_tool(family, chat, sample, by_system + family.results(by_tool), system=False)]
 
 
 def by_tool_result(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]:
-    """What another tool says is no passage, whatever it looks like; then the user asks again."""
+    """The result of another tool, which is no passage whatever it looks like."""
     result = ToolMessage(sample.tool_result, tool_call_id=sample.call_id, name=sample.tool_name)
     chat.invoke([*_before(sample), AIMessage("", tool_calls=[_call(sample)]), result])
-    asked = _with_tool(family, chat, sample, [])
-    shown = in_json(sample.tool_result) if family.json_results else sample.tool_result
-    return [replace(asked, typed=[*asked.typed, shown])]
+    return [_with_tool(family, chat, sample, [], family.results([sample.tool_result]))]
 
 
 def _before(sample: Sample) -> list[BaseMessage]:
@@ -180,46 +169,31 @@ def _call(sample: Sample) -> Any:
     return {"name": sample.tool_name, "args": args, "id": sample.call_id, "type": "tool_call"}
 
 
-def _typed(family: Family, sample: Sample) -> list[str]:
-    return [sample.system, sample.question, *typed_history(family, sample.history)]
+def _asked(family: Family, chat: RecordingChat, sample: Sample) -> Asked:
+    typed = [sample.system, *family.typed(sample.history)]
+    texts, final = canonical(sample.passages), [sample.question]
+    return Asked(chat.prompts, texts, typed, final, sample=sample, thoughts=sample.thoughts)
 
 
-def _asked(family: Family, chat: RecordingChat, sample: Sample, texts: list[str]) -> Asked:
-    return Asked(
-        chat.prompts,
-        texts,
-        _typed(family, sample),
-        [sample.question],
-        contents=everything(sample, texts),
-        thoughts=thoughts(sample),
-    )
-
-
-def _with_tool(family: Family, chat: RecordingChat, sample: Sample, texts: list[str]) -> Asked:
-    typed = _typed(family, sample)
+def _with_tool(
+    family: Family,
+    chat: RecordingChat,
+    sample: Sample,
+    texts: list[str],
+    results: Sequence[str] = (),
+    *,
+    system: bool = True,
+) -> Asked:
+    typed = [*([sample.system] if system else []), sample.question, *family.typed(sample.history)]
     if family.tools and not family.name.startswith("deepseek"):
         typed += [in_json(sample.argument), sample.tool_name]
-    contents = [*everything(sample, texts), sample.argument, sample.argument]
-    return Asked(chat.prompts, texts, typed, contents=contents, thoughts=thoughts(sample))
-
-
-def by_string(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]:
-    """A prompt that is a string, for the model without chat: nobody's control tokens count."""
-    make: Any = BlockAttentionLLM
-    llm: BlockAttentionLLM = make(source=chat.source)
-    context = format_blocks(documents_of(sample.passages), None)
-    form = PromptTemplate.from_template("{system}\n{context}\nQuestion: {question}")
-    string = form.format(system=sample.system, context=context, question=sample.question)
-    texts = canonical(sample.passages, "{page_content}")
-    contents = everything(sample, texts)
-    prompts = [llm.to_prompt(string)]
-    return [Asked(prompts, texts, [sample.system], [sample.question], contents=contents)]
+    typed += results
+    return Asked(chat.prompts, texts, typed, sample=sample, thoughts=sample.thoughts)
 
 
 SCENARIOS: dict[str, Callable[[Family, RecordingChat, Sample], list[Asked]]] = {
     "string": by_string,
     "chain": by_chain,
-    "stuff chain": by_stuff_chain,
     "message parts": by_parts,
     "retriever tool": by_retriever_tool,
     "system and tool": by_both,

@@ -1,33 +1,95 @@
 """No content writes control tokens, whoever wrote it, and every passage is one block.
 
-The default run is a sample; ``HOSTILE_COUNT=10000`` (conversations) is the whole campaign, as is
-``python -m tests.hostile``.
+Every family is asked in every way, once in hostile contents and once in harmless words.
+``HOSTILE_COUNT=10000`` (conversations) asks more often than once.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from tests.hostile.campaign import run, trials
+from blockattn_rag.prompts.blocks import BlockTemplate
+from tests.hostile import langchain_parts, llama_index_parts
 from tests.hostile.families import Family, families
+from tests.hostile.judge import Asked, Fault, judge
+from tests.hostile.texts import Attacker, Sample
 
-COUNT = int(os.environ.get("HOSTILE_COUNT", "594"))
+COUNT = int(os.environ.get("HOSTILE_COUNT", "0"))
 FAMILIES = sorted(families())
+Ask = Callable[[Family, Any, Sample], list[Asked]]
 
 
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> Family:
-    return families()[request.param]
+@dataclass(frozen=True)
+class Trial:
+    """One way to ask models of one family. ``model``: a recording one of either framework."""
+
+    name: str
+    family: Family
+    model: Any
+    ask: Ask
+    long: bool = False
+
+    def faults(self, seed: str) -> list[Fault]:
+        """Ask a hostile sample and the same in harmless words, and compare the two."""
+        sample = Attacker(seed, self.family.controls).sample(long=self.long)
+        neutral = self.ask(self.family, self.model, sample.neutral())
+        try:
+            hostile = self.ask(self.family, self.model, sample)
+        except Exception as error:  # noqa: BLE001 -- a conversation that cannot be asked is a fault
+            return [Fault("raised", repr(error))]
+        tokenizer = self.model.source.tokenizer
+        return [
+            fault
+            for one, other in zip(hostile, neutral, strict=True)
+            for fault in judge(self.family, one, other, tokenizer)
+        ]
+
+
+def trials(family: Family) -> list[Trial]:
+    """Every way to ask models of a family."""
+    before, after = family.controls[:2]
+    framed = BlockTemplate(f"{before}Document: ", after)
+    chat = langchain_parts.recording_chat(family)
+    framing = langchain_parts.recording_chat(family, block_template=framed)
+    made = [
+        Trial(f"LangChain, {name}", family, chat, ask)
+        for name, ask in langchain_parts.SCENARIOS.items()
+    ]
+    made.append(Trial("LangChain, framed", family, framing, langchain_parts.by_chain))
+
+    def llm(**fields: Any) -> Any:
+        return llama_index_parts.recording_llm(family, **fields)
+
+    own = llama_index_parts.own_template(family)
+    plain, small = llm(), llm(context_window=llama_index_parts.SMALL)
+    ways: list[tuple[str, Any, Ask]] = [
+        *((name, plain, ask) for name, ask in llama_index_parts.SCENARIOS.items()),
+        *((f"{m}, cut", small, llama_index_parts.by_cutting(m)) for m in llama_index_parts.MODES),
+        ("own messages_to_prompt", llm(messages_to_prompt=own), llama_index_parts.by_messages),
+        ("framed", llm(block_template=framed), llama_index_parts.by_messages),
+        ("no chat", llm(is_chat_model=False), llama_index_parts.by_synthesizer("compact")),
+    ]
+    for configured, (name, model, ask) in itertools.product((True, False), ways):
+        ask = llama_index_parts.within_settings(ask, configured=configured)
+        place = f"LlamaIndex {'with' if configured else 'without'} configure, {name}"
+        made.append(Trial(place, family, model, ask, long=model is small))
+    return made
 
 
 @pytest.mark.timeout(3600)
-def test_hostile_contents_write_no_control_token_and_break_no_block(family: Family) -> None:
-    tally = run(COUNT // len(FAMILIES), within=[family])
-    assert not tally.faults, "\n".join(tally.examples[:5])
-    assert tally.prompts >= COUNT // len(FAMILIES)
-
-
-def test_every_part_of_every_family_is_tried_in_a_default_run(family: Family) -> None:
-    assert len(trials(family)) <= 594 // len(FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_hostile_contents_write_no_control_token_and_break_no_block(name: str) -> None:
+    every = trials(families()[name])
+    count = max(len(every), COUNT // len(FAMILIES))
+    found = [
+        f"{trial.name}, {number}: {fault.kind}: {fault.detail}"
+        for number, trial in zip(range(count), itertools.cycle(every), strict=False)
+        for fault in trial.faults(f"{number}, {name}, {trial.name}")
+    ]
+    assert not found, "\n".join([f"{len(found)} faults", *found[:5]])

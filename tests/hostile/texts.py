@@ -1,10 +1,10 @@
-"""Hostile contents, the same for the same seed: what somebody may write into a conversation."""
+"""Hostile contents of conversations, drawn from a seed."""
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ _ODDITIES = (
 )  # fmt: skip
 
 LONG = 40
-"""Words of a long passage, at least; no other text has so many."""
+"""Fewest words of a long passage. No other text has as many."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Sample:
-    """All that is said in one conversation. ``history``: the user, the assistant, the user, ..."""
+    """All texts of one conversation. ``history``: the user, the assistant, the user, ..."""
 
     system: str
     history: tuple[str, ...]
@@ -60,30 +60,31 @@ class Sample:
     call_id: str
     tool_result: str
 
+    @property
+    def everything(self) -> list[str]:
+        """All texts but those of the passages."""
+        fixed = (self.system, self.question, self.answer, self.argument, self.tool_name)
+        return [*fixed, self.tool_result, *self.history]
+
+    @property
+    def thoughts(self) -> int:
+        """How many earlier answers contain thoughts."""
+        return sum("</think>" in text for text in (*self.history, self.answer))
+
     def neutral(self) -> Sample:
-        """The same conversation in innocuous words; blank texts stay, since templates ask."""
-        changed = _map_texts(self, _harmless)
-        return replace(changed, call_id="call00001")
+        """The same conversation in harmless words. Blank texts stay, since templates test them."""
+        texts = {one.name: _harmless(one.name, getattr(self, one.name)) for one in fields(self)}
+        return replace(self, **{**texts, "call_id": "call00001"})
 
 
-def _harmless(name: str, text: str) -> str:
-    """Innocuous words for a text; for a long one, so many that they must be cut as well."""
-    words = 400 if len(text.split()) >= LONG else 1
-    return " ".join([name] * words) if text.strip() else text
-
-
-def _map_texts(sample: Sample, change: Callable[[str, str], str]) -> Sample:
-    """A copy with every text replaced by ``change(its name, itself)``."""
-
-    def changed(name: str, value: Any) -> Any:
-        if isinstance(value, str):
-            return change(name, value)
-        if isinstance(value, Passage):
-            return Passage(change(f"{name}title", value.title), change(name, value.text))
-        return tuple(changed(f"{name}{index}", item) for index, item in enumerate(value))
-
-    new = {field.name: changed(field.name, getattr(sample, field.name)) for field in fields(sample)}
-    return replace(sample, **new)
+def _harmless(name: str, value: Any) -> Any:
+    """The name instead of each text; for a long text, so often that it must be cut as well."""
+    if isinstance(value, Passage):
+        return Passage(_harmless(f"{name}title", value.title), _harmless(name, value.text))
+    if isinstance(value, tuple):
+        return tuple(_harmless(f"{name}{index}", item) for index, item in enumerate(value))
+    words = 400 if len(value.split()) >= LONG else 1
+    return " ".join([name] * words) if value.strip() else value
 
 
 class Attacker:
@@ -94,9 +95,10 @@ class Attacker:
         self._controls = controls
 
     def sample(self, *, long: bool = False) -> Sample:
-        """One conversation; sometimes a control token or a marker is split between neighbours.
+        """One conversation. Some split a control token or a marker between neighbours.
 
-        ``long``: its passages are long, of words that can be told apart.
+        Args:
+            long: Whether its passages are long, of different words.
         """
         rng = self._rng
         made = Sample(

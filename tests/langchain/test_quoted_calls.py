@@ -10,8 +10,8 @@ from langchain_core.messages import AIMessage
 from blockattn_rag.langchain import ChatBlockAttention
 from blockattn_rag.output import FORMATS
 from blockattn_rag.prompts.blocks import Span
+from tests.chat_templates import QWEN3
 from tests.langchain.test_tools import ask
-from tests.output.chat_templates import QWEN3
 from tests.quoting import CALLS, called, delete_all, quoted, quoting_model
 from tests.scripted import ScriptedEngine
 

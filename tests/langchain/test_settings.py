@@ -20,9 +20,9 @@ from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.langchain import ChatBlockAttention
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
+from tests.chat_templates import QWEN3
 from tests.langchain.conftest import tiny_block_model
 from tests.models import tiny_model
-from tests.output.chat_templates import QWEN3
 from tests.saying import says, thinking_tokenizer
 
 ANSWER = "<think>\nIt is deep.\n</think>\n\n31 metres."

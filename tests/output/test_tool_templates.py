@@ -18,8 +18,8 @@ from blockattn_rag.output.tool_templates import shows_results
 from blockattn_rag.prompts.blocks import Span, text_of
 from blockattn_rag.prompts.chat_template import chat_spans
 from blockattn_rag.prompts.markers import wrap
+from tests import chat_templates
 from tests.models import tiny_tokenizer
-from tests.output import chat_templates
 
 FUNCTION: dict[str, Any] = {
     "name": "get_weather",

@@ -10,8 +10,8 @@ from blockattn_rag.output.tool_formats import FORMATS
 from blockattn_rag.output.tool_parser import ReadAnswer
 from blockattn_rag.output.tool_use import CallReading, ToolUse, choice_of, prompt_spans
 from blockattn_rag.prompts.blocks import text_of
+from tests.chat_templates import QWEN25
 from tests.models import tiny_tokenizer
-from tests.output.chat_templates import QWEN25
 
 
 def tool(name: str) -> dict[str, Any]:

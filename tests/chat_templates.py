@@ -1,7 +1,7 @@
-"""Chat templates that render what the vendors document, written for these tests.
+"""Chat templates of model families, after the originals, as far as prompts depend on them.
 
-What a prompt depends on is kept of each: the control tokens, how tools, calls and results are
-written, and what is left out. The prompts they must render stand in ``test_templates.py``.
+Each keeps the control tokens, the order of roles, how tools, calls and results are written, and
+what is trimmed or left out. ``tests/output/test_tool_templates.py`` has the documented prompts.
 """
 
 from __future__ import annotations
@@ -15,29 +15,41 @@ _CHATML_TOOLS = """
 {{- '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>' }}
 """
 
-_CHATML_TURNS = """
+_CHATML_CALLS = """
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}"""
+
+_CHATML_RESULT = """
+        {%- if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}"""
+
+_CHATML_TURNS = (
+    """
 {%- for message in messages %}
     {%- if message.role == 'system' and not loop.first or message.role == 'user' %}
         {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
     {%- elif message.role == 'assistant' %}
         {{- '<|im_start|>assistant' }}
         {%- if message.content %}{{ '\\n' + message.content }}{% endif %}
-        {%- for call in message.tool_calls or [] %}
-            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- call.function.arguments | tojson }}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
+"""
+    + _CHATML_CALLS
+    + """
         {{- '<|im_end|>\\n' }}
     {%- elif message.role == 'tool' %}
-        {%- if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
-            {{- '<|im_end|>\\n' }}
-        {%- endif %}
+"""
+    + _CHATML_RESULT
+    + """
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
+)
 
 QWEN25 = (
     """
@@ -65,6 +77,57 @@ QWEN3 = (
 {%- if add_generation_prompt and enable_thinking is defined and not enable_thinking %}
     {{- '<think>\\n\\n</think>\\n\\n' }}
 {%- endif %}"""
+)
+
+# With thoughts, which it leaves out of earlier turns.
+QWEN3_THINKING = (
+    """
+{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(searching=true, last_query=messages | length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages | length - 1) - loop.index0 %}
+    {%- if ns.searching and message.role == 'user' and message.content is string
+        and not (message.content.startswith('<tool_response>')
+                 and message.content.endswith('</tool_response>')) %}
+        {%- set ns.searching = false %}
+        {%- set ns.last_query = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set thinking = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set thinking = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set thinking = content.split('</think>')[0].rstrip('\\n') %}
+            {%- set thinking = thinking.split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.index0 > ns.last_query and (loop.last or thinking) %}
+            {{- '<think>\\n' + thinking.strip('\\n') + '\\n</think>\\n\\n' }}
+            {{- content.lstrip('\\n') }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+"""
+    + _CHATML_CALLS
+    + """
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}"""
+    + _CHATML_RESULT
+    + """
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
 )
 
 LLAMA31 = """
@@ -235,4 +298,132 @@ QWEN3_CODER = """
     {%- endfor %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
+"""
+
+# Calls are written only where the content is none, as in the original; arguments are a string.
+DEEPSEEK_R1 = """
+{%- set ns = namespace(after_tool=false, first_result=true, system='') %}
+{%- for message in messages if message.role == 'system' %}
+    {%- set ns.system = message.content %}
+{%- endfor %}
+{{- bos_token + ns.system }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- set ns.after_tool = false %}
+        {{- '<｜User｜>' + message.content }}
+    {%- elif message.role == 'assistant' and message.content is none %}
+        {%- for call in message.tool_calls %}
+            {{- '<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call.type }}
+            {{- '<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}
+            {{- call.function.arguments + '\\n```<｜tool▁call▁end｜>' }}
+        {%- endfor %}
+        {{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set content = message.content %}
+        {%- if ns.after_tool %}
+            {{- '<｜tool▁outputs▁end｜>' + content + '<｜end▁of▁sentence｜>' }}
+            {%- set ns.after_tool = false %}
+        {%- else %}
+            {%- if '</think>' in content %}
+                {%- set content = content.split('</think>')[-1] %}
+            {%- endif %}
+            {{- '<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>' }}
+        {%- endif %}
+    {%- elif message.role == 'tool' %}
+        {%- set ns.after_tool = true %}
+        {{- '<｜tool▁outputs▁begin｜>' if ns.first_result else '\\n' }}
+        {{- '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}
+        {%- set ns.first_result = false %}
+    {%- endif %}
+{%- endfor %}
+{%- if ns.after_tool %}
+    {{- '<｜tool▁outputs▁end｜>' }}
+{%- endif %}
+{%- if add_generation_prompt and not ns.after_tool %}
+    {{- '<｜Assistant｜><think>\\n' }}
+{%- endif %}
+"""
+
+GEMMA = """
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {{- raise_exception('System role not supported') }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/...') }}
+    {%- endif %}
+    {%- set role = 'model' if message.role == 'assistant' else message.role %}
+    {{- '<start_of_turn>' + role + '\\n' + message.content | trim + '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<start_of_turn>model\\n' }}
+{%- endif %}
+"""
+
+# The system message goes into the last user message, and nowhere if that is not the last message.
+MISTRAL = """
+{%- set spoken = messages %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] %}
+    {%- set spoken = messages[1:] %}
+{%- endif %}
+{%- set ns = namespace(index=0) %}
+{%- for message in spoken %}
+    {%- if message.role != 'tool' and not message.tool_calls %}
+        {%- if (message.role == 'user') != (ns.index % 2 == 0) %}
+            {{- raise_exception('Conversation roles must alternate user/assistant/user/...') }}
+        {%- endif %}
+        {%- set ns.index = ns.index + 1 %}
+    {%- endif %}
+{%- endfor %}
+{{- bos_token }}
+{%- for message in spoken %}
+    {%- if message.role == 'user' and loop.last and system is defined %}
+        {{- '[INST]' + system + '\\n\\n' + message.content + '[/INST]' }}
+    {%- elif message.role == 'user' %}
+        {{- '[INST]' + message.content + '[/INST]' }}
+    {%- elif message.tool_calls %}
+        {{- '[TOOL_CALLS][' }}
+        {%- for call in message.tool_calls %}
+            {%- if call.id | length != 9 %}
+                {{- raise_exception('Tool call IDs should be strings with length 9!') }}
+            {%- endif %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}
+            {{- '' if loop.last else ', ' }}
+        {%- endfor %}
+        {{- ']' + eos_token }}
+    {%- elif message.role == 'assistant' %}
+        {{- message.content + eos_token }}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS]{"content": ' + message.content | string + ', ' }}
+        {{- '"call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- raise_exception('Only user and assistant roles are supported!') }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+PHI3 = """
+{%- for message in messages %}
+    {%- if message.role == 'system' and message.content %}
+        {{- '<|system|>\\n' + message.content + '<|end|>\\n' }}
+    {%- elif message.role == 'user' %}
+        {{- '<|user|>\\n' + message.content + '<|end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|assistant|>\\n' + message.content + '<|end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|assistant|>\\n' if add_generation_prompt else eos_token }}
+"""
+
+PHI4 = """
+{%- for message in messages %}
+    {%- if message.role in ('system', 'user', 'assistant') %}
+        {{- '<|im_start|>' + message.role + '<|im_sep|>' + message.content + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant<|im_sep|>' }}
+{%- endif %}
 """
