@@ -1,15 +1,14 @@
-"""Constrained output: answers bounded by a grammar, and tool calls in each model family's form.
+"""Constrained output: grammars of answers, and tool calls in the format of each model family.
 
-With a grammar, every token is one with which the answer can still become what was asked for.
-
-An engine, here or behind a server, takes two options with every call, one at a time::
+With a grammar, only tokens that can still lead to a valid answer are allowed. Every call of an
+engine, local or remote, takes one of two options::
 
     engine.generate(prompt, response_format={"type": "json_schema", "json_schema": {
         "name": "Tower", "schema": {"type": "object", "properties": ...}}})
     engine.generate(prompt, response_format=Tower)                 # a pydantic class
     engine.generate(prompt, response_format={"type": "json_object"})
 
-    engine.generate(prompt, structured_outputs={"json": schema})   # in vLLM's words
+    engine.generate(prompt, structured_outputs={"json": schema})   # as in vLLM
     engine.generate(prompt, structured_outputs={"choice": ["yes", "no"]})
     engine.generate(prompt, structured_outputs={"regex": "[0-9]{4}"})
     engine.generate(prompt, structured_outputs={"grammar": LARK})
@@ -17,14 +16,14 @@ An engine, here or behind a server, takes two options with every call, one at a 
         "triggers": ["<call="],
         "structures": [{"begin": "<call=find>", "schema": schema, "end": "</call>"}]}})
 
-``LARK`` is a grammar in llguidance's form of Lark, which holds JSON schemas and control tokens of
-the model too, so that a call of a tool can be forced::
+``LARK`` is a grammar in llguidance's dialect of Lark. It may contain JSON schemas and control
+tokens of the model, so it can force a tool call::
 
     start: <tool_call> "\\n" call "\\n" </tool_call>
     call: %json {"type": "object", "properties": {"name": {"const": "find"}, "arguments": ...}}
 
-A structural tag leaves the text free until one of its triggers comes. ``Generation.json()`` gives
-the object of a whole answer; an answer that was cut raises there.
+A structural tag leaves the text free until one of its triggers. ``Generation.json()`` returns the
+value of a complete answer and raises for a truncated one.
 """
 
 from blockattn_rag.output.tool_calls import InvalidToolCall, ToolCall

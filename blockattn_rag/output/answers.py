@@ -1,4 +1,4 @@
-"""JSON answers: parsed, or refused with the reason why they are incomplete."""
+"""JSON answers, and errors for incomplete ones."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def complete_json(text: str, finish_reason: str | None) -> Any:
         finish_reason: Why it ended. ``"length"``: it was cut.
 
     Raises:
-        IncompleteAnswerError: the answer was cut, is not JSON, or is nested too deeply.
+        IncompleteAnswerError: The answer was cut, is not JSON, or is nested too deeply.
     """
     try:
         value = json.loads(text)
     except RecursionError:
         raise IncompleteAnswerError(
-            "a JSON answer is nested too deeply to be read; bound the depth of the schema. Found "
+            "a JSON answer is nested too deeply to be read; limit the depth of the schema. Found "
             f"{_shown(text)}",
             text,
         ) from None

@@ -1,7 +1,7 @@
-"""Grammars compiled for one tokenizer, by llguidance.
+"""Compiler of grammars for one tokenizer, by llguidance.
 
-llguidance needs no other package, refuses what it cannot hold a model to, and knows JSON schemas,
-regular expressions and grammars alike.
+llguidance has no dependencies, compiles JSON schemas, regular expressions and grammars, and refuses
+constraints that it cannot enforce.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("blockattn_rag")
 
 MOST_COMPILED = 64
-"""Compiled grammars that are cached; most take some 100 KiB each."""
+"""Number of compiled grammars in the cache. Most take about 100 KiB each."""
 
 MOST_ALTERNATIVES = 10_000
-"""Parser items per position: one for each case of ``anyOf`` or tool, four for each optional
-property. A token takes up to 150 ms at this limit; llguidance's default is 2,000."""
+"""Most parser items per position: one for each ``anyOf`` case or tool, four for each optional
+property. At this limit, a token takes up to 150 ms. llguidance's default is 2,000."""
 
 _STACK_BYTES = 256 << 20
-"""Stack of the threads that compile; pages are taken when they are used. llguidance follows each
-reference by a call of its own, and some 1,000 references in a row overflow the usual 8 MiB, which
-ends the process. With this stack, ``MOST_SCHEMAS`` references fit."""
+"""Stack of the threads that compile; the system allocates its pages on use. llguidance follows
+references recursively, and about 1,000 in a row overflow the usual 8 MiB, which ends the process.
+This stack is enough for ``MOST_SCHEMAS`` references."""
 
-# A model that may write any number of blanks may write nothing else, and indentation takes tokens.
+# Small models may repeat optional blanks until the answer is cut, and indentation costs tokens.
 _WHITESPACE = " ?"
 
 
@@ -50,9 +50,9 @@ class Matcher:
     """Follows one answer and computes which tokens may come next.
 
     Args:
-        compiled: compiled grammar, of which each answer gets a copy.
-        own_ends: tokens that end an answer, as llguidance has them.
-        name: name of the grammar in messages.
+        compiled: Compiled grammar. Each answer gets a copy.
+        own_ends: Ids of the tokens that end an answer for llguidance.
+        name: Name of the grammar in messages.
     """
 
     def __init__(self, compiled: LLMatcher, own_ends: Sequence[int], name: str) -> None:
@@ -70,7 +70,7 @@ class Matcher:
         """Consume the answer so far. Returns whether all of it fits the grammar.
 
         Args:
-            ids: all tokens of the answer, which need not begin with those of the previous call.
+            ids: All tokens of the answer. They need not extend those of the previous call.
 
         Raises:
             GrammarError: the grammar is too complex here, so whether the tokens fit is unknown.
@@ -89,22 +89,20 @@ class Matcher:
         return same + taken == len(ids)
 
     def is_complete(self) -> bool:
-        """Whether the answer so far is all that was asked for; more may still fit."""
+        """Whether the answer so far fits the grammar. More tokens may still fit."""
         return bool(self._matcher.is_accepting())
 
     def allowed(self, vocabulary: int, ends: Collection[int]) -> NDArray[np.bool_]:
         """Which tokens may come next: bool ``[vocabulary]``.
 
         Args:
-            vocabulary: how many tokens the model predicts.
-            ends: tokens that end the answer; they may come when it is complete.
+            vocabulary: Number of tokens that the model predicts.
+            ends: Ids of the tokens that end the answer. They are allowed when it is complete.
 
         Raises:
             GrammarError: the grammar is too complex here.
         """
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._check()
-        known = np.unpackbits(bits, bitorder="little")[:vocabulary]
+        known = self._next()[:vocabulary]
         allowed = np.zeros(vocabulary, bool)
         allowed[: len(known)] = known
         allowed[self._own_ends] = False
@@ -117,33 +115,36 @@ class Matcher:
         Raises:
             GrammarError: the grammar is too large, or no answer fits it.
         """
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._check()
-        first = np.flatnonzero(np.unpackbits(bits, bitorder="little"))[:1].tolist()
-        self._matcher.try_consume_tokens(first)
+        self._matcher.try_consume_tokens(np.flatnonzero(self._next())[:1].tolist())
         self._check()
 
+    def _next(self) -> NDArray[np.uint8]:
+        """1 for each token that may come next, as llguidance has it."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        return np.unpackbits(bits, bitorder="little")
+
     def _check(self) -> None:
-        # llguidance raises nothing: a matcher with an error takes no token and allows the end.
+        # llguidance does not raise: a matcher with an error accepts no token and allows the end.
         if self._matcher.is_error():
             found = self._matcher.get_error().partition("\n")[0]
             raise GrammarError(
-                f"{self._name} cannot be followed: {found}. It is too large or too complex, or it "
-                "describes what no answer can be, as a schema that only refers to itself does. "
-                "Use fewer anyOf cases, tools or optional properties"
+                f"{self._name} cannot be followed: {found}. It is too large or too complex, or no "
+                "answer fits it (a schema that only refers to itself, for example). Use fewer "
+                "anyOf cases, tools or optional properties"
             )
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model's tokenizer and caches the last ones. Thread-safe.
+    """Compiles grammars for one tokenizer and caches them. Thread-safe.
 
-    Each grammar is compiled once, in a thread of its own, so that one that takes seconds delays
-    neither the model nor other grammars.
+    Each grammar is compiled once, in a thread of its own, so a slow one delays neither the model
+    nor other grammars.
 
     Args:
-        tokenizer: transformers tokenizer.
-        ends: tokens that end an answer.
-        name: name of the model in messages.
+        tokenizer: Transformers tokenizer.
+        ends: Ids of the tokens that end an answer.
+        name: Name of the model in messages.
     """
 
     def __init__(self, tokenizer: Any, ends: Collection[int], name: str) -> None:
@@ -155,7 +156,7 @@ class GrammarCompiler:
         _compilers.add(self)
 
     def renew(self) -> None:
-        """Drop the cache, and what other threads compile. A forked process has none of them."""
+        """Drop the cache and everything that threads compile, which a forked process lacks."""
         self._lock = threading.Lock()
         self._known_lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, Future[Matcher | str]] = OrderedDict()
@@ -177,13 +178,13 @@ class GrammarCompiler:
             work = threading.Thread(
                 target=self._fill, args=(grammar, compiled), name="blockattn-grammar", daemon=True
             )
-            with _stack_lock:  # the size holds for all threads that start meanwhile
+            with _stack_lock:  # the size applies to every thread that starts meanwhile
                 before = threading.stack_size(_STACK_BYTES)
                 try:
                     work.start()
                 finally:
                     threading.stack_size(before)
-        except RuntimeError:  # the system has no thread to give
+        except RuntimeError:  # no thread can be started
             self._fill(grammar, compiled)
         return compiled
 
@@ -191,8 +192,8 @@ class GrammarCompiler:
         """A fresh matcher. Waits until the grammar is compiled.
 
         Raises:
-            GrammarError: the grammar cannot be compiled.
-            UnsupportedModelError: grammars cannot be compiled for this kind of tokenizer.
+            GrammarError: The grammar cannot be compiled.
+            UnsupportedModelError: Grammars cannot be compiled for this kind of tokenizer.
             ImportError: llguidance is missing.
         """
         compiled = self.start(grammar).result()
@@ -256,14 +257,14 @@ if hasattr(os, "register_at_fork"):
 def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
-    # Verbose errors quote the grammar and the answer, which are no matter for a log.
+    # Verbose errors quote the grammar and the answer, which do not belong in logs.
     return LLParserLimits(max_items_in_row=MOST_ALTERNATIVES, verbose_errors=False)
 
 
 def _refused(grammar: Grammar, why: str) -> GrammarError:
     shown = why if len(why) <= 1000 else f"{why[:1000]}..."
     return GrammarError(
-        f"{grammar.name} cannot be compiled: {shown}. Leave out or replace what it names "
+        f"{grammar.name} cannot be compiled: {shown}. Remove or replace the part named "
         "(docs/guides/structured_output.md)"
     )
 
@@ -288,7 +289,7 @@ def _ll_tokenizer(tokenizer: Any, ends: Sequence[int], name: str) -> LLTokenizer
 
 
 def _ll_grammar(grammar: Grammar) -> str:
-    """A grammar in llguidance's own form."""
+    """A grammar in llguidance's own dialect."""
     from llguidance import LLMatcher, StructTag, grammar_from
 
     if grammar.kind == "json" or grammar.kind == "json_object":

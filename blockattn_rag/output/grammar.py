@@ -1,4 +1,4 @@
-"""What an answer must be, as it was asked for."""
+"""Grammars of answers, parsed from the options of a call."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from blockattn_rag.errors import GrammarError
 Kind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 
 MOST_CHARACTERS = 2_000_000
-"""Longest grammar that is compiled: some 75,000 short choices, which take half a second."""
+"""Longest grammar: about 75,000 short choices, which compile in half a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must be. Nothing is compiled yet.
+    """Constraint on an answer, before it is compiled.
 
     Args:
-        kind: how ``text`` is to be read: in vLLM's words.
-        text: a JSON schema, a regular expression, a list of texts in JSON, a grammar, or structural
-            tags in JSON.
-        name: what messages call it.
-        asked: the option of a call that asks for it, which is also a server's.
+        kind: Kind of ``text``, as vLLM names it.
+        text: JSON schema, regular expression, JSON list of texts, grammar, or structural tags in
+            JSON.
+        name: Name in messages.
+        asked: Option of a call that asks for it, here and on a server.
 
     Raises:
-        GrammarError: the text is longer than ``MOST_CHARACTERS``.
+        GrammarError: The text is longer than ``MOST_CHARACTERS``.
     """
 
     kind: Kind
@@ -50,38 +50,38 @@ class Grammar:
 def choice_grammar(choices: Sequence[str]) -> str:
     """Grammar, in llguidance's dialect of Lark, of an answer that is one of the choices.
 
-    The choices are one terminal, which the lexer follows as one automaton. As a rule, each choice
-    would take an item of the parser, which limits these items.
+    The choices are one terminal, which the lexer follows as one automaton. As rules, each would
+    take one of the parser's items, whose number is limited.
     """
     texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
     return f"%llguidance {{}}\nstart: CHOICE\nCHOICE: {texts}"
 
 
 def parse_grammar(response_format: Any, structured_outputs: Any) -> Grammar | None:
-    """The grammar that these options of a call ask for; None if they ask for none.
+    """The grammar that options of a call ask for. None: no option, or free text.
 
     Args:
-        response_format: as OpenAI's, or a pydantic class.
-        structured_outputs: as vLLM's: a mapping of one kind to what it takes.
+        response_format: Format as in OpenAI's API, or a pydantic class.
+        structured_outputs: Mapping as in vLLM, with one kind of grammar.
 
     Raises:
-        TypeError, ValueError: they are not of these forms, or both are given.
-        GrammarError: the grammar is too large or nested too deeply.
+        TypeError, ValueError: An option is malformed, or both are given.
+        GrammarError: The grammar is too large or nested too deeply.
     """
-    if response_format is None and structured_outputs is None:
-        return None
-    if response_format is not None and structured_outputs is not None:
+    if structured_outputs is None:
+        return None if response_format is None else _of_format(response_format)
+    if response_format is not None:
         raise ValueError("give either response_format or structured_outputs, not both")
-    if structured_outputs is not None:
-        return _of_outputs(structured_outputs)
-    schema_of = getattr(response_format, "model_json_schema", None)
-    if isinstance(response_format, type) and callable(schema_of):
-        named = {"name": response_format.__name__, "schema": schema_of()}
-        response_format = {"type": "json_schema", "json_schema": named}
-    return _of_format(response_format)
+    return _of_outputs(structured_outputs)
 
 
 def _of_format(given: Any) -> Grammar | None:
+    schema_of = getattr(given, "model_json_schema", None)
+    if isinstance(given, type) and callable(schema_of):
+        given = {
+            "type": "json_schema",
+            "json_schema": {"name": given.__name__, "schema": schema_of()},
+        }
     if not isinstance(given, Mapping) or "type" not in given:
         raise TypeError(
             "response_format must be a pydantic class, or a mapping with a type, such as "
@@ -92,7 +92,7 @@ def _of_format(given: Any) -> Grammar | None:
         case "text":
             return None
         case "json_object":
-            return Grammar("json_object", '{"type":"object"}', "a JSON object", asked)
+            return _any_object(asked)
         case "json_schema":
             named = given.get("json_schema")
             if not isinstance(named, Mapping) or not isinstance(named.get("schema"), Mapping):
@@ -100,8 +100,7 @@ def _of_format(given: Any) -> Grammar | None:
                     "response_format of the type json_schema must have the schema in "
                     f"['json_schema']['schema']; found {_shown(given)}"
                 )
-            name = _called(named.get("name"), named["schema"])
-            return Grammar("json", _json(named["schema"]), name, asked)
+            return _of_schema(named["schema"], asked, named.get("name"))
     raise ValueError(
         "the type of response_format must be json_schema, json_object or text; found "
         f"{_shown(given['type'])}"
@@ -124,31 +123,36 @@ def _of_outputs(given: Any) -> Grammar:
             schema = _read(value) if isinstance(value, str) else value
             if not isinstance(schema, Mapping):
                 raise TypeError(f"a JSON schema must be an object; found {_shown(value)}")
-            return Grammar("json", _json(schema), _called(None, schema), asked)
+            return _of_schema(schema, asked)
         case "json_object":
-            return Grammar("json_object", '{"type":"object"}', "a JSON object", asked)
+            return _any_object(asked)
         case "choice":
             if not _is_choice(value):
                 raise TypeError(f"choice must be a list of texts; found {_shown(value)}")
-            return Grammar("choice", _json(list(value)), f"the choice {_shown(value)}", asked)
+            return Grammar(kind, _json(list(value)), f"the choice {_shown(value)}", asked)
         case "structural_tag":
             text = value if isinstance(value, str) else _json(value)
-            asked = {"structured_outputs": {kind: text}}  # a server takes a text alone
-            return Grammar("structural_tag", text, "the structural tag", asked)
+            asked = {"structured_outputs": {kind: text}}  # servers accept text only
+            return Grammar(kind, text, "the structural tag", asked)
     if not isinstance(value, str) or not value:
         raise TypeError(f"{kind} must be a text; found {_shown(value)}")
     name = f"the regular expression {value!r}" if kind == "regex" else "the grammar"
     return Grammar(kind, value, name, asked)
 
 
+def _any_object(asked: Mapping[str, Any]) -> Grammar:
+    return Grammar("json_object", '{"type":"object"}', "a JSON object", asked)
+
+
+def _of_schema(schema: Mapping[str, Any], asked: Mapping[str, Any], name: Any = None) -> Grammar:
+    given = name or schema.get("title")
+    called = f"the JSON schema {str(given)!r}" if given else "the JSON schema"
+    return Grammar("json", _json(schema), called, asked)
+
+
 def _is_choice(value: Any) -> bool:
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     return is_list and bool(value) and all(isinstance(one, str) and one for one in value)
-
-
-def _called(name: Any, schema: Mapping[str, Any]) -> str:
-    given = name or schema.get("title")
-    return f"the JSON schema {str(given)!r}" if given else "the JSON schema"
 
 
 def _read(text: str) -> Any:
@@ -157,7 +161,7 @@ def _read(text: str) -> Any:
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
-        raise ValueError(f"a JSON schema is no JSON: {error}; found {_shown(text)}") from error
+        raise ValueError(f"a JSON schema is not JSON: {error}; found {_shown(text)}") from error
 
 
 def _json(value: Any) -> str:
@@ -172,7 +176,7 @@ def _json(value: Any) -> str:
 def _too_deep() -> GrammarError:
     return GrammarError(
         "a grammar is nested too deeply, expected fewer than 100 levels: flatten the schema, or "
-        "let it refer to itself by $ref"
+        "make it recursive with $ref"
     )
 
 

@@ -1,8 +1,8 @@
-"""JSON schemas as they are compiled: what they leave open is closed where that changes no meaning.
+"""JSON schemas as they are compiled: objects are closed where this is safe.
 
-An object may have further properties than those that its schema names, unless it forbids them. A
-model that may go on does go on, so objects are closed. Whatever fits the closed schema fits the
-open one too. vLLM closes them as well.
+In JSON Schema, an object may have properties that its schema does not name. Small models keep
+adding some, so objects are closed, as in vLLM. Every answer that fits the closed schema fits the
+original.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from blockattn_rag.errors import GrammarError
 
 MOST_SCHEMAS = 16_000
-"""Schemas within a schema, itself included. llguidance refuses some 20,000 and gives no number."""
+"""Most schemas within a schema, including itself. llguidance fails at about 20,000."""
 
 MOST_OPTIONAL = 2_000
-"""Optional properties of one object. Compiling them takes time that grows with their square."""
+"""Most optional properties of one object. Compile time is quadratic in their number."""
 
-# Formats that the grammar knows. Others say something to the reader and nothing of the text.
+# Formats that llguidance supports.
 _FORMATS = frozenset(
     {
         *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6"),
@@ -36,14 +36,13 @@ _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 
 
 def prepared(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema that is compiled in place of ``schema``, which stays as it is.
+    """A copy of the schema to compile: with closed objects and without unsupported formats.
 
-    Objects are closed, unless schemas are combined: then a property that one part does not name may
-    be one of the other part. One that must have a property which it does not name stays open, too.
-    Formats that are not known are left out, as JSON Schema has it.
+    Objects stay open if schemas are combined, because a property that one part does not name may
+    belong to another part; and if they require a property that they do not name.
 
     Raises:
-        GrammarError: the schema is nested too deeply, it has more than ``MOST_SCHEMAS`` schemas,
+        GrammarError: The schema is nested too deeply, it has more than ``MOST_SCHEMAS`` schemas,
             or an object has more than ``MOST_OPTIONAL`` optional properties.
     """
     try:
@@ -53,12 +52,12 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
     except RecursionError:
         raise GrammarError(
             "a JSON schema is nested too deeply, expected fewer than 100 levels: flatten it, or "
-            "let it refer to itself by $ref"
+            "make it recursive with $ref"
         ) from None
     if len(nodes) > MOST_SCHEMAS:
         raise GrammarError(
             f"a JSON schema has {len(nodes):,} schemas within it, expected at most "
-            f"{MOST_SCHEMAS:,}: use enum in place of anyOf of constants, or offer less at once"
+            f"{MOST_SCHEMAS:,}: use enum instead of anyOf of constants, or offer fewer options"
         )
     for node in nodes:
         _check_optional(node)
@@ -73,12 +72,12 @@ def _check_optional(node: dict[str, Any]) -> None:
     if optional > MOST_OPTIONAL:
         raise GrammarError(
             f"an object has {optional:,} optional properties, expected at most {MOST_OPTIONAL:,}: "
-            "put them into required, or spread them over several objects"
+            "make some required, or split the object"
         )
 
 
 def _combines(node: dict[str, Any]) -> bool:
-    """Whether two schemas hold for the same object here."""
+    """Whether two schemas apply to the same object here."""
     parts = [name for name in _COMBINING if name in node]
     several = len(parts) > 1 or len(node.get("allOf", ())) > 1
     return several or bool(parts and "properties" in node)
@@ -103,18 +102,19 @@ def _closed(node: dict[str, Any]) -> dict[str, Any]:
 
 def _nodes(node: Any) -> Iterator[dict[str, Any]]:
     """All schemas within a schema, itself first."""
-    found: list[dict[str, Any]] = []
-
-    def note(one: dict[str, Any]) -> dict[str, Any]:
-        found.append(one)
-        return one
-
-    _mapped(node, note)
-    yield from found
+    if isinstance(node, list):
+        for one in node:
+            yield from _nodes(one)
+    elif isinstance(node, dict):
+        yield node
+        for name in _MAPS:
+            if isinstance(node.get(name), dict):
+                yield from _nodes([*node[name].values()])
+        yield from _nodes([node[name] for name in _SUBSCHEMAS if name in node])
 
 
 def _mapped(node: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A schema with ``change`` made to each schema within it."""
+    """A schema with ``change`` applied to each schema within it, itself first."""
     if isinstance(node, list):
         return [_mapped(one, change) for one in node]
     if not isinstance(node, dict):  # true and false are schemas too

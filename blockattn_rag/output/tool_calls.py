@@ -1,4 +1,4 @@
-"""Calls of tools: what a model asks a program to do, and what it wrote that is no such call."""
+"""Tool calls, valid and invalid, and strict JSON."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import json
 import math
 import re
 import secrets
-import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-_ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9
-"""Characters of a call's id: what Mistral's chat templates insist on, and others take as well."""
+"""Characters of a call's id. Mistral's chat templates require this length; others accept it."""
 
 _HALF = re.compile("[\ud800-\udfff]")
 
 
 def new_call_id() -> str:
-    """An id for a call, letters and digits."""
-    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(ID_LENGTH))
+    """A random id for a call, of letters and digits."""
+    return secrets.token_hex(ID_LENGTH)[:ID_LENGTH]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +32,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class InvalidToolCall:
-    """What a model wrote as a call and is none.
+    """An invalid call that a model wrote.
 
     Args:
-        text: what it wrote, control tokens left out.
-        error: what is wrong with it.
-        name: the tool's name where it could be read.
+        text: Text of the call without control tokens.
+        error: What was found and what was expected.
+        name: Name of the tool, if it could be read.
     """
 
     text: str
@@ -51,11 +49,12 @@ class InvalidToolCall:
 def read_call(
     value: Any, text: str, argument_keys: Sequence[str] = ("arguments",)
 ) -> ToolCall | InvalidToolCall:
-    """A JSON value as a call. Nothing is guessed: all that stands in it must belong to a call.
+    """A JSON value as a call. Nothing is guessed: any other field makes the call invalid.
 
     Args:
-        value: an object with ``name``, one of ``argument_keys``, and maybe ``id`` and ``type``.
-        text: what the model wrote.
+        value: Object with ``name``, one of ``argument_keys``, and optionally ``id`` and ``type``.
+        text: Text that the model wrote.
+        argument_keys: Accepted keys of the arguments.
     """
     if not isinstance(value, dict):
         return InvalidToolCall(text, f"expected a JSON object, found {_kind(value)}")
@@ -76,11 +75,11 @@ def read_call(
 
 
 def strict_json(text: str) -> Any:
-    """The JSON value of a text, and of a whole one only.
+    """The JSON value of a complete text.
 
     Raises:
-        ValueError: it is none; or holds NaN, an infinity, half of a surrogate pair or a key twice,
-            which JSON parsers read in different ways, and which others cannot write again.
+        ValueError: The text is not JSON, or contains NaN, an infinity, half of a surrogate pair or
+            a key twice: JSON parsers disagree on these.
     """
     value = json.loads(
         text, object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite

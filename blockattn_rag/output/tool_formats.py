@@ -1,7 +1,4 @@
-"""How models write tool calls: one format per model family, and the grammar of each.
-
-The formats are those that the vendors document.
-"""
+"""Formats in which models write tool calls, as their vendors document them, and their grammars."""
 
 from __future__ import annotations
 
@@ -63,33 +60,30 @@ class ToolFormat:
         return (*spans[:-1], Span(after, "template"))
 
 
-HERMES = ToolFormat("hermes", opening="<tool_call>", closing="</tool_call>")
-"""Hermes 2 and 3, Qwen 2.5 and 3, SmolLM3, Granite 4: an object between tags for each call."""
-
-LLAMA3 = ToolFormat(
-    "llama3",
-    opening="<|python_tag|>",
-    argument_keys=("parameters", "arguments"),
-    is_bare=True,
-    one_a_message=True,
-)
-"""Llama 3.1 to 3.3: the answer is an object, ``{"name": ..., "parameters": ...}``."""
-
-MISTRAL = ToolFormat("mistral", opening="[TOOL_CALLS]", is_list=True)
-"""Mistral up to tokenizer version 7: one list."""
-
-MISTRAL_ARGS = ToolFormat(
-    "mistral_args", opening="[TOOL_CALLS]", arguments_mark="[ARGS]", id_mark="[CALL_ID]"
-)
-"""Mistral from tokenizer version 11 on: each call has its opening, its name and its arguments."""
-
-GRANITE = ToolFormat("granite", opening="<|tool_call|>", is_list=True)
-"""Granite 3: one list."""
-
 FORMATS: dict[str, ToolFormat] = {
-    one.name: one for one in (HERMES, LLAMA3, MISTRAL_ARGS, MISTRAL, GRANITE)
+    one.name: one
+    for one in (
+        # Hermes 2 and 3, Qwen 2.5 and 3, SmolLM3, Granite 4: an object between tags for each call.
+        ToolFormat("hermes", opening="<tool_call>", closing="</tool_call>"),
+        # Mistral up to tokenizer version 7: one list.
+        ToolFormat("mistral", opening="[TOOL_CALLS]", is_list=True),
+        # Mistral since version 11: opening, name and arguments for each call.
+        ToolFormat(
+            "mistral_args", opening="[TOOL_CALLS]", arguments_mark="[ARGS]", id_mark="[CALL_ID]"
+        ),
+        # Granite 3: one list.
+        ToolFormat("granite", opening="<|tool_call|>", is_list=True),
+        # Llama 3.1 to 3.3: the answer is an object, {"name": ..., "parameters": ...}.
+        ToolFormat(
+            "llama3",
+            opening="<|python_tag|>",
+            argument_keys=("parameters", "arguments"),
+            is_bare=True,
+            one_a_message=True,
+        ),
+    )
 }
-"""The known formats by name."""
+"""The known formats by name. Later ones accept more than they write."""
 
 
 def mark_ids(form: ToolFormat, tokenizer: Any) -> dict[str, int]:
@@ -121,7 +115,7 @@ def calls_grammar(
             this token; other marks are text.
         several: Whether the answer may have more than one call.
         answer: JSON schema of an answer that may come in place of calls.
-        or_text: Whether text may come in place of calls. It begins in no way that a call does.
+        or_text: Whether text may come in place of calls. It must not start like a call.
     """
     numbers = mark_ids(form, tokenizer)
 

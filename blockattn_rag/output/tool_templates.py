@@ -1,4 +1,4 @@
-"""What a chat template does with tools, found by rendering one tool, one call and its result."""
+"""Support of chat templates for tools, found by rendering one tool, one call and its result."""
 
 from __future__ import annotations
 
@@ -6,20 +6,12 @@ import hashlib
 import json
 import os
 import re
-import string
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from blockattn_rag.output.tool_calls import ID_LENGTH, ToolCall
-from blockattn_rag.output.tool_formats import (
-    GRANITE,
-    HERMES,
-    LLAMA3,
-    MISTRAL,
-    MISTRAL_ARGS,
-    ToolFormat,
-)
+from blockattn_rag.output.tool_formats import FORMATS, ToolFormat
 from blockattn_rag.output.tool_parser import parse_answer
 from blockattn_rag.prompts.blocks import Span, merged
 from blockattn_rag.prompts.chat_template import Message, Spans, chat_spans, spans_of
@@ -34,11 +26,6 @@ _TOOL: dict[str, Any] = {"type": "function", "function": _FUNCTION}
 _RESULT = "kvresult"
 _THOUGHTS = re.compile(r"<think>\s*(</think>\s*)?\Z")  # opened, or skipped, by the template
 
-# The first format that reads a call back is the template's: later ones accept more than they write.
-_READERS = (HERMES, MISTRAL, MISTRAL_ARGS, GRANITE, LLAMA3)
-
-_ID_CHARACTERS = frozenset(string.ascii_letters + string.digits)
-
 _IN_WORDS = (
     "Answer with a call of one of these functions, written as\n{opening}\n"
     '{{"name": ..., "{arguments}": ...}}\n{closing}\nThe functions:\n{functions}'
@@ -47,7 +34,7 @@ _IN_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class ToolTemplate:
-    """What a chat template does with tools.
+    """How a chat template supports tools.
 
     Args:
         form: How the model writes calls.
@@ -98,7 +85,7 @@ class ToolTemplate:
 
     def _with_ids(self, message: Message) -> Message:
         """The message with ids of the form that Mistral's templates require."""
-        if self.form not in (MISTRAL, MISTRAL_ARGS):
+        if not self.form.name.startswith("mistral"):
             return message
         turn = dict(message)
         if turn.get("tool_call_id"):
@@ -158,7 +145,7 @@ def without_tools(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _short_id(given: str) -> str:
-    if len(given) == ID_LENGTH and set(given) <= _ID_CHARACTERS:
+    if len(given) == ID_LENGTH and given.isascii() and given.isalnum():
         return given
     return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:ID_LENGTH]
 
@@ -204,10 +191,10 @@ _known: dict[str, _Probed] = {}
 
 
 def tool_template(tokenizer: Any) -> ToolTemplate | None:
-    """What the chat template of a tokenizer does with tools.
+    """How the chat template of a tokenizer supports tools.
 
     Returns:
-        None: the template supports no tools, or the model writes calls in an unknown format.
+        None: The template supports no tools, or the model writes calls in an unknown format.
     """
     return _probed(tokenizer).tools
 
@@ -253,13 +240,16 @@ def _probe(tokenizer: Any, source: str) -> _Probed:
     asked = _THOUGHTS.sub("", asked)  # a mark of thoughts may begin like a mark of calls
     begin = len(os.path.commonprefix([asked, text]))  # noqa: RUF071 (characters are meant)
     answer = text[begin:].partition(_RESULT)[0]
-    found = ToolTemplate(HERMES, variable, is_wrapped)
+    found = ToolTemplate(FORMATS["hermes"], variable, is_wrapped)
     if "kvvalue" in answer:
-        forms = (replace(found, form=one) for one in _READERS if _reads_back(answer, one))
-        return _Probed(next(forms, None), shows)
-    # The template renders no calls, but may describe to the model how to write them.
-    described = next((one for one in (GRANITE, HERMES) if one.opening in source), None)
-    return _Probed(replace(found, form=described, shows_calls=False) if described else None, shows)
+        # The first format that reads the call back is the template's.
+        forms = (one for one in FORMATS.values() if _reads_back(answer, one))
+    else:
+        # The template renders no calls, but may describe to the model how to write them.
+        described = (FORMATS["granite"], FORMATS["hermes"])
+        forms = (one for one in described if one.opening in source)
+        found = replace(found, shows_calls=False)
+    return _Probed(next((replace(found, form=one) for one in forms), None), shows)
 
 
 def _reads_back(answer: str, form: ToolFormat) -> bool:

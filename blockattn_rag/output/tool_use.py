@@ -1,4 +1,4 @@
-"""Tools of one call to a model: which may be called, and how its answer is read."""
+"""Tools of one call to a model, and the reader of its answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from blockattn_rag.output.grammar import Grammar, parse_grammar
 from blockattn_rag.output.tool_calls import ToolCall
-from blockattn_rag.output.tool_formats import HERMES, ToolFormat, calls_grammar, mark_ids
+from blockattn_rag.output.tool_formats import FORMATS, ToolFormat, calls_grammar, mark_ids
 from blockattn_rag.output.tool_parser import Marks, Piece, ToolCallParser
 from blockattn_rag.output.tool_templates import (
     ToolTemplate,
@@ -25,13 +25,9 @@ TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_calls")
 """Options of a call that are about tools."""
 
 _CHOICES: dict[object, str] = {
-    None: AUTO,
-    AUTO: AUTO,
-    NONE: NONE,
-    False: NONE,
-    REQUIRED: REQUIRED,
-    "any": REQUIRED,
-    True: REQUIRED,
+    **dict.fromkeys((None, AUTO), AUTO),
+    **dict.fromkeys((False, NONE), NONE),
+    **dict.fromkeys((True, REQUIRED, "any"), REQUIRED),
 }
 
 
@@ -71,8 +67,8 @@ class ToolUse:
             model_name: Name of the model in messages.
 
         Raises:
-            ValueError: an option is invalid, or the model's chat template supports no tools.
-            TypeError: a definition is invalid.
+            ValueError: An option is invalid, or the model's chat template supports no tools.
+            TypeError: A definition is invalid.
         """
         tools, calls = call.get("tools") or (), call.get("tool_calls")
         _check_definitions(tools)
@@ -84,7 +80,9 @@ class ToolUse:
         tokenizer = load_tokenizer()
         template = tool_template(tokenizer)
         if template is None and choice != AUTO and has_chat_template(tokenizer):
-            template = ToolTemplate(HERMES, variable=None)  # a grammar enforces the format
+            template = ToolTemplate(
+                FORMATS["hermes"], variable=None
+            )  # a grammar enforces the format
         if template is None:
             raise ValueError(
                 f"the chat template of {model_name or 'this model'} supports no tools, or writes "
@@ -113,7 +111,7 @@ class ToolUse:
             given: Options of the call.
 
         Raises:
-            ValueError: the caller's grammar conflicts with required or constrained calls.
+            ValueError: The caller's grammar conflicts with required or constrained calls.
         """
         options = {**given, "keep_tokens": self.template.form.marks, "calls": self._reading(given)}
         if not self._decides(given):
@@ -121,9 +119,8 @@ class ToolUse:
         grammar = _grammar_of(given)
         if grammar is not None and not _is_json(grammar):
             raise ValueError(
-                f"found {grammar} with tools of which one must be called, or whose calls are "
-                "constrained: an answer cannot be both; leave out structured_outputs, or "
-                "tool_choice and tool_calls"
+                f"found {grammar} with tools whose calls are required or constrained: an answer "
+                "cannot be both; remove structured_outputs, or tool_choice and tool_calls"
             )
         may = self.tools
         if self.choice not in (AUTO, REQUIRED):

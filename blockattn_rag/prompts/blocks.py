@@ -1,11 +1,11 @@
 """Blocks, and prompts made of blocks.
 
 A prompt is ``context blocks + final block``. Each context block attends to itself only; the
-final block attends to everything (Block-Attention, section 2.1). This module knows text alone:
-no tokenizer, no tensors.
+final block attends to everything (Block-Attention, section 2.1). Everything here is text: no
+tokenizer, no tensors.
 
-Every piece of text carries its *origin*, because two questions hang on it: are the model's control
-tokens (``<|im_start|>``) parsed in it, and may its keys and values be stored (docs/security.md).
+Every piece of text has an *origin*, which decides whether the model's control tokens
+(``<|im_start|>``) are parsed in it and whether its KV may be stored (docs/security.md).
 """
 
 from __future__ import annotations
@@ -21,30 +21,33 @@ HANDLE_LENGTH = 32
 Origin = Literal["template", "prompt", "system", "conversation", "passage", "altered"]
 """Who wrote a text.
 
-``template``: the chat template. ``prompt``: the caller of the engine, who vouches for it.
-``system``: a system message. ``conversation``: a question, an earlier turn, a tool's result.
-``passage``: a passage, as it was marked. ``altered``: a passage whose text changed afterwards.
+``template``: the chat template. ``prompt``: the trusted caller of the engine. ``system``: a system
+message. ``conversation``: a question, an earlier turn, a tool's result. ``passage``: a passage as
+it was marked. ``altered``: a passage whose text changed after it was marked.
 
-Control tokens are parsed in ``template`` and ``prompt`` alone.
+Control tokens are parsed in ``template`` and ``prompt`` only.
 """
 
 PASSAGES: frozenset[Origin] = frozenset({"passage", "altered"})
 
 Keep = Literal["store", "memory", "private", "private-store"]
-"""What may become of a block's keys and values.
+"""Where the KV of a block may be kept.
 
-``store``: they may be stored. ``memory``: they stay in memory, if they are not stored yet.
-``private``: as ``memory``, and they are found by private blocks alone, so that what a user writes
-does not tell him, by the time that it takes, which passages are stored. ``private-store``: as
-``private``, and they may be stored.
+``store``: in the store. ``memory``: in memory, unless it is stored already. ``private``: in memory,
+and only private blocks can hit it, so that users cannot learn from response times which passages
+are stored. ``private-store``: in the store, and only private blocks can hit it.
 """
 
 
 def keep_of(origin: Origin, *, on_purpose: bool = False) -> Keep:
-    """What may become of a block that a prompt needs, or that is encoded on purpose.
+    """Where the KV of a block with this origin may be kept.
 
-    System messages that prompts need, ``memory``, may be stored when they come a second time: many
-    hold a date or a name and never come again.
+    System messages start in memory and are stored on their second use: many contain a date or a
+    name and never come again.
+
+    Args:
+        origin: Origin of the block.
+        on_purpose: Whether the caller encodes the block explicitly. Default: a prompt needs it.
     """
     if origin in ("passage", "system"):
         return "store" if origin == "passage" or on_purpose else "memory"
@@ -52,7 +55,7 @@ def keep_of(origin: Origin, *, on_purpose: bool = False) -> Keep:
 
 
 def is_private(keep: Keep) -> bool:
-    """Whether a block is found by private blocks alone."""
+    """Whether only private blocks can hit a block."""
     return keep in ("private", "private-store")
 
 
@@ -63,7 +66,7 @@ def may_store(keep: Keep) -> bool:
 
 def handle_of(text: str) -> str:
     """Content address of a block's canonical text: 32 hex digits."""
-    # surrogatepass: a string from outside may hold lone surrogates, which have a digest, too.
+    # Strings from outside may contain lone surrogates.
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:HANDLE_LENGTH]
 
 
@@ -75,12 +78,12 @@ class Span(NamedTuple):
 
     @property
     def parses_control(self) -> bool:
-        """Whether control tokens of the model are recognised in this text."""
+        """Whether control tokens of the model are parsed in this text."""
         return self.origin in ("template", "prompt")
 
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The spans without empty ones, neighbours of one origin joined; passages stay apart."""
+    """The spans without empty ones. Joins neighbours of one origin, except passages."""
     joined: list[Span] = []
     for span in spans:
         if joined and joined[-1].origin == span.origin and span.origin not in PASSAGES:
@@ -96,10 +99,10 @@ def text_of(spans: Iterable[Span]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BlockTemplate:
-    """What a prompt format puts before and after a passage's text, its separator included.
+    """Text of a prompt format before and after a passage, including the separator.
 
-    It is tokenised together with the passage and so belongs to the block. Control tokens of the
-    model (``<|doc_start|>``) are recognised in the template, never in the passage's own text.
+    It belongs to the passage's block. Control tokens of the model (``<|doc_start|>``) are parsed in
+    it, never in the passage.
     """
 
     before: str = ""
@@ -114,9 +117,9 @@ class Block:
     """A span of text whose tokens attend only to one another.
 
     Args:
-        text: the canonical text; what the handle names.
-        template: what stands before and after the text when the block is encoded.
-        spans: the text by origin; default: all of it is one passage.
+        text: Canonical text. Its digest is the handle.
+        template: Text before and after ``text`` when the block is encoded.
+        spans: ``text`` by origin. Default: one passage.
     """
 
     text: str
@@ -143,8 +146,10 @@ class Block:
 
     @property
     def origin(self) -> Origin:
-        """The origin that decides where the block's keys and values may be kept: the most private
-        one of its spans. Text of the chat template is no more private than a system message."""
+        """The most private origin of the spans, which decides where the KV may be kept.
+
+        Text of the chat template counts as a system message.
+        """
         found = {span.origin for span in self.spans}
         privacy: tuple[Origin, ...] = ("conversation", "prompt", "altered", "passage")
         return next((origin for origin in privacy if origin in found), "system")
@@ -156,7 +161,7 @@ class Block:
 
     @property
     def rendered(self) -> str:
-        """The text as the model sees it: template and text."""
+        """The template and the text, as they are tokenized."""
         return self.template.before + self.text + self.template.after
 
     @property
@@ -171,11 +176,11 @@ class BlockPrompt:
     """A prompt as the engine takes it: context blocks, then the final block.
 
     Args:
-        context: the blocks before the final one.
-        final: all that comes after the last block: instructions, history, the question, and the
+        context: Blocks before the final one.
+        final: Text after the last context block: instructions, history, the question, and the
             start of the answer.
-        final_spans: ``final`` by origin. Default: it is the caller's own prompt, in which control
-            tokens are parsed; text that came from others belongs into spans.
+        final_spans: ``final`` by origin. Default: the caller's own prompt, in which control tokens
+            are parsed. Pass text from others as spans.
     """
 
     context: tuple[Block, ...]
@@ -200,8 +205,8 @@ class BlockPrompt:
     def from_texts(cls, texts: Sequence[str | Block]) -> BlockPrompt:
         """A prompt from a list whose last item is the final block.
 
-        Strings before the last are taken as passages: control tokens in them stay text. Empty
-        strings before the last are left out.
+        The strings before the last are passages, in which control tokens stay text. Empty ones are
+        dropped.
         """
         is_list = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes, Mapping))
         if not is_list or not texts:

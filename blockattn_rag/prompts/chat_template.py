@@ -1,11 +1,10 @@
-"""Rendering chat messages by a model's chat template, keeping track of who wrote which text.
+"""Rendering of chat messages by a model's chat template, with the origin of each piece of text.
 
 A chat template is a program: it trims contents, escapes them, or drops them. Its output alone does
 not show whether the template or a message wrote ``<|im_end|>``, but a question that quotes a
 control token must not end its turn. So every template is rendered twice: once with the contents,
-which gives the text, and once with a slot in place of each content, which gives what the template
-wrote. Each content is then searched between the pieces of template around its slot: whole, trimmed
-or escaped, as templates do.
+which gives the text, and once with a slot in place of each content, which gives the template's own
+pieces. Each content is then searched between the pieces around its slot: whole, trimmed or escaped.
 """
 
 from __future__ import annotations
@@ -84,9 +83,9 @@ def chat_spans(
         template_kwargs: Other variables of the template, such as ``enable_thinking``.
 
     Raises:
-        ValueError: there is no message, or a role is not a plain word.
-        SegmentationError: the template changes contents beyond recognition.
-        jinja2.TemplateError: the template refuses the messages.
+        ValueError: There is no message, or a role is not a plain word.
+        SegmentationError: The template drops passages, or changes contents beyond recognition.
+        jinja2.TemplateError: The template refuses the messages.
     """
     render = partial(
         tokenizer.apply_chat_template,
@@ -147,8 +146,8 @@ def _trace(
     _check_passages_are_shown(turns, slots, shown)
     contents = _find(asked, text, template)
     if contents is None:
-        # The template changes a content in an unknown way. The contents then go into their slots
-        # unchanged, so that no part of them is ever taken for the template's.
+        # The template changes a content in an unknown way. Put the contents into their slots
+        # unchanged, so that no part of them is attributed to the template.
         if not set(slots.of_turn.values()) <= shown:
             raise SegmentationError(
                 "the chat template changes contents so that they cannot be found in its output, or "
@@ -166,14 +165,13 @@ def _trace(
 
 
 def _check_passages_are_shown(turns: Sequence[Message], slots: _Slots, shown: set[int]) -> None:
-    """Refuse a template that drops a message with passages, which nobody would notice."""
+    """Refuse a template that drops a message with passages silently."""
     for turn in turns:
         number = slots.of_turn.get(id(turn))
         if number not in shown and any(span.origin in PASSAGES for span in turn["content"]):
             raise SegmentationError(
                 f"the chat template renders no message of the role {turn['role']!r}, so its "
-                "passages are lost; use a template that does, or put the passages into a user "
-                "message"
+                "passages are lost; use another template, or put the passages into a user message"
             )
 
 
@@ -353,7 +351,7 @@ def check_template_kwargs(tokenizer: Any, given: Mapping[str, Any] | None) -> di
 
     Raises:
         TypeError: ``given`` is not a mapping with names.
-        ValueError: the template does not read a variable, or this package sets it.
+        ValueError: The template does not read a variable, or this package sets it.
     """
     if not given:
         return {}

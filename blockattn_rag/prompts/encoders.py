@@ -1,9 +1,9 @@
-"""Token ids of texts, by a private copy of a transformers tokenizer.
+"""Private copies of a transformers tokenizer.
 
-A tokenizer that others hold can be changed at any time, by a call alone: padding, truncation and
-"parse special tokens" are state of the object. So the ids that decide what is stored come from
-copies that nobody else can reach: one knows the model's added tokens (control tokens and all
-others), and finds them in text that a template wrote; others know none but runs of blanks.
+Any caller can change a shared tokenizer: padding, truncation and "parse special tokens" are state
+of the object. Token ids that decide what is stored therefore come from private copies. One
+recognizes the model's added tokens (control tokens and others) in text of a template; the others
+recognize runs of blanks only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from blockattn_rag.errors import UnsupportedModelError
 
 
 class FoundToken(NamedTuple):
-    """An added token in a text: ``text[start:end]``; it may take the white space beside it."""
+    """An added token in a text, ``text[start:end]``. It may strip the white space next to it."""
 
     start: int
     end: int
@@ -33,23 +33,23 @@ class FoundToken(NamedTuple):
 
 
 def private_encoder(tokenizer: Any) -> RustEncoder | PythonEncoder:
-    """An encoder that gives the ids of ``tokenizer``, as it is now; for many threads at once.
+    """A thread-safe encoder that gives the same ids as ``tokenizer`` does now.
 
     Raises:
-        UnsupportedModelError: the tokenizer cannot be copied.
+        UnsupportedModelError: The tokenizer cannot be copied.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     try:
         return RustEncoder(backend.to_str()) if backend is not None else PythonEncoder(tokenizer)
-    except Exception as error:  # whatever a foreign tokenizer's serialisation may raise
+    except Exception as error:  # a foreign tokenizer's serialization may raise anything
         raise UnsupportedModelError(
-            f"{type(tokenizer).__name__} cannot be copied ({error}), and blocks are encoded by a "
-            "copy that nobody else can change. Use a tokenizer that can be saved (tokenizer.json)"
+            f"{type(tokenizer).__name__} cannot be copied ({error}), but blocks are tokenized with "
+            "a private copy. Use a tokenizer that can be saved (tokenizer.json)"
         ) from error
 
 
 def _prefix_of(full: list[int], plain: list[int]) -> list[int]:
-    """What stands in ``full`` before ``plain``."""
+    """The ids in ``full`` before ``plain``."""
     for start in range(len(full) - len(plain) + 1):
         if full[start : start + len(plain)] == plain:
             return full[:start]
@@ -57,25 +57,27 @@ def _prefix_of(full: list[int], plain: list[int]) -> list[int]:
 
 
 def _is_control(token: str) -> bool:
-    """Whether an added token must not come out of plain text. Runs of blanks may: they say no more
-    than they show, and some vocabularies have them as ordinary pieces too."""
+    """Whether an added token must not come out of plain text.
+
+    Runs of blanks may: they are harmless, and ordinary pieces in some vocabularies.
+    """
     return len(token) > 1 and not token.replace("\u2581", " ").isspace()
 
 
 class RustEncoder:
-    """Copies of a ``tokenizers.Tokenizer``, which is transformers' usual backend.
+    """Copies of a ``tokenizers.Tokenizer``, the usual backend of transformers.
 
-    They share one vocabulary: copies of it would take much memory, and seconds to make.
+    They share one vocabulary, which is large and takes seconds to copy.
 
     Attributes:
-        prefix_ids: what the tokenizer itself puts before a text: usually nothing or BOS.
-        control_tokens: the added tokens that must not come out of plain text.
-        digest: sha256 of all that decides ids.
+        prefix_ids: Ids that the tokenizer itself puts before a text: usually none, or BOS.
+        control_tokens: Added tokens that must not come out of plain text.
+        digest: sha256 of everything that decides ids.
     """
 
     def __init__(self, serialised: str) -> None:
         self._parsing = Tokenizer.from_str(serialised)
-        # Set by callers for batching, without effect on the ids of one text.
+        # Callers set these for batching. They have no effect on the ids of one text.
         self._parsing.no_truncation()
         self._parsing.no_padding()
         self.digest = hashlib.sha256(self._parsing.to_str().encode()).hexdigest()
@@ -99,9 +101,11 @@ class RustEncoder:
         return found
 
     def plain_ids(self, text: str, *, opens: bool) -> list[int]:
-        """Ids of a text in which no added token is recognised.
+        """Ids of a text in which no added token is recognized.
 
-        ``opens``: nothing stands before it. Some tokenizers put a blank there.
+        Args:
+            text: The text.
+            opens: Whether it starts the prompt. Some tokenizers put a blank there.
         """
         ids: list[int] = []
         pieces = [(text, self._opening if opens else self._inside)]
@@ -119,9 +123,9 @@ class RustEncoder:
     def _cuts(self, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[int]:
         """Where to cut a text so that no control token comes out of it.
 
-        A control token may be a piece of the model's own vocabulary ("<s>" in many); no piece comes
-        out of a text that is cut behind the piece's first character. The token for unknown
-        characters is no reason to cut, because the text does not spell it.
+        A control token may also be a piece of the vocabulary (``<s>`` in many models). A cut after
+        its first character prevents the piece. The token for unknown characters needs no cut,
+        because the text does not spell it.
         """
         return [
             start + 1
@@ -133,11 +137,13 @@ class RustEncoder:
 
 
 class _Plain:
-    """A tokenizer with the vocabulary of another, and none of its control tokens.
+    """A tokenizer with the vocabulary of another, without its control tokens.
 
     Args:
-        schemes: which of the tokenizer's ways to put a blank before a text ("first": before a text
-            that nothing stands before, "always": before each) are kept; the others become "never".
+        whole: The other tokenizer.
+        added: Its added tokens by id.
+        schemes: Schemes of the tokenizer for a blank before a text that are kept: ``"first"`` (at
+            the start of the prompt), ``"always"``. Others become ``"never"``.
     """
 
     def __init__(
@@ -151,8 +157,7 @@ class _Plain:
                 state[part] = json.loads(component.__getstate__(), object_hook=keep)
         self._tokenizer = Tokenizer.from_str(json.dumps(state))
         self._tokenizer.model = whole.model
-        # Runs of blanks say no more than they show, and models that know them were trained on code
-        # that is full of them.
+        # Runs of blanks are harmless, and models that have tokens for them were trained on code.
         self._blanks: dict[int, int] = {}
         for token_id, token in added.items():
             if not _is_control(token.content):
@@ -161,7 +166,7 @@ class _Plain:
                 self._blanks[own_id] = token_id
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of a text, and where each stands in it."""
+        """Ids of a text and their offsets in it."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return [self._blanks.get(i, i) for i in encoding.ids], encoding.offsets
 
@@ -171,7 +176,7 @@ class _Plain:
 
 
 def _with_blanks(state: dict[str, Any], schemes: Collection[str]) -> dict[str, Any]:
-    """The state of a normalizer or pre-tokenizer that puts blanks by the given schemes alone."""
+    """The state of a normalizer or pre-tokenizer that adds blanks by the given schemes only."""
     if "prepend_scheme" in state:
         kept = state["prepend_scheme"] in schemes
         state["prepend_scheme"] = state["prepend_scheme"] if kept else "never"
@@ -183,7 +188,7 @@ def _with_blanks(state: dict[str, Any], schemes: Collection[str]) -> dict[str, A
 
 
 class PythonEncoder:
-    """``RustEncoder`` for a tokenizer that has no Rust backend; one text at a time."""
+    """``RustEncoder`` for a tokenizer without a Rust backend. Encodes one text at a time."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
@@ -216,7 +221,7 @@ class PythonEncoder:
             pieces = self._tokenizer.tokenize(text, split_special_tokens=True)
             ids = [self._tokenizer._convert_token_to_id(piece) for piece in pieces]
         if len(text) > 1 and not self.control_tokens.isdisjoint(pieces):
-            # Pieces have no offsets here: of two halves, one holds the piece whole or none does.
+            # Pieces have no offsets here, so halve the text until no control token comes out.
             half = len(text) // 2
             parts = (text[:half], opens), (text[half:], False)
             return [i for part, first in parts for i in self.plain_ids(part, opens=first)]

@@ -1,8 +1,8 @@
-"""Strings with markers as passages, and the text around them by who wrote it.
+"""Parsing of strings with markers into passages and the text around them.
 
-A text splitter may have cut a passage, so that a marker's partner is missing, or a marker in two,
-and left a piece of it at the splitter's own cut. A piece is known by the orphan, the marker whose
-partner it was: by its very digits, so that no other text is touched.
+A text splitter may cut a passage, so a marker loses its partner (an *orphan*), or it may cut a
+marker in two. A piece of a marker is recognized by the digits of the orphan that it belonged to, so
+no other text is changed.
 """
 
 from __future__ import annotations
@@ -14,31 +14,34 @@ from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt, BlockTemplate, Orig
 from blockattn_rag.prompts.markers import Gap, closing, opening, own_markers, parse
 
 MAX_MARKED = 4096
-"""Marked passages in one message at most."""
+"""Most marked passages in one message."""
 
-_SHORTEST_PIECE = 6  # "[[/kvb": shorter ones may be words of the text
+_SHORTEST_PIECE = 6  # "[[/kvb": shorter pieces may be ordinary text
 
 
 def segment(string: str, template: BlockTemplate = PLAIN) -> BlockPrompt:
-    """The prompt that a string with markers stands for; see ``BlockPrompt.from_spans``.
+    """The prompt of a string with markers; see ``BlockPrompt.from_spans``.
 
-    Control tokens are not parsed anywhere in it: nobody can tell what of it came from a template.
+    Control tokens are not parsed in it, because the parts that a template wrote are unknown.
     """
     return BlockPrompt.from_spans(content_spans(string, "conversation"), template)
 
 
 def content_spans(content: str, origin: Origin) -> list[Span]:
-    """A message's content as passages and, of the given origin, the text around them.
+    """The content of a message as passages and the text around them, without our markers.
 
-    Our markers are gone from it, whole and cut ones; all else is as it was.
+    Args:
+        content: Content, in which markers may be cut.
+        origin: Origin of the text around the passages.
 
     Raises:
-        SegmentationError: more than ``MAX_MARKED`` passages.
+        SegmentationError: There are more than ``MAX_MARKED`` passages.
     """
     passages, gaps = parse(content)
     if len(passages) > MAX_MARKED:
         raise SegmentationError(
-            f"found more than {MAX_MARKED} marked passages in one message; retrieve fewer"
+            f"found {len(passages)} marked passages in one message, expected at most {MAX_MARKED}; "
+            "retrieve fewer"
         )
     spans = [Span(without_orphans(content, gaps[0]), origin)]
     for marked, gap in zip(passages, gaps[1:], strict=True):
@@ -48,7 +51,7 @@ def content_spans(content: str, origin: Origin) -> list[Span]:
 
 
 def remove_orphans(text: str) -> str:
-    """Text between passages, without markers and without pieces of their partners."""
+    """Text between passages, without orphans and pieces of their partners."""
     return without_orphans(text, Gap(0, len(text), own_markers(text)))
 
 
@@ -66,17 +69,17 @@ def without_orphans(string: str, gap: Gap) -> str:
 
 
 def holds_orphans(string: str) -> bool:
-    """Whether a string holds a marker of ours whose partner is missing: a passage was cut."""
+    """Whether a string contains an orphan, because a passage was cut."""
     return any(gap.orphans for gap in parse(string).gaps)
 
 
 def close_cut_passages(chunk: str) -> str:
-    """A chunk that a text splitter made, with the markers that it cut off put at its ends.
+    """A chunk of a text splitter with the missing markers added at its ends.
 
-    What was cut is one passage again, known as altered unless all of its text is there.
+    A cut passage is a passage again, altered unless all of its text is there.
 
     Args:
-        chunk: the splitter's own output: passages that it cut begin, or end, where it does.
+        chunk: Output of the splitter. A passage that it cut starts or ends where the chunk does.
     """
     gaps = parse(chunk).gaps
     opens = closes = ""
@@ -90,7 +93,7 @@ def close_cut_passages(chunk: str) -> str:
 
 
 def _without_head_of(marker: str, text: str) -> str:
-    """Without the start of a cut marker, where a word of ``text`` ends with it."""
+    """``text`` without the start of a cut marker that ends one of its words."""
     for size in range(len(marker) - 1, _SHORTEST_PIECE - 1, -1):
         if found := re.search(re.escape(marker[:size]) + r"(?=\s|\Z)", text):
             return text[: found.start()] + text[found.end() :]
@@ -98,7 +101,7 @@ def _without_head_of(marker: str, text: str) -> str:
 
 
 def _without_tail_of(marker: str, text: str) -> str:
-    """Without the end of a cut marker, where a word of ``text`` begins with it."""
+    """``text`` without the end of a cut marker that starts one of its words."""
     for start in range(1, len(marker) - _SHORTEST_PIECE + 1):
         if found := re.search(r"(?:(?<=\s)|\A)" + re.escape(marker[start:]), text):
             return text[: found.start()] + text[found.end() :]

@@ -5,9 +5,8 @@ Frameworks flatten retrieved passages into one string. Markers let the boundarie
     [[kvblock:H]]text[[/kvblock:H]]
 
 ``H`` has 32 hex digits: the first 16 of the text's sha256, and the first 16 of their HMAC under a
-key that only this installation has. So a marker tells two things by itself: that a part of this
-package made it, wherever it is found, and whether the text is still the one that it was made for.
-What looks like a marker and is not ours, such as one that somebody typed into a question, is text.
+key of this installation. A marker therefore proves that this package made it, and shows whether the
+text has changed since. Any other marker, such as one typed into a question, is text.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from blockattn_rag.prompts.blocks import handle_of
 logger = logging.getLogger("blockattn_rag")
 
 KEY_VARIABLE = "BLOCKATTN_RAG_MARKER_KEY"
-"""Environment variable with the key, for machines that exchange marked text."""
+"""Environment variable with the key, for machines that share marked text."""
 
 _KEY_BYTES = 32
 _SHORTEST_KEY = 16
@@ -53,7 +52,7 @@ class Marker(NamedTuple):
 class MarkedSpan(NamedTuple):
     """A marked passage: ``string[start:end]`` with its markers, and the text between them.
 
-    ``intact``: the text is the one that the markers were made for.
+    ``intact``: Whether the text is unchanged since it was marked.
     """
 
     start: int
@@ -65,7 +64,7 @@ class MarkedSpan(NamedTuple):
 class Gap(NamedTuple):
     """Text before, between or after marked passages: ``string[start:end]``.
 
-    ``orphans``: the markers in it, whose partners are missing because a passage was cut.
+    ``orphans``: Markers in it without partners, because a passage was cut.
     """
 
     start: int
@@ -81,7 +80,7 @@ class Parsed(NamedTuple):
 
 
 def wrap(text: str) -> str:
-    """The text between markers. Surrounding white space is removed; nothing is left of no text."""
+    """The stripped text between markers. Empty for blank text."""
     if not (text := text.strip()):
         return ""
     seal = _seal(_digest(text))
@@ -89,28 +88,28 @@ def wrap(text: str) -> str:
 
 
 def strip_markers(string: str) -> str:
-    """The string without markers, whoever made them: for showing prompts and messages."""
+    """The string without any markers, including foreign ones, for display."""
     return _MARKER.sub("", string)
 
 
 def parse(string: str) -> Parsed:
-    """The marked passages of a string and what stands around them, left to right."""
+    """The marked passages of a string and the gaps around them, left to right."""
     markers = own_markers(string)
     partners = _partners(markers)
     passages: list[MarkedSpan] = []
     gaps: list[Gap] = []
     orphans: list[Marker] = []
-    # Pairs may stand inside pairs, each with a text to hash: a bound keeps the time linear.
+    # Pairs may be nested, each with a text to hash. A limit keeps the time linear.
     position, to_hash = 0, 4 * len(string)
     for index, marker in enumerate(markers):
         if marker.start < position:
-            continue  # it stands inside a passage
+            continue  # it is inside a passage
         if index in partners:
             partner = markers[partners[index]]
             text = string[marker.end : partner.start]
             to_hash -= len(text)
             intact = to_hash >= 0 and _digest(text) == marker.seal[:_HALF]
-            # A changed text is still one passage if no other marker stands in it.
+            # A changed text is still one passage if it contains no other marker.
             if intact or partners[index] == index + 1:
                 gaps.append(Gap(position, marker.start, orphans))
                 passages.append(MarkedSpan(marker.start, partner.end, text, intact))
@@ -121,11 +120,11 @@ def parse(string: str) -> Parsed:
 
 
 def own_markers(string: str) -> list[Marker]:
-    """The markers that were made with our key."""
+    """The markers that were made with the key of this installation."""
     found = [Marker(*one.span(), bool(one[1]), one[2]) for one in _MARKER.finditer(string)]
     own = [one for one in found if hmac.compare_digest(_seal(one.seal[:_HALF]), one.seal)]
     if len(own) < len(found):
-        _tell_of_foreign_markers()
+        _warn_of_foreign_markers()
     return own
 
 
@@ -138,10 +137,9 @@ def closing(seal: str) -> str:
 
 
 def _partners(markers: Sequence[Marker]) -> dict[int, int]:
-    """For each opening, the closing marker that may end its text, by index.
+    """Index of the closing marker for each opening one: the next with the same digits.
 
-    That is the next marker with the same digits: a text cannot hold its own digest, so neither of
-    its own markers stands inside it, whatever else does.
+    A text cannot contain its own digest, so its own markers cannot be inside it.
     """
     partners: dict[int, int] = {}
     following: dict[str, int] = {}
@@ -163,24 +161,24 @@ def _digest(text: str) -> str:
 
 
 @cache
-def _tell_of_foreign_markers() -> None:
-    """Once: markers of another installation cannot be told from ones that somebody typed."""
+def _warn_of_foreign_markers() -> None:
+    """Log once: markers of another installation cannot be distinguished from typed ones."""
     logger.warning(
-        "found block markers that were not made here; they are taken as text. If they come from "
-        "another machine of yours, give both the same %s (docs/security.md)",
+        "found block markers that were not made here; they are treated as text. If they come from "
+        "another machine of yours, set the same %s on both (docs/security.md)",
         KEY_VARIABLE,
     )
 
 
 def marker_key() -> bytes:
-    """The key of this installation: from the environment, else from a file of the user's.
+    """The key of this installation, from the environment or else from a file of the user.
 
-    Where no file can be kept, the key lives as long as the process.
+    If no file can be written, the key lives as long as the process.
 
     Raises:
-        ValueError: the key in the environment is so short that it could be guessed.
+        ValueError: The key in the environment is too short.
     """
-    with _key_guard:  # threads that come at once must not make one key each
+    with _key_guard:  # concurrent threads must not make one key each
         return _found_key()
 
 
@@ -196,22 +194,22 @@ def _found_key() -> bytes:
     try:
         return _key_in(state_folder() / "marker.key")
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
-        logger.info("markers are valid in this process only: no key can be kept (%s)", error)
+        logger.info("markers are valid in this process only: the key cannot be saved (%s)", error)
         return secrets.token_bytes(_KEY_BYTES)
 
 
 def _key_in(path: Path) -> bytes:
-    """The key in a file that only the user can read; made by whoever comes first."""
+    """The key in a file that only the user can read. The first process creates it."""
     with suppress(FileNotFoundError):
         if len(key := path.read_bytes()) == _KEY_BYTES:
             return key
-        path.unlink()  # cut short by a full disk: no key at all
+        path.unlink()  # truncated by a full disk
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
     temporary.touch(0o600, exist_ok=False)
     try:
         temporary.write_bytes(secrets.token_bytes(_KEY_BYTES))
-        with suppress(FileExistsError):  # another process was first: its key is the one
+        with suppress(FileExistsError):  # another process was first
             os.link(temporary, path)
     finally:
         temporary.unlink()

@@ -1,13 +1,13 @@
-"""Sinks: tokens before a context block while it is encoded, whose keys and values it does not keep.
+"""Sinks: prefix tokens that passages are encoded with. Their KV is not kept.
 
-Models direct much attention to the first tokens of a prompt, whatever these say. A passage that is
-encoded alone makes such a sink of its own first tokens, and a prompt of many passages has many. A
-passage that is encoded after the head of a prompt finds the head's, as in full attention (the
-shared prefix of APE, 2502.05431). It does not depend on the question, and costs nothing per answer.
+Models direct much attention to the first tokens of a prompt, regardless of their meaning. A passage
+that is encoded alone turns its own first tokens into such a sink, so a prompt of many passages has
+many. A passage encoded after the head of a prompt uses the head's, as in full attention (the shared
+prefix of APE, arXiv 2502.05431). This costs nothing per answer.
 
-    none    each block alone, as in the Block-Attention paper; for block-fine-tuned models
-    bos     after the BOS token
-    head:N  after the first N tokens of the chat template's head (4 do as well as more)
+    none    no prefix, as in the Block-Attention paper; for block-fine-tuned models
+    bos     the BOS token
+    head:N  the first N tokens of the chat template's head (4 work as well as more)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_sink(sink: str) -> str:
     """The sink, unchanged.
 
     Raises:
-        ValueError: it has none of the forms above.
+        ValueError: It has none of the forms above.
     """
     if isinstance(sink, str) and is_sink(sink):
         return sink
@@ -37,7 +37,7 @@ def check_sink(sink: str) -> str:
 
 
 def is_sink(name: str) -> bool:
-    """Whether a text has the form of a sink."""
+    """Whether a name has the form of a sink."""
     return name in (NO_SINK, "bos") or _HEAD.fullmatch(name) is not None
 
 
@@ -45,7 +45,7 @@ def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
     """Token ids of a sink.
 
     Raises:
-        ValueError: the model has no BOS token, or its head has fewer tokens.
+        ValueError: The model has no BOS token, or its head has fewer tokens.
     """
     if check_sink(sink) == NO_SINK:
         return []
@@ -57,12 +57,15 @@ def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
     count = int(sink.partition(":")[2])
     head = _head_ids(tokenizer)
     if count > len(head):
-        raise ValueError(f"sink={sink!r}, but the head of a prompt has {len(head)} tokens here")
+        raise ValueError(
+            f"Found sink={sink!r}, but the head of a prompt has {len(head)} tokens for this model: "
+            f"use 'head:{len(head)}' or less."
+        )
     return head[:count]
 
 
 def _head_ids(tokenizer: BlockTokenizer) -> list[int]:
-    """How a prompt begins that both frameworks make: with a system message, if there may be one."""
+    """Token ids of the beginning that the prompts of both frameworks share."""
     if not has_chat_template(tokenizer.tokenizer):
         return tokenizer.final_ids(CHAT.system, first=True)
     turns: list[Message] = [

@@ -1,7 +1,6 @@
-"""Token ids of blocks: the one place where text becomes tokens, at ingestion, query and training.
+"""Tokenization of blocks, at ingestion, query and training.
 
-Every block is tokenised alone, so that its ids do not depend on its neighbours. The tokenizer of
-transformers is used by its call signature only; transformers is not imported here.
+Every block is tokenized alone, so its ids do not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -15,27 +14,27 @@ from blockattn_rag.prompts.encoders import private_encoder
 
 
 class PromptIds(NamedTuple):
-    """Token ids of a prompt, block by block. Blocks of zero tokens are left out."""
+    """Token ids of a prompt, block by block, without empty blocks."""
 
     context: list[list[int]]
     final: list[int]
 
     @property
     def flat(self) -> list[int]:
-        """All ids in order: what full mode and the oracle see."""
+        """All ids in order, as in full mode."""
         return [token for ids in (*self.context, self.final) for token in ids]
 
 
 class BlockTokenizer:
-    """Tokenises blocks, by a copy of a transformers tokenizer; safe to use from many threads.
+    """Tokenizes blocks with a private copy of a transformers tokenizer. Thread-safe.
 
-    Rules: no special tokens are added but the model's own prefix (BOS), once, at the first token of
-    the prompt. Control tokens, and all other tokens that were added to the vocabulary, are parsed
-    in text that a template (or the caller of the engine) wrote and nowhere else; what stands
-    between two of them is tokenised in one piece, whoever wrote it.
+    The only special token that is added is the model's prefix (BOS), once, at the start of the
+    prompt. Control tokens and all other added tokens are parsed only in text that a template or the
+    caller of the engine wrote. Text between two of them is tokenized in one piece, regardless of
+    its origin.
 
     Args:
-        tokenizer: a transformers tokenizer; later changes to it have no effect on ids.
+        tokenizer: Transformers tokenizer. Later changes to it have no effect.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -44,60 +43,62 @@ class BlockTokenizer:
         self.prefix_ids: list[int] = self._encoder.prefix_ids
 
     def block_ids(self, block: Block, *, first: bool) -> list[int]:
-        """Token ids of one context block; ``first``: it opens the prompt and carries BOS."""
+        """Token ids of a context block, with BOS if it is the first of the prompt."""
         return self.final_ids(block.rendered_spans, first=first)
 
     def final_ids(self, text: str | Iterable[Span], *, first: bool) -> list[int]:
-        """Token ids of the final block; ``first``: there is no context before it.
+        """Token ids of the final block.
 
-        ``text``: by origin; a string is the caller's own, in which control tokens are parsed.
+        Args:
+            text: Text by origin. A string is the caller's own, in which control tokens are parsed.
+            first: Whether there is no context before it, so that BOS is added.
         """
         ids = self._ids([Span(text, "prompt")] if isinstance(text, str) else text)
-        # Chat templates usually write BOS themselves; it must not come twice.
+        # Most chat templates write BOS themselves. It must not come twice.
         has_prefix = ids[: len(self.prefix_ids)] == self.prefix_ids
         return ids if has_prefix or not first else [*self.prefix_ids, *ids]
 
     def text_ids(self, text: str) -> list[int]:
-        """Token ids of a text without BOS, no control token parsed: for counting and cutting."""
+        """Token ids of a text, without BOS and without parsing control tokens."""
         return self._ids([Span(text, "conversation")])
 
     def spells_control_token(self, text: str) -> bool:
-        """Whether a text holds what would be a control token if it came from a template."""
+        """Whether a text contains the spelling of a control token."""
         return any(token in text for token in self._encoder.control_tokens)
 
     def with_final_ids(self, prompt: BlockPrompt) -> tuple[list[Block], list[int]]:
         """The context blocks of a prompt, and the token ids of its final block.
 
-        The model predicts from the final block, and so it has a token: where the final text has
-        none, the last block that has one is the final block, and no context block.
+        The final block needs a token, because the model predicts from it. If its text has none, the
+        last context block that has one becomes the final block.
 
         Raises:
-            ValueError: the prompt holds no token.
+            ValueError: The prompt has no token.
         """
         context = list(prompt.context)
         final = self.final_ids(prompt.final_spans, first=not context)
         while context and not final:
             final = self.block_ids(context.pop(), first=not context)
         if not final:
-            raise ValueError("the prompt holds no token")
+            raise ValueError("the prompt has no token; add a question to it")
         return context, final
 
     def prompt_ids(self, prompt: BlockPrompt) -> PromptIds:
-        """Token ids of a whole prompt, without any store."""
+        """Token ids of a complete prompt."""
         context, final = self.with_final_ids(prompt)
         ids = [self.block_ids(block, first=index == 0) for index, block in enumerate(context)]
         return PromptIds([one for one in ids if one], final)
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of all that decides token ids."""
+        """sha256 of everything that decides token ids."""
         return hashlib.sha256(f"{self._encoder.digest}:{self.prefix_ids}".encode()).hexdigest()
 
     def _ids(self, spans: Iterable[Span]) -> list[int]:
         ids: list[int] = []
-        run, swallows = "", False  # text since the last control token, which may take blanks
+        run, swallows = "", False  # text since the last control token, which may strip blanks
         for span in spans:
-            # A lone surrogate cannot be tokenised; it becomes a question mark.
+            # A lone surrogate cannot be tokenized; it becomes a question mark.
             text, at = span.text.encode("utf-8", "replace").decode("utf-8"), 0
             for token in self._encoder.added_tokens(text) if span.parses_control else ():
                 run += text[at : token.start]

@@ -203,7 +203,6 @@ def families() -> dict[str, Family]:
     llama = ("<|begin_of_text|>", "<|eot_id|>", _LLAMA3, "")
     qwen25, qwen3 = ((None, "<|im_end|>", _QWEN, plain) for plain in (_QWEN25_PLAIN, _QWEN3_PLAIN))
     deepseek = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", _DEEPSEEK, _DEEPSEEK_PLAIN)
-    thinking = {"tools": True, "hides_thinking": True}
     normalized = {"normalized": True}
     nfc, lower, nfkc = normalizers.NFC(), normalizers.Lowercase(), normalizers.NFKC()
     every = [
@@ -212,17 +211,21 @@ def families() -> dict[str, Family]:
             tools=True, json_results=True,
         ),
         _family("qwen-2.5", _byte_level(nfc), templates.QWEN25, qwen25, tools=True),
-        _family("qwen-3", _byte_level(nfc), templates.QWEN3_THINKING, qwen3, **thinking),
         _family(
-            "qwen-3, lower-casing", _byte_level(lower), templates.QWEN3_THINKING, qwen3,
-            flags=normalized, **thinking,
+            "qwen-3", _byte_level(nfc), templates.QWEN3_THINKING, qwen3,
+            tools=True, hides_thinking=True,
         ),
         _family(
-            "deepseek-r1-distill", _byte_level(), templates.DEEPSEEK_R1, deepseek, **thinking
+            "qwen-3, lower-casing", _byte_level(lower), templates.QWEN3_THINKING, qwen3,
+            flags=normalized, tools=True, hides_thinking=True,
+        ),
+        _family(
+            "deepseek-r1-distill", _byte_level(), templates.DEEPSEEK_R1, deepseek,
+            tools=True, hides_thinking=True,
         ),
         _family(
             "deepseek-r1-distill, NFKC", _byte_level(nfkc), templates.DEEPSEEK_R1, deepseek,
-            flags=normalized, **thinking,
+            flags=normalized, tools=True, hides_thinking=True,
         ),
         _family("gemma", _byte_level(), templates.GEMMA, ("<bos>", "<eos>", _GEMMA, _GEMMA_PLAIN)),
         # Turn tokens are pieces of the model itself: text alone can give their ids.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.output.tool_formats import HERMES
+from blockattn_rag.output.tool_formats import FORMATS
 from blockattn_rag.output.tool_templates import ToolTemplate
 from blockattn_rag.prompts.blocks import text_of
 from blockattn_rag.prompts.markers import wrap
@@ -22,7 +22,7 @@ TOLD = (
 
 def prompt_of(*messages: tuple[str, str]) -> Any:
     turns = [{"role": role, "content": content} for role, content in messages]
-    return ToolTemplate(HERMES, variable=None).spans(
+    return ToolTemplate(FORMATS["hermes"], variable=None).spans(
         tiny_tokenizer(), turns, [{"function": FUNCTION}]
     )
 

@@ -106,12 +106,12 @@ def test_markers_with_the_right_digest_of_their_text_are_text_if_they_are_not_ou
 
 
 def test_a_foreign_marker_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    markers._tell_of_foreign_markers.cache_clear()
+    markers._warn_of_foreign_markers.cache_clear()
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         for _ in range(2):
             segment(f"[[kvblock:{OTHER}]]")
     (record,) = caplog.records
-    assert "taken as text" in record.getMessage()
+    assert "treated as text" in record.getMessage()
 
 
 def test_text_before_the_first_block_is_a_block_and_text_after_the_last_is_final() -> None:
@@ -162,7 +162,7 @@ def test_an_opening_that_encloses_a_real_block_does_not_swallow_it() -> None:
 
 def test_more_marked_passages_than_anybody_needs_are_refused() -> None:
     assert len(content_spans(REAL * 3, "conversation")) == 7
-    with pytest.raises(SegmentationError, match=f"more than {MAX_MARKED} marked passages"):
+    with pytest.raises(SegmentationError, match=f"expected at most {MAX_MARKED}"):
         content_spans(REAL * (MAX_MARKED + 1), "conversation")
 
 

@@ -122,7 +122,7 @@ def test_context_blocks_come_without_the_one_that_became_final() -> None:
 def test_a_prompt_of_no_token_is_refused() -> None:
     mute = tiny_tokenizer(bos=False)
     mute.backend_tokenizer.normalizer = normalizers.Replace(Regex("."), "")
-    with pytest.raises(ValueError, match="holds no token"):
+    with pytest.raises(ValueError, match="has no token"):
         BlockTokenizer(mute).prompt_ids(BlockPrompt.from_texts(["one", "two"]))
 
 
