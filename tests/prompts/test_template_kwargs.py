@@ -12,7 +12,7 @@ from blockattn_rag.prompts.chat_template import (
     render_chat,
     template_variables,
 )
-from tests.output import chat_templates
+from tests import chat_templates
 from tests.saying import thinking_tokenizer
 
 TURN = [{"role": "user", "content": "How?"}]
