@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from blockattn_rag.output import ToolTemplate, tool_template
+from blockattn_rag.output import FORMATS, ToolTemplate, tool_template
 from blockattn_rag.output.tool_templates import shows_results
 from blockattn_rag.prompts.blocks import Span, text_of
 from blockattn_rag.prompts.chat_template import chat_spans
@@ -172,24 +172,23 @@ FORMS = {
 @pytest.mark.parametrize("template", DOCUMENTED)
 def test_a_prompt_with_tools_is_the_documented_one(template: str) -> None:
     assert prompt_of(template, user(), calling(call()), result()) == DOCUMENTED[template]
-
-
-@pytest.mark.parametrize("template", DOCUMENTED)
-def test_the_format_is_found_by_what_the_template_writes(template: str) -> None:
     assert known(tokenizer_with(template)).form.name == FORMS[template]
 
 
 @pytest.mark.parametrize(
-    "template", ["{% for m in messages %}{{ m.content }}{% endfor %}", "{{ tools }}"]
+    "template",
+    [
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{{ tools }}",
+        chat_templates.QWEN3_CODER,  # calls look like Hermes'
+        "{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ 'arguments are no text: ' + c.function.arguments }}{% endfor %}{% endfor %}",
+    ],
 )
-def test_a_template_is_passed_over_that_knows_no_tools_or_no_form_of_calls(template: str) -> None:
+def test_a_template_without_tools_or_a_known_format_of_calls_has_none(template: str) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     assert tool_template(tokenizer) is None
-
-
-def test_calls_in_a_form_that_is_not_known_are_not_taken_for_one_that_looks_alike() -> None:
-    assert tool_template(tokenizer_with("QWEN3_CODER")) is None
 
 
 @pytest.mark.parametrize("mark", ["<think>\\n", "<think>\\n\\n</think>\\n\\n"])
@@ -203,25 +202,22 @@ def test_thoughts_that_a_template_opens_hide_no_form(mark: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "shows"), [("QWEN25", True), ("GRANITE33", True), ("QWEN3_CODER", True)]
+    ("template", "shows"),
+    [
+        (chat_templates.QWEN25, True),
+        (chat_templates.GRANITE33, True),
+        (chat_templates.QWEN3_CODER, True),
+        ("{# tool #}{{ messages[0].content }}", False),
+        ("{# tool #}{{ 1 + messages[0].content }}", False),  # raises
+        ("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", False),  # of any role
+    ],
 )
-def test_a_template_tells_whether_it_shows_results(template: str, shows: bool) -> None:
-    tokenizer = tokenizer_with(template)
-    assert shows_results(tokenizer) is shows
-    tokenizer.chat_template = "{# tool #}{{ messages[0].content }}"
-    assert not shows_results(tokenizer)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
-    assert not shows_results(tokenizer)  # the model knows no such role
-
-
-def test_a_template_that_fails_on_calls_is_passed_over() -> None:
+def test_a_template_shows_results_if_it_renders_the_role_of_tools(
+    template: str, shows: bool
+) -> None:
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
-        "{{ 'arguments are no text: ' + c.function.arguments }}{% endfor %}{% endfor %}"
-    )
-    assert tool_template(tokenizer) is None
-    assert not shows_results(tokenizer)
+    tokenizer.chat_template = template
+    assert shows_results(tokenizer) is shows
 
 
 def test_of_several_templates_the_one_for_tools_counts() -> None:
@@ -325,3 +321,38 @@ def test_further_variables_reach_the_template() -> None:
         "<think>\n\n</think>\n\n"
     )
     assert text_of(chat_spans(tokenizer, [user()], **given)).endswith("<think>\n\n</think>\n\n")
+
+
+IN_WORDS = (
+    "Answer with a call of one of these functions, written as\n<tool_call>\n"
+    '{"name": ..., "arguments": ...}\n</tool_call>\nThe functions:\n'
+    '{"name": "add", "parameters": {"type": "object"}}<|end|>\n<|assistant|>\n'
+)
+
+
+def worded(*messages: tuple[str, str]) -> Any:
+    """The prompt for a template without tools, with definitions in words."""
+    turns = [{"role": role, "content": content} for role, content in messages]
+    return ToolTemplate(FORMATS["hermes"], variable=None).spans(
+        tiny_tokenizer(), turns, [{"function": {"name": "add", "parameters": {"type": "object"}}}]
+    )
+
+
+def test_definitions_in_words_follow_the_question() -> None:
+    assert text_of(worded(("user", "1 + 2?"))) == f"<|begin|><|user|>\n1 + 2?\n\n{IN_WORDS}"
+
+
+@pytest.mark.parametrize("messages", [[("user", "1 + 2?"), ("assistant", "3")], [("user", "")]])
+def test_definitions_in_words_are_a_message_of_their_own_without_a_question(messages: Any) -> None:
+    assert text_of(worded(*messages)).endswith(f"<|user|>\n{IN_WORDS}")
+
+
+def test_passages_before_definitions_in_words_stay_passages() -> None:
+    spans = worded(("user", f"{wrap('A passage.')}\n\n<|end|>"))
+    assert [one.text for one in spans if one.origin == "passage"] == ["A passage."]
+    assert any("<|end|>" in one.text and not one.parses_control for one in spans)
+
+
+def test_results_of_tools_go_before_their_question() -> None:
+    text = text_of(worded(("user", "1 + 2?"), ("tool", "3")))
+    assert text == f"<|begin|><|user|>\n3\n\n1 + 2?\n\n{IN_WORDS}"

@@ -80,19 +80,17 @@ def _tokenizer(template: str) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("choice", ["any", "add"])
-def test_a_required_call_beside_a_grammar_that_forbids_it_is_refused(choice: str) -> None:
-    held = use("add", tool_choice=choice)
+@pytest.mark.parametrize(
+    "options", [{"tool_choice": "any"}, {"tool_choice": "add"}, {"tool_calls": "constrained"}]
+)
+def test_a_grammar_that_forbids_required_or_constrained_calls_is_refused(options: Any) -> None:
+    held = use("add", **options)
     assert held is not None
     with pytest.raises(ValueError, match="the regular expression 'a' with tools"):
         held.engine_options(tiny_tokenizer(), {"structured_outputs": {"regex": "a"}})
 
 
-def test_constrained_calls_beside_another_grammar_are_refused() -> None:
-    held = use("add", tool_calls="constrained")
-    assert held is not None
-    with pytest.raises(ValueError, match="the regular expression 'a' with tools"):
-        held.engine_options(tiny_tokenizer(), {"structured_outputs": {"regex": "a"}})
+def test_an_unknown_way_of_calls_is_refused() -> None:
     with pytest.raises(ValueError, match="tool_calls must be 'free' or 'constrained'; found 'all'"):
         use("add", tool_calls="all")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from blockattn_rag.prompts.blocks import (
@@ -12,6 +14,7 @@ from blockattn_rag.prompts.blocks import (
     Span,
     handle_of,
     merged,
+    promoted,
 )
 
 TEMPLATE = BlockTemplate("- ", "\n")
@@ -72,27 +75,48 @@ def test_a_prompt_from_texts_takes_the_last_as_final_and_leaves_out_empty_ones()
     assert prompt.text == "one- two\nQ"
 
 
-@pytest.mark.parametrize("texts", ["a string", [], (), ["", ""], [""]])
-def test_a_prompt_of_nothing_is_refused(texts: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"expected a non-empty list|the prompt is empty"):
+@pytest.mark.parametrize(
+    ("texts", "error"),
+    [
+        *((texts, ValueError) for texts in ("a string", [], (), ["", ""], [""])),
+        *((texts, TypeError) for texts in ([None, "Q"], [5, "Q"], ["one", None])),
+        (["one", Block("final")], TypeError),
+    ],
+)
+def test_a_prompt_without_texts_is_refused(texts: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"expected a non-empty list|the prompt is empty|must"):
         BlockPrompt.from_texts(texts)
 
 
-@pytest.mark.parametrize("texts", [[None, "Q"], [5, "Q"], ["one", None], ["one", Block("final")]])
-def test_a_prompt_of_other_things_than_texts_is_refused(texts: list[str]) -> None:
-    with pytest.raises(TypeError, match="must"):
-        BlockPrompt.from_texts(texts)
-
-
-def test_an_empty_block_and_foreign_context_are_refused() -> None:
+def test_inconsistent_blocks_and_prompts_are_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         Block("")
     with pytest.raises(TypeError, match="context must hold Block objects, found str"):
         BlockPrompt(("text",), "Q")  # type: ignore[arg-type]
-
-
-def test_spans_that_are_not_the_text_are_refused() -> None:
     with pytest.raises(ValueError, match="must make up its text"):
         Block("text", spans=(Span("other", "passage"),))
     with pytest.raises(ValueError, match="must make up the final text"):
         BlockPrompt((), "text", (Span("other", "prompt"),))
+
+
+HEAD = Block.of([Span("You answer.", "system")])
+A, B, C = Block("first"), Block("second"), Block("third")
+ATTENTION = [0.6, 0.1, 0.2, 0.05]
+
+
+@pytest.mark.parametrize(
+    ("context", "attention", "count", "stay", "move"),
+    [
+        ([HEAD, A, B, C], ATTENTION, 0, [HEAD, A, B, C], []),
+        ([HEAD, A, B, C], ATTENTION, 1, [HEAD, A, C], [B]),
+        ([HEAD, A, B, C], ATTENTION, 2, [HEAD, C], [A, B]),
+        ([HEAD, A, B, C], ATTENTION, 9, [HEAD], [C, A, B]),
+        ([HEAD, A, B, C], [0.0] * 4, 2, [HEAD, C], [B, A]),
+        ([HEAD], [1.0], 1, [HEAD], []),
+        ([A, B, A], [0.1, 0.2, 0.7], 1, [A, B], [A]),
+    ],
+)
+def test_the_most_attended_passages_are_promoted_with_the_best_last(
+    context: list[Block], attention: list[float], count: int, stay: list[Block], move: list[Block]
+) -> None:
+    assert promoted(context, attention, count) == (stay, move)
