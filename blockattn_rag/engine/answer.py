@@ -31,16 +31,18 @@ class Prepared(NamedTuple):
     Args:
         context_ids: Token ids of the context.
         final_ids: Token ids of the final block.
-        context: The placed blocks. None in full mode.
+        context: The placed blocks: in full mode none.
         limit: Number of tokens that may be generated.
         stats: Figures so far.
+        fingerprint: Fingerprint of the model that the blocks belong to. Empty in full mode.
     """
 
     context_ids: list[int]
     final_ids: list[int]
-    context: Context | None
+    context: Context
     limit: int
     stats: ReuseStats
+    fingerprint: str = ""
 
     def after(self, known: int) -> Prepared:
         """The same prompt with ``known`` tokens of the final block reused."""

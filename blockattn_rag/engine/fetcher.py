@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 from weakref import WeakSet
 
@@ -28,6 +29,8 @@ logger = logging.getLogger("blockattn_rag")
 OnMiss = Literal["compute", "error"]
 """``compute``: a block that is not in the store is encoded and stored. ``error``: ``MissError``."""
 
+NOTHING_COMPUTED: Mapping[Name, int] = MappingProxyType({})
+
 _MOST_TO_STORE = 4096
 
 # Blocks that prefetching reads at once; as many as stores read in parallel.
@@ -40,33 +43,16 @@ class Fetched(NamedTuple):
     Args:
         blocks: The blocks that have tokens.
         places: Index of each of them in the context.
-        missed: Number of tokens of each block that was computed, by name.
+        computed: Number of tokens of each block that was computed for the prompt, by name.
+        hits: Number of blocks found. Where the prompt repeats a computed block, that is a hit.
+        reused_tokens: Tokens of the blocks found.
     """
 
     blocks: list[BlockKV]
     places: list[int]
-    missed: Mapping[Name, int]
-
-    @property
-    def hits(self) -> int:
-        """Number of blocks found. Where the prompt repeats a computed block, that is a hit."""
-        return len(self.blocks) - len(self._missed_here)
-
-    @property
-    def misses(self) -> int:
-        """Number of blocks computed."""
-        return len(self.missed)
-
-    @property
-    def reused_tokens(self) -> int:
-        """Tokens of the blocks found."""
-        return sum(kv.num_tokens for kv in self.blocks) - sum(self._missed_here.values())
-
-    @property
-    def _missed_here(self) -> dict[Name, int]:
-        """``missed`` without promoted passages, which are computed but not among ``blocks``."""
-        names = {(kv.namespace, kv.digest) for kv in self.blocks}
-        return {name: tokens for name, tokens in self.missed.items() if name in names}
+    computed: Mapping[Name, int]
+    hits: int
+    reused_tokens: int
 
 
 class BlockFetcher:
@@ -137,11 +123,17 @@ class BlockFetcher:
             return True
         return any(touch(self.store, key) for key in others)
 
-    def fetch(self, context: Sequence[Wanted]) -> Fetched:
+    def fetch(
+        self, context: Sequence[Wanted], computed: Mapping[Name, int] = NOTHING_COMPUTED
+    ) -> Fetched:
         """Get the KV of a prompt's context. Missing blocks are computed together.
 
         Computed passages are stored; system messages are stored when they come a second time. All
         other text is private to its prompt and stays in the memory of this process.
+
+        Args:
+            context: The blocks.
+            computed: ``Fetched.computed`` of an earlier call for the same prompt.
 
         Raises:
             MissError: a passage is not stored, and ``on_miss`` is ``"error"``.
@@ -160,11 +152,14 @@ class BlockFetcher:
             )
         if missing:
             for batch in self.encode(missing):
-                for one, computed in batch:
-                    self._keep(computed, one.keep)
-                    found[one.name] = computed
-        missed = {one.name: len(one.ids) for one in missing}
-        return Fetched([found[context[place].name] for place in places], places, missed)
+                for one, kv in batch:
+                    self._keep(kv, one.keep)
+                    found[one.name] = kv
+        computed = {**computed, **{one.name: len(one.ids) for one in missing}}
+        misses = [len(one.ids) for name, one in wanted.items() if name in computed]
+        tokens = sum(len(context[place].ids) for place in places)
+        blocks = [found[context[place].name] for place in places]
+        return Fetched(blocks, places, computed, len(places) - len(misses), tokens - sum(misses))
 
     def prefetch(self, blocks: Sequence[Block], *, recipe: Recipe = PLAIN) -> Prefetched:
         """Read passages from the store before their prompt exists.

@@ -87,7 +87,12 @@ class BlockLookup:
         self._remembered = lru_cache(MOST_REMEMBERED)(self._wanted)
 
     def wanted(
-        self, blocks: Sequence[Block], *, as_prompt: bool, recipe: Recipe = PLAIN
+        self,
+        blocks: Sequence[Block],
+        *,
+        as_prompt: bool,
+        recipe: Recipe = PLAIN,
+        fingerprint: str | None = None,
     ) -> list[Wanted]:
         """What to look up for blocks.
 
@@ -96,12 +101,13 @@ class BlockLookup:
             as_prompt: Whether the first block opens a prompt: it has the BOS token and is encoded
                 without sink and adapter.
             recipe: How the other blocks are encoded.
+            fingerprint: The model's fingerprint, read for this request. None reads it: that checks
+                whether the model was changed.
 
         Raises:
             ValueError: the model was changed, so the recipe's adapter no longer fits it.
         """
-        # Read once per call, because each reading checks whether the model was changed.
-        fingerprint = self._model.fingerprint
+        fingerprint = fingerprint or self._model.fingerprint
         if recipe.adapter and fingerprint not in recipe.fingerprints:
             raise ValueError(
                 f"The recipe {recipe.source or recipe} no longer belongs to {self._model.name}, "

@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from torch import Tensor
 
 from blockattn_rag.engine.answer import Answer, Prepared
-from blockattn_rag.engine.fetcher import BlockFetcher, Fetched
+from blockattn_rag.engine.fetcher import NOTHING_COMPUTED, BlockFetcher, Fetched
 from blockattn_rag.engine.lookup import Name
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.engine.results import ReuseStats
-from blockattn_rag.engine.tails import NOTHING, Start, Tails
+from blockattn_rag.engine.tails import Tails
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.context import Assembly, Context, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.caches import add_states, empty_cache
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, promoted
-
-
-class _Promoted(NamedTuple):
-    """A context after promotion.
-
-    Args:
-        context: Blocks that stay.
-        final_ids: Token ids of the final block: promoted passages, then the question.
-        missed: Number of tokens of each block that was computed to choose, by name.
-        choosing_tokens: Tokens computed to choose them.
-    """
-
-    context: Sequence[Block]
-    final_ids: list[int]
-    missed: Mapping[Name, int]
-    choosing_tokens: int
 
 
 class Runner:
@@ -107,79 +92,88 @@ class Runner:
         ids = self._model.tokenizer.prompt_ids(prompt)
         limit = self._model.room_for(len(ids.flat), options.sampling)
         stats = ReuseStats("full", computed_tokens=len(ids.flat))
-        context_ids = [token for block in ids.context for token in block]
-        return Prepared(context_ids, ids.final, None, limit, stats)
+        return Prepared([*chain.from_iterable(ids.context)], ids.final, Context(()), limit, stats)
 
     def _prepare_blocks(self, prompt: BlockPrompt, options: GenerateOptions) -> Prepared:
         started = time.perf_counter()
-        context, question = self._model.tokenizer.with_final_ids(prompt)
-        chosen = _Promoted(context, question, {}, 0)
-        if options.recipe.promote and any(block.is_passage for block in context):
-            chosen = self._promote(context, question, options)
-        final_tokens = len(chosen.final_ids)
-        fetched, limit = self._fetch(chosen.context, final_tokens, options)
-        fetched = fetched._replace(missed={**chosen.missed, **fetched.missed})
-        placed = place(fetched.blocks, options.recipe.positions)
+        recipe, fingerprint = options.recipe, self._model.fingerprint
+        blocks, question = self._model.tokenizer.with_final_ids(prompt)
+        final_ids, computed, choosing_tokens = question, NOTHING_COMPUTED, 0
+        if recipe.promote and any(block.is_passage for block in blocks):
+            blocks, final_ids, computed = self._promote(blocks, question, options, fingerprint)
+            choosing_tokens = len(question)
+        fetched, limit = self._fetch(blocks, len(final_ids), options, fingerprint, computed)
+        context = place(fetched.blocks, recipe.positions)
         stats = ReuseStats(
             "block",
             hits=fetched.hits,
-            misses=fetched.misses,
+            misses=len(fetched.computed),
             reused_tokens=fetched.reused_tokens,
-            computed_tokens=sum(fetched.missed.values()) + final_tokens + chosen.choosing_tokens,
-            promoted_tokens=final_tokens - len(question) + chosen.choosing_tokens,
+            computed_tokens=sum(fetched.computed.values()) + len(final_ids) + choosing_tokens,
+            promoted_tokens=len(final_ids) - len(question) + choosing_tokens,
             fetch_s=time.perf_counter() - started,
             int8_blocks=sum(kv.scales is not None for kv in fetched.blocks),
-            recipe=str(options.recipe),
+            recipe=str(recipe),
         )
-        return Prepared(placed.token_ids, chosen.final_ids, placed, limit, stats)
+        return Prepared(context.token_ids, final_ids, context, limit, stats, fingerprint)
 
     def _promote(
-        self, context: Sequence[Block], question: list[int], options: GenerateOptions
-    ) -> _Promoted:
-        """Move the passages that the question attends to most into the final block."""
-        fetched, _ = self._fetch(context, len(question), options)
-        placed = place(fetched.blocks, options.recipe.positions)
+        self,
+        blocks: Sequence[Block],
+        question: list[int],
+        options: GenerateOptions,
+        fingerprint: str,
+    ) -> tuple[list[Block], list[int], Mapping[Name, int]]:
+        """Move the passages that the question attends to most into the final block.
+
+        Returns:
+            The blocks that stay, the token ids of the new final block (promoted passages, then the
+            question), and ``Fetched.computed`` of all blocks.
+        """
+        fetched, _ = self._fetch(blocks, len(question), options, fingerprint)
+        context = place(fetched.blocks, options.recipe.positions)
         # By place, not by handle: texts of equal tokens share one stored block.
-        attention = [0.0] * len(context)
-        if placed.blocks:
-            masses = self._model.attention_to_blocks(placed, question)
+        attention = [0.0] * len(blocks)
+        if context.blocks:
+            masses = self._model.attention_to_blocks(context, question)
             for at, mass in zip(fetched.places, masses, strict=True):
                 attention[at] = mass
-        stay, moved = promoted(context, attention, options.recipe.promote)
+        stay, moved = promoted(blocks, attention, options.recipe.promote)
         moved_ids = [
             self._model.tokenizer.block_ids(block, first=not stay and not index)
             for index, block in enumerate(moved)
         ]
-        final_ids = [*chain.from_iterable(moved_ids), *question]
-        return _Promoted(stay, final_ids, fetched.missed, len(question))
+        return stay, [*chain.from_iterable(moved_ids), *question], fetched.computed
 
     def _fetch(
-        self, context: Sequence[Block], final_tokens: int, options: GenerateOptions
+        self,
+        blocks: Sequence[Block],
+        final_tokens: int,
+        options: GenerateOptions,
+        fingerprint: str,
+        computed: Mapping[Name, int] = NOTHING_COMPUTED,
     ) -> tuple[Fetched, int]:
-        """The context's blocks, and how many tokens may be generated. A prompt that does not fit is
+        """A prompt's blocks, and how many tokens may be generated. A prompt that does not fit is
         refused before anything is computed."""
-        wanted = self._fetcher.wanted(context, as_prompt=True, recipe=options.recipe)
+        wanted = self._fetcher.wanted(
+            blocks, as_prompt=True, recipe=options.recipe, fingerprint=fingerprint
+        )
         prompt_tokens = sum(len(one.ids) for one in wanted) + final_tokens
         limit = self._model.room_for(prompt_tokens, options.sampling)
-        return self._fetcher.fetch(wanted), limit
+        return self._fetcher.fetch(wanted, computed), limit
 
     def answer_logits(
         self, prompt: BlockPrompt, answer_ids: Sequence[int], options: GenerateOptions
     ) -> Tensor:
         """Logits at each token of a given answer; see ``BlockModel.answer_logits``."""
-        prepared = self.prepare(prompt, options)
-        if prepared.limit < len(answer_ids):
+        context_ids, final_ids, context, limit, *_ = self.prepare(prompt, options)
+        if limit < len(answer_ids):
             raise ContextOverflowError(
                 f"prompt and answer do not fit in the model's {self._model.max_context_tokens} "
-                f"tokens: there is room for {prepared.limit} of {len(answer_ids)} answer tokens"
+                f"tokens: there is room for {limit} of {len(answer_ids)} answer tokens"
             )
-        cache = None
-        if prepared.context is not None:
-            given = len(prepared.final_ids) + len(answer_ids) - 1
-            cache = self._cache_for([prepared.context], given)
-        return self._model.answer_logits(
-            prepared.context_ids, prepared.final_ids, answer_ids, cache
-        )
+        cache = self._cache([context], len(final_ids) + len(answer_ids) - 1)
+        return self._model.answer_logits(context_ids, final_ids, answer_ids, cache)
 
     # -- answering ---------------------------------------------------------------------------
 
@@ -189,8 +183,8 @@ class Runner:
         batches: list[list[Answer]] = []
         widest = 0
         for answer in sorted(answers, key=lambda answer: answer.prepared.limit):
-            context_ids, final_ids, context, limit, _ = answer.prepared
-            width = len(final_ids) + (0 if context else len(context_ids))
+            context_ids, final_ids, context, limit, *_ = answer.prepared
+            width = len(final_ids) + (0 if context.blocks else len(context_ids))
             widest = max(widest, width)
             if (
                 not batches
@@ -218,7 +212,12 @@ class Runner:
                 raise CancelledError
             start = self._tails.begin(prepared, answer.options)
             answer.prepared = prepared.after(start.tokens)
-            cache = self._cache([answer], start)
+            with _assembling([answer]):
+                cache = self._cache([prepared.context], len(prepared.final_ids) - start.tokens)
+                if cache is None and start.base is not None:
+                    cache = empty_cache(self._model.config)
+                if cache is not None:
+                    add_states(cache, start.states, start.tokens)
             ids = self._model.generate(
                 prepared.context_ids,
                 prepared.final_ids,
@@ -261,34 +260,33 @@ class Runner:
         with self._model.running(sampling):
             if nobody_waits():  # since others had the model
                 raise CancelledError
+            prompts = [one.prepared for one in answers]
+            with _assembling(answers):
+                longest = max(len(one.final_ids) for one in prompts)
+                cache = self._cache([one.context for one in prompts], longest)
             return self._model.generate_batch(
-                [(one.prepared.context_ids, one.prepared.final_ids) for one in answers],
+                [(one.context_ids, one.final_ids) for one in prompts],
                 sampling,
-                cache=self._cache(answers),
+                cache=cache,
                 on_tokens=on_tokens,
                 is_cancelled=nobody_waits,
                 grammars=[one.options.sampling.grammar for one in answers],
                 on_failure=lambda place, error: answers[place].request.fail(error),
             )
 
-    def _cache(self, answers: Sequence[Answer], start: Start = NOTHING) -> Any:
-        """A cache with the prompts' contexts, and with the known part of a single prompt's final
-        block. None: the model makes its own."""
-        assembling = time.perf_counter()
-        contexts = [one.prepared.context or Context(()) for one in answers]
-        cache = None
-        if any(context.blocks for context in contexts):
-            longest = max(len(one.prepared.final_ids) for one in answers)
-            cache = self._cache_for(contexts, longest - start.tokens)
-        elif start.base is not None:
-            cache = empty_cache(self._model.config)
-        if cache is not None:
-            add_states(cache, start.states, start.tokens)
-        for answer in answers:
-            answer.clock.assembling = assembling
-            answer.clock.prefilling = time.perf_counter()
-        return cache
-
-    def _cache_for(self, contexts: Sequence[Context], final_tokens: int) -> Any:
+    def _cache(self, contexts: Sequence[Context], final_tokens: int) -> Any:
+        """A cache of prompts' contexts, for final blocks of up to so many tokens. None: there is
+        nothing to keep, and the model makes its own."""
+        if not any(context.blocks for context in contexts):
+            return None
         assembly = self._model.choose_assembly(self._assembly, final_tokens)
         return self._model.cache_for(*contexts, assembly=assembly)
+
+
+@contextmanager
+def _assembling(answers: Sequence[Answer]) -> Iterator[None]:
+    """Time the assembly of a cache."""
+    started = time.perf_counter()
+    yield
+    for answer in answers:
+        answer.clock.assembling, answer.clock.prefilling = started, time.perf_counter()

@@ -69,14 +69,26 @@ class Tails:
         self._kept: list[_Tail] = []  # the latest stands last
 
     def begin(self, prepared: Prepared, options: GenerateOptions) -> Start:
-        """The known part of a prompt's final block. At least one token stays unknown."""
-        base = self._base(prepared, options)
-        known = [one for one in self._kept if one.base == base]
-        if base is None or not known:
-            return Start(base)
+        """The known part of a prompt's final block. At least one token stays unknown.
+
+        No tail is used or kept in full mode, with promoted passages, with options of transformers'
+        own ``generate``, and where the model's states differ, as under autocast.
+        """
+        is_plain = options.mode == "block" and not options.recipe.promote
+        if not (self._max_bytes and is_plain):
+            return NOTHING
+        if not fills_in_order(self._model.hf_model, options.sampling):
+            return NOTHING
+        try:
+            check_ready(self._model.hf_model)
+        except ValueError:
+            return NOTHING
+        blocks = [(b.kv.key, b.kv.scales is None, b.shift) for b in prepared.context.blocks]
+        base = (prepared.fingerprint, tuple(blocks))
         wanted = prepared.final_ids[:-1]
-        best = max(known, key=lambda one: _common(one.ids, wanted))
-        if not (tokens := _common(best.ids, wanted)):
+        known = [one for one in self._kept if one.base == base]
+        best = max(known, key=lambda one: _common(one.ids, wanted), default=None)
+        if best is None or not (tokens := _common(best.ids, wanted)):
             return Start(base)
         self._use(best)
         return Start(base, tokens, best.states)
@@ -90,7 +102,7 @@ class Tails:
         too_large = len(ids) * self._model.bytes_per_token > self._max_bytes
         if start.base is None or not is_complete or too_large:
             return
-        if start.base[0] != self._fingerprint():  # the model was changed meanwhile
+        if not self._is_unchanged(start.base[0]):
             return
         alike = [one for one in self._kept if one.base == start.base]
         if longer := next((one for one in alike if _common(one.ids, ids) == len(ids)), None):
@@ -103,28 +115,11 @@ class Tails:
                 self._kept.append(_Tail(start.base, ids, states))
                 self._shrink()
 
-    def _base(self, prepared: Prepared, options: GenerateOptions) -> tuple[str, Hashable] | None:
-        """What a final block's states depend on besides its tokens: fingerprint and context.
-
-        Returns:
-            None where no tail is used or kept: in full mode, with promoted passages, and with
-            options of transformers' own ``generate``.
-        """
-        if not self._max_bytes or prepared.context is None or options.recipe.promote:
-            return None
-        if not fills_in_order(self._model.hf_model, options.sampling):
-            return None
-        if (fingerprint := self._fingerprint()) is None:
-            return None
-        blocks = [(b.kv.key, b.kv.scales is None, b.shift) for b in prepared.context.blocks]
-        return fingerprint, tuple(blocks)
-
-    def _fingerprint(self) -> str | None:
-        """The model's fingerprint. None where its states differ all the same, as under autocast."""
-        with suppress(ValueError):
-            check_ready(self._model.hf_model)
-            return self._model.fingerprint
-        return None
+    def _is_unchanged(self, fingerprint: str) -> bool:
+        """Whether the model still is the one that the blocks belong to."""
+        with suppress(ValueError):  # it was changed, and is in training mode now
+            return self._model.fingerprint == fingerprint
+        return False
 
     def _use(self, tail: _Tail) -> None:
         self._kept = [*(one for one in self._kept if one is not tail), tail]

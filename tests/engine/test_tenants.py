@@ -34,7 +34,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
 
 
 def found(fetched: Fetched) -> tuple[int, int]:
-    return fetched.hits, fetched.misses
+    return fetched.hits, len(fetched.computed)
 
 
 def of_tenant(
@@ -80,7 +80,7 @@ def test_an_entry_of_other_tokens_under_the_right_key_is_a_miss(
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         again = fetch(fetcher, [A])
     assert "the KV of other tokens" in caplog.text
-    assert again.misses == 1
+    assert len(again.computed) == 1
     assert torch.equal(again.blocks[0].token_ids, good.token_ids)
 
 
@@ -158,7 +158,7 @@ def test_a_damaged_shared_entry_is_computed_for_oneself(model: BlockModel, tmp_p
     shared.write_bytes(shared.read_bytes()[:-9])
     damaged = shared.read_bytes()
     fetched = fetch(of_tenant(model, store, "one", "public"), [B, A])
-    assert fetched.misses == 2
+    assert len(fetched.computed) == 2
     assert fetched.blocks[1].namespace == "one"
     assert shared.read_bytes() == damaged
 
