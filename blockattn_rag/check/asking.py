@@ -123,13 +123,7 @@ class Asker:
         lengths = tuple(len(ids) for ids in probe.blocks)
         plan = BlockPlan("complete", lengths, keep=probe.keep)
         answer = self._answer(COMPLETIONS, probe.ids, plan)
-        served = answer.served
-        tokens = served.loaded_tokens + served.local_tokens
-        if (served.blocks, tokens) != (len(probe.blocks), plan.context_tokens):
-            raise ProtocolError(
-                f"the server answered from {served.blocks} blocks of {tokens} tokens, asked for "
-                f"{len(probe.blocks)} of {plan.context_tokens}"
-            )
+        answer.served.check_complete(lengths)
         return answer
 
     def full(

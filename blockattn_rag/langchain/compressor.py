@@ -81,7 +81,8 @@ class BlockKVCompressor(BaseDocumentCompressor):
         if self.llm is not None:
             texts = [self.document_prompt.canonical_text(document) for document in stamped]
             blocks = [Block(text, self.llm.block_template) for text in texts if text]
-            self.llm.source.prefetch(blocks)
+            if self.llm.mode == "block":
+                self.llm.source.prefetch(blocks)
         if self.warm and self.llm is not None:
             self._warming = _WARMER.submit(_warm, self.llm, blocks)
         return stamped

@@ -19,7 +19,8 @@ class BlockKVPrefetch(BaseNodePostprocessor):
 
     Put it before rerankers and other slow ``node_postprocessors``, while ``BlockKVPostprocessor``
     goes last. It returns at once and raises nothing (``engine.prefetch``); passages that are
-    dropped later were read in vain. Nothing is read before the model is loaded.
+    dropped later were read in vain. Nothing is read before the model is loaded, or for an LLM with
+    ``mode="full"``.
 
     Args:
         llm: the LLM that will answer.
@@ -46,7 +47,8 @@ class BlockKVPrefetch(BaseNodePostprocessor):
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        texts = [canonical_text(node.node) for node in nodes]
-        blocks = [Block(text, self._llm.block_template) for text in texts if text]
-        self._llm.source.prefetch(blocks)
+        if self._llm.mode == "block":
+            texts = [canonical_text(node.node) for node in nodes]
+            blocks = [Block(text, self._llm.block_template) for text in texts if text]
+            self._llm.source.prefetch(blocks)
         return nodes

@@ -342,6 +342,26 @@ class ServedBlocks:
             )
         return self
 
+    def check_complete(self, lengths: Sequence[int]) -> None:
+        """Check that a prompt with context blocks of these many tokens was answered from all of
+        them.
+
+        Raises:
+            ProtocolError: It was not, or the figures disagree.
+        """
+        expected = sum(lengths)
+        tokens = expected if self.cut_short else self.loaded_tokens + self.local_tokens
+        if (self.blocks, tokens) != (len(lengths), expected):
+            raise ProtocolError(
+                f"the server answered from {self.blocks} blocks of {tokens} tokens, expected "
+                f"{len(lengths)} of {expected}"
+            )
+        if self.encoded > self.blocks or self.encoded_tokens > tokens:
+            raise ProtocolError(
+                f"the server reports {self.encoded} of {self.blocks} blocks as encoded, and "
+                f"{self.encoded_tokens} of {tokens} tokens"
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """``kv_transfer_params`` of the answer."""
         return {FIELD: {"v": VERSION, "mode": "block", **asdict(self)}}

@@ -78,7 +78,7 @@ def test_answers_tell_what_was_reused(server: FakeServer, asker: Asker) -> None:
     [
         (lambda _: None, "was not computed in block mode"),
         (lambda told: _changed(told, blocks=2), "from 2 blocks of 136 tokens"),
-        (lambda told: _changed(told, loaded_tokens=7), "3 blocks of 7 tokens, asked for 3 of 136"),
+        (lambda told: _changed(told, loaded_tokens=7), "3 blocks of 7 tokens, expected 3 of 136"),
     ],
 )
 def test_an_answer_that_is_not_of_all_blocks_is_refused(

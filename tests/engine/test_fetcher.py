@@ -49,7 +49,9 @@ def fetcher(model: BlockModel, store: FaultyStore) -> BlockFetcher:
 def test_absent_blocks_are_computed_and_found_the_next_time(fetcher: BlockFetcher) -> None:
     first = fetch(fetcher, [A, B, C])
     assert (first.hits, len(first.computed)) == (0, 3)
-    assert sum(first.computed.values()) == len("first passage") + 1 + len("second") + len("- third\n")
+    assert sum(first.computed.values()) == len("first passage") + 1 + len("second") + len(
+        "- third\n"
+    )
     again = fetch(fetcher, [A, B, C])
     assert (again.hits, len(again.computed)) == (3, 0)
     assert [kv.handle for kv in again.blocks] == [block.handle for block in (A, B, C)]

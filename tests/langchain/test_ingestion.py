@@ -109,12 +109,14 @@ def test_a_warming_that_fails_is_logged_and_breaks_nothing(
     assert "warming the KV store failed" in caplog.text
 
 
-def test_a_compressor_with_a_model_has_stored_documents_read_ahead(
+def test_a_compressor_with_a_model_in_block_mode_has_stored_documents_read_ahead(
     chat: ChatBlockAttention,
 ) -> None:
     documents = BlockKVTransformer(llm=chat).transform_documents(passages())
     engine = local(chat.engine)
     before = engine.prefetches
+    full = chat.model_copy(update={"mode": "full"})
+    BlockKVCompressor(llm=full).compress_documents(documents, "q")
     BlockKVCompressor(llm=chat).compress_documents([*documents, Document("new")], "q")
     until = time.monotonic() + 20
     while (now := engine.prefetches).ready + now.absent < before.ready + before.absent + 4:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 from llama_index.core import Document, SummaryIndex
 from llama_index.core.schema import NodeWithScore, TextNode
@@ -21,9 +22,9 @@ from tests.engines import local
 from tests.models import tiny_model, tiny_tokenizer
 
 
-def llm_over(store: Path) -> BlockAttentionLLM:
+def llm_over(store: Path, **options: Any) -> BlockAttentionLLM:
     engine = BlockAttentionEngine(BlockModel(tiny_model(), tiny_tokenizer()), store)
-    return BlockAttentionLLM(engine=engine, max_new_tokens=2)
+    return BlockAttentionLLM(engine=engine, max_new_tokens=2, **options)
 
 
 def read(llm: BlockAttentionLLM, passages: int) -> PrefetchStats:
@@ -50,6 +51,16 @@ def test_a_block_query_engine_prefetches_before_its_other_postprocessors(tmp_pat
     engine = block_query_engine(SummaryIndex(nodes), llm)
     engine.query("?")
     assert read(llm, 2).ready == 2
+
+
+def test_full_mode_reads_no_passage(tmp_path: Path) -> None:
+    full = llm_over(tmp_path / "kv", mode="full")
+    stored, new = TextNode(text="One."), TextNode(text="Two.")
+    BlockKVTransform(llm=full)([stored])
+    BlockKVPrefetch(full).postprocess_nodes([NodeWithScore(node=stored)])
+    block = full.model_copy(update={"mode": "block"})
+    BlockKVPrefetch(block).postprocess_nodes([NodeWithScore(node=new)])
+    assert read(block, 1) == PrefetchStats(absent=1)
 
 
 def test_a_model_that_is_not_loaded_is_not_loaded_for_it() -> None:

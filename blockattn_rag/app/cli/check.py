@@ -121,8 +121,8 @@ def _check_model(name: str, recipe: str | None, profile: Path | None, dtype: str
     used = None if recipe is None else resolve_recipe(recipe, loaded, MemoryStore(1))
     if profile is not None and used is not None and used.adapter is not None:
         raise ValueError(
-            f"found the recipe {used}, but a server applies the sink of a recipe alone; pass a "
-            "sink, or leave out --profile"
+            f"found recipe {used}, but a server applies only the sink of a recipe; pass a sink, or "
+            "leave out --profile"
         )
     with waiting("checking"):
         report = check_model(loaded, used)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 from blockattn_rag.engine.detokenizer import Detokenizer
@@ -215,28 +214,16 @@ class ComingAnswer:
     def _stats(self) -> ReuseStats:
         """Reuse as the server reports it."""
         prompt = self._prompt
-        computed = len(prompt.final)
+        computed, tokens = len(prompt.final), sum(prompt.lengths)
         if self._mode == "full" or not prompt.context:
             self._clock.assembling = self._clock.prefilling = self._sent
-            total = computed + sum(prompt.lengths)
+            total = computed + tokens
             return ReuseStats(self._mode, computed_tokens=total, recipe=self._recipe)
         served = ServedBlocks.from_dict(self._params)
-        tokens = sum(prompt.lengths)
-        if not served.cut_short:
-            tokens = served.loaded_tokens + served.local_tokens
-        if (served.blocks, tokens) != (len(prompt.lengths), sum(prompt.lengths)):
-            raise ProtocolError(
-                f"the server answered from {served.blocks} blocks of {tokens} tokens, expected "
-                f"{len(prompt.lengths)} of {sum(prompt.lengths)}"
-            )
-        if served.encoded > served.blocks or served.encoded_tokens > tokens:
-            raise ProtocolError(
-                f"the server reports {served.encoded} of {served.blocks} blocks as encoded, and "
-                f"{served.encoded_tokens} of {tokens} tokens"
-            )
+        served.check_complete(prompt.lengths)
         self._clock.assembling = self._clock.prefilling = self._sent + served.fetch_s
-        return replace(
-            ReuseStats("block"),
+        return ReuseStats(
+            "block",
             hits=served.blocks - served.encoded,
             misses=served.encoded,
             reused_tokens=tokens - served.encoded_tokens,

@@ -145,7 +145,7 @@ def test_a_profile_without_a_folder_or_with_an_adapter_is_refused(
     file = tmp_path / "profile.json"
     output = cli("check", model, "--profile", file, "--recipe", tmp_path / "recipe")
     assert (output.status, file.exists()) == (1, False)
-    assert "a server applies the sink of a recipe alone" in output.stderr
+    assert "a server applies only the sink of a recipe" in output.stderr
 
 
 @pytest.mark.parametrize(
