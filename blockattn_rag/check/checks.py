@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from blockattn_rag.check.oracle import oracle_generate, oracle_logits
 from blockattn_rag.engine.recipe import Recipe
@@ -61,25 +62,24 @@ def check_model(model: BlockModel, recipe: Recipe | None = None) -> CheckReport:
     """
     blocks = _random_blocks(model)
     budget = _budget(model, blocks)
-    rows = [_layout_row(model)]
-    for name, context in (
-        ("one block = full attention", blocks[:1]),
-        ("assembled = oracle", blocks[:-1]),
-        ("same block twice = oracle", [blocks[0], blocks[0]]),
-        ("other order = oracle", blocks[-2::-1]),
-    ):
-        full = name.startswith("one block")
-        error = _logits_error(model, [*context, blocks[-1]], full=full)
-        rows.append(CheckRow(name, error <= budget, error, budget, "relative error of the logits"))
-    error = _logits_error(model, blocks, full=False, sink=blocks[0][:_SINK_TOKENS])
-    name, detail = "blocks after a sink = oracle", "relative error of the logits"
-    rows.append(CheckRow(name, error <= budget, error, budget, detail))
+    first, final = blocks[0], blocks[-1]
+    errors = {
+        "one block = full attention": _full_error(model, [first, final]),
+        "assembled = oracle": _oracle_error(model, blocks),
+        "same block twice = oracle": _oracle_error(model, [first, first, final]),
+        "other order = oracle": _oracle_error(model, [*blocks[-2::-1], final]),
+        "blocks after a sink = oracle": _oracle_error(model, blocks, first[:_SINK_TOKENS]),
+    }
     if recipe is not None:
-        error = _recipe_error(model, blocks, recipe)
-        name = f"recipe {recipe} = oracle"
-        rows.append(CheckRow(name, error <= budget, error, budget, detail))
-    rows.append(_greedy_row(model, blocks))
-    rows.append(_boundary_row(model))
+        sink = sink_ids(recipe.sink, model.tokenizer)
+        errors[f"recipe {recipe} = oracle"] = _oracle_error(model, blocks, sink, recipe)
+    detail = "relative error of the logits"
+    rows = [
+        _layout_row(model),
+        *(CheckRow(name, error <= budget, error, budget, detail) for name, error in errors.items()),
+        _greedy_row(model, blocks),
+        _boundary_row(model),
+    ]
     return CheckReport(model.name, tuple(rows))
 
 
@@ -108,29 +108,26 @@ def placed_context(model: BlockModel, blocks: list[list[int]], sink: Sequence[in
     return place([encoded[request.digest] for request in requests])
 
 
-def _logits_error(
-    model: BlockModel, blocks: list[list[int]], *, full: bool, sink: Sequence[int] = ()
+def _full_error(model: BlockModel, blocks: list[list[int]]) -> float:
+    """Error of the logits after the final block, against full attention."""
+    context = placed_context(model, blocks[:-1])
+    expected = model.next_logits(torch.tensor([[t for ids in blocks for t in ids]])).float()
+    return relative_error(_block_logits(model, context, blocks[-1]), expected)
+
+
+def _oracle_error(
+    model: BlockModel,
+    blocks: list[list[int]],
+    sink: Sequence[int] = (),
+    recipe: Recipe = Recipe(),  # noqa: B008 -- frozen
 ) -> float:
-    """Error of the logits after the final block through encode, place and assemble: against full
-    attention, or against the oracle."""
-    context = placed_context(model, blocks[:-1], sink)
-    found = model.next_logits(torch.tensor([blocks[-1]]), model.cache_for(context)).float()
-    if full:
-        expected = model.next_logits(torch.tensor([[t for ids in blocks for t in ids]])).float()
-    else:
-        expected = oracle_logits(model.hf_model, blocks, sink)[-1]
-    return relative_error(found, expected)
-
-
-def _recipe_error(model: BlockModel, blocks: list[list[int]], recipe: Recipe) -> float:
-    """Error of the logits after the final block with a recipe's sink, adapter and positions.
-    Promoted passages are part of the final block, which the other rows check."""
-    sink, layouts = sink_ids(recipe.sink, model.tokenizer), model.profile.layouts
+    """Error of the logits after the final block, against the oracle, with a recipe's adapter and
+    positions. Promoted passages are part of the final block."""
+    layouts = model.profile.layouts
     context = [block.kv for block in placed_context(model, blocks[:-1], sink).blocks]
     if recipe.adapter is not None:
         context[1:] = [recipe.adapter.corrected(kv, layouts) for kv in context[1:]]
-    cache = model.cache_for(place(context, recipe.positions))
-    found = model.next_logits(torch.tensor([blocks[-1]]), cache).float()
+    found = _block_logits(model, place(context, recipe.positions), blocks[-1])
     expected = oracle_logits(
         model.hf_model,
         blocks,
@@ -142,13 +139,17 @@ def _recipe_error(model: BlockModel, blocks: list[list[int]], recipe: Recipe) ->
     return relative_error(found, expected[-1])
 
 
+def _block_logits(model: BlockModel, context: Context, final_ids: list[int]) -> Tensor:
+    return model.next_logits(torch.tensor([final_ids]), model.cache_for(context)).float()
+
+
 def _budget(model: BlockModel, blocks: list[list[int]]) -> float:
     if model.dtype in (torch.float32, torch.float64):
         return LOGITS[model.dtype]
     # One forward, and the same tokens in two steps through the cache: equal but for rounding.
     tokens = [t for ids in blocks for t in ids]
     half = len(tokens) // 2
-    rounding = _logits_error(model, [tokens[:half], tokens[half:]], full=True)
+    rounding = _full_error(model, [tokens[:half], tokens[half:]])
     return max(LOGITS[torch.float32], 4 * rounding)
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from blockattn_rag.check.adapted import adapting
-from blockattn_rag.check.layout import layout_of
+from blockattn_rag.check.attention import adapting, layout_of
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.kv.rope import RotaryLayout
@@ -123,10 +122,11 @@ class RecipeOracle:
     """
 
     def __init__(self, model: BlockModel, prompt: BlockPrompt, recipe: Recipe) -> None:
-        self._model = model
+        self._hf_model = model.hf_model
+        self._end_ids = sorted(model.end_token_ids)
         ids = model.tokenizer.prompt_ids(prompt)
-        self._sink_ids = ids_of_sink(recipe.sink, model.tokenizer)
         self._arguments: dict[str, Any] = {
+            "sink_ids": ids_of_sink(recipe.sink, model.tokenizer),
             "adapter": recipe.adapter,
             "layouts": model.profile.layouts,
             "positions": recipe.positions,
@@ -145,19 +145,13 @@ class RecipeOracle:
     def logits(self, answer_ids: Sequence[int] = ()) -> Tensor:
         """Logits ``[answer tokens + 1, vocab]``: what follows the prompt, and each token."""
         blocks = [*self.blocks[:-1], [*self.blocks[-1], *answer_ids]]
-        found = oracle_logits(self._model.hf_model, blocks, self._sink_ids, **self._arguments)
+        found = oracle_logits(self._hf_model, blocks, **self._arguments)
         return found[-1 - len(answer_ids) :]
 
     def generate(self, max_new_tokens: int) -> list[int]:
         """Greedy tokens of the answer."""
-        ends = sorted(self._model.end_token_ids)
         return oracle_generate(
-            self._model.hf_model,
-            self.blocks,
-            max_new_tokens,
-            ends,
-            self._sink_ids,
-            **self._arguments,
+            self._hf_model, self.blocks, max_new_tokens, self._end_ids, **self._arguments
         )
 
     def _most_attended(self, passages: Sequence[int]) -> list[int]:
@@ -166,17 +160,12 @@ class RecipeOracle:
         if not passages:
             return []
         masses: list[Tensor] = []
-        oracle_logits(
-            self._model.hf_model, self.blocks, self._sink_ids, masses=masses, **self._arguments
-        )
-        layout = layout_of([len(block) for block in self.blocks], len(self._sink_ids))
+        oracle_logits(self._hf_model, self.blocks, masses=masses, **self._arguments)
+        sink_length = len(self._arguments["sink_ids"])
+        layout = layout_of([len(block) for block in self.blocks], sink_length)
         weights = torch.stack(masses)  # [layers, heads, question, tokens]
-        shares = torch.stack(
-            [
-                weights[..., (layout.block == place) & ~layout.is_sink].sum(-1)
-                for place in range(len(self.blocks) - 1)
-            ]
-        )
+        places = [(layout.block == at) & ~layout.is_sink for at in range(len(self.blocks) - 1)]
+        shares = torch.stack([weights[..., place].sum(-1) for place in places])
         means = (shares / shares.sum(0)).flatten(1).mean(1).tolist()
         return sorted(passages, key=lambda place: -means[place])
 

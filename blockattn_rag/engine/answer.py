@@ -20,6 +20,7 @@ from blockattn_rag.engine.results import (
 )
 from blockattn_rag.kv.context import Context
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.decoding import end_token_ids, stop_strings
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.output.thinking import ThoughtReader, has_no_thoughts
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -76,14 +77,13 @@ class Answer:
 
     def restart(self) -> None:
         """Discard all tokens."""
-        model, sampling = self._model, self.options.sampling
-        tokenizer = model.tokenizer.tokenizer
+        hf_model, sampling = self._model.hf_model, self.options.sampling
+        tokenizer = self._model.tokenizer.tokenizer
         self.clock = Clock(self.request.started)
-        self._detokenizer = Detokenizer(
-            tokenizer, model.stop_strings(sampling), sampling.keep_tokens
-        )
-        self._end_ids = model.end_ids(sampling)
-        self._guard = model.loop_guard(sampling)
+        stop = stop_strings(hf_model, sampling)
+        self._detokenizer = Detokenizer(tokenizer, stop, sampling.keep_tokens)
+        self._end_ids = end_token_ids(hf_model, tokenizer, sampling.extra)
+        self._guard = self._model.loop_guard(sampling)
         self._calls = CallWatch(sampling, tokenizer, self._prompt) if sampling.calls else None
         self._ids: list[int] = []
         self._given = 0  # characters passed to the caller

@@ -64,10 +64,7 @@ class Runner:
         """
         answers = [answer for one in requests if (answer := self._prepared(one)) is not None]
         for batch in self._batches(answers):
-            if len(batch) == 1:
-                self._answer_alone(batch[0])
-            else:
-                self._answer_together(batch)
+            self._answer(batch)
 
     # -- preparing ---------------------------------------------------------------------------
 
@@ -196,16 +193,27 @@ class Runner:
             batches[-1].append(answer)
         return batches
 
-    def _answer_alone(self, answer: Answer) -> None:
+    def _answer(self, answers: Sequence[Answer]) -> None:
+        """Answer requests in one batch. If a batch of several fails, answer each request alone."""
+        generate = self._generate_together if len(answers) > 1 else self._generate_alone
         try:
-            answer.complete(self._generate(answer))
+            for answer, ids in zip(answers, generate(answers), strict=True):
+                answer.complete(ids)
+            return
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001 -- raised again by the caller
+        except BaseException as error:  # noqa: BLE001 -- raised again by the callers
+            failure = error
             traceback.clear_frames(error.__traceback__)  # they refer to the cache
-            answer.request.fail(error)
+        for answer in answers:
+            if len(answers) > 1 and answer.can_restart:
+                answer.restart()
+                self._answer([answer])
+            else:
+                answer.request.fail(failure)
 
-    def _generate(self, answer: Answer) -> list[int]:
+    def _generate_alone(self, answers: Sequence[Answer]) -> list[list[int]]:
+        (answer,) = answers
         request, prepared, sampling = answer.request, answer.prepared, answer.options.sampling
         with self._model.running(sampling):
             if request.left:  # while others had the model
@@ -227,25 +235,7 @@ class Runner:
                 is_cancelled=lambda: answer.stopped or request.left,
             )
             self._tails.keep(start, prepared, ids, cache)
-            return ids
-
-    def _answer_together(self, answers: Sequence[Answer]) -> None:
-        """Answer several requests in one batch. If the batch fails, answer each request alone."""
-        try:
-            for answer, ids in zip(answers, self._generate_together(answers), strict=True):
-                answer.complete(ids)
-            return
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001 -- raised again by the callers
-            failure = error
-            traceback.clear_frames(error.__traceback__)  # they refer to the cache
-        for answer in answers:
-            if answer.can_restart:
-                answer.restart()
-                self._answer_alone(answer)
-            else:
-                answer.request.fail(failure)
+            return [ids]
 
     def _generate_together(self, answers: Sequence[Answer]) -> list[list[int]]:
         sampling = answers[0].options.sampling

@@ -226,14 +226,6 @@ class BlockModel:
         """Tokens that end an answer."""
         return decoding.end_token_ids(self.hf_model, self.tokenizer.tokenizer)
 
-    def end_ids(self, sampling: Sampling) -> set[int]:
-        """Tokens that end an answer with these options."""
-        return decoding.end_token_ids(self.hf_model, self.tokenizer.tokenizer, sampling.extra)
-
-    def stop_strings(self, sampling: Sampling) -> tuple[str, ...]:
-        """Strings that end an answer with these options."""
-        return decoding.stop_strings(self.hf_model, sampling)
-
     @cached_property
     def _compiler(self) -> GrammarCompiler:
         return GrammarCompiler(self.tokenizer.tokenizer, self.end_token_ids, self.name)
@@ -342,7 +334,7 @@ class BlockModel:
         is_cancelled: Callable[[], bool] | None = None,
     ) -> list[int]:
         """Generate with transformers' own ``generate``. Stop strings end beams alone: other callers
-        look for ``stop_strings`` in the tokens, and end the generation by ``is_cancelled``.
+        look for ``decoding.stop_strings`` in the tokens, and end it by ``is_cancelled``.
 
         Args:
             context_ids: tokens before the final block.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from blockattn_rag.check import oracle as reference
-from blockattn_rag.check.layout import layout_of as expected_layout
+from blockattn_rag.check.attention import layout_of as expected_layout
 from blockattn_rag.lab.training.batches import Collator, LengthGroupedSampler, ModeDataset
 from blockattn_rag.lab.training.masks import ModelMasks, TokenLayout
 from blockattn_rag.lab.training.trainer import answer_loss

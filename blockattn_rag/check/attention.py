@@ -1,8 +1,8 @@
-"""The oracle's attention where a recipe has an adapter or promotes: in plain weights.
+"""The oracle's attention: where tokens stand, and what the final block sees through an adapter.
 
 The rows of the final block see the keys and values that the adapter makes of each passage's own;
 all other rows see those that the model computed. The formula of ``model.correction`` is written out
-here block by block, in float64.
+here block by block, in float64, with attention in plain weights.
 """
 
 from __future__ import annotations
@@ -10,18 +10,44 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from blockattn_rag.check.layout import Layout
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.rope import RotaryLayout, rotate
 from blockattn_rag.model.correction import PLACES, Correction
 
 _NAME = "blockattn_oracle"
+
+
+class Layout(NamedTuple):
+    """Where the tokens of a prompt stand, one entry a token.
+
+    ``block``: the block that a token belongs to, or whose sink it belongs to; ``position``: in the
+    prompt, where a sink takes none and stands right before its block.
+    """
+
+    block: Tensor
+    position: Tensor
+    is_sink: Tensor
+
+
+def layout_of(block_lengths: Sequence[int], sink_length: int = 0) -> Layout:
+    """The layout of a prompt with a sink before each block but the first and the final one."""
+    block: list[int] = []
+    position: list[int] = []
+    is_sink: list[bool] = []
+    start, final = 0, len(block_lengths) - 1
+    for number, length in enumerate(block_lengths):
+        sink = sink_length if 0 < number < final else 0
+        block += [number] * (sink + length)
+        position += range(start - sink, start + length)
+        is_sink += [True] * sink + [False] * length
+        start += length
+    return Layout(torch.tensor(block), torch.tensor(position), torch.tensor(is_sink))
 
 
 @contextmanager
