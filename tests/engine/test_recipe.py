@@ -20,7 +20,6 @@ from blockattn_rag import (
     UnsupportedModelError,
     open_store,
 )
-from blockattn_rag.engine import find_recipe
 from blockattn_rag.engine.find_recipe import resolve_recipe
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import Correction
@@ -210,9 +209,13 @@ def test_missing_and_broken_files_are_refused(model: BlockModel, tmp_path: Path,
             Recipe.load(tmp_path / "recipe")
 
 
-def test_the_shipped_recipe_is_sound() -> None:
+def test_auto_takes_the_shipped_recipe_of_a_known_fingerprint(
+    stock: BlockModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SmolLM2-135M-Instruct's."""
-    recipe = find_recipe._load_shipped(find_recipe._shipped()[SMOLLM2])
+    monkeypatch.setattr(BlockModel, "fingerprint", SMOLLM2)
+    monkeypatch.setattr(Correction, "check_shapes", lambda *_: None)
+    recipe = resolve_recipe("auto", stock, open_store("memory:"))
     assert recipe.source == "shipped smollm2-135m-instruct"
     assert recipe.adapter is not None
     assert (recipe.sink, len(recipe.adapter.layers)) == ("head:4", 30)

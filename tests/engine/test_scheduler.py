@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -191,24 +190,18 @@ def test_a_job_comes_between_answers_and_gives_its_result(
     scheduler: Scheduler, model: Model
 ) -> None:
     keep_busy(scheduler, model)
-    jobs: list[Any] = []
-    asking = threading.Thread(
-        target=lambda: jobs.append(scheduler.run(lambda: list(map(len, model.batches))))
-    )
-    asking.start()
-    while not scheduler._waiting:
-        time.sleep(0.001)
-    last = pending(model, "last")
+    job, last = Job(lambda: [*model.batches]), pending(model, "last")
+    scheduler.submit(job)
     scheduler.submit(last)
     model.gate.set()
     assert last.result(LONGEST_S).text == "last"
-    asking.join(LONGEST_S)
-    assert jobs == [[1]]  # between the two
+    assert job.result(LONGEST_S) == [["first"]]  # between the two
 
 
 def test_a_group_waits_for_all_its_calls_under_way(scheduler: Scheduler, model: Model) -> None:
     options: dict[str, Any] = {"top_k": 1}
     group = Group(options, calls=3, at_once=3)
+    submitted = threading.Barrier(3, timeout=LONGEST_S)
 
     def call(text: str | None) -> str | None:
         with group.call():
@@ -219,20 +212,19 @@ def test_a_group_waits_for_all_its_calls_under_way(scheduler: Scheduler, model: 
             assert Group.of_this_call({}) is None  # a call with other options, inside this one
             request = pending(model, text, group=joined, **options)
             scheduler.submit(request)
+            submitted.wait()
             return request.result(LONGEST_S).text
 
-    first = threading.Thread(target=call, args=("a",))
-    second = threading.Thread(target=call, args=("b",))
-    first.start()
-    second.start()
-    while len(scheduler._waiting) < 2:
-        time.sleep(0.001)
+    threads = [threading.Thread(target=call, args=(text,)) for text in "ab"]
+    for thread in threads:
+        thread.start()
+    submitted.wait()
     outsider = pending(model, "c")  # is not kept waiting by the group
     scheduler.submit(outsider)
     assert outsider.result(LONGEST_S).text == "c"
     assert model.batches == [["c"]]
     assert call(None) is None
-    for thread in (first, second):
+    for thread in threads:
         thread.join(LONGEST_S)
     assert sorted(model.batches[1]) == ["a", "b"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 
 from blockattn_rag.check.oracle import oracle_logits
 from blockattn_rag.engine.engine import BlockAttentionEngine
@@ -18,7 +18,7 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation
 from blockattn_rag.engine.tails import SHARE
 from blockattn_rag.kv.rope import relative_error
-from blockattn_rag.model import BlockModel, decoding
+from blockattn_rag.model import BlockModel
 from blockattn_rag.model.tolerances import LOGITS
 from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.engines import with_settings
@@ -64,13 +64,13 @@ class Logits(LogitsProcessor):
 
 @pytest.fixture
 def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
-    """Of every answer from now on."""
-    seen, original = Logits(), decoding._arguments
+    """Of every answer from now on. The option of ``generate`` would switch tails off."""
+    seen, original = Logits(), GenerationMixin.generate
 
-    def arguments(*given: Any) -> dict[str, Any]:
-        return {**original(*given), "logits_processor": LogitsProcessorList([seen])}
+    def generate(*args: Any, **given: Any) -> Any:
+        return original(*args, **given, logits_processor=LogitsProcessorList([seen]))
 
-    monkeypatch.setattr(decoding, "_arguments", arguments)
+    monkeypatch.setattr(GenerationMixin, "generate", generate)
     return seen
 
 
