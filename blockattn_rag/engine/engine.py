@@ -12,7 +12,7 @@ from blockattn_rag.engine.find_recipe import AUTO, RecipeLike, resolve_recipe
 from blockattn_rag.engine.ingest import EncodeStats, precompute
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingRequest
-from blockattn_rag.engine.prefetch import Prefetched, Prefetcher, PrefetchStats
+from blockattn_rag.engine.prefetch import Prefetcher, PrefetchStats
 from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, made
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
@@ -368,7 +368,9 @@ class BlockAttentionEngine:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _prefetch(self, passages: Sequence[str | Block], recipe: RecipeLike | None) -> Prefetched:
+    def _prefetch(
+        self, passages: Sequence[str | Block], recipe: RecipeLike | None
+    ) -> PrefetchStats:
         blocks = [one if isinstance(one, Block) else Block(one) for one in passages if one != ""]
         return self._fetcher.prefetch(blocks, recipe=self._recipe_of_call(recipe))
 

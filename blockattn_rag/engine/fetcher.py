@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from weakref import WeakSet
 
 from blockattn_rag.engine.lookup import PLAIN, BlockLookup, Name, Wanted, distinct
-from blockattn_rag.engine.prefetch import Prefetched
+from blockattn_rag.engine.prefetch import PrefetchStats
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import MissError, StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV, joined_handles, store_key
@@ -161,7 +161,7 @@ class BlockFetcher:
         blocks = [found[context[place].name] for place in places]
         return Fetched(blocks, places, computed, len(places) - len(misses), tokens - sum(misses))
 
-    def prefetch(self, blocks: Sequence[Block], *, recipe: Recipe = PLAIN) -> Prefetched:
+    def prefetch(self, blocks: Sequence[Block], *, recipe: Recipe = PLAIN) -> PrefetchStats:
         """Read passages from the store before their prompt exists.
 
         Reading stops when ``resident_bytes`` are full, because further passages would evict the
@@ -177,9 +177,8 @@ class BlockFetcher:
             ready |= found.keys()
             nbytes += sum(kv.nbytes for kv in found.values())
         dropped = {one.name for one in unread}
-        return Prefetched(
-            sum(one.name in ready for one in wanted), sum(one.name in dropped for one in wanted)
-        )
+        read, left = (sum(one.name in names for one in wanted) for names in (ready, dropped))
+        return PrefetchStats(read, absent=len(wanted) - read - left, dropped=left)
 
     def encode(
         self, wanted: Sequence[Wanted], batch_tokens: int | None = None

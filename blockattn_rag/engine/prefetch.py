@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from blockattn_rag.engine.threads import start_thread
@@ -19,7 +19,7 @@ MOST_WAITING = 64
 
 @dataclass(frozen=True, slots=True)
 class PrefetchStats:
-    """Number of passages prefetched so far.
+    """Number of passages prefetched, by one call or so far. Empty passages are not counted.
 
     Args:
         ready: Passages in memory.
@@ -34,17 +34,14 @@ class PrefetchStats:
     dropped: int = 0
     failed: int = 0
 
-
-class Prefetched(NamedTuple):
-    """Number of passages that a call read, and that it did not look up."""
-
-    ready: int
-    dropped: int
+    def __add__(self, other: PrefetchStats) -> PrefetchStats:
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return PrefetchStats(*(mine + theirs for mine, theirs in pairs))
 
 
 class _Call(NamedTuple):
     passages: int
-    read: Callable[[], Prefetched]
+    read: Callable[[], PrefetchStats]
 
 
 class Prefetcher:
@@ -59,11 +56,11 @@ class Prefetcher:
         self._waiting: deque[_Call] = deque()
         self._is_working = False
 
-    def submit(self, passages: int, read: Callable[[], Prefetched]) -> None:
+    def submit(self, passages: int, read: Callable[[], PrefetchStats]) -> None:
         """Call ``read``, which reads this many passages, in turn."""
         with self._lock:
             if len(self._waiting) >= MOST_WAITING:
-                self._count(dropped=passages)
+                self.stats += PrefetchStats(dropped=passages)
                 return
             self._waiting.append(_Call(passages, read))
             if self._is_working:
@@ -78,13 +75,12 @@ class Prefetcher:
     def _work(self) -> None:
         while (call := self._next()) is not None:
             try:
-                ready, dropped = call.read()
+                counts = call.read()
             except Exception as error:  # noqa: BLE001 -- the answer meets it again and raises it
                 self._fail(call.passages, error)
             else:
-                absent = call.passages - ready - dropped
                 with self._lock:
-                    self._count(ready=ready, absent=absent, dropped=dropped)
+                    self.stats += counts
 
     def _next(self) -> _Call | None:
         with self._lock:
@@ -101,14 +97,10 @@ class Prefetcher:
     def _fail(self, passages: int, error: Exception) -> None:
         with self._lock:
             is_first = not self.stats.failed
-            self._count(failed=passages)
+            self.stats += PrefetchStats(failed=passages)
         if is_first:
             logger.warning(
                 "Prefetching failed: %s. Answers are not affected: they read or compute what they "
                 "need. Further failures are only counted (engine.prefetches).",
                 str(error).rstrip("."),
             )
-
-    def _count(self, **passages: int) -> None:
-        counts = {name: getattr(self.stats, name) + more for name, more in passages.items()}
-        self.stats = replace(self.stats, **counts)

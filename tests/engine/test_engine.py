@@ -420,22 +420,15 @@ def test_answers_that_share_no_forward_come_one_by_one_and_end_one_by_one(
 
 
 def test_prompts_of_many_tokens_to_compute_go_in_smaller_batches(
-    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch, batch_sizes: list[int]
 ) -> None:
     prompts = [["a" * n, "b" * 9] for n in (5, 5, 30, 5)]
     expected = [a.token_ids for a in engine.generate_batch(prompts, max_new_tokens=2, mode="full")]
-    rows: list[int] = []
-    generate = type(engine.model).generate_batch
-
-    def counted(model: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
-        rows.append(len(prompts))
-        return generate(model, prompts, *args, **kwargs)
-
-    monkeypatch.setattr(type(engine.model), "generate_batch", counted)
-    monkeypatch.setattr(type(engine.model), "batch_tokens", 40)
+    batch_sizes.clear()
+    monkeypatch.setattr(BlockModel, "batch_tokens", 40)
     found = engine.generate_batch(prompts, max_new_tokens=2, mode="full")
     assert [answer.token_ids for answer in found] == expected
-    assert rows == [2]  # and two alone
+    assert batch_sizes == [2]  # and two alone
 
 
 def test_an_answer_counts_the_time_since_its_call_came(

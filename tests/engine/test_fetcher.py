@@ -206,15 +206,6 @@ def test_residents_go_when_there_is_no_room_and_are_read_again(
     assert store.reads > 4
 
 
-def test_without_residents_every_answer_reads_anew(model: BlockModel, tmp_path: Path) -> None:
-    store = CountingStore(tmp_path / "kv")
-    fetcher = BlockFetcher(model, store)
-    ingest(fetcher, [B])
-    for _ in range(3):
-        fetch(fetcher, [D, B])
-    assert store.reads == 6
-
-
 def test_a_resident_block_does_not_follow_a_file_that_changes(
     model: BlockModel, tmp_path: Path
 ) -> None:
@@ -233,11 +224,12 @@ def test_a_resident_block_does_not_follow_a_file_that_changes(
     assert all(torch.equal(a, b) for a, b in zip(kept, tensors, strict=True))
 
 
-def test_a_block_too_large_to_stay_is_answered_without_a_word(
-    model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("resident_bytes", [0, 1])
+def test_a_block_too_large_to_stay_is_read_for_every_answer_without_a_word(
+    model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, resident_bytes: int
 ) -> None:
     store = CountingStore(tmp_path / "kv")
-    fetcher = BlockFetcher(model, store, resident_bytes=1)
+    fetcher = BlockFetcher(model, store, resident_bytes)
     ingest(fetcher, [B])
     for _ in range(2):
         fetch(fetcher, [D, B])

@@ -104,19 +104,11 @@ def test_a_grammar_that_fails_within_an_answer_raises_in_every_mode(
 
 
 def test_a_grammar_that_fails_ends_no_other_answer_of_its_batch(
-    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+    engine: BlockAttentionEngine, batch_sizes: list[int]
 ) -> None:
     asked = _fails_at_the_third_token()
     options: dict[str, Any] = {"max_new_tokens": 12}
     expected = engine.generate(B, **options).token_ids
-    sizes = []
-    generate_batch = engine.model.generate_batch
-
-    def counted(rows: Any, *given: Any, **how: Any) -> Any:
-        sizes.append(len(rows))
-        return generate_batch(rows, *given, **how)
-
-    monkeypatch.setattr(engine.model, "generate_batch", counted)
 
     async def streamed() -> list[int]:
         *_, last = [chunk async for chunk in engine.astream(B, **options)]
@@ -128,7 +120,7 @@ def test_a_grammar_that_fails_ends_no_other_answer_of_its_batch(
         return await asyncio.gather(failing, streamed(), return_exceptions=True)
 
     failure, found = asyncio.run(both())
-    assert sizes == [2]
+    assert batch_sizes == [2]
     assert isinstance(failure, GrammarError)
     assert "max is 10000" in str(failure)
     assert found == expected

@@ -48,11 +48,6 @@ def test_settings_of_the_engine_are_not_options_of_a_call(name: str) -> None:
         parse(**{name: "nonsense"})
 
 
-def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="Unknown mode 'nonsense': expected 'block' or 'full'"):
-        parse(mode="nonsense")
-
-
 def test_equal_options_are_equal_and_others_are_not() -> None:
     assert parse(top_k=1, num_beams=2) == parse(num_beams=2, top_k=1)
     assert parse(top_k=1) != parse(top_k=2)

@@ -13,7 +13,7 @@ import pytest
 
 from blockattn_rag.engine import fetcher, prefetch
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.prefetch import Prefetched, Prefetcher, PrefetchStats
+from blockattn_rag.engine.prefetch import Prefetcher, PrefetchStats
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import DirectoryStore
@@ -148,10 +148,10 @@ def test_calls_beyond_what_may_wait_are_dropped_and_counted(
     monkeypatch.setattr(prefetch, "MOST_WAITING", 2)
     prefetcher, gate, begun = Prefetcher(), threading.Event(), threading.Event()
 
-    def read() -> Prefetched:
+    def read() -> PrefetchStats:
         begun.set()
         assert gate.wait(20)
-        return Prefetched(ready=1, dropped=0)
+        return PrefetchStats(ready=1, absent=2)
 
     prefetcher.submit(1, read)
     assert begun.wait(20)
@@ -159,7 +159,7 @@ def test_calls_beyond_what_may_wait_are_dropped_and_counted(
         prefetcher.submit(3, read)
     assert prefetcher.stats == PrefetchStats(dropped=6)
     gate.set()
-    wait_for(lambda: prefetcher.stats == PrefetchStats(ready=3, absent=4, dropped=6))
+    wait_for(lambda: prefetcher.stats == PrefetchStats(ready=3, absent=6, dropped=6))
 
 
 def test_the_thread_ends_when_nothing_waits() -> None:
@@ -169,7 +169,7 @@ def test_the_thread_ends_when_nothing_waits() -> None:
         return [one for one in threading.enumerate() if one.name == "blockattn-prefetch"]
 
     for ready in (1, 2):
-        prefetcher.submit(1, lambda: Prefetched(1, 0))
+        prefetcher.submit(1, lambda: PrefetchStats(ready=1))
         wait_for(lambda: prefetcher.stats.ready == ready)  # noqa: B023 -- called at once
         wait_for(lambda: not threads())
 
@@ -181,7 +181,7 @@ def test_a_system_without_threads_is_no_reason_to_raise(monkeypatch: pytest.Monk
     prefetcher = Prefetcher()
     with monkeypatch.context() as patch:
         patch.setattr(prefetch, "start_thread", refuse)
-        prefetcher.submit(2, lambda: Prefetched(2, 0))
+        prefetcher.submit(2, lambda: PrefetchStats(ready=2))
     assert prefetcher.stats == PrefetchStats(failed=2)
-    prefetcher.submit(2, lambda: Prefetched(2, 0))
+    prefetcher.submit(2, lambda: PrefetchStats(ready=2))
     wait_for(lambda: prefetcher.stats.ready == 2)

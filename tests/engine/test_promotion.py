@@ -12,7 +12,6 @@ from tokenizers import normalizers
 from blockattn_rag.check.oracle import RecipeOracle, oracle_logits
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.context import place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
@@ -199,13 +198,6 @@ def test_where_there_is_no_passage_nothing_is_chosen(
     found = engine.generate(prompt, recipe=promoting(1), max_new_tokens=1).stats
     assert found.promoted_tokens == 0
     assert found.prompt_tokens == len(engine.model.tokenizer.prompt_ids(prompt).flat)
-
-
-def test_a_model_without_relay_attention_cannot_promote() -> None:
-    windowed: Any = tiny_model("mistral", sliding_window=8)
-    engine = BlockAttentionEngine(BlockModel(windowed, tiny_tokenizer()))
-    with pytest.raises(UnsupportedModelError, match="relay"):
-        engine.generate(PROMPT, recipe=promoting(1), max_new_tokens=1)
 
 
 def test_full_mode_promotes_nothing(engine: BlockAttentionEngine) -> None:

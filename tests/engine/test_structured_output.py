@@ -88,7 +88,7 @@ def test_passages_are_reused(engine: BlockAttentionEngine) -> None:
 
 
 def test_rows_with_different_grammars_share_each_forward(
-    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+    engine: BlockAttentionEngine, batch_sizes: list[int]
 ) -> None:
     asked: list[dict[str, Any]] = [
         {"response_format": by_schema()},
@@ -101,14 +101,6 @@ def test_rows_with_different_grammars_share_each_forward(
     alone = [
         engine.generate(one, **options, **how).text for one, how in zip(prompts, asked, strict=True)
     ]
-    sizes = []
-    generate_batch = engine.model.generate_batch
-
-    def counted(rows: Any, *given: Any, **how: Any) -> Any:
-        sizes.append(len(rows))
-        return generate_batch(rows, *given, **how)
-
-    monkeypatch.setattr(engine.model, "generate_batch", counted)
     with holding() as held:
         busy = engine.submit(["held"], max_new_tokens=2)
         held.wait_for_token()
@@ -119,7 +111,7 @@ def test_rows_with_different_grammars_share_each_forward(
         busy.result(LONGEST_S)
     together = [one.result(LONGEST_S).text for one in waiting]
     assert together == alone
-    assert sizes == [4]
+    assert batch_sizes == [4]
     validate(json.loads(together[0]), SCHEMA)
     assert together[1] in OTHER["choice"]
 

@@ -263,23 +263,25 @@ def test_a_batch_neither_leaves_tails_nor_takes_any() -> None:
     assert kept(engine) == before
 
 
-@pytest.mark.parametrize("context", [[], CONTEXT], ids=len)
-def test_a_model_with_windows_leaves_no_tail(context: list[str]) -> None:
-    kind, config = SUPPORTED["mistral, sliding window"]
+@pytest.mark.parametrize(
+    ("family", "setting", "context"),
+    [
+        ("mistral, sliding window", {}, []),
+        ("mistral, sliding window", {}, CONTEXT),
+        ("llama", {"prompt_lookup_num_tokens": 2}, []),
+        ("llama", {"num_beams": 2}, []),
+    ],
+    ids=str,
+)
+def test_models_with_windows_drafts_or_beams_of_their_own_leave_no_tail(
+    family: str, setting: dict[str, Any], context: list[str]
+) -> None:
+    kind, config = SUPPORTED[family]
     model = readable(BlockModel(tiny_model(kind, **config), tiny_tokenizer()))
-    engine, plain = (BlockAttentionEngine(model, resident_bytes=n) for n in (1 << 30, 0))
-    for prompt, answer in turns(engine, context):
-        assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
-    assert not kept(engine)
-
-
-@pytest.mark.parametrize("setting", [{"prompt_lookup_num_tokens": 2}, {"num_beams": 2}], ids=str)
-def test_a_model_s_own_drafts_and_beams_stay_what_they_are(setting: dict[str, Any]) -> None:
-    model = readable(BlockModel(tiny_model(), tiny_tokenizer()))
     engine, plain = (BlockAttentionEngine(model, resident_bytes=n) for n in (1 << 30, 0))
     for name, value in setting.items():
         setattr(model.hf_model.generation_config, name, value)
-    for prompt, answer in turns(engine, []):
+    for prompt, answer in turns(engine, context):
         assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
     assert not kept(engine)
 
