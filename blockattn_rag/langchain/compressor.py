@@ -81,7 +81,7 @@ class BlockKVCompressor(BaseDocumentCompressor):
         if self.llm is not None:
             texts = [self.document_prompt.canonical_text(document) for document in stamped]
             blocks = [Block(text, self.llm.block_template) for text in texts if text]
-            if self.llm.mode == "block":
+            if getattr(self.llm, "mode", "block") == "block":  # only chat models have a mode
                 self.llm.source.prefetch(blocks)
         if self.warm and self.llm is not None:
             self._warming = _WARMER.submit(_warm, self.llm, blocks)

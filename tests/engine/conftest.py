@@ -1,4 +1,4 @@
-"""What a model is asked for."""
+"""A tiny model, known to be block-fine-tuned, and what is made over it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,33 @@ from typing import Any
 
 import pytest
 
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.model import BlockModel
+from tests.engine.ingestion import FaultyStore
+from tests.models import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model() -> BlockModel:
+    model = BlockModel(tiny_model(), tiny_tokenizer())
+    model.config.block_attention = {"tuned": True}  # no warning, and no sink
+    return model
+
+
+@pytest.fixture
+def engine(model: BlockModel) -> BlockAttentionEngine:
+    return BlockAttentionEngine(model)
+
+
+@pytest.fixture
+def store() -> FaultyStore:
+    return FaultyStore()
+
+
+@pytest.fixture
+def fetcher(model: BlockModel, store: FaultyStore) -> BlockFetcher:
+    return BlockFetcher(model, store)
 
 
 @pytest.fixture

@@ -36,18 +36,6 @@ A, B, Q = "Halden Tower is 214 metres tall.", "It was built in 1931.", "How tall
 NEW = 6
 
 
-@pytest.fixture(scope="module")
-def model() -> BlockModel:
-    model = BlockModel(tiny_model(), tiny_tokenizer())
-    model.config.block_attention = {"tuned": True}
-    return model
-
-
-@pytest.fixture
-def engine(model: BlockModel) -> BlockAttentionEngine:
-    return BlockAttentionEngine(model)
-
-
 def oracle(
     model: BlockModel,
     prompt: BlockPrompt | list[str],

@@ -27,23 +27,8 @@ D = Block("what stands first")
 
 
 @pytest.fixture(scope="module")
-def model() -> BlockModel:
-    return BlockModel(shared_tiny_llama(), tiny_tokenizer())
-
-
-@pytest.fixture(scope="module")
 def model_without_bos() -> BlockModel:
     return BlockModel(shared_tiny_llama(), tiny_tokenizer(bos=False))
-
-
-@pytest.fixture
-def store() -> FaultyStore:
-    return FaultyStore()
-
-
-@pytest.fixture
-def fetcher(model: BlockModel, store: FaultyStore) -> BlockFetcher:
-    return BlockFetcher(model, store)
 
 
 def test_absent_blocks_are_computed_and_found_the_next_time(fetcher: BlockFetcher) -> None:

@@ -19,27 +19,11 @@ from blockattn_rag.prompts.blocks import Block, BlockTemplate
 from blockattn_rag.store import DirectoryStore, KVStore, ObjectStore, TieredStore, gc
 from blockattn_rag.store.tiered import Write
 from tests.engine.ingestion import FaultyStore, ingest
-from tests.models import shared_tiny_llama, tiny_tokenizer
 from tests.store.conftest import objects_in_memory
 
 A, B, C = Block("first passage"), Block("second"), Block("third", BlockTemplate("- ", "\n"))
 
 Batch = list[tuple[Wanted, BlockKV]]
-
-
-@pytest.fixture(scope="module")
-def model() -> BlockModel:
-    return BlockModel(shared_tiny_llama(), tiny_tokenizer())
-
-
-@pytest.fixture
-def store() -> FaultyStore:
-    return FaultyStore()
-
-
-@pytest.fixture
-def fetcher(model: BlockModel, store: FaultyStore) -> BlockFetcher:
-    return BlockFetcher(model, store)
 
 
 def test_precompute_says_what_it_did(fetcher: BlockFetcher, store: FaultyStore) -> None:

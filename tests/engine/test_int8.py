@@ -23,18 +23,10 @@ from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
 from blockattn_rag.store.device_cache import DeviceCache
 from tests.engine.ingestion import fetch
-from tests.models import tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
 
 A, B, Q = "Halden Tower is 214 metres tall.", "It was built in 1931.", "How tall?"
 MakeStore = Callable[[], KVStore]
-
-
-@pytest.fixture(scope="module")
-def model() -> BlockModel:
-    model = BlockModel(tiny_model(), tiny_tokenizer())
-    model.config.block_attention = {"tuned": True}
-    return model
 
 
 @pytest.fixture(params=["memory", "directory"])

@@ -11,23 +11,14 @@ import pytest
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import GrammarError
-from blockattn_rag.model import BlockModel
 from blockattn_rag.output.compiler import GrammarCompiler, Matcher
 from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.output.tool_formats import FORMATS, calls_grammar
-from blockattn_rag.store import MemoryStore
 from tests.holding import LONGEST_S
-from tests.models import tiny_model, tiny_tokenizer
+from tests.models import tiny_tokenizer
 
 A = ["Halden is tall.", "It was built in 1931.", "How tall?"]
 B = ["The lake is deep.", "Who swims there?"]
-
-
-@pytest.fixture(scope="module")
-def engine() -> BlockAttentionEngine:
-    model = BlockModel(tiny_model(), tiny_tokenizer())
-    model.config.block_attention = {"test": True}  # known to be tuned: no warning
-    return BlockAttentionEngine(model, MemoryStore(1 << 28))
 
 
 def _case(number: int) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from blockattn_rag.engine.prefetch import Prefetcher, PrefetchStats
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import DirectoryStore
-from tests.models import tiny_model, tiny_tokenizer
 
 A, B, Q = "Halden Tower is 214 metres tall.", "It was built in 1931.", "How tall?"
 
@@ -35,11 +34,6 @@ class GatedStore(DirectoryStore):
         self.asked.append(key)
         assert self.gate.wait(20)
         return super().get(key)
-
-
-@pytest.fixture(scope="module")
-def model() -> BlockModel:
-    return BlockModel(tiny_model(), tiny_tokenizer())
 
 
 @pytest.fixture

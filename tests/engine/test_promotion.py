@@ -28,18 +28,6 @@ NEW = 6
 EXACT = LOGITS[torch.float32]
 
 
-@pytest.fixture(scope="module")
-def model() -> BlockModel:
-    model = BlockModel(tiny_model(), tiny_tokenizer())
-    model.config.block_attention = {"tuned": True}
-    return model
-
-
-@pytest.fixture
-def engine(model: BlockModel) -> BlockAttentionEngine:
-    return BlockAttentionEngine(model)
-
-
 def ids(model: BlockModel, *texts: Block | str, first: bool = False) -> list[int]:
     """Token ids of texts that make one block."""
     found: list[int] = []

@@ -13,11 +13,8 @@ from jsonschema import validate
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import GrammarError, IncompleteAnswerError
-from blockattn_rag.model import BlockModel
-from blockattn_rag.store import MemoryStore
 from tests.engines import with_settings
 from tests.holding import LONGEST_S, holding
-from tests.models import tiny_model, tiny_tokenizer
 
 A = ["Halden is tall.", "It was built in 1931.", "How tall?"]
 B = ["The lake is deep.", "Who swims there?"]
@@ -33,18 +30,6 @@ SCHEMA: dict[str, Any] = {
 }
 OTHER = {"choice": ["yes", "no"]}
 NEW = 120
-
-
-@pytest.fixture(scope="module")
-def model() -> BlockModel:
-    model = BlockModel(tiny_model(), tiny_tokenizer())
-    model.config.block_attention = {"test": True}  # known to be tuned: no warning
-    return model
-
-
-@pytest.fixture
-def engine(model: BlockModel) -> BlockAttentionEngine:
-    return BlockAttentionEngine(model, MemoryStore(1 << 28))
 
 
 def by_schema(name: str = "Tower") -> dict[str, Any]:

@@ -68,7 +68,7 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
     seen, original = Logits(), GenerationMixin.generate
 
     def generate(*args: Any, **given: Any) -> Any:
-        return original(*args, **given, logits_processor=LogitsProcessorList([seen]))
+        return original(*args, **{**given, "logits_processor": LogitsProcessorList([seen])})
 
     monkeypatch.setattr(GenerationMixin, "generate", generate)
     return seen
@@ -77,11 +77,6 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
 @pytest.fixture(scope="module")
 def model() -> BlockModel:
     return readable(BlockModel(tiny_model(), tiny_tokenizer()))
-
-
-@pytest.fixture
-def engine(model: BlockModel) -> BlockAttentionEngine:
-    return BlockAttentionEngine(model)
 
 
 @pytest.fixture

@@ -17,15 +17,9 @@ from blockattn_rag.prompts.blocks import Block, BlockTemplate, Origin, Span
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
 from blockattn_rag.store.namespaces import Access
 from tests.engine.ingestion import FaultyStore, fetch, ingest
-from tests.models import shared_tiny_llama, tiny_tokenizer
 
 A, B = Block("first passage"), Block("second")
 PROMPT = ["system", "first passage", "second", "question?"]
-
-
-@pytest.fixture(scope="module")
-def model() -> BlockModel:
-    return BlockModel(shared_tiny_llama(), tiny_tokenizer())
 
 
 @pytest.fixture(params=["memory", "disk"])
