@@ -342,7 +342,7 @@ class ServedBlocks:
             )
         return self
 
-    def check_complete(self, lengths: Sequence[int]) -> None:
+    def check_complete(self, lengths: tuple[int, ...]) -> None:
         """Check that a prompt with context blocks of these many tokens was answered from all of
         them.
 
