@@ -7,14 +7,15 @@ Shapes: ``B`` requests, ``K`` key-value heads, ``Q`` query rows, ``N`` key token
 Every kernel takes ``query`` ``[B, K, Q, D]`` (query heads that share keys are rows, so keys are
 never repeated), ``key`` and ``value`` ``[B, K, N, D]``, ``scale`` (factor of the scores, natural
 exponent) and ``mask`` (bool, broadcastable to ``[B, K, Q, N]``, True where a key is seen; None: all
-are seen). Kernels for CUDA are in ``attention.cuda``.
+are seen). ``attend`` takes the fastest kernel that is exact for the tensors it gets.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +34,42 @@ class Partial(NamedTuple):
 Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Partial]
 
 # Stands for a log-sum-exp of -inf where one is subtracted, because -inf less -inf is no number.
-LEAST_LSE = torch.finfo(torch.float32).min
+_LEAST_LSE = torch.finfo(torch.float32).min
+_HALF = (torch.float16, torch.bfloat16)
+_FUSED_DTYPES = (torch.float32, *_HALF)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+) -> Partial:
+    """Attention by the fastest exact kernel for these tensors; see the module for shapes."""
+    return kernel_for(query, key, value, mask)(query, key, value, scale, mask)
+
+
+def kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Kernel:
+    """The fastest exact kernel for tensors of these shapes, dtypes and device."""
+    if query.shape[-1] != value.shape[-1] or not key.shape[2]:
+        return attend_plain  # fused kernels take one head size, and divide by zero without a key
+    if query.dtype not in _FUSED_DTYPES or torch.is_grad_enabled():
+        return attend_plain  # fused kernels give no gradient through the log-sum-exp
+    if query.is_cpu:
+        return attend_fused
+    return cuda_kernel_for(query, mask) if query.is_cuda else attend_plain
+
+
+def cuda_kernel_for(query: Tensor, mask: Tensor | None) -> Kernel:
+    """The fastest kernel of a GPU for a query in float32, float16 or bfloat16.
+
+    Flash kernels take 16-bit types, no mask and heads of at most 256 numbers; the one of the
+    flash-attn package is preferred. The memory-efficient kernel takes everything else, if heads are
+    multiples of 16 bytes. GPUs older than Ampere lack some of these kernels, so they use none.
+    """
+    size = query.shape[-1]
+    if size * query.itemsize % 16 or torch.cuda.get_device_capability(query.device) < (8, 0):
+        return attend_plain
+    if mask is not None or query.dtype not in _HALF or size > 256:
+        return attend_memory_efficient
+    return attend_flash if flash_attn() is None else attend_flash_attn
 
 
 def attend_plain(
@@ -44,20 +80,70 @@ def attend_plain(
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     lse = scores.logsumexp(dim=-1)
-    weights = (scores - lse.clamp_min(LEAST_LSE).unsqueeze(-1)).exp()
+    weights = (scores - lse.clamp_min(_LEAST_LSE).unsqueeze(-1)).exp()
     return Partial(weights @ value.float(), lse)
 
 
 def attend_fused(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Partial:
-    """PyTorch's fused CPU kernel, which gives the log-sum-exp besides the output; ``N > 0``."""
-    query, key, value = map(with_whole_rows, (query, key, value))
-    bias = additive_mask(mask, query) if mask is not None else None
+    """PyTorch's flash kernel for the CPU; ``N > 0``."""
+    query, key, value = map(_with_whole_rows, (query, key, value))
+    bias = None if mask is None else _additive_mask(mask, query)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, False, attn_mask=bias, scale=scale
     )
-    return without_masked_rows(output, lse, mask)
+    return _without_masked_rows(output, lse, mask)
+
+
+def attend_flash(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None = None
+) -> Partial:
+    """PyTorch's flash kernel for CUDA: 16-bit types, no mask, ``N > 0``."""
+    query, key, value = map(_aligned, (query, key, value))
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, False, False, scale=scale
+    )
+    return Partial(output.float(), lse)
+
+
+def attend_flash_attn(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None = None
+) -> Partial:
+    """The kernel of the flash-attn package for few queries and many keys: 16-bit types, no mask.
+
+    It splits the keys among the GPU's processors, most of which PyTorch's kernel leaves idle. Its
+    layout is ``[B, tokens, K, D]``; its log-sum-exp is ``[B, K, Q]`` in float32.
+    """
+    states = (_aligned(tensor).transpose(1, 2) for tensor in (query, key, value))
+    output, lse = flash_attn()(*states, softmax_scale=scale, return_softmax_lse=True)
+    return Partial(output.transpose(1, 2).float(), lse)
+
+
+def attend_memory_efficient(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+) -> Partial:
+    """PyTorch's memory-efficient kernel for CUDA; ``N > 0``."""
+    query, key, value = map(_aligned, (query, key, value))
+    bias = None
+    if mask is not None:  # the kernel broadcasts nothing
+        bias = _additive_mask(mask, query).expand(*query.shape[:3], -1)
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, scale=scale
+    )
+    # The kernel pads the log-sum-exp to a multiple of 32 rows.
+    return _without_masked_rows(output, lse.narrow(-1, 0, query.shape[2]), mask)
+
+
+@cache
+def flash_attn() -> Any:
+    """``flash_attn_with_kvcache``; None if flash-attn is not installed or was built for another
+    PyTorch."""
+    try:
+        from flash_attn import flash_attn_with_kvcache
+    except ImportError:
+        return None
+    return flash_attn_with_kvcache
 
 
 def single_softmax(
@@ -102,24 +188,34 @@ def fold_heads(query: Tensor, mask: Tensor | None, kv_heads: int) -> tuple[Tenso
     return folded, None if mask is None else mask.repeat(1, 1, heads // kv_heads, 1)
 
 
-def with_whole_rows(states: Tensor) -> Tensor:
+def _with_whole_rows(states: Tensor) -> Tensor:
     """States whose heads' numbers lie side by side in memory, as the fused kernels assume."""
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
-def additive_mask(mask: Tensor, query: Tensor) -> Tensor:
-    """0 where seen, the dtype's minimum where not. Rows start at multiples of 8 elements, because
-    the CUDA kernel requires it."""
+def _aligned(states: Tensor) -> Tensor:
+    """States whose every row begins at a multiple of 16 bytes, as the kernels for CUDA assume, also
+    of dimensions of length 1."""
+    *steps, last = states.stride()
+    begins = (step * states.itemsize % 16 for step in (*steps, states.storage_offset()))
+    if last == 1 and not any(begins):
+        return states
+    return states.clone(memory_format=torch.contiguous_format)
+
+
+def _additive_mask(mask: Tensor, query: Tensor) -> Tensor:
+    """0 where seen, the dtype's minimum where not. Rows begin at multiples of 8 numbers, because
+    the memory-efficient kernel requires it."""
     *rows, keys = mask.shape
     bias = torch.zeros(*rows, -(-keys // 8) * 8, dtype=query.dtype, device=query.device)
-    return bias[..., :keys].masked_fill_(~mask, torch.finfo(query.dtype).min)
+    return bias.narrow(-1, 0, keys).masked_fill_(mask.logical_not(), torch.finfo(query.dtype).min)
 
 
-def without_masked_rows(output: Tensor, lse: Tensor, mask: Tensor | None) -> Partial:
+def _without_masked_rows(output: Tensor, lse: Tensor, mask: Tensor | None) -> Partial:
     """Set fully masked rows to output 0 and -inf: fused kernels give an average there."""
     output, lse = output.float(), lse.float()
     if mask is not None:
-        masked = ~mask.any(dim=-1).expand(lse.shape)
+        masked = mask.any(dim=-1).logical_not().expand(lse.shape)
         output = output.masked_fill(masked.unsqueeze(-1), 0.0)
         lse = lse.masked_fill(masked, -math.inf)
     return Partial(output, lse)
@@ -134,7 +230,7 @@ def merge(parts: Sequence[Partial]) -> Partial:
     """
     lses = torch.stack([part.lse for part in parts])
     lse = lses.logsumexp(dim=0)
-    weights = (lses - lse.clamp_min(LEAST_LSE)).exp().unsqueeze(-1)
+    weights = (lses - lse.clamp_min(_LEAST_LSE)).exp().unsqueeze(-1)
     output = parts[0].output * weights[0]
     # One after the other, because a stack of all outputs would not fit the processor's cache.
     for part, weight in zip(parts[1:], weights[1:], strict=True):

@@ -15,13 +15,18 @@ from transformers import DynamicCache, PreTrainedModel
 
 from blockattn_rag.attention.block_mass import BlockMass
 from blockattn_rag.attention.relay import RelayPlan
-from blockattn_rag.attention.tuning import tuning_of
 from blockattn_rag.errors import ContextOverflowError, GrammarError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Assembly, Context
 from blockattn_rag.model import decoding, loading
 from blockattn_rag.model.caches import RelayCache, copied_cache
-from blockattn_rag.model.encoding import EncodeRequest, batches, encode_batch
+from blockattn_rag.model.encoding import (
+    ACCELERATOR_BATCH_TOKENS,
+    CPU_BATCH_TOKENS,
+    EncodeRequest,
+    batches,
+    encode_batch,
+)
 from blockattn_rag.model.exclusion import lock_of, turn_to_draw
 from blockattn_rag.model.fingerprint import Identity
 from blockattn_rag.model.packing import pack_linears
@@ -38,6 +43,10 @@ from blockattn_rag.output.compiler import GrammarCompiler, Matcher
 from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.prompts.checkpoints import Checkpoint, known_checkpoint
 from blockattn_rag.prompts.tokenization import BlockTokenizer
+
+# Longer final blocks take the copy path: rotating their queries for every block costs more than
+# rotating the keys once.
+RELAY_FINAL_TOKENS = 1024
 
 
 class BlockModel:
@@ -184,7 +193,7 @@ class BlockModel:
     @property
     def batch_tokens(self) -> int:
         """Tokens of one encoding batch, padding included, unless the call says otherwise."""
-        return tuning_of(self.device).encode_batch_tokens
+        return CPU_BATCH_TOKENS if self.device.type == "cpu" else ACCELERATOR_BATCH_TOKENS
 
     @property
     def bytes_per_token(self) -> int:
@@ -281,7 +290,7 @@ class BlockModel:
                 "sinks and attention outside transformers' interface need assembly='copy' or 'auto'"
             )
         if assembly == "auto":
-            fits = final_tokens <= tuning_of(self.device).relay_final_tokens
+            fits = final_tokens <= RELAY_FINAL_TOKENS
             return "relay" if fits and self.supports_relay else "copy"
         return assembly
 

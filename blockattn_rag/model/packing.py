@@ -18,13 +18,14 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from blockattn_rag.attention.tuning import CPU
 from blockattn_rag.kv.rope import relative_error
 
 logger = logging.getLogger("blockattn_rag")
 
 #: Packed weights are a second copy; it may take this share of the memory that is free.
 _SHARE_OF_MEMORY = 0.25
+# Rows of input for which packed weights are faster than plain ones (benchmarks/packing.py).
+_PACKED_ROWS = range(4, 256)
 
 
 class _PackedForward:
@@ -45,7 +46,7 @@ class _PackedForward:
         if torch.is_grad_enabled() or not _is_plain(weight):
             # About to be trained, or moved since. An optimizer's writes may leave no trace.
             self._packed = None
-        elif rows in CPU.packed_rows and _takes(input) and _is_available():
+        elif rows in _PACKED_ROWS and _takes(input) and _is_available():
             return self.product(input)
         return nn.functional.linear(input, weight, linear.bias)
 

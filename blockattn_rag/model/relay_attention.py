@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ from transformers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from blockattn_rag.attention.relay import RelayPlan
-from blockattn_rag.attention.tuning import tuning_of
+from blockattn_rag.attention.relay import JoinLimits, RelayPlan
 from blockattn_rag.kv.context import place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model.caches import Attention, RelayCache, copied_cache
@@ -136,12 +134,12 @@ def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool
     requests = [EncodeRequest(row.tolist(), str(index), "") for index, row in enumerate(rows[:2])]
     context = place(encode_batch(hf_model, requests, "", profile.layouts))
     # Small as they are, the blocks must be read one by one here.
-    tuning = replace(tuning_of(hf_model.device), join_prefill_tokens=0, join_decode_tokens=0)
+    joins = JoinLimits(prefill_tokens=0, decode_tokens=0)
     for tokens in (7, 1):  # as in a prompt, and as in an answer
         final = rows[2:, :tokens]
         copied = copied_cache(hf_model.config, [context], profile.layouts)
         expected = next_logits(hf_model, final, copied)
-        plan = RelayPlan([context], profile.layouts, hf_model.device, tuning=tuning)
+        plan = RelayPlan([context], profile.layouts, hf_model.device, joins=joins)
         found = next_logits(hf_model, final, RelayCache(plan))
         if relative_error(found.float(), expected.float()) > LOGITS[hf_model.dtype]:
             return False

@@ -7,9 +7,22 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.attention.cuda_stand_ins import cuda_kernels_on_cpu, flash_attn_installed
+
 
 @pytest.fixture
 def no_gradients() -> Iterator[None]:
     """As in every answer."""
     with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def cuda_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels for CUDA run: as they are on a GPU, else as their stand-ins."""
+    if device.type == "cuda":
+        yield
+        return
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (8, 0))
+    with cuda_kernels_on_cpu(), flash_attn_installed(monkeypatch, is_there=True):
         yield

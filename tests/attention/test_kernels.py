@@ -2,36 +2,61 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
-from collections.abc import Callable
+import sys
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from blockattn_rag.attention.kernels import (
+    Kernel,
     Partial,
+    attend,
+    attend_flash,
+    attend_flash_attn,
+    attend_fused,
+    attend_memory_efficient,
     attend_plain,
+    cuda_kernel_for,
+    flash_attn,
+    kernel_for,
     merge,
     single_softmax,
 )
-from blockattn_rag.attention.strategies import kernel_for
+from tests.attention import cuda_stand_ins
 
 KV_HEADS, SIZE = 2, 16
+HALF = [torch.float16, torch.bfloat16]
+DTYPES = [torch.float32, *HALF]
 pytestmark = pytest.mark.usefixtures("device", "no_gradients")
 
+# Kernels with the dtypes that they take. Those for CUDA run as stand-ins where there is no GPU.
+MASKING: dict[Kernel, list[torch.dtype]] = {
+    attend: DTYPES,
+    attend_plain: DTYPES,
+    attend_memory_efficient: DTYPES,
+}
+KERNELS = MASKING | {attend_flash: HALF, attend_flash_attn: HALF}
 
-def attend(
+
+def kernels(of: dict[Kernel, list[torch.dtype]]) -> list[Any]:
+    """Each kernel with each of its dtypes, as parameters of a test."""
+    return [
+        pytest.param(kernel, dtype, id=f"{getattr(kernel, '__name__', kernel)}-{dtype}")
+        for kernel, dtypes in of.items()
+        for dtype in dtypes
+    ]
+
+
+def exact(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Partial:
-    """By the kernel that is fastest here."""
-    return kernel_for(query, key, value, mask)(query, key, value, scale, mask)
-
-
-BACKENDS = [attend_plain, attend]
-
-
-def exact(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Partial:
     """Softmax attention in float64, as written in any textbook."""
     scores = query.double() @ key.double().transpose(-1, -2) * scale
     if mask is not None:
@@ -49,41 +74,76 @@ def budget(dtype: torch.dtype, keys: int) -> float:
     return (4 * SIZE + math.sqrt(keys)) * torch.finfo(dtype).eps
 
 
+def bounds(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[float, float]:
+    """Largest errors of output and log-sum-exp, for inputs that are exact in their dtype.
+
+    A score is a sum of D products in float32, whose magnitudes add up to at most the product of the
+    rows' norms. A weight is off by twice the error of a score, relatively, and is rounded to the
+    inputs' dtype, as the output is. Sums over keys round once for each key.
+    """
+    eps, of_dtype = torch.finfo(torch.float32).eps, torch.finfo(query.dtype).eps
+    norms = float(query.float().norm(dim=-1).max() * key.float().norm(dim=-1).max())
+    of_score = query.shape[-1] * eps * scale * norms
+    of_sums = (key.shape[-2] + 8) * eps  # 8: for the exponential and the division
+    largest = float(value.float().abs().max())
+    return largest * (2 * of_score + of_sums + of_dtype), of_score + 8 * of_sums
+
+
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """The same numbers on every device."""
     drawn = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     return drawn.to(torch.get_default_device(), dtype)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize(("kernel", "dtype"), kernels(KERNELS))
 def test_one_query_over_two_keys_gives_the_numbers_worked_out_by_hand(
-    backend: Callable[..., Partial],
+    kernel: Kernel, dtype: torch.dtype
 ) -> None:
     # Scores 0 and ln 3: weights 1/4 and 3/4, log-sum-exp ln 4.
-    rest = [0.0] * 6  # fused kernels want heads of 8
-    query = torch.tensor([[[[1.0, 0.0, *rest]]]])
-    key = torch.tensor([[[[0.0, 0.0, *rest], [math.log(3), 5.0, *rest]]]])
-    value = torch.tensor([[[[4.0, 0.0, *rest], [0.0, 8.0, *rest]]]])
-    part = backend(query, key, value, 1.0, None)
-    torch.testing.assert_close(part.output, torch.tensor([[[[1.0, 6.0, *rest]]]]))
-    torch.testing.assert_close(part.lse, torch.tensor([[[math.log(4)]]]))
+    rest = [0.0] * 6  # fused kernels take heads of 8
+    query = torch.tensor([[[[1.0, 0.0, *rest]]]], dtype=dtype)
+    key = torch.tensor([[[[0.0, 0.0, *rest], [math.log(3), 5.0, *rest]]]], dtype=dtype)
+    value = torch.tensor([[[[4.0, 0.0, *rest], [0.0, 8.0, *rest]]]], dtype=dtype)
+    part = kernel(query, key, value, 1.0, None)
+    expected = torch.tensor([[[[1.0, 6.0, *rest]]]]), torch.tensor([[[math.log(4)]]])
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close((*part,), expected, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("masked", [False, True])
-def test_each_backend_stays_within_the_rounding_of_its_type(
-    backend: Callable[..., Partial], dtype: torch.dtype, masked: bool
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize(("kernel", "dtype"), kernels(KERNELS))
+@pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
+def test_each_kernel_stays_within_the_rounding_of_its_type(
+    kernel: Kernel, dtype: torch.dtype, size: int
 ) -> None:
-    query = random(1, KV_HEADS, 9, SIZE, dtype=dtype)
-    key = random(1, KV_HEADS, 40, SIZE, seed=1, dtype=dtype)
-    value = random(1, KV_HEADS, 40, SIZE, seed=2, dtype=dtype)
-    mask = torch.ones(9, 40, dtype=torch.bool).tril(30)[None, None] if masked else None
-    found = backend(query, key, value, 0.25, mask)
-    expected = exact(query, key, value, 0.25, mask)
-    assert found.output.dtype == found.lse.dtype == torch.float32
-    assert (found.output - expected.output).abs().max() <= budget(dtype, 40)
-    assert (found.lse - expected.lse).abs().max() <= budget(dtype, 40)
+    scale = size**-0.5
+    for group, tokens, keys in itertools.product((1, 2, 4, 8), (1, 5), (1, 7, 64, 300)):
+        query = random(1, KV_HEADS, group * tokens, size, dtype=dtype)
+        key = random(1, KV_HEADS, keys, size, seed=1, dtype=dtype)
+        value = random(1, KV_HEADS, keys, size, seed=2, dtype=dtype)
+        found, expected = kernel(query, key, value, scale, None), exact(query, key, value, scale)
+        assert found.output.shape == expected.output.shape
+        assert found.lse.shape == expected.lse.shape
+        assert found.output.dtype == found.lse.dtype == torch.float32
+        of_output, of_lse = bounds(query, key, value, scale)
+        assert (found.output - expected.output).abs().max() <= of_output
+        assert (found.lse - expected.lse).abs().max() <= of_lse
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize(("kernel", "dtype"), kernels(MASKING))
+@pytest.mark.parametrize("rows", [1, 9, 33])
+def test_masked_keys_are_not_attended_to(kernel: Kernel, dtype: torch.dtype, rows: int) -> None:
+    query = random(2, KV_HEADS, rows, SIZE, dtype=dtype)
+    key = random(2, KV_HEADS, 40, SIZE, seed=1, dtype=dtype)
+    value = random(2, KV_HEADS, 40, SIZE, seed=2, dtype=dtype)
+    mask = torch.ones(2, 1, rows, 40, dtype=torch.bool).tril(40 - rows)
+    mask[1, :, :, :3] = False  # as padding is
+    found, expected = (run(query, key, value, 0.25, mask) for run in (kernel, exact))
+    of_output, of_lse = bounds(query, key, value, 0.25)
+    assert (found.output - expected.output).abs().max() <= of_output
+    assert (found.lse - expected.lse).abs().max() <= of_lse
 
 
 @pytest.mark.parametrize("spread", [1.0, 1e3])
@@ -97,13 +157,14 @@ def test_large_scores_are_attended_to_exactly(spread: float) -> None:
     assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 600) * spread
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize(("kernel", "dtype"), kernels(MASKING))
 def test_a_query_that_sees_nothing_has_output_zero_and_minus_infinity(
-    backend: Callable[..., Partial],
+    kernel: Kernel, dtype: torch.dtype
 ) -> None:
     mask = torch.tensor([[True, True], [False, False]])[None, None]
-    states = random(1, 1, 2, SIZE)
-    part = backend(states, states, states, 1.0, mask)
+    states = random(1, 1, 2, SIZE, dtype=dtype)
+    part = kernel(states, states, states, 1.0, mask)
     assert part.lse[0, 0, 1] == -math.inf
     assert not part.output[0, 0, 1].any()
     assert part.output[0, 0, 0].any()
@@ -152,14 +213,21 @@ def test_one_softmax_over_several_sets_of_keys_is_attention_over_all_of_them(spr
     assert (found - expected).abs().max() <= budget(torch.float32, 40) * spread
 
 
-def test_states_whose_numbers_do_not_lie_side_by_side_are_read_right() -> None:
-    query = random(1, KV_HEADS, SIZE, 3).mT
-    key = random(1, KV_HEADS, SIZE, 40, seed=1).mT
-    value = random(1, KV_HEADS, 40, 2 * SIZE, seed=2)[..., ::2]
-    found = attend(query, key, value, 0.25)
-    expected = exact(query, key, value, 0.25, None)
-    assert (found.output - expected.output).abs().max() <= budget(torch.float32, 40)
-    assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 40)
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize(("kernel", "dtype"), kernels(KERNELS))
+def test_states_may_lie_in_memory_in_any_order(kernel: Kernel, dtype: torch.dtype) -> None:
+    apart = random(1, KV_HEADS, SIZE, 3, dtype=dtype).mT
+    odd = random(KV_HEADS * 41 * (SIZE + 1), seed=1, dtype=dtype)[1:]  # rows at odd addresses
+    steps = (1, 40 * (SIZE + 1), SIZE + 1, 1)
+    key = odd.as_strided((1, KV_HEADS, 40, SIZE), steps, storage_offset=1)
+    value = random(1, KV_HEADS, 40, 2 * SIZE, seed=2, dtype=dtype)[..., ::2]
+    one = random(1, KV_HEADS, 1, SIZE, dtype=dtype)
+    lone = one.as_strided(one.shape, (7, SIZE, 3, 1))  # no step along a dimension of length 1
+    for query in (apart, lone):
+        found, expected = kernel(query, key, value, 0.25, None), exact(query, key, value, 0.25)
+        of_output, of_lse = bounds(query, key, value, 0.25)
+        assert (found.output - expected.output).abs().max() <= of_output
+        assert (found.lse - expected.lse).abs().max() <= of_lse
 
 
 @pytest.mark.parametrize("height", [-200.0, -20.0, 0.0, 20.0, 200.0])
@@ -181,3 +249,94 @@ def test_no_keys_at_all_are_attended_to_by_no_one() -> None:
     found = attend(query, empty, empty, 0.25)
     assert not found.output.any()
     assert (found.lse == -math.inf).all()
+
+
+def states(
+    *shape: int, dtype: torch.dtype = torch.float32, device: str | None = None
+) -> torch.Tensor:
+    return torch.empty(1, dtype=dtype, device=device).expand(*shape)  # no memory
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_fused_kernel_serves_every_type_that_it_supports(dtype: torch.dtype) -> None:
+    query = states(1, 3, 150, SIZE, dtype=dtype, device="cpu")
+    key = states(1, 3, 512, SIZE, dtype=dtype, device="cpu")
+    assert kernel_for(query, key, key) is attend_fused
+    assert kernel_for(query, key, key, torch.empty(1)) is attend_fused
+
+
+def test_what_fused_kernels_cannot_take_goes_by_the_plain_one() -> None:
+    query, key = states(1, 2, 20, SIZE), states(1, 2, 600, SIZE)
+    assert kernel_for(query, key, states(1, 2, 600, 8)) is attend_plain
+    assert kernel_for(query, key[:, :, :0], key[:, :, :0]) is attend_plain
+    assert kernel_for(query.double(), key.double(), key.double()) is attend_plain
+    with torch.enable_grad():
+        assert kernel_for(query, key, key) is attend_plain
+    query, key = (one.to("meta") for one in (query, key))
+    assert kernel_for(query, key, key) is attend_plain
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "masked", "capability", "kernel"),
+    [
+        (torch.bfloat16, 64, False, (9, 0), attend_flash_attn),
+        (torch.float16, 256, False, (8, 0), attend_flash_attn),
+        (torch.bfloat16, 264, False, (9, 0), attend_memory_efficient),
+        (torch.bfloat16, 64, True, (9, 0), attend_memory_efficient),
+        (torch.float32, 64, False, (9, 0), attend_memory_efficient),
+        (torch.float32, 6, False, (9, 0), attend_plain),
+        (torch.bfloat16, 36, False, (9, 0), attend_plain),
+        (torch.float16, 64, False, (7, 5), attend_plain),
+    ],
+)
+def test_the_kernel_on_cuda_goes_by_type_head_size_mask_and_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    size: int,
+    masked: bool,
+    capability: tuple[int, int],
+    kernel: Kernel,
+) -> None:
+    query, mask = torch.empty(1, 2, 3, size, dtype=dtype), torch.empty(1) if masked else None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with cuda_stand_ins.flash_attn_installed(monkeypatch, is_there=True):
+        assert cuda_kernel_for(query, mask) is kernel
+    with cuda_stand_ins.flash_attn_installed(monkeypatch, is_there=False):
+        without = attend_flash if kernel is attend_flash_attn else kernel
+        assert cuda_kernel_for(query, mask) is without
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [80, 256, 264])
+def test_pytorchs_kernels_for_cuda_return_the_shapes_that_merge_takes(
+    monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype, masked: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    without = cuda_stand_ins.flash_attn_installed(monkeypatch, is_there=False)
+    with without, FakeTensorMode():
+        query = torch.empty(2, KV_HEADS, 33, size, dtype=dtype, device="cuda")
+        key = torch.empty(2, KV_HEADS, 300, size, dtype=dtype, device="cuda")
+        mask = torch.ones(2, 1, 33, 300, dtype=torch.bool, device="cuda") if masked else None
+        found = attend(query, key, key, 0.25, mask)
+    assert found.output.shape == (2, KV_HEADS, 33, size)
+    assert found.lse.shape == (2, KV_HEADS, 33)
+    assert found.output.dtype == found.lse.dtype == torch.float32
+    assert found.output.device.type == found.lse.device.type == "cuda"
+
+
+def test_the_stand_in_of_flash_attn_has_the_real_signature() -> None:
+    real = pytest.importorskip("flash_attn").flash_attn_with_kvcache
+    ours = inspect.signature(cuda_stand_ins.flash_attn_with_kvcache).parameters
+    theirs = inspect.signature(real).parameters
+    assert [(p.name, p.default) for p in ours.values()] == [
+        (p.name, p.default) for p in theirs.values()
+    ]
+
+
+def test_flash_attn_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cuda_stand_ins.flash_attn_installed(monkeypatch, is_there=False):
+        assert flash_attn() is None
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+            assert flash_attn() is None

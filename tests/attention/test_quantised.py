@@ -21,10 +21,8 @@ from tests.attention.test_relay import (
     ORDERS,
     OTHER_LAYOUTS,
     RELAY_BUDGET,
-    attended,
     blocks_of,
     by_moving_the_keys,
-    on_cpu,
     relay_plan,
 )
 
@@ -55,8 +53,7 @@ def test_int8_blocks_and_others_share_a_batch(
     query = random(len(orders), HEADS, tokens, SIZE, seed=7)
     tail_key = random(len(orders), KV_HEADS, tokens, SIZE, seed=8)
     tail_value = random(len(orders), KV_HEADS, tokens, SIZE, seed=9)
-    limits = {"join_prefill_tokens": joined, "join_decode_tokens": joined}
-    plan = relay_plan(contexts, [LAYOUT, LAYOUT], **limits)
+    plan = relay_plan(contexts, [LAYOUT, LAYOUT], joined)
     found = plan.attend(1, query, tail_key, tail_value, 0.25, None)
     for row, order in enumerate(orders):
         same = place([plain(blocks[i]) for i in order])
@@ -93,17 +90,11 @@ def test_a_token_of_an_answer_goes_from_block_to_block(layout: RotaryLayout) -> 
     blocks = mixed(LENGTHS)
     query = random(1, HEADS, 1, SIZE, seed=7)
     tail = random(1, KV_HEADS, 5, SIZE, seed=8), random(1, KV_HEADS, 5, SIZE, seed=9)
-    name, found = attended(relay_plan([place(blocks)], [layout], join_decode_tokens=0), query, tail)
-    assert name == "merged parts"
     same = place([plain(kv) for kv in blocks])
     expected = by_moving_the_keys(query[0], same, (tail[0][0], tail[1][0]), None, 0, layout)
-    assert (found[0] - expected).abs().max() <= RELAY_BUDGET
-    # Joined blocks are dequantised already.
-    joined, found = attended(
-        relay_plan([place(blocks)], [layout], join_decode_tokens=99), query, tail
-    )
-    assert joined == on_cpu("single softmax")
-    assert (found[0] - expected).abs().max() <= RELAY_BUDGET
+    for joins in (0, 99):  # joined blocks are dequantised already
+        found = relay_plan([place(blocks)], [layout], joins).attend(0, query, *tail, 0.25, None)
+        assert (found[0] - expected).abs().max() <= RELAY_BUDGET
 
 
 def test_blocks_are_not_dequantised_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +116,7 @@ def test_blocks_are_not_dequantised_all_at_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Segment, "states", watched)
     context = place([kv.quantised() for kv in blocks_of([40] * 8)])
     tail = random(1, KV_HEADS, 6, SIZE, seed=8)
-    plan = relay_plan([context], [LAYOUT], join_prefill_tokens=0)
+    plan = relay_plan([context], [LAYOUT], 0)
     plan.attend(0, random(1, HEADS, 6, SIZE), tail, tail, 0.25, None)
     assert len(alive) == 8
     assert max(alive) <= 2
@@ -167,7 +158,7 @@ def _of_one_layer(kv: BlockKV, dtype: torch.dtype) -> BlockKV:
 def test_nothing_stored_is_written() -> None:
     blocks = mixed([12, 5])
     before = [t.clone() for kv in blocks for t in kv.tensors(0)]
-    plan: RelayPlan = relay_plan([place(blocks)], [LAYOUT], join_decode_tokens=99)
+    plan: RelayPlan = relay_plan([place(blocks)], [LAYOUT], 99)
     tail = random(1, KV_HEADS, 3, SIZE)
     for tokens in (1, 3):
         plan.attend(0, random(1, HEADS, tokens, SIZE), tail, tail, 0.25, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockattn_rag.attention.relay import RelayPlan
-from blockattn_rag.attention.tuning import ACCELERATOR, CPU, tuning_of
+from blockattn_rag.attention import relay
+from blockattn_rag.attention.kernels import Partial, cuda_kernel_for, single_softmax
+from blockattn_rag.attention.relay import ACCELERATOR_JOINS, CPU_JOINS, JoinLimits, RelayPlan
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import NO_ROTATION, RotaryLayout, rotate, shift_positions
-from tests.attention.test_kernels import KV_HEADS, SIZE, budget, exact, random
+from tests.attention.cuda_stand_ins import flash_attn_installed
+from tests.attention.test_kernels import KV_HEADS, SIZE, bounds, budget, exact, random
 
 HEADS = 6
 pytestmark = pytest.mark.usefixtures("device", "no_gradients")
@@ -27,9 +30,11 @@ OTHER_LAYOUTS = {
 }
 
 
-def blocks_of(lengths: list[int], layers: int = 2) -> list[BlockKV]:
+def blocks_of(
+    lengths: list[int], layers: int = 2, *, size: int = SIZE, dtype: torch.dtype = torch.float32
+) -> list[BlockKV]:
     def states(block: int, length: int, layer: int) -> Tensor:
-        return random(KV_HEADS, length, SIZE, seed=100 * block + layer)
+        return random(KV_HEADS, length, size, seed=100 * block + layer, dtype=dtype)
 
     return [
         BlockKV(
@@ -44,10 +49,12 @@ def blocks_of(lengths: list[int], layers: int = 2) -> list[BlockKV]:
     ]
 
 
-def relay_plan(contexts: list[Context], layouts: list[RotaryLayout], **tuning: Any) -> RelayPlan:
-    """A plan for the device that is tested, with some machine constants replaced."""
-    device = torch.get_default_device()
-    return RelayPlan(contexts, layouts, device, tuning=replace(tuning_of(device), **tuning))
+def relay_plan(
+    contexts: list[Context], layouts: list[RotaryLayout], joins: int | None = None
+) -> RelayPlan:
+    """A plan for the device that is tested. Blocks of fewer than ``joins`` tokens are joined."""
+    limits = None if joins is None else JoinLimits(joins, joins)
+    return RelayPlan(contexts, layouts, torch.get_default_device(), joins=limits)
 
 
 def by_moving_the_keys(
@@ -57,18 +64,19 @@ def by_moving_the_keys(
     mask: Tensor | None,
     layer: int,
     layout: RotaryLayout,
+    scale: float = 0.25,
 ) -> Tensor:
     """One request's attention the ordinary way: keys moved and joined, heads repeated, float64."""
     keys = [shift_positions(b.kv.keys[layer].double(), b.shift, layout) for b in context.blocks]
     key = torch.cat([*keys, tail[0].double()], dim=1)
     value = torch.cat([*(b.kv.values[layer] for b in context.blocks), tail[1]], dim=1)
-    groups = HEADS // KV_HEADS
+    groups = len(query) // KV_HEADS
     seen = None
     if mask is not None:
         before = torch.ones(*mask.shape[:-1], context.num_tokens, dtype=torch.bool)
         seen = torch.cat([before, mask], dim=-1)
     key, value = key.repeat_interleave(groups, 0)[None], value.repeat_interleave(groups, 0)[None]
-    return exact(query[None], key, value, 0.25, seen).output[0]
+    return exact(query[None], key, value, scale, seen).output[0]
 
 
 # Rotating in float32 adds one rounding of each product to the scores of the exact attention.
@@ -147,8 +155,7 @@ def test_joined_blocks_give_what_single_ones_give(tokens: int) -> None:
     tail = random(2, KV_HEADS, tokens, SIZE, seed=8), random(2, KV_HEADS, tokens, SIZE, seed=9)
     found = []
     for limit in (0, 25):
-        joined = {"join_prefill_tokens": limit, "join_decode_tokens": limit}
-        plan = relay_plan(contexts, [LAYOUT, NO_ROTATION], **joined)
+        plan = relay_plan(contexts, [LAYOUT, NO_ROTATION], limit)
         found.append([plan.attend(layer, query, *tail, 0.25, None) for layer in (0, 1)])
     for single, joined in zip(*found, strict=True):
         assert (single - joined).abs().max() <= RELAY_BUDGET
@@ -156,32 +163,17 @@ def test_joined_blocks_give_what_single_ones_give(tokens: int) -> None:
 
 
 def test_an_answer_joins_small_blocks_and_a_prompt_does_not() -> None:
-    plan = RelayPlan([place(blocks_of([40, 40]))], [LAYOUT], torch.get_default_device(), tuning=CPU)
+    contexts, device = [place(blocks_of([40, 40]))], torch.get_default_device()
+    plan = RelayPlan(contexts, [LAYOUT], device, joins=CPU_JOINS)
     assert [len(segment.blocks) for segment in plan.prefill_table.segments] == [1, 1]
     assert [len(segment.blocks) for segment in plan.decode_table.segments] == [2]
 
 
 def test_an_accelerator_joins_blocks_once_for_prompt_and_answer() -> None:
-    assert tuning_of(torch.device("cuda")) is ACCELERATOR
-    assert ACCELERATOR.join_prefill_tokens > 1000
-    plan = RelayPlan(
-        [place(blocks_of([40, 40]))], [LAYOUT], torch.get_default_device(), tuning=ACCELERATOR
-    )
+    assert ACCELERATOR_JOINS.prefill_tokens > 1000
+    plan = RelayPlan([place(blocks_of([40, 40]))], [LAYOUT], torch.device("meta"))
     assert plan.prefill_table is plan.decode_table
     assert [len(segment.blocks) for segment in plan.prefill_table.segments] == [2]
-
-
-def attended(
-    plan: RelayPlan, query: Tensor, tail: tuple[Tensor, Tensor], mask: Tensor | None = None
-) -> tuple[str, Tensor]:
-    """The strategy that a forward's first layer chose, and its output."""
-    output = plan.attend(0, query, *tail, 0.25, mask)
-    return plan.strategy.name, output
-
-
-def on_cpu(name: str) -> str:
-    """The strategy where tests run on the CPU; other devices have kernels of their own."""
-    return name if torch.get_default_device().type == "cpu" else "merged parts"
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
@@ -190,17 +182,15 @@ def test_a_token_of_an_answer_attends_to_all_blocks_at_once(
     layout: RotaryLayout, joined: int
 ) -> None:
     context = place(blocks_of([40, 1, 17, 60]))
-    plan = relay_plan([context], [layout], join_decode_tokens=joined)
+    plan = relay_plan([context], [layout], joined)
     query = random(1, HEADS, 1, SIZE, seed=7)
     tail = random(1, KV_HEADS, 5, SIZE, seed=8), random(1, KV_HEADS, 5, SIZE, seed=9)
-    name, found = attended(plan, query, tail)
-    assert name == on_cpu("single softmax")
+    found = plan.attend(0, query, *tail, 0.25, None)
     ours = tail[0][0], tail[1][0]
     expected = by_moving_the_keys(query[0], context, ours, None, 0, layout)
     assert (found[0] - expected).abs().max() <= RELAY_BUDGET
     everywhere = torch.ones(1, 1, 1, 5, dtype=torch.bool)
-    name, masked = attended(plan, query, tail, everywhere)
-    assert name == "merged parts"
+    masked = plan.attend(0, query, *tail, 0.25, everywhere)
     assert (masked - found).abs().max() <= RELAY_BUDGET
 
 
@@ -215,8 +205,7 @@ def test_a_question_attends_to_all_blocks_and_to_itself(
     query = random(1, HEADS, 6, SIZE, seed=7) * spread
     tail = random(1, KV_HEADS, 6, SIZE, seed=8), random(1, KV_HEADS, 6, SIZE, seed=9)
     mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(-1 if fully_masked else 0)
-    name, found = attended(plan, query, tail, mask)
-    assert name == "merged parts"
+    found = plan.attend(0, query, *tail, 0.25, mask)
     ours = tail[0][0], tail[1][0]
     expected = by_moving_the_keys(query[0], context, ours, mask[0], 0, layout)
     assert (found[0] - expected).abs().max() <= RELAY_BUDGET * spread
@@ -233,34 +222,44 @@ def test_a_prompt_without_context_attends_to_itself() -> None:
         assert (found - expected).abs().max() <= RELAY_BUDGET
 
 
-def test_a_batch_beams_repeated_blocks_and_other_types_are_merged_from_parts() -> None:
+def test_only_one_request_in_float32_takes_one_softmax_for_all_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     blocks = blocks_of([4, 3])
-    one = relay_plan([place(blocks)], [LAYOUT])
-    repeated = relay_plan([place([*blocks, blocks[0]])], [LAYOUT])
-    batch = relay_plan([place(blocks)] * 2, [LAYOUT])
-    key, value = blocks[0].keys[0].half(), blocks[0].values[0].half()
-    half = relay_plan([place([replace(blocks[0], keys=(key,), values=(value,))])], [LAYOUT])
+    half = [replace(kv, keys=(kv.keys[0].half(),), values=(kv.values[0].half(),)) for kv in blocks]
+    calls: list[object] = []
 
-    def chosen(plan: RelayPlan, rows: int, tokens: int, dtype: torch.dtype = torch.float32) -> str:
+    def counted(*args: Any) -> Tensor:
+        calls.append(args)
+        return single_softmax(*args)
+
+    monkeypatch.setattr(relay, "single_softmax", counted)
+
+    def takes_one(
+        contexts: list[Context], rows: int = 1, tokens: int = 1, dtype: torch.dtype = torch.float32
+    ) -> bool:
+        calls.clear()
         query = torch.zeros(rows, HEADS, tokens, SIZE, dtype=dtype)
         states = torch.zeros(rows, KV_HEADS, tokens, SIZE, dtype=dtype)
-        return attended(plan, query, (states, states))[0]
+        found = relay_plan(contexts, [LAYOUT]).attend(0, query, states, states, 0.25, None)
+        assert found.dtype == dtype
+        return bool(calls)
 
-    assert chosen(one, 1, 1) == on_cpu("single softmax")
-    assert chosen(one, 1, 2) == "merged parts"
-    for tokens in (1, 2):
-        assert chosen(one, 2, tokens) == "merged parts"  # two beams
-        assert chosen(half, 1, tokens, torch.float16) == "merged parts"
-        assert chosen(repeated, 1, tokens) == "merged parts"
-        assert chosen(batch, 2, tokens) == "merged parts"
-        with torch.enable_grad():
-            assert chosen(one, 1, tokens) == "merged parts"
-        with torch.autocast(torch.get_default_device().type):
-            assert chosen(one, 1, tokens) == "merged parts"
+    one = [place(blocks)]
+    assert takes_one(one) == (torch.get_default_device().type == "cpu")
+    assert not takes_one(one, tokens=2)
+    assert not takes_one(one, rows=2)  # two beams
+    assert not takes_one(one * 2, rows=2)
+    assert not takes_one([place([*blocks, blocks[0]])])
+    assert not takes_one([place(half)], dtype=torch.float16)
+    assert not takes_one([place([kv.quantised() for kv in half])], dtype=torch.float16)
+    with torch.enable_grad():
+        assert not takes_one(one)
+    with torch.autocast(torch.get_default_device().type):
+        assert not takes_one(one)
 
 
-def test_each_forward_of_a_plan_chooses_anew() -> None:
-    """The same plan serves a question, the tokens of its answer, and queries of other types."""
+def test_one_plan_serves_a_question_and_the_tokens_of_its_answer() -> None:
     context = place(blocks_of([40, 1, 17, 60]))
     plan = relay_plan([context], [LAYOUT, NO_ROTATION])
     for tokens, masked in ((1, False), (6, True), (1, True), (6, False)):
@@ -272,13 +271,43 @@ def test_each_forward_of_a_plan_chooses_anew() -> None:
             ours, seen = (tail[0][0], tail[1][0]), None if mask is None else mask[0]
             expected = by_moving_the_keys(query[0], context, ours, seen, layer, layout)
             assert (found - expected).abs().max() <= RELAY_BUDGET
-    assert attended(plan, query, tail)[0] == "merged parts"
-    with torch.enable_grad():
-        assert attended(plan, query, tail)[0] == "merged parts"
-    half = random(1, HEADS, 6, SIZE, seed=7).bfloat16()
-    states = random(1, KV_HEADS, 6, SIZE, seed=8).bfloat16()
-    empty = relay_plan([place([])], [LAYOUT, LAYOUT])
-    for layer, query in ((0, half.float()), (1, half)):
-        tail = states.to(query.dtype), states.to(query.dtype)
-        found = empty.attend(layer, query, *tail, 1.0, None)
-        assert found.dtype == query.dtype
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize("has_flash_attn", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
+def test_relay_by_the_kernels_for_cuda_equals_moving_keys(
+    monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype, has_flash_attn: bool
+) -> None:
+    """A rotated query is rounded once to its dtype, which moves a score by half a step of it times
+    the norms of query and key. An output is rounded twice: by its kernel and at the end."""
+    monkeypatch.setattr(relay, "attend", _attend_as_on_cuda)
+    layout = RotaryLayout(10_000.0 ** (-torch.arange(0, size, 2) / size), "half")
+    scale = size**-0.5
+    blocks = blocks_of([1, 17, 200], size=size, dtype=dtype)
+    contexts = [place(blocks), place([blocks[2], blocks[0]])]
+    with flash_attn_installed(monkeypatch, is_there=has_flash_attn):
+        for group, tokens in itertools.product((1, 2, 4, 8), (1, 5)):
+            query = random(2, group * KV_HEADS, tokens, size, seed=7, dtype=dtype)
+            keys = random(2, KV_HEADS, tokens, size, seed=8, dtype=dtype)
+            values = random(2, KV_HEADS, tokens, size, seed=9, dtype=dtype)
+            mask = torch.ones(2, 1, tokens, tokens, dtype=torch.bool).tril() if tokens > 1 else None
+            found = relay_plan(contexts, [layout]).attend(0, query, keys, values, scale, mask)
+            assert found.dtype == dtype
+            for row, context in enumerate(contexts):
+                tail, seen = (keys[row], values[row]), None if mask is None else mask[row]
+                expected = by_moving_the_keys(query[row], context, tail, seen, 0, layout, scale)
+                key = torch.cat([*(block.kv.keys[0] for block in context.blocks), tail[0]], 1)
+                value = torch.cat([*(block.kv.values[0] for block in context.blocks), tail[1]], 1)
+                of_kernel, _ = bounds(query[row], key, value, scale)
+                norms = query.float().norm(dim=-1).max() * key.float().norm(dim=-1).max()
+                of_rotation = (2 * scale * norms + 1) * torch.finfo(dtype).eps / 2
+                error = (found[row].double() - expected).abs().max()
+                assert error <= of_kernel + of_rotation * value.float().abs().max()
+
+
+def _attend_as_on_cuda(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+) -> Partial:
+    return cuda_kernel_for(query, mask)(query, key, value, scale, mask)

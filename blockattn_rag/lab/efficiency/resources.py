@@ -116,7 +116,7 @@ def measure_memory(
 
     Relay's memory depends on ``block_tokens``: it joins small blocks in tensors of its own, from
     the second token on (on an accelerator from the first), until the answer ends
-    (``join_decode_tokens`` of ``attention.tuning``).
+    (``attention.relay.JoinLimits``).
 
     Args:
         engine, lengths, block_tokens, question_tokens, on_progress: See
