@@ -14,9 +14,8 @@ from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.encoding import EncodeRequest
-from blockattn_rag.model.probe import vocabulary_size
+from blockattn_rag.model.probe import LOGITS, vocabulary_size
 from blockattn_rag.model.sampling import Sampling
-from blockattn_rag.model.tolerances import LOGITS
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.prompts.sinks import sink_ids
 

@@ -24,8 +24,7 @@ from typing import Any, get_args
 
 from blockattn_rag.files import sync, temporary_name, write_json
 from blockattn_rag.kv.context import Positions
-from blockattn_rag.model.correction import Correction
-from blockattn_rag.model.correction_file import read_correction, save_correction
+from blockattn_rag.model.correction import Correction, read_correction, save_correction
 from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 
 VERSION = 1

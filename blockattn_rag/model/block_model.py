@@ -355,11 +355,15 @@ class BlockModel:
         Returns:
             The new token ids, end-of-sequence token included.
         """
-        ids, tokenizer = [*context_ids, *final_ids], self.tokenizer.tokenizer
-        limit = self.room_for(len(ids), sampling)
-        ways = (on_token, is_cancelled, self._matching(sampling.grammar, sampling))
-        with self.running(sampling):
-            return decoding.generate(self.hf_model, tokenizer, ids, sampling, limit, cache, *ways)
+
+        def on_tokens(newest: list[int]) -> Sequence[bool]:
+            if on_token is not None:
+                on_token(newest[0])
+            return ()
+
+        prompts, grammars = [(context_ids, final_ids)], [sampling.grammar]
+        ways = (on_tokens, is_cancelled, grammars, None)
+        return self._generate(prompts, sampling, cache, *ways)[0]
 
     def generate_batch(
         self,
@@ -378,19 +382,32 @@ class BlockModel:
             prompts: of unequal lengths, padded on the left of each part.
             cache: KV of the contexts, one a row, or None to compute all.
             on_tokens: called after each step with the newest token of every row (padding in rows
-                that have ended); returns which rows have ended. With beams, a row is a beam.
+                that have ended); returns which rows have ended. Not called with beams.
             is_cancelled: asked after each step; True ends the batch.
             grammars: of each prompt's answer; default: for all the one of ``sampling``.
             on_failure: takes the number and the error of a row whose grammar fails, which
                 ``on_tokens`` must end. Default: the error ends the batch.
         """
         grammars = [sampling.grammar] * len(prompts) if grammars is None else grammars
-        matchers = [self._matching(one, sampling) for one in grammars]
+        ways = (on_tokens, is_cancelled, grammars, on_failure)
+        return self._generate(prompts, sampling, cache, *ways)
+
+    def _generate(
+        self,
+        prompts: Sequence[tuple[Sequence[int], Sequence[int]]],
+        sampling: Sampling,
+        cache: DynamicCache | None,
+        on_tokens: Callable[[list[int]], Sequence[bool]] | None,
+        is_cancelled: Callable[[], bool] | None,
+        grammars: Sequence[Grammar | None],
+        on_failure: Callable[[int, GrammarError], object] | None,
+    ) -> list[list[int]]:
         longest = max(len(context) + len(final) for context, final in prompts)
         limit, tokenizer = self.room_for(longest, sampling), self.tokenizer.tokenizer
+        matchers = [self._matching(one, sampling) for one in grammars]
         ways = (on_tokens, is_cancelled, matchers, on_failure)
         with self.running(sampling):
-            return decoding.generate_batch(
+            return decoding.generate(
                 self.hf_model, tokenizer, prompts, sampling, limit, cache, *ways
             )
 

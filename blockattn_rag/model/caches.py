@@ -1,13 +1,21 @@
-"""Transformers caches over placed blocks: their states copied, or left where they lie."""
+"""Transformers caches over placed blocks: their states copied, or left where they lie.
+
+Hooks before and after each forward of a model note the ``ContextCache`` that it was given, if any,
+for the attention inside (``running_cache``). So a forward within a forward, such as that of a
+logits processor with a cache of its own, computes as ever. What is noted stands in a context
+variable, so several engines and threads may run at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from blockattn_rag.attention.block_mass import BlockMass
@@ -151,3 +159,48 @@ class RelayCache(ContextCache):
         super().__init__()
         self.layers = [_TailLayer(plan.num_tokens) for _ in range(plan.num_layers)]
         self.attention = plan
+
+
+# The caches of forwards that run inside one another in this thread, the innermost last: a model's
+# forward runs its decoder's forward, with the same cache.
+_caches: ContextVar[tuple[ContextCache | None, ...]]
+_caches = ContextVar("blockattn_running_caches", default=())
+
+
+def note_caches(hf_model: PreTrainedModel) -> None:
+    """Let a model's forwards note their caches; nothing else changes."""
+    for module in hf_model.modules():
+        # Every model inside: of a model that PEFT wraps, `generate` runs the inner one.
+        if isinstance(module, PreTrainedModel):
+            if _enter not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_enter, with_kwargs=True)
+            if _leave not in module._forward_hooks.values():
+                module.register_forward_hook(_leave, always_call=True)
+
+
+def _enter(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward begins."""
+    given = (*args, *kwargs.values())
+    caches = (value for value in given if isinstance(value, ContextCache))
+    _caches.set((*_caches.get(), next(caches, None)))
+
+
+def _leave(*_: Any) -> None:
+    """A forward ends, be it by an error."""
+    _caches.set(_caches.get()[:-1])
+
+
+def running_cache() -> ContextCache | None:
+    """The cache of the innermost forward that runs in this thread."""
+    caches = _caches.get()
+    return caches[-1] if caches else None
+
+
+@contextmanager
+def running_with(cache: ContextCache | None = None) -> Iterator[None]:
+    """Begin with this cache, and leave none behind: a keyboard interrupt skips PyTorch's hooks."""
+    token = _caches.set((cache,))
+    try:
+        yield
+    finally:
+        _caches.reset(token)

@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from blockattn_rag.errors import GrammarError
+from blockattn_rag.model.caches import running_with
 from blockattn_rag.model.constraint import GrammarConstraint
 from blockattn_rag.model.repetition import Matching
-from blockattn_rag.model.running_cache import running_with
 from blockattn_rag.model.sampling import Sampling
 
 
@@ -79,44 +79,6 @@ class _EndsBeams(StoppingCriteria):
 def generate(
     hf_model: PreTrainedModel,
     tokenizer: Any,
-    ids: Sequence[int],
-    sampling: Sampling,
-    max_new_tokens: int,
-    cache: DynamicCache | None,
-    on_token: Callable[[int], None] | None,
-    is_cancelled: Callable[[], bool] | None,
-    matcher: Matching | None = None,
-) -> list[int]:
-    """New tokens after ``ids``. ``cache`` holds the KV of the first ``ids``; None: of none."""
-    input_ids = torch.tensor([list(ids)], device=hf_model.device)
-    arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
-    constraint = _add_grammars(hf_model, tokenizer, arguments, [matcher], len(ids))
-    if cache is not None:
-        _check_no_draft(hf_model, arguments)
-
-    def on_tokens(newest: list[int]) -> Sequence[bool]:
-        if on_token is not None:
-            on_token(newest[0])
-        return ()
-
-    # Beam search has no tokens to hand out before it ends.
-    has_beams = _beams(hf_model, arguments) > 1
-    step = _AfterEachStep(
-        is_cancelled or (lambda: False), None if has_beams else on_tokens, len(ids)
-    )
-    _add_criterion(arguments, step)
-    if has_beams and (stop := stop_strings(hf_model, sampling)):
-        _add_criterion(arguments, _EndsBeams(tokenizer, stop, len(ids)))
-    output = _run(hf_model, sampling, input_ids, torch.ones_like(input_ids), cache, arguments)
-    answer: list[int] = output[0, len(ids) :].tolist()
-    if constraint is not None:
-        constraint.check_answer(answer)
-    return answer
-
-
-def generate_batch(
-    hf_model: PreTrainedModel,
-    tokenizer: Any,
     prompts: Sequence[tuple[Sequence[int], Sequence[int]]],
     sampling: Sampling,
     max_new_tokens: int,
@@ -140,17 +102,73 @@ def generate_batch(
     mask = torch.cat([context_mask, final_mask], dim=1).to(hf_model.device)
     width = input_ids.shape[1]
     arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
+    if cache is not None:
+        _check_no_draft(hf_model, arguments)
+    has_beams = _beams(hf_model, arguments) > 1
+    # Beam search has no tokens to hand out before it ends.
+    on_tokens = None if has_beams else on_tokens
     step = _AfterEachStep(is_cancelled or (lambda: False), on_tokens, width)
     _add_criterion(arguments, step)
+    if has_beams and (stop := stop_strings(hf_model, sampling)):
+        _add_criterion(arguments, _EndsBeams(tokenizer, stop, width))
     constraint = _add_grammars(hf_model, tokenizer, arguments, matchers, width, on_failure)
     output = _run(hf_model, sampling, input_ids, mask, cache, arguments)
     ends = end_token_ids(hf_model, tokenizer, arguments)
-    rows = enumerate(output[:, width:].tolist())
+    rows = enumerate(output[: len(prompts), width:].tolist())
     answers = [_until_end(row[: step.lengths.get(index)], ends) for index, row in rows]
     if constraint is not None:
         for place, answer in enumerate(answers):
             constraint.check_answer(answer, place)
     return answers
+
+
+# `generate` compares these with numbers, so they cannot be None.
+_ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1}
+
+
+def greedy_answers(
+    hf_model: PreTrainedModel,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+) -> list[tuple[Tensor, Tensor]]:
+    """Full mode's greedy answers to several prompts, with what the model predicts at each token.
+
+    Each token is the likeliest one, also where the model's generation config asks for penalties,
+    beams or the like: the logits tell what the model predicts, and the answer follows from them.
+
+    Args:
+        hf_model: the model. Nobody else may run it meanwhile.
+        tokenizer: its transformers tokenizer.
+        prompts: token ids, at least one each; with the answer they fit in the context window.
+        max_new_tokens: longest answer.
+
+    Returns:
+        For each prompt its answer, the token that ends it included, int64 ``[n]``, and the logits
+        ``[n, vocab]`` of the answer's tokens, before any processing; on the model's device.
+    """
+    ends = end_token_ids(hf_model, tokenizer)
+    pad = min(ends, default=0)
+    ids, mask = (rows.to(hf_model.device) for rows in _left_padded(prompts, pad))
+    # `generate` fills what is missing from the model's generation config, so a config of our own
+    # would not do: each of its settings is undone.
+    unset = dict.fromkeys(hf_model.generation_config.to_diff_dict()) | _ONE_ANSWER
+    arguments = unset | {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": False,
+        "use_cache": True,
+        "eos_token_id": sorted(ends) or None,
+        "pad_token_id": pad,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    with torch.inference_mode():
+        run: Any = hf_model.generate
+        out = run(ids, attention_mask=mask, **arguments)
+        logits = torch.stack(out.logits, dim=1)  # [rows, answer tokens, vocab]
+        answers = out.sequences[:, ids.shape[1] :]
+        lengths = [len(_until_end(row, ends)) for row in answers.tolist()]
+    return [(a[:n], of[:n]) for a, of, n in zip(answers, logits, lengths, strict=True)]
 
 
 def _left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:

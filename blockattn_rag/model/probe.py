@@ -18,7 +18,15 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.block_kv import outline
 from blockattn_rag.kv.rope import LayoutFit, RotaryLayout, fit_layout, relative_error
-from blockattn_rag.model.tolerances import STATES, WIDEST
+
+# How far two ways that are equal in exact arithmetic may differ: relative errors by dtype. Errors
+# of rounding lie far below these, errors of principle near 1. 16-bit types also round cosine and
+# sine, and their errors add up over layers, so their tolerances are wide.
+LOGITS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.15}
+"""Tolerances of logits: block mode and the oracle, relay and copy."""
+# Of keys and values at two positions, at which a model rounds its own angles differently.
+_STATES = LOGITS | {torch.float64: 1e-3, torch.float32: 1e-3}
+_STATES_OF_OTHER_DTYPES = max(_STATES.values())
 
 _PROBE_TOKENS = 8
 _PROBE_OFFSETS = (13, 1009)
@@ -167,7 +175,7 @@ def _measure(
         raise _refusal(hf_model, f"{len(home)} of {num_layers} layers fill the KV cache")
     away = [(offset, probe_states(hf_model, offset)) for offset in offsets]
     candidates = _frequencies(hf_model)
-    tolerance = STATES.get(hf_model.dtype, WIDEST)
+    tolerance = _STATES.get(hf_model.dtype, _STATES_OF_OTHER_DTYPES)
     _refuse_foresight(hf_model, home, tolerance)
     fits, value_error = [], 0.0
     for index, (keys, values) in enumerate(home):

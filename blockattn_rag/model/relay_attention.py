@@ -25,11 +25,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from blockattn_rag.attention.relay import JoinLimits, RelayPlan
 from blockattn_rag.kv.context import place
 from blockattn_rag.kv.rope import relative_error
-from blockattn_rag.model.caches import Attention, RelayCache, copied_cache
+from blockattn_rag.model.caches import (
+    Attention,
+    RelayCache,
+    copied_cache,
+    note_caches,
+    running_cache,
+    running_with,
+)
 from blockattn_rag.model.encoding import EncodeRequest, encode_batch, logits_to_keep
-from blockattn_rag.model.probe import AttentionProfile, vocabulary_size
-from blockattn_rag.model.running_cache import note_caches, running_cache, running_with
-from blockattn_rag.model.tolerances import LOGITS
+from blockattn_rag.model.probe import LOGITS, AttentionProfile, vocabulary_size
 
 _PREFIX = "blockattn_relay_"
 

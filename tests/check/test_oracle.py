@@ -9,7 +9,7 @@ from blockattn_rag.check.oracle import RecipeOracle, oracle_generate, oracle_log
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.tolerances import LOGITS
+from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.models import tiny_model, tiny_tokenizer
 from tests.recipes import correction_of, recipe_of

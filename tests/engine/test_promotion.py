@@ -15,7 +15,7 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.context import place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.model.tolerances import LOGITS
+from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
 from tests.engines import with_settings
 from tests.models import tiny_model, tiny_tokenizer

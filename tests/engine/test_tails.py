@@ -19,7 +19,7 @@ from blockattn_rag.engine.results import Generation
 from blockattn_rag.engine.tails import SHARE
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.tolerances import LOGITS
+from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.engines import with_settings
 from tests.holding import LONGEST_S, holding

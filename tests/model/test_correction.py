@@ -15,8 +15,13 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.model.correction import Correction, LayerCorrection, places
-from blockattn_rag.model.correction_file import read_correction, save_correction
+from blockattn_rag.model.correction import (
+    Correction,
+    LayerCorrection,
+    places,
+    read_correction,
+    save_correction,
+)
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.store import DirectoryStore
 from tests.models import tiny_model, tiny_tokenizer

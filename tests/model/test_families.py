@@ -16,7 +16,7 @@ from blockattn_rag.errors import ContextOverflowError, UnsupportedModelError
 from blockattn_rag.kv.context import Assembly, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.model.tolerances import LOGITS
+from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.store import MemoryStore

@@ -9,7 +9,7 @@ import pytest
 from transformers import GenerationConfig
 
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.greedy import greedy_answers
+from blockattn_rag.model.decoding import greedy_answers
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
 PROMPTS = [list(b"How tall is Halden Tower?"), list(b"When?")]
@@ -20,7 +20,7 @@ def answers(**config: Any) -> list[list[int]]:
     """Answers of a model with such a generation config, each token found to be the likeliest."""
     model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer())
     model.hf_model.generation_config = GenerationConfig(**config)  # type: ignore[no-untyped-call]
-    found = greedy_answers(model, PROMPTS, NEW)
+    found = greedy_answers(model.hf_model, model.tokenizer.tokenizer, PROMPTS, NEW)
     for ids, logits in found:
         assert ids.tolist() == logits.argmax(dim=-1).tolist()
     return [ids.tolist() for ids, _ in found]

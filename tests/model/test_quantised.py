@@ -16,7 +16,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Assembly, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.model.tolerances import LOGITS
+from blockattn_rag.model.probe import LOGITS
 from tests.model.families import SUPPORTED
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 

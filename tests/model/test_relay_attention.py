@@ -16,9 +16,9 @@ from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.model.relay_attention import enable_relay
 from blockattn_rag.model.sampling import Sampling
-from blockattn_rag.model.tolerances import LOGITS
 from tests.models import tiny_model, tiny_tokenizer
 
 RELAYING = ["llama", "qwen3", "gemma", "phi", "glm", "cohere", "smollm3", "gpt_neox", "mixtral"]

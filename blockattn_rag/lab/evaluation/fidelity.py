@@ -51,7 +51,7 @@ from blockattn_rag.lab.evaluation.records import (
 )
 from blockattn_rag.lab.evaluation.run import make_prompt, prepare
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.model.greedy import greedy_answers
+from blockattn_rag.model.decoding import greedy_answers
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.checkpoints import AUTO
@@ -333,7 +333,9 @@ def full_answer(
     model = engine.model
     ids = model.tokenizer.prompt_ids(prompt).flat
     limit = model.room_for(len(ids), Sampling(max_new_tokens=max_new_tokens))
-    ((answer, logits),) = greedy_answers(model, [ids], limit)
+    with model.lock:
+        run = model.hf_model, model.tokenizer.tokenizer
+        ((answer, logits),) = greedy_answers(*run, [ids], limit)
     return answer.tolist(), _log_probabilities(logits)
 
 

@@ -33,8 +33,7 @@ from blockattn_rag.lab.repair.student import BlockSource, Student
 from blockattn_rag.lab.repair.teacher import Teacher
 from blockattn_rag.lab.repair.trainer import BATCH, CorrectionTrainer, seconds_of_a_prompt
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.model.correction import Correction
-from blockattn_rag.model.correction_file import read_correction, save_correction
+from blockattn_rag.model.correction import Correction, read_correction, save_correction
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 Progress = Callable[[str, int, int], None]

@@ -13,9 +13,9 @@ from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.caches import running_with
 from blockattn_rag.model.correction import Correction, LayerCorrection
 from blockattn_rag.model.encoding import logits_to_keep
-from blockattn_rag.model.running_cache import running_with
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.store.base import KVStore
 from blockattn_rag.store.namespaces import Access

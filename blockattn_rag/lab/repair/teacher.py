@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.files import replacing
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.greedy import greedy_answers
+from blockattn_rag.model.decoding import greedy_answers
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 
@@ -169,7 +169,11 @@ class Teacher:
 
     def _compute(self, batch: Sequence[list[int]]) -> list[TeacherAnswer]:
         answers = []
-        for ids, logits in greedy_answers(self._model, batch, self._max_new_tokens):
+        model = self._model
+        with model.lock:
+            run = model.hf_model, model.tokenizer.tokenizer
+            found = greedy_answers(*run, batch, self._max_new_tokens)
+        for ids, logits in found:
             kept = top_predictions(logits, self._top_k).to("cpu")
             answers.append(TeacherAnswer(ids.cpu(), kept))
         return answers
