@@ -162,7 +162,9 @@ def test_a_long_unit_that_comes_twice_in_a_string_is_a_loop() -> None:
     assert not follow('{"a": "Well. ' + (unit * STRING_COPIES)[:-9]).must_end
 
 
-@pytest.mark.parametrize("unit", ["x", "He sat. ", "ha" + "m" * LATER_TOKENS, "He sat down by us. "])
+@pytest.mark.parametrize(
+    "unit", ["x", "He sat. ", "ha" + "m" * LATER_TOKENS, "He sat down by us. "]
+)
 def test_a_later_string_ends_once_it_continues_the_loop(unit: str) -> None:
     begin = '{"a": "' + unit * STRING_TOKENS + '", "b": "1'
     loop = unit * (LATER_TOKENS + 3)
