@@ -28,7 +28,7 @@ from llama_index.core.tools import FunctionTool
 from blockattn_rag import BlockAttentionEngine, BlockModel
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from blockattn_rag.llama_index import BlockAttentionLLM
-from blockattn_rag.llama_index.chat import INVALID_CALLS
+from blockattn_rag.llama_index.messages import INVALID_CALLS
 from blockattn_rag.output import FORMATS
 from blockattn_rag.prompts.blocks import Span
 from tests.quoting import CALLS, delete_all, quoting_model

@@ -31,7 +31,7 @@ FLOORS = {
     "engine": "attention errors files kv lazy model output prompts store",
     "server": "engine errors files kv lazy model output prompts store",
     "check": "engine errors kv model prompts server",
-    "adapters": "engine errors model prompts server store",
+    "adapters": "engine errors model output prompts server store",
     "llama_index": "adapters engine errors lazy output prompts store",
     "langchain": "adapters engine lazy output prompts",
     "lab": "engine errors files kv lazy model prompts store",

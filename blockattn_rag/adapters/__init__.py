@@ -1,1 +1,1 @@
-"""What the adapters for both frameworks share."""
+"""Code that the LlamaIndex and LangChain adapters share."""

@@ -1,4 +1,4 @@
-"""Arguments that are none: refused with what was found, what was expected, and what to do."""
+"""Checks of arguments that the frameworks themselves would accept silently."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 
 def check_known(cls: type, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse arguments that are not known.
+    """Check the names of keyword arguments.
 
     Raises:
-        TypeError: names each of them, the nearest known one, and where options of ``generate`` go.
+        TypeError: some are unknown. The message suggests known names, and where options of
+            ``generate`` go.
     """
     if not (unknown := sorted(set(given) - set(known))):
         return
@@ -28,10 +29,15 @@ def check_known(cls: type, given: Iterable[str], known: Collection[str]) -> None
 
 
 def check_items(given: Iterable[Any], kind: type, advice: str) -> None:
-    """Refuse items of another kind.
+    """Check the type of the items of a list.
+
+    Args:
+        given: The items.
+        kind: The expected type.
+        advice: End of the error message: what to do instead.
 
     Raises:
-        TypeError: names the first of them, and says ``advice``.
+        TypeError: an item has another type.
     """
     for number, one in enumerate(given):
         if not isinstance(one, kind):

@@ -1,4 +1,4 @@
-"""Where the adapters get their engine: given ready, or loaded once when it is first needed."""
+"""Source of an adapter's engine: a ready one, or one that is loaded on first use."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import logging
 import pickle
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +15,8 @@ from typing import Any
 from blockattn_rag.adapters.hints import ReuseHints
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.find_recipe import AUTO, RecipeLike, known_digests
-from blockattn_rag.engine.pending import Group
 from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.model.loading import load_config, load_tokenizer
 from blockattn_rag.model.probe import position_limit
@@ -32,43 +29,50 @@ from blockattn_rag.store.urls import lasts
 logger = logging.getLogger("blockattn_rag")
 
 
-def source_of(llm: Any, expected: str) -> EngineSource:
-    """The source of what was given as ``llm=``.
+def source_of(llm: Any, expected: str, *others: Any) -> EngineSource:
+    """The source of a component's ``llm=`` argument.
+
+    Args:
+        llm: The argument.
+        expected: Name of the class that the argument usually has.
+        others: Arguments that describe a source and exclude ``llm=``.
 
     Raises:
-        TypeError: it has none; it is no LLM of this package, such as ``expected``.
+        ValueError: one of the others is given too.
+        TypeError: the argument is not an LLM of this package.
     """
+    if any(value is not None for value in others):
+        raise ValueError("give either llm=, or the model, store and recipe, not both")
     source = getattr(llm, "source", None)
     if not isinstance(source, EngineSource):
         raise TypeError(
             f"llm= takes the LLM that will answer, such as {expected}(...); found "
-            f"{type(llm).__name__} {llm!r:.60}. A model's name goes into model="
+            f"{type(llm).__name__} {llm!r:.60}. Pass a model's name as model="
         )
     return source
 
 
 class EngineSource:
-    """An engine, or how to load one. Copies of a component share it, and so one set of weights.
+    """An engine, or how to load one. Copies of a component share it, and so the weights.
 
     Args:
-        engine: a ready engine; instead of all else.
-        model_name: name or path of a model, or a loaded transformers model.
-        tokenizer_name: a transformers tokenizer, or its name or path; None takes the model's.
-        kv_store: a store, or what ``store.open_store`` takes, such as a directory or
-            ``"s3://bucket/kv"``; None keeps keys and values in memory.
-        device_map: a torch device, or ``"auto"``.
-        model_kwargs: further arguments for loading the model, ``tokenizer`` among them; with
-            ``api_base``, of ``RemoteEngine``, such as ``timeout_s``.
-        api_base: address of a server that has the model and the store, such as
+        engine: A ready engine, in place of all other arguments.
+        model_name: Name or path of a model, or a loaded transformers model.
+        tokenizer_name: A transformers tokenizer, or its name or path. Default: the model's.
+        kv_store: A store, or an argument of ``store.open_store``, such as a directory or
+            ``"s3://bucket/kv"``. Default: memory.
+        device_map: A torch device, or ``"auto"``.
+        model_kwargs: Further arguments for loading the model, including ``tokenizer``; with
+            ``api_base``, those of ``RemoteEngine``, such as ``timeout_s``.
+        api_base: Address of a server with the model and the store, such as
             ``"http://gpu:8000/v1"``; ``model_name`` is its name there.
-        api_key: of the server; default: see ``RemoteEngine``. It is no part of ``fields``, and not
-            sent to other processes, which take it from their environment.
-        recipe: how the model runs in block mode; see ``BlockAttentionEngine``. A ready engine has
-            its own.
+        api_key: API key of the server. Default: see ``RemoteEngine``. It is neither part of
+            ``fields`` nor pickled: other processes read it from their environment.
+        recipe: How the model runs in block mode; see ``BlockAttentionEngine``.
 
     Raises:
-        ValueError: no model, more than one source of it, what a server has itself, or no recipe
-            where ``recipe`` says.
+        ValueError: there is no model or more than one source of it, an argument conflicts with a
+            server or a ready engine, or no recipe is found.
     """
 
     def __init__(
@@ -89,12 +93,12 @@ class EngineSource:
                 "with it, BlockAttentionEngine(model, store, recipe=...)."
             )
         if recipe != AUTO:
-            known_digests(recipe, None, "")  # refused now
+            known_digests(recipe, None, "")  # raises now if there is none
         has_name = model_name is not None or api_base is not None
         if (engine is None) != has_name:
             raise ValueError(
-                "expected one source of the model, either model_name= (or model= with tokenizer=), "
-                "or that with a server's address, or engine=; found "
+                "expected one source of the model: engine=, or model_name= (or model= with "
+                f"tokenizer=) with or without a server's address; found "
                 f"{'both' if has_name else 'none'}"
             )
         is_name = isinstance(model_name, (str, Path, type(None)))
@@ -112,8 +116,7 @@ class EngineSource:
         self._tokenizer = tokenizer_name if own is None else own
         if self._tokenizer is None and not is_name:
             raise ValueError(
-                "a ready model was given without its tokenizer; pass "
-                "model_kwargs={'tokenizer': ...}"
+                "found a loaded model without its tokenizer; pass model_kwargs={'tokenizer': ...}"
             )
         self._kv_store = engine.store if isinstance(engine, BlockAttentionEngine) else kv_store
         self._recipe = str(recipe) if isinstance(recipe, Path) else recipe
@@ -125,11 +128,11 @@ class EngineSource:
         self._lock = threading.RLock()
         keeps = self._kv_store is not None or not self._is_local
         self._hints = ReuseHints() if keeps else None
-        self._told_of_control_tokens = False
+        self._has_warned = False
 
     @property
     def live_parts(self) -> list[str]:
-        """What was given as an object in memory, which no name can bring back."""
+        """Names of arguments that are live objects, which cannot be loaded again by name."""
         live = {
             "engine": self._engine is not None and not (self._model or self._api_base),
             "model": self._model is not None and not isinstance(self._model, str),
@@ -140,7 +143,7 @@ class EngineSource:
         return [name for name, is_live in live.items() if is_live]
 
     def fields(self) -> dict[str, Any]:
-        """Arguments of a source that loads the same again, as far as names can say it."""
+        """Arguments of a source that loads the same again. Live objects are left out."""
         name = self._model if isinstance(self._model, str) else None
         if self._engine is not None and name is None:
             name = self._engine.model.name
@@ -156,28 +159,27 @@ class EngineSource:
         }
 
     def asking_for(self, fields: dict[str, Any]) -> EngineSource:
-        """A source with these fields in place of its own, and the same key."""
+        """A source with these fields in place of its own, and the same API key."""
         found = {**self.fields(), **fields}
-        if found["recipe"] == str(self._recipe):  # a `Recipe` is more than its text
+        if found["recipe"] == str(self._recipe):  # keeps a `Recipe` object
             found["recipe"] = self._recipe
         return EngineSource(**found, api_key=self._api_key)
 
     @property
     def _is_local(self) -> bool:
-        """Whether the model is, or will be, in this process."""
+        """Whether the model runs in this process."""
         return self._api_base is None and isinstance(
             self._engine, (BlockAttentionEngine, type(None))
         )
 
     @property
     def follows_grammars(self) -> bool:
-        """Whether answers can be held to grammars; what a server cannot do, it refuses itself."""
+        """Whether grammars can constrain answers. A server checks its own support."""
         return not self._is_local or find_spec("llguidance") is not None
 
     @property
     def lasting_store(self) -> str | None:
-        """The store that other processes find too, by its place or its server's; None if it goes
-        with this process."""
+        """Location of a store that other processes can open. None: it ends with this process."""
         if self._api_base is not None:
             return self._api_base
         place = _location(self._kv_store)
@@ -185,12 +187,11 @@ class EngineSource:
 
     @property
     def storage(self) -> dict[str, str]:
-        """Store and namespace of what is encoded, such that others do not have the same."""
+        """Identity of the store and namespace in which passages are encoded."""
         engine = self.engine
         if isinstance(engine, BlockAttentionEngine):
-            # A store in memory lives as long as its object.
-            passing = f"{type(engine.store).__name__} {id(engine.store)}"
-            return {"store": self.lasting_store or passing, "namespace": engine.access.namespace}
+            temporary = f"{type(engine.store).__name__} {id(engine.store)}"
+            return {"store": self.lasting_store or temporary, "namespace": engine.access.namespace}
         from blockattn_rag.server.client import RemoteEngine
 
         assert isinstance(engine, RemoteEngine)
@@ -198,8 +199,8 @@ class EngineSource:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What answers depend on besides a component's fields: a ready engine's model and recipe;
-        of an engine to be loaded, the recipes that it may find."""
+        """What answers depend on besides a component's fields: model and recipe of a ready engine,
+        or the recipes that an engine may find when it is loaded."""
         if "engine" in self.live_parts:
             engine = self.engine
             known = {"fingerprint": engine.model.fingerprint, "recipe": engine.recipe.digest}
@@ -221,14 +222,14 @@ class EngineSource:
         if live := self.live_parts:
             raise pickle.PicklingError(
                 f"this was built from a live {' and '.join(live)}, which cannot be sent to another "
-                "process; build it from the name of a model and the directory or address of a store"
+                "process; pass the name of a model and the directory or address of a store"
             )
-        # The store itself, which may have a bound, and not its place alone; and not the API key.
+        # Sends the store itself, which may have a size limit, and never the API key.
         return partial(EngineSource, **{**self.fields(), "kv_store": self._kv_store}), ()
 
     @property
     def engine(self) -> Engine:
-        """The engine; loads the weights on first use, unless a server has them."""
+        """The engine. The first use loads the weights, unless a server has them."""
         with self._lock:
             if self._engine is None and self._api_base is not None:
                 from blockattn_rag.server.client import RemoteEngine
@@ -253,75 +254,61 @@ class EngineSource:
 
     @property
     def _loading(self) -> dict[str, Any]:
-        """``model_kwargs`` for loading."""
+        """``model_kwargs`` without the tokenizer."""
         return {k: value for k, value in self._model_kwargs.items() if k != "tokenizer"}
 
     def noted(self, prompt: BlockPrompt) -> BlockPrompt:
-        """The prompt, which is about to be answered; may log a hint."""
+        """Return the prompt, which is about to be answered. May log a hint (``ReuseHints``)."""
         if self._hints is not None:
             self._hints.look_at(prompt)
         return prompt
 
     def string_spans(self, prompt: str, *, parse_special_tokens: bool) -> list[Span]:
-        """A prompt that came as one string, by origin; what in it is a template is unknown.
+        """A prompt string as spans by origin.
+
+        Args:
+            prompt: The string, with block markers around passages.
+            parse_special_tokens: Whether control tokens outside of passages are parsed.
 
         Raises:
-            SegmentationError: control tokens are to be parsed, and a passage was cut.
+            SegmentationError: control tokens are parsed, and a passage was cut.
         """
         if parse_special_tokens:
             if holds_orphans(prompt):
                 raise SegmentationError(
-                    "found a passage that a text splitter cut, in a prompt in which control tokens "
-                    "are parsed: what it holds could end the turn. Keep passages whole by "
-                    "configure(llm) or block_query_engine, or use chat messages"
+                    "found a passage that a text splitter cut, in a prompt whose control tokens "
+                    "are parsed: those of the passage could end the turn. Keep passages whole "
+                    "with configure(llm) or block_query_engine, or use chat messages"
                 )
             return content_spans(prompt, "prompt")
         spans = content_spans(prompt, "conversation")
-        if not self._told_of_control_tokens and any(
+        if not self._has_warned and any(
             self.tokenizer.spells_control_token(span.text)
             for span in spans
             if span.origin == "conversation"
         ):
-            self._told_of_control_tokens = True
+            self._has_warned = True
             logger.warning(
-                "a prompt that came as a string holds control tokens of the model. They are taken "
-                "as text, since passages and questions may hold them too. If your own prompt "
-                "template writes them, pass parse_special_tokens=True (docs/security.md)"
+                "found control tokens of the model in a prompt string. They are treated as text, "
+                "because passages and questions may contain them too. If your prompt template "
+                "writes them, pass parse_special_tokens=True (docs/security.md)"
             )
         return spans
 
-    async def agenerate(
-        self,
-        make_prompt: Callable[[], BlockPrompt],
-        options: dict[str, Any],
-        group: Group | None = None,
-    ) -> Generation:
-        """``engine.generate`` for event loops, which neither load the model nor make the prompt."""
-        engine = await self._loaded_engine()
-        return await engine.agenerate(make_prompt, group=group, **options)
-
-    async def astream(
-        self, make_prompt: Callable[[], BlockPrompt], options: dict[str, Any]
-    ) -> AsyncGenerator[GenerationChunk, None]:
-        """``engine.stream`` for event loops."""
-        engine = await self._loaded_engine()
-        async with aclosing(engine.astream(make_prompt, **options)) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
     def prefetch(self, blocks: Sequence[Block]) -> None:
-        """``engine.prefetch``, if the model is loaded: loading it takes longer than any read."""
+        """``engine.prefetch`` if the model is loaded. Loading takes longer than any read."""
         if self._engine is not None:
             self._engine.prefetch(blocks)
 
-    async def _loaded_engine(self) -> Engine:
+    async def loaded_engine(self) -> Engine:
+        """``engine`` for event loops, which never load the model."""
         if self._engine is not None:
             return self._engine
         return await asyncio.to_thread(lambda: self.engine)
 
     @property
     def tokenizer(self) -> BlockTokenizer:
-        """The model's tokenizer, without loading weights."""
+        """The model's tokenizer. Loads no weights."""
         with self._lock:
             if self._engine is not None or self._api_base is not None:
                 return self.engine.model.tokenizer
@@ -333,7 +320,7 @@ class EngineSource:
 
     @property
     def max_context_tokens(self) -> int:
-        """Tokens that the model can hold, without loading weights; a server is asked."""
+        """Context window in tokens, from the model's config or the server. Loads no weights."""
         with self._lock:
             if self._engine is not None or self._api_base is not None:
                 return self.engine.model.max_context_tokens
@@ -342,7 +329,7 @@ class EngineSource:
 
 
 def _location(store: KVStore | str | Path | None) -> str | None:
-    """The directory or address of a store; None without one, and for an object in memory."""
+    """Directory or address of a store. None: it has none, or there is no store."""
     if isinstance(store, (str, Path)):
         return str(store)
     place = getattr(store, "path", None) or getattr(store, "url", None)

@@ -1,17 +1,22 @@
-"""Vectors that need no download: hashed words, for demos and tests."""
+"""Embedding vectors of hashed words, for demos and tests without a download."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-from sklearn.feature_extraction.text import HashingVectorizer
+
+if TYPE_CHECKING:
+    from sklearn.feature_extraction.text import HashingVectorizer
 
 
 @cache
 def _vectorizers(dimensions: int) -> tuple[HashingVectorizer, HashingVectorizer]:
-    """Words, and pieces of words for what is spelled or inflected otherwise."""
+    """Vectorizers of words, and of word pieces, which match inflected words too."""
+    from sklearn.feature_extraction.text import HashingVectorizer  # takes a second to import
+
     words = HashingVectorizer(n_features=dimensions, stop_words="english", norm="l2")
     pieces = HashingVectorizer(
         n_features=dimensions, analyzer="char_wb", ngram_range=(4, 5), norm="l2"
@@ -22,11 +27,11 @@ def _vectorizers(dimensions: int) -> tuple[HashingVectorizer, HashingVectorizer]
 def hashed_vectors(texts: Sequence[str], dimensions: int) -> list[list[float]]:
     """Counts of hashed words and word pieces, as unit vectors of ``dimensions`` numbers.
 
-    Deterministic. Texts are near to one another as far as they share words, and no further.
+    Deterministic. Only texts that share words are similar.
     """
     words, pieces = (vectorizer.transform(texts) for vectorizer in _vectorizers(dimensions))
     vectors = (words + 0.5 * pieces).toarray()
-    # A text without a single letter has no direction; all such texts share one.
+    # Texts without any word have no direction of their own, so they share one.
     vectors[~vectors.any(axis=1), 0] = 1.0
     unit: list[list[float]] = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).tolist()
     return unit

@@ -10,15 +10,15 @@ logger = logging.getLogger("blockattn_rag")
 
 _UNMARKED_PROMPTS = 3
 _MOST_HEADS = 1000
-_LONG_PROMPT = 200  # characters: shorter ones hold no passages worth the name
-_NEW_HEADS = 5  # in a row, because different prompt templates in turn are no mistake
+_LONG_PROMPT = 200  # characters; shorter prompts have no passages
+_NEW_HEADS = 5  # in a row, because alternating prompt templates are fine
 
 
 class ReuseHints:
-    """Looks at the prompts of one model with a store, and tells when reuse is lost.
+    """Warns when the prompts of a model with a store cannot reuse passages.
 
-    An answer is right without markers and with a question in front; only nothing is gained, and
-    nobody would notice.
+    Answers are correct without markers, or with a question before the passages, so the lost reuse
+    would go unnoticed.
     """
 
     def __init__(self) -> None:
@@ -29,18 +29,18 @@ class ReuseHints:
         self._told_of_heads = False
 
     def look_at(self, prompt: BlockPrompt) -> None:
-        """Take note of a prompt that is about to be answered."""
+        """Inspect a prompt that is about to be answered."""
         marked = any(block.is_passage for block in prompt.context)
         self._any_marked |= marked
         if not self._any_marked and len(prompt.text) >= _LONG_PROMPT:
             self._unmarked += 1
             if self._unmarked == _UNMARKED_PROMPTS:
                 logger.warning(
-                    "none of the last %d prompts had a marked passage, so nothing of the store "
+                    "none of the last %d prompts had a marked passage, so no passage of the store "
                     "can be reused. LlamaIndex: put BlockKVPostprocessor() last in "
                     "node_postprocessors, call configure(llm) so that passages are not cut, and "
                     "use BlockCitationQueryEngine for citations. "
-                    "LangChain: format documents by format_blocks or BlockDocumentPrompt",
+                    "LangChain: format documents with format_blocks or BlockDocumentPrompt",
                     _UNMARKED_PROMPTS,
                 )
         if marked:
@@ -55,8 +55,8 @@ class ReuseHints:
         if self._new_heads == _NEW_HEADS and not self._told_of_heads:
             self._told_of_heads = True
             logger.warning(
-                "text that changes with every question stands before the passages: it was computed "
-                "anew for each of the last %d, and is never stored. Put the passages before the "
-                "question and the history in your prompt template",
+                "text that changes with every question stands before the passages: it was "
+                "recomputed for each of the last %d prompts, and is never stored. Put the passages "
+                "before the question and the history in your prompt template",
                 _NEW_HEADS,
             )

@@ -1,6 +1,6 @@
-"""Block-Attention in LangChain: a local chat model, a document prompt, an ingestion step.
+"""LangChain adapter: a chat model, a document prompt and an ingestion step.
 
-Names are imported when they are first used::
+Names are imported on first use::
 
     from blockattn_rag.langchain import BlockDocumentPrompt, ChatBlockAttention
 
@@ -18,22 +18,20 @@ from blockattn_rag.lazy import lazy_names
 if TYPE_CHECKING:
     from blockattn_rag.langchain.agents import RetrieveFirst, block_retriever_tool
     from blockattn_rag.langchain.chat import ChatBlockAttention
-    from blockattn_rag.langchain.cleaning import without_markers
     from blockattn_rag.langchain.completion import BlockAttentionLLM
     from blockattn_rag.langchain.compressor import BlockKVCompressor
     from blockattn_rag.langchain.documents import BlockDocumentPrompt, format_blocks
-    from blockattn_rag.langchain.embedding import HashingEmbeddings
-    from blockattn_rag.langchain.transformer import BlockKVTransformer
+    from blockattn_rag.langchain.ingestion import BlockKVTransformer, HashingEmbeddings
+    from blockattn_rag.langchain.messages import without_markers
 
 _HOMES = {
     "agents": "RetrieveFirst block_retriever_tool",
-    "completion": "BlockAttentionLLM",
-    "documents": "BlockDocumentPrompt format_blocks",
-    "compressor": "BlockKVCompressor",
-    "transformer": "BlockKVTransformer",
     "chat": "ChatBlockAttention",
-    "embedding": "HashingEmbeddings",
-    "cleaning": "without_markers",
+    "completion": "BlockAttentionLLM",
+    "compressor": "BlockKVCompressor",
+    "documents": "BlockDocumentPrompt format_blocks",
+    "ingestion": "BlockKVTransformer HashingEmbeddings",
+    "messages": "without_markers",
 }
 
 __all__ = [

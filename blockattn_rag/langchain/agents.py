@@ -1,4 +1,4 @@
-"""Agents over cached passages: a retriever's tool, and looking up before the model is asked."""
+"""Agents over cached passages: a retriever's tool, and retrieval before the model is called."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from blockattn_rag.output.tool_calls import new_call_id
 from blockattn_rag.prompts.markers import strip_markers
 
 NOTHING_FOUND = "Nothing was found."
-"""What the model is told where a retriever finds nothing."""
+"""Result of the tool if the retriever finds nothing."""
 
 CONDENSE_PROMPT = (
     "Given the conversation below, rephrase the follow-up question as one question that can be "
@@ -30,8 +30,8 @@ CONDENSE_PROMPT = (
 )
 
 
-# LangGraph streams the tokens of all models within an agent but of those with this tag, and nobody
-# waits for a condensed question as for an answer.
+# LangGraph streams the tokens of an agent's models, except of those with this tag. A condensed
+# question is not part of the answer.
 _UNSEEN = RunnableConfig(tags=["nostream"])
 
 
@@ -40,14 +40,14 @@ class _Query(BaseModel):
 
 
 def _runnable(given: Any, what: str, hint: str) -> Any:
-    """The object, if it can be asked. Raises TypeError with a hint at what else to give."""
+    """The object, if it has ``invoke``. Raises TypeError with a hint at what to pass instead."""
     if hasattr(given, "invoke"):
         return given
-    raise TypeError(f"expected {what}, found {type(given).__name__}; give {hint}")
+    raise TypeError(f"expected {what}, found {type(given).__name__}; pass {hint}")
 
 
 class _Lookup:
-    """What a retriever finds, as the text of marked passages, and the documents with handles."""
+    """Retrieves documents: the text of marked passages, and the documents with handles."""
 
     def __init__(
         self, retriever: BaseRetriever, document_prompt: BasePromptTemplate[str] | None
@@ -73,22 +73,22 @@ def block_retriever_tool(
     *,
     document_prompt: BasePromptTemplate[str] | None = None,
 ) -> BaseTool:
-    """A tool that looks passages up, for agents and graphs whose model reuses them.
+    """A retrieval tool for agents and graphs whose model reuses passages.
 
-    As LangChain's ``create_retriever_tool``, but its results hold passages between block markers,
-    so that they stay blocks wherever the text goes: into later turns, into other prompts of a
-    graph. The documents, with their handles, are the ``artifact`` of the message. Other models and
-    user interfaces take the text without markers (``without_markers``).
+    Like LangChain's ``create_retriever_tool``, but its results have block markers around passages,
+    so passages stay blocks in later turns and in other prompts of a graph. The documents, with
+    their handles, are the ``artifact`` of the message. Remove the markers for other models and user
+    interfaces (``without_markers``).
 
     Args:
-        retriever: finds documents.
-        name: of the tool.
-        description: tells the model what can be looked up.
-        document_prompt: formats one document; must be that of ``BlockKVTransformer``. Default: its
-            text.
+        retriever: The retriever.
+        name: Name of the tool.
+        description: Description of the tool for the model.
+        document_prompt: Formats one document; must be that of ``BlockKVTransformer``. Default: its
+            ``page_content``.
 
     Raises:
-        TypeError: the retriever is none, such as a vector store.
+        TypeError: ``retriever`` is not a retriever but, for example, a vector store.
     """
     lookup = _Lookup(retriever, document_prompt)
 
@@ -109,23 +109,23 @@ def block_retriever_tool(
 
 
 class RetrieveFirst(AgentMiddleware[Any, Any]):
-    """Looks passages up for each question before the agent's model is asked.
+    """Agent middleware that retrieves passages for each question before the model is called.
 
-    For models that call no tools, small ones above all, and for questions that always need
-    passages: the first call of the model is the answer. The lookup stands in the history as a call
-    of a tool and its result, so that later turns see it and reuse its passages.
+    For models that do not call tools, such as small ones, and for questions that always need
+    passages: the model's first call is the answer. The history has the retrieval as a tool call and
+    its result, so later turns reuse the passages.
 
     Args:
-        retriever: finds documents.
-        name: the tool's name in the history.
-        document_prompt: as for ``block_retriever_tool``.
-        condense: a chat model that makes a question of its own of a follow-up question; None: each
-            question is looked up as it is.
-        condense_prompt: what it is asked, with ``{history}`` and ``{question}``.
+        retriever: The retriever.
+        name: Name of the tool in the history.
+        document_prompt: See ``block_retriever_tool``.
+        condense: Chat model that rewrites follow-up questions so that they can be understood alone.
+            Default: questions are looked up unchanged.
+        condense_prompt: Prompt of that model, with ``{history}`` and ``{question}``.
 
     Raises:
-        ValueError: ``condense_prompt`` has other names in braces, or misses one of the two.
-        TypeError: the retriever or ``condense`` cannot be asked, such as a vector store or a name.
+        ValueError: ``condense_prompt`` lacks one of the two names, or has others in braces.
+        TypeError: ``retriever`` or ``condense`` has another type, such as a vector store or a name.
 
     Example::
 
@@ -146,7 +146,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         names = {name for _, name, _, _ in Formatter().parse(condense_prompt) if name is not None}
         if names != {"history", "question"}:
             raise ValueError(
-                "condense_prompt must hold {history} and {question} and no other name in braces; "
+                "condense_prompt must have {history} and {question} and no other name in braces; "
                 f"found {sorted(names)}"
             )
         self.tools = []
@@ -158,7 +158,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         self._condense_prompt = condense_prompt
 
     def before_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
-        """The messages of a lookup, if the last message is a question."""
+        """The messages of a retrieval, if the last message is a question."""
         if (question := _question(messages := state["messages"])) is None:
             return None
         if prompt := self._condensing(messages, question):
@@ -167,7 +167,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         return self._messages(question, *self._lookup(question))
 
     async def abefore_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
-        """As ``before_agent``, for event loops."""
+        """``before_agent`` for event loops."""
         if (question := _question(messages := state["messages"])) is None:
             return None
         if prompt := self._condensing(messages, question):
@@ -176,7 +176,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         return self._messages(question, *await self._lookup.later(question))
 
     def _condensing(self, messages: Sequence[BaseMessage], question: str) -> str | None:
-        """What the condensing model is asked; None: the question needs no other."""
+        """Prompt of the condensing model. None: the question is looked up unchanged."""
         said = [*map(_line, messages[:-1])]
         history = "\n".join(line for line in said if line)
         if self._condense is None or not history:
@@ -191,14 +191,14 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
 
 
 def _question(messages: Sequence[BaseMessage]) -> str | None:
-    """The question that the agent is to answer now, if there is one."""
+    """The question that the agent must answer now. None: the last message is none."""
     last = messages[-1] if messages else None
     text = last.text if isinstance(last, HumanMessage) else ""
     return text if text.strip() else None
 
 
 def _line(message: BaseMessage) -> str:
-    """What somebody said, for reading; lookups are left out."""
+    """A message as a line of the history. Empty for retrievals."""
     text = strip_markers(message.text).strip()
     if isinstance(message, HumanMessage):
         return f"Human: {text}"

@@ -1,16 +1,16 @@
-"""ChatBlockAttention: a local chat model for LangChain that reuses the KV of passages."""
+"""ChatBlockAttention: a chat model for LangChain that reuses the KV of passages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, ClassVar, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import AIMessage, BaseMessage
-from langchain_core.outputs import ChatResult
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import get_config_list, get_executor_for_config
 from langchain_core.runnables.utils import gather_with_concurrency
@@ -18,54 +18,53 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from blockattn_rag.adapters.arguments import check_known
+from blockattn_rag.adapters.engine_source import EngineSource
+from blockattn_rag.adapters.exchange import (
+    Exchange,
+    Step,
+    chat_spans,
+    template_variables,
+    tools_of,
+)
 from blockattn_rag.engine.pending import MAX_BATCH, Group
-from blockattn_rag.langchain.exchange import ChatExchange
 from blockattn_rag.langchain.fields import GenerationFields
-from blockattn_rag.langchain.messages import as_template_messages
-from blockattn_rag.langchain.profile import SourceProfile
+from blockattn_rag.langchain.messages import chat_chunk, chat_result, chat_turns
 from blockattn_rag.langchain.structured_output import Method, structured_chat
 from blockattn_rag.output import tool_template
-from blockattn_rag.output.thinking import has_no_thoughts
-from blockattn_rag.output.tool_use import (
-    TOOL_OPTIONS,
-    ToolUse,
-    prompt_spans,
-    with_default_calls,
-)
+from blockattn_rag.output.thinking import marks_thoughts
+from blockattn_rag.output.tool_use import TOOL_OPTIONS, ToolUse
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.chat_template import check_template_kwargs, has_chat_template
+from blockattn_rag.prompts.chat_template import has_chat_template
 from blockattn_rag.prompts.markers import strip_markers
 
 Configs = RunnableConfig | list[RunnableConfig] | None
 
 
 class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
-    """A local transformers chat model that answers from cached passages.
+    """A transformers chat model that answers from cached passages.
 
-    Passages that arrive between block markers (``BlockDocumentPrompt``, ``format_blocks``), or as
-    text parts with a ``kv_handle``, are looked up in the KV store by the digest of their text, and
-    computed if they are not there; everything else in the prompt is ordinary text. Nothing is
-    loaded before it is needed.
+    Passages between block markers (``BlockDocumentPrompt``, ``format_blocks``), or text parts with
+    a ``kv_handle``, are looked up in the KV store by the digest of their text, and computed on a
+    miss. The rest of the prompt is ordinary text. The model is loaded on first use.
 
-    For the arguments see ``EngineFields`` (model, store) and ``GenerationFields`` (answers). A call
-    takes ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
-    ``recipe`` (for comparisons), ``chat_template_kwargs`` and whatever transformers' ``generate``
-    takes; anything else raises. For tools see ``bind_tools``.
+    For the arguments see ``EngineFields`` (model, store) and ``GenerationFields`` (answers). Calls
+    take ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
+    ``recipe`` (for comparisons), ``chat_template_kwargs`` and the arguments of transformers'
+    ``generate``. Others raise. For tools see ``bind_tools``.
 
-    ``chat_template_kwargs``, of a call or of ``generate_kwargs``, are variables of the model's chat
-    template, such as ``enable_thinking``. Their values become text of the template: never take
+    ``chat_template_kwargs``, of a call or of ``generate_kwargs``, are variables of the chat
+    template, such as ``enable_thinking``. Their values become text of the template, so never take
     them from users.
 
-    What a model thinks before it answers, if its chat template marks thoughts by ``<think>``, is
-    ``additional_kwargs["reasoning_content"]``, and a block of the type ``reasoning`` among
-    ``content_blocks``. ``profile`` is read from the model's files when it is first asked.
+    Thoughts of models whose chat template marks them by ``<think>`` are in
+    ``additional_kwargs["reasoning_content"]``, and a ``reasoning`` block of ``content_blocks``.
 
-    ``usage_metadata["input_token_details"]`` tells the prompt tokens that came from the store
+    ``usage_metadata["input_token_details"]`` has the prompt tokens that came from the store
     (``cache_read``) and that were computed (``cache_creation``);
     ``response_metadata["block_attention"]`` has blocks, tokens and seconds.
 
     Raises:
-        ContextOverflowError: (from a call) the prompt does not fit the model.
+        ContextOverflowError: (from a call) the prompt does not fit in the context window.
 
     Example::
 
@@ -90,14 +89,14 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         pipeline_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> ChatBlockAttention:
-        """As langchain-huggingface's ``from_model_id``; ``kwargs`` are constructor arguments."""
+        """``from_model_id`` of langchain-huggingface; ``kwargs`` are constructor arguments."""
         if task != "text-generation":
             raise ValueError(f"task must be 'text-generation', found {task!r}")
         if isinstance(device, int):
             device = "cpu" if device < 0 else f"cuda:{device}"
         options = dict(pipeline_kwargs or {})
         if options.pop("return_full_text", False):
-            raise ValueError("return_full_text=True is not supported: answers come without prompt")
+            raise ValueError("return_full_text=True is not supported: answers exclude the prompt")
         named = ("max_new_tokens", "temperature", "stop")
         own = {} if device is None and device_map is None else {"device": device or device_map}
         arguments = {
@@ -124,22 +123,22 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """This model with tools, which it may call; see ``docs/guides/agents.md``.
+        """Bind tools that the model may call; see ``docs/guides/agents.md``.
 
         Args:
-            tools: functions, pydantic classes, definitions as OpenAI has them, or tools.
-            tool_choice: ``"auto"``, the default: the model may call any or none; ``"any"``,
-                ``"required"`` or True: it must call one; a tool's name: it must call that one;
-                ``"none"``: it must call none. Where it must call one, a grammar holds it to
-                arguments that fit the schema, which needs the extra ``structured``.
-            parallel_tool_calls: False: one call at most.
-            strict: goes into the definitions of the tools.
-            kwargs: further options of the calls. With ``tool_calls="constrained"`` a grammar
-                decides between text and calls from the first token on, which needs ``structured``.
+            tools: Functions, pydantic classes, OpenAI's tool definitions, or LangChain tools.
+            tool_choice: ``"auto"``: the model may call tools. ``"any"``, ``"required"`` or True: it
+                must call one. A tool's name: it must call that one. ``"none"``: it must not call
+                any. Required calls are enforced by a grammar, which needs the extra
+                ``structured``. Default: ``"auto"``.
+            parallel_tool_calls: False allows at most one call.
+            strict: Value of ``strict`` in the tool definitions.
+            kwargs: Further options of calls. With ``tool_calls="constrained"`` a grammar decides
+                between text and calls from the first token on, which needs ``structured``.
 
         Raises:
-            ValueError: the model's chat template supports no tools and no call is required, or
-                ``tool_choice`` or ``tool_calls`` is none of the above.
+            ValueError: The chat template supports no tools and no call is required, or
+                ``tool_choice`` or ``tool_calls`` is invalid.
         """
         definitions = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
         choice = tool_choice
@@ -147,7 +146,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
             choice = {"type": "function", "function": {"name": choice}}
         bound = {"tool_choice": choice, "parallel_tool_calls": parallel_tool_calls}
         bound = {name: value for name, value in bound.items() if value is not None}
-        self._tools({**kwargs, "tools": definitions, **bound})  # refused now
+        tools_of(self, {**kwargs, "tools": definitions, **bound})  # validates them now
         return self.bind(tools=definitions, **bound, **kwargs)
 
     def with_structured_output(
@@ -159,32 +158,37 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """A model whose answers are objects of a schema; every token is held to it.
+        """A model that answers with objects of a schema, enforced by a grammar.
 
-        The schema is not shown to the model, a tool's excepted: say in the prompt what the fields
-        mean. An answer that is cut raises. A stream gives what the object is so far; a tool's
-        arguments come whole.
+        The model does not see the schema, except with ``"function_calling"``, so describe the
+        fields in the prompt. Streams return partial objects, or complete tool arguments.
 
         Args:
-            schema: a pydantic class, whose objects come, or a TypedDict, JSON schema or OpenAI
-                tool, for which dicts come.
-            method: with each of them the answer is held to the schema; ``"json_mode"`` does without
-                one, and then any JSON object may come. ``"function_calling"`` makes the object the
-                arguments of a tool that must be called, and shows the schema to the model as this
-                tool's, where its chat template knows tools; elsewhere it is ``"json_schema"``.
-            include_raw: give ``{"raw": message, "parsed": object, "parsing_error": error}``.
-            strict: sent to a server, as OpenAI has it; answers follow the schema in any case.
-            kwargs: there are no others.
+            schema: A pydantic class, whose objects are returned, or a TypedDict, JSON schema or
+                OpenAI tool, for which dicts are returned.
+            method: ``"json_schema"``: the answer is the object. ``"json_mode"``: the same, but the
+                schema is optional. ``"function_calling"``: the object is the arguments of a tool
+                that the model must call, if the chat template supports tools; otherwise the same
+                as ``"json_schema"``.
+            include_raw: Whether to return ``{"raw": message, "parsed": object, "parsing_error":
+                error}``.
+            strict: Value of ``strict`` for a server. Answers follow the schema in any case.
+            kwargs: Not used.
 
         Raises:
-            IncompleteAnswerError: (from a call) the answer was cut.
-            GrammarError: (from a call) the schema cannot be compiled.
-            TypeError: there are other arguments.
+            IncompleteAnswerError: (from a call) The answer was cut.
+            GrammarError: (from a call) The schema cannot be compiled.
+            TypeError: An argument is unknown.
         """
         check_known(type(self), kwargs, ["schema", "method", "include_raw", "strict"])
-        knows_tools = tool_template(self.source.tokenizer.tokenizer) is not None
+        supports_tools = tool_template(self.source.tokenizer.tokenizer) is not None
         return structured_chat(
-            self, schema, method, knows_tools=knows_tools, include_raw=include_raw, strict=strict
+            self,
+            schema,
+            method,
+            supports_tools=supports_tools,
+            include_raw=include_raw,
+            strict=strict,
         )
 
     def to_prompt(
@@ -194,25 +198,21 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> BlockPrompt:
-        """The blocks that messages become, in the model's own chat template.
+        """Convert messages to blocks with the model's chat template.
 
         Args:
-            messages: of a conversation.
-            tools: as for ``bind_tools``.
-            chat_template_kwargs: variables of the template, beside those of ``generate_kwargs``.
+            messages: Messages of a conversation.
+            tools: See ``bind_tools``.
+            chat_template_kwargs: Variables of the chat template, in addition to those of
+                ``generate_kwargs``.
 
         Raises:
-            ValueError: the tokenizer has no chat template, the template does not read one of
-                ``chat_template_kwargs`` or supports no tools, or a message is more than text.
+            ValueError: There is no chat template, it does not read one of ``chat_template_kwargs``
+                or supports no tools, or a message has content that is not text.
         """
         definitions = [convert_to_openai_tool(tool) for tool in tools or ()]
-        use = self._tools({"tools": definitions})
-        return self._prompt_with(use, messages, chat_template_kwargs)
-
-    def _tools(self, call: Mapping[str, Any]) -> ToolUse | None:
-        """The tools of a call with these options; None if it has none."""
-        call = with_default_calls(self.generate_kwargs, call)
-        return ToolUse.of_call(call, lambda: self.source.tokenizer.tokenizer, self.model_name)
+        tools_in_use = tools_of(self, {"tools": definitions})
+        return self._prompt_with(tools_in_use, messages, chat_template_kwargs)
 
     def _prompt_with(
         self,
@@ -220,27 +220,23 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         messages: Sequence[BaseMessage],
         chat_template_kwargs: Mapping[str, Any] | None,
     ) -> BlockPrompt:
-        tokenizer = self.source.tokenizer.tokenizer
-        if not has_chat_template(tokenizer):
+        if not has_chat_template(self.source.tokenizer.tokenizer):
             raise ValueError(
                 f"the tokenizer of {self.model_name} has no chat template; set its chat_template, "
                 "or use BlockAttentionLLM for prompts that are strings"
             )
-        own = self.generate_kwargs.get("chat_template_kwargs") or {}
-        given = {**own, **(chat_template_kwargs or {})}
-        variables = check_template_kwargs(tokenizer, given)
-        turns = as_template_messages(messages)
-        spans = prompt_spans(tokenizer, turns, tools, **variables)
+        variables = template_variables(self, chat_template_kwargs)
+        spans = chat_spans(self, chat_turns(messages), tools, variables)
         return BlockPrompt.from_spans(spans, self.block_template)
 
     def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
-        options, tools = super().engine_options(stop, call), self._tools(call)
+        options, tools = super().engine_options(stop, call), tools_of(self, call)
         if tools is None:
             return options
         return tools.engine_options(self.source.tokenizer.tokenizer, options)
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of a text without its markers and without BOS."""
+        """Token ids of a text without markers and BOS."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         return self.source.tokenizer.text_ids(strip_markers(text))
@@ -248,7 +244,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     def get_num_tokens_from_messages(
         self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Tokens of the prompt that these messages become."""
+        """Number of tokens of the prompt with these messages and tools."""
         return len(self.source.tokenizer.prompt_ids(self.to_prompt(messages, tools=tools)).flat)
 
     def _generate(
@@ -258,10 +254,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        exchange, options = self._exchange(messages, kwargs), self.engine_options(stop, kwargs)
-        group = Group.of_this_call((self.source, options))
-        pending = self.engine.submit(exchange.prompt(), group=group, **options)
-        return exchange.result(pending.result())
+        exchange = self._exchange(messages, stop, kwargs)
+        return chat_result(exchange.answer(self._group_of(exchange)), self.model_name)
 
     async def _agenerate(
         self,
@@ -270,16 +264,21 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        exchange, options = self._exchange(messages, kwargs), self.engine_options(stop, kwargs)
-        group = Group.of_this_call((self.source, options))
-        return exchange.result(await self.source.agenerate(exchange.prompt, options, group))
+        exchange = self._exchange(messages, stop, kwargs)
+        return chat_result(await exchange.aanswer(self._group_of(exchange)), self.model_name)
 
-    def _exchange(self, given: Any, call: dict[str, Any]) -> ChatExchange:
-        tools, variables = self._tools(call), call.get("chat_template_kwargs")
+    def _group_of(self, exchange: Exchange) -> Group | None:
+        """The batch that the call belongs to."""
+        return Group.of_this_call((self.source, exchange.options))
+
+    def _exchange(self, given: Any, stop: list[str] | None, call: dict[str, Any]) -> Exchange:
+        tools, variables = tools_of(self, call), call.get("chat_template_kwargs")
         make_prompt = partial(self._prompt_with, tools, given, variables)
-        at_once = has_no_thoughts(self.engine_options(None, call))
-        reader = tools.reader(super().engine_options(None, call)) if tools else None
-        return ChatExchange(self, make_prompt, reader, answers_at_once=at_once)
+        return Exchange(self.source, make_prompt, self.engine_options(stop, call))
+
+    def _chunk(self, step: Step) -> ChatGenerationChunk:
+        is_v1 = getattr(self, "output_version", None) == "v1"
+        return chat_chunk(step, self.model_name, is_v1=is_v1)
 
     def batch(
         self,
@@ -289,11 +288,11 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """Answer several inputs; those under way at a time share each forward of the model.
+        """Answer several inputs. Concurrent ones share each forward of the model.
 
-        Every input keeps its own config, callbacks, cache look-up and error, as with any chat
-        model. ``max_concurrency`` bounds how many are taken together (16 by default). Sampling
-        with a ``seed`` goes one by one, so that it gives what single calls give.
+        Every input keeps its own config, callbacks, cache lookup and error. ``max_concurrency`` of
+        the config limits the batch (default: 16). Inputs with a ``seed`` are answered one by one,
+        so that the answers are those of single calls.
         """
         at_once = _at_once(inputs, config)
         batch = super().batch
@@ -309,7 +308,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
             try:
                 return list(executor.map(answer, inputs, configs))
             except BaseException:
-                group.dissolve()  # because the executor waits for the calls under way alone
+                group.dissolve()  # because the other calls never begin
                 raise
 
     async def abatch(
@@ -320,7 +319,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """``batch`` for event loops. A batch ends early when all of its calls are cancelled."""
+        """``batch`` for event loops. A batch ends early if all of its calls are cancelled."""
         at_once = _at_once(inputs, config)
         abatch = super().abatch
         if (group := self._group(len(inputs), at_once, kwargs)) is None:
@@ -336,7 +335,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return await gather_with_concurrency(at_once, *answers)
 
     def _group(self, calls: int, at_once: int, call: dict[str, Any]) -> Group | None:
-        """The group of some calls; None if the model is to answer them one by one."""
+        """The group of concurrent calls. None: they are answered one by one."""
         own = {name: value for name, value in call.items() if name != "stop"}
         options = self.engine_options(call.get("stop"), own)
         if at_once < 2 or options.get("seed") is not None:
@@ -348,3 +347,51 @@ def _at_once(inputs: list[LanguageModelInput], config: Configs) -> int:
     first = config[0] if isinstance(config, list) and config else config
     wanted = first.get("max_concurrency") if isinstance(first, dict) else None
     return min(len(inputs), wanted or MAX_BATCH)
+
+
+class SourceProfile(Mapping[str, Any]):
+    """Profile of a model, read from its config and tokenizer on first use.
+
+    The constructor of a chat model, which sets the profile, must not read files.
+    """
+
+    def __init__(self, source: EngineSource) -> None:
+        self._source = source
+
+    @cached_property
+    def _known(self) -> ModelProfile:
+        tokenizer = self._source.tokenizer.tokenizer
+        calls_tools = tool_template(tokenizer) is not None
+        holds = self._source.follows_grammars
+        return ModelProfile(
+            max_input_tokens=self._source.max_context_tokens,
+            open_weights=True,
+            text_inputs=True,
+            image_inputs=False,
+            audio_inputs=False,
+            video_inputs=False,
+            text_outputs=True,
+            image_outputs=False,
+            audio_outputs=False,
+            video_outputs=False,
+            reasoning_output=marks_thoughts(tokenizer),
+            tool_calling=calls_tools,
+            tool_choice=calls_tools and holds,
+            tool_call_streaming=calls_tools,
+            structured_output=holds,
+        )
+
+    def __getitem__(self, name: str) -> Any:
+        return self._known[name]  # type: ignore[literal-required]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __bool__(self) -> bool:
+        return True  # without reading files
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({dict(self)})"

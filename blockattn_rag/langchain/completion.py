@@ -1,9 +1,10 @@
-"""BlockAttentionLLM: a local model for LangChain, for prompts that are strings."""
+"""BlockAttentionLLM: an LLM for LangChain that completes prompt strings."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -12,22 +13,23 @@ from langchain_core.outputs import Generation as LangChainGeneration
 from langchain_core.outputs import GenerationChunk as LangChainChunk
 from langchain_core.outputs import LLMResult
 
-from blockattn_rag.engine.results import Generation, GenerationChunk
+from blockattn_rag.adapters.exchange import Exchange, Step
+from blockattn_rag.engine.results import Generation
 from blockattn_rag.langchain.fields import GenerationFields
 from blockattn_rag.langchain.messages import metadata_of
 from blockattn_rag.prompts.blocks import BlockPrompt, Span
 
 
 class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
-    """A local transformers model for string prompts; passages in them are marked as for chat.
+    """A transformers model that completes prompt strings and reuses their marked passages.
 
-    The prompt is taken as it stands: no chat template is applied. For the arguments see
-    ``EngineFields`` and ``GenerationFields``. Several prompts of one ``generate`` or ``batch``
-    share each forward of the model. The figures of an answer are in its ``generation_info``.
+    Applies no chat template. For the arguments see ``EngineFields`` and ``GenerationFields``. The
+    prompts of one ``generate`` or ``batch`` share each forward of the model. Figures of an answer
+    are in its ``generation_info``.
 
-    ``parse_special_tokens=True``, of a call or of ``generate_kwargs``, parses control tokens of the
-    model in the prompt, passages excepted: for prompt templates of your own that write them.
-    Whatever else goes into such a prompt, a question too, can then write them as well.
+    ``parse_special_tokens=True``, of a call or of ``generate_kwargs``, parses control tokens in the
+    prompt, outside of passages, for prompt templates that write them. Questions in the prompt can
+    then write them too.
     """
 
     prompt_options: ClassVar[tuple[str, ...]] = ("parse_special_tokens",)
@@ -40,12 +42,12 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
         return "blockattn-rag"
 
     def to_prompt(self, prompt: str, *, parse_special_tokens: bool | None = None) -> BlockPrompt:
-        """The blocks that a prompt becomes.
+        """Convert a prompt to blocks.
 
         Args:
             prompt: A string.
-            parse_special_tokens: Whether control tokens are parsed in it. Default: as
-                ``generate_kwargs`` says.
+            parse_special_tokens: Whether to parse control tokens in it. Default: that of
+                ``generate_kwargs``, or False.
         """
         return BlockPrompt.from_spans(
             self._spans(prompt, parse_special_tokens), self.block_template
@@ -57,7 +59,7 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
         return self.source.string_spans(prompt, parse_special_tokens=parse_special_tokens)
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of a text without its markers and without BOS."""
+        """Token ids of a text without markers and BOS."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         return self.source.tokenizer.final_ids(self._spans(text, None), first=False)
@@ -69,8 +71,9 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
+        exchanges = [self._exchange(prompt, stop, kwargs) for prompt in prompts]
+        blocks = [exchange.prompt() for exchange in exchanges]
         options = self.engine_options(stop, kwargs)
-        blocks = [self._exchange(prompt, kwargs).prompt() for prompt in prompts]
         return self._result(self.engine.generate_batch(blocks, **options))
 
     async def _agenerate(
@@ -80,18 +83,23 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        options = self.engine_options(stop, kwargs)
-        exchanges = (self._exchange(prompt, kwargs) for prompt in prompts)
-        calls = (self.source.agenerate(one.prompt, options) for one in exchanges)
+        calls = (self._exchange(prompt, stop, kwargs).aanswer() for prompt in prompts)
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
-            return self._result(await asyncio.gather(*tasks))
+            steps = await asyncio.gather(*tasks)
+            return self._result([step.generation for step in steps if step.generation])
         finally:
-            for task in tasks:  # those beside one that failed
+            for task in tasks:  # the others, if one failed
                 task.cancel()
 
-    def _exchange(self, given: Any, call: dict[str, Any]) -> _TextExchange:
-        return _TextExchange(self, given, call.get("parse_special_tokens"))
+    def _exchange(self, given: Any, stop: list[str] | None, call: dict[str, Any]) -> Exchange:
+        parses = call.get("parse_special_tokens")
+        make_prompt = partial(self.to_prompt, given, parse_special_tokens=parses)
+        return Exchange(self.source, make_prompt, self.engine_options(stop, call))
+
+    def _chunk(self, step: Step) -> LangChainChunk:
+        info = metadata_of(step.generation, self.model_name) if step.generation else None
+        return LangChainChunk(text=step.output.text, generation_info=info)
 
     def _result(self, answers: Sequence[Generation]) -> LLMResult:
         usage = {
@@ -105,22 +113,3 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
             ],
             llm_output={"model_name": self.model_name, "token_usage": usage},
         )
-
-
-class _TextExchange:
-    """A call with a string."""
-
-    def __init__(self, llm: BlockAttentionLLM, given: str, parses: bool | None) -> None:
-        self._llm = llm
-        self._given = given
-        self._parses = parses
-
-    def prompt(self) -> BlockPrompt:
-        return self._llm.source.noted(
-            self._llm.to_prompt(self._given, parse_special_tokens=self._parses)
-        )
-
-    def chunk(self, piece: GenerationChunk) -> LangChainChunk:
-        answer = piece.generation
-        info = metadata_of(answer, self._llm.model_name) if answer else None
-        return LangChainChunk(text=piece.text, generation_info=info)

@@ -1,4 +1,4 @@
-"""BlockKVCompressor: checks the handles of retrieved documents, and has their KV read ahead."""
+"""BlockKVCompressor: updates the handles of retrieved documents, and prefetches their KV."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.handles import HANDLE_KEY
 from blockattn_rag.engine.ingest import EncodeStats
-from blockattn_rag.langchain.documents import BlockDocumentPrompt
+from blockattn_rag.langchain.documents import BlockDocumentPrompt, DocumentPromptField
 from blockattn_rag.langchain.fields import EngineFields
-from blockattn_rag.langchain.transformer import DocumentPromptField
 from blockattn_rag.prompts.blocks import Block
 
 logger = logging.getLogger("blockattn_rag")
 
-# One thread, because the model answers one request at a time anyway; its first task starts it.
+# One thread is enough, because the model encodes one request at a time.
 _WARMER = ThreadPoolExecutor(1, thread_name_prefix="blockattn-warm")
 
 
 class BlockKVCompressor(BaseDocumentCompressor):
-    """Gives each retrieved document the handle of the text that it has now.
+    """Gives each retrieved document the handle of its current text.
 
-    For ``ContextualCompressionRetriever``; drops and shortens nothing. A handle that does not
-    agree is mended and logged: answers are right either way, since texts are looked up by their own
-    digest. Either the text was replaced in the vector store without ingesting it again, and then
-    ``store gc`` and the next ingestion go by a wrong handle; or a step before this one shortened
-    the document, and then its text is another one for every question, and is computed each time.
+    For ``ContextualCompressionRetriever``. Neither removes nor shortens documents. Stale handles
+    are replaced and logged. Answers are correct either way, but a stale handle has one of two
+    causes. If the text was replaced in the vector store without ingestion, ``store gc`` uses wrong
+    handles. If a step before this one shortens documents, their text differs for every question and
+    is never reused.
 
     Args:
-        document_prompt: formats one document; must be that of the chain. Default: its text.
-        llm: the chat model, or any component of this package with the model and the store. With
-            it, stored documents are read into memory while the chain goes on. Pays off where other
-            steps (a reranker, a tool, a second retriever) come in between, so put this first.
-        warm: also encode what is not stored; needs ``llm``.
+        document_prompt: Formats one document; must be that of the chain. Default: its
+            ``page_content``.
+        llm: The chat model, or another component with its model and store. If given, stored
+            documents are read into memory in the background. Useful if other steps follow (a
+            reranker, a tool, a second retriever), so put this step first.
+        warm: Whether to also encode documents that are not stored; needs ``llm``.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -57,13 +57,13 @@ class BlockKVCompressor(BaseDocumentCompressor):
     @model_validator(mode="after")
     def _check_llm(self) -> Self:
         if self.warm and self.llm is None:
-            raise ValueError("warm=True needs llm=, the model that is to encode the documents")
+            raise ValueError("warm=True needs llm=, the model that encodes the documents")
         return self
 
     def compress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> list[Document]:
-        """Copies of the documents, with true handles."""
+        """Copies of the documents with current handles."""
         stamped = [self.document_prompt.stamp(document) for document in documents]
         stale = sum(
             HANDLE_KEY in old.metadata and old.metadata[HANDLE_KEY] != new.metadata.get(HANDLE_KEY)
@@ -72,10 +72,10 @@ class BlockKVCompressor(BaseDocumentCompressor):
         if stale:
             logger.warning(
                 "%d of %d retrieved documents have another text than the one that was ingested, "
-                "and are computed now. If a step before this one shortens or rewrites documents, "
-                "nothing is wrong, but nothing is reused either: a filter or reranker that keeps "
-                "documents whole reuses all. Else their text was replaced in the vector store: "
-                "pass changed documents through BlockKVTransformer before storing them.",
+                "so their KV is recomputed. If a previous step shortens or rewrites documents, use "
+                "a filter or reranker that keeps them whole. Otherwise, their text was replaced in "
+                "the vector store: pass changed documents through BlockKVTransformer before "
+                "storing them.",
                 stale, len(documents),
             )  # fmt: skip
         if self.llm is not None:
@@ -88,7 +88,10 @@ class BlockKVCompressor(BaseDocumentCompressor):
         return stamped
 
     def wait_until_warm(self, timeout_s: float | None = None) -> EncodeStats | None:
-        """Wait for the last warming; what it did, or None if there was none.
+        """Wait until documents are encoded (``warm``). Returns the figures, or None without a call.
+
+        Args:
+            timeout_s: Maximum seconds to wait. Default: no limit.
 
         Raises:
             TimeoutError: it took longer.
@@ -105,6 +108,6 @@ def _warm(llm: EngineFields, blocks: list[Block]) -> EncodeStats:
     try:
         return llm.engine.precompute(blocks)
     except Exception as error:
-        # It is logged because nobody may wait for it: the answer computes what is missing anyway.
+        # Logged because callers need not wait: the answer computes missing blocks anyway.
         logger.warning("warming the KV store failed: %s", error)
         raise

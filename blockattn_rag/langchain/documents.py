@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from langchain_core.documents import Document
 from langchain_core.prompts import (
@@ -13,23 +13,23 @@ from langchain_core.prompts import (
     StringPromptTemplate,
     format_document,
 )
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from blockattn_rag.adapters.arguments import check_known
-from blockattn_rag.adapters.handles import DIGEST_KEY, HANDLE_KEY, TEXT_VARIABLE, source_of
+from blockattn_rag.adapters.handles import DIGEST_KEY, HANDLE_KEY, TEXT_VARIABLE, digest_of
 from blockattn_rag.prompts.blocks import handle_of
 from blockattn_rag.prompts.markers import wrap
 
 
 class BlockDocumentPrompt(StringPromptTemplate):
-    """A document prompt that puts each formatted document between block markers.
+    """Document prompt that puts each formatted document between block markers.
 
-    Works as ``document_prompt=`` of ``create_stuff_documents_chain`` and ``create_retriever_tool``.
-    Only the formatted text is marked: retrieved documents stay as they are.
+    Pass it as ``document_prompt=`` to ``create_stuff_documents_chain`` or
+    ``create_retriever_tool``. Retrieved documents are not changed.
 
     Args:
-        document_prompt: formats one document; default: its ``page_content``. Surrounding white
-            space is removed.
+        document_prompt: Formats one document. Surrounding white space is removed. Default: its
+            ``page_content``.
 
     Example::
 
@@ -53,12 +53,12 @@ class BlockDocumentPrompt(StringPromptTemplate):
 
     @classmethod
     def from_template(cls, template: str, **kwargs: Any) -> BlockDocumentPrompt:
-        """For a template string; ``kwargs`` are those of ``PromptTemplate.from_template``."""
+        """From a template string; ``kwargs`` are those of ``PromptTemplate.from_template``."""
         return cls(document_prompt=PromptTemplate.from_template(template, **kwargs))
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
-        """False: LangChain's ``load`` revives its own classes only."""
+        """False: LangChain's ``load`` supports its own classes only."""
         return False
 
     @property
@@ -66,31 +66,34 @@ class BlockDocumentPrompt(StringPromptTemplate):
         return "block-document"
 
     def format(self, **kwargs: Any) -> str:
-        """The formatted document between its markers; empty if there is no text."""
+        """The formatted document between markers. Empty: it has no text."""
         return wrap(self.document_prompt.format(**self._merge_partial_and_user_variables(**kwargs)))
 
     def canonical_text(self, document: Document) -> str:
-        """The text that a document's handle names: formatted, without white space around."""
+        """The text of a document's handle: formatted and stripped."""
         values = self._merge_partial_and_user_variables()
         return format_document(document, self.document_prompt.partial(**values)).strip()
 
     def stamp(self, document: Document) -> Document:
-        """A copy whose metadata holds the handle of this very text; none if there is no text."""
+        """A copy with the handle of the document's text in its metadata, if it has text."""
         metadata = {k: v for k, v in document.metadata.items() if k not in (HANDLE_KEY, DIGEST_KEY)}
         if text := self.canonical_text(document):
             values = {TEXT_VARIABLE: document.page_content, **metadata}
-            metadata[DIGEST_KEY] = source_of({name: values[name] for name in self.input_variables})
+            metadata[DIGEST_KEY] = digest_of({name: values[name] for name in self.input_variables})
             metadata[HANDLE_KEY] = handle_of(text)
         return document.model_copy(update={"metadata": metadata})
 
 
 def as_block_prompt(document_prompt: BasePromptTemplate[str] | None) -> BlockDocumentPrompt:
-    """Any document prompt as one that marks; None is the default one."""
+    """A document prompt as ``BlockDocumentPrompt``. None: the default one."""
     if isinstance(document_prompt, BlockDocumentPrompt):
         return document_prompt
     if document_prompt is None:
         return BlockDocumentPrompt()
     return BlockDocumentPrompt(document_prompt=document_prompt)
+
+
+DocumentPromptField = Annotated[BlockDocumentPrompt, BeforeValidator(as_block_prompt)]
 
 
 def format_blocks(
@@ -99,13 +102,13 @@ def format_blocks(
     *,
     separator: str = "\n\n",
 ) -> str:
-    """Documents as one string of marked passages, for chains: ``retriever | format_blocks``.
+    """Format documents as one string of marked passages: ``retriever | format_blocks``.
 
     Args:
-        documents: in the order of the prompt; empty ones are left out.
-        document_prompt: formats one document; default: its ``page_content``.
-        separator: between passages. White space only: the model sees the separator of the chat
-            model's ``block_template`` in its place.
+        documents: Documents in the order of the prompt. Empty ones are left out.
+        document_prompt: Formats one document. Default: its ``page_content``.
+        separator: White space between passages. The chat model replaces it with its
+            ``block_template``.
     """
     prompt = as_block_prompt(document_prompt)
     texts = (format_document(document, prompt) for document in documents)

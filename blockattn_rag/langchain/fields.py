@@ -1,7 +1,7 @@
-"""What the classes of this package have in common: fields that lead to an engine and its options.
+"""Fields of components with an engine, and of language models.
 
-LangChain copies, configures and pickles components by their pydantic fields, so all that a copy
-needs to share the engine is a field.
+LangChain copies, configures and pickles components by their pydantic fields, so the source of the
+engine is a field too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.base import LangSmithParams
@@ -25,56 +25,47 @@ from pydantic import (
 
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.engine_source import EngineSource, source_of
+from blockattn_rag.adapters.exchange import Exchange, Step
 from blockattn_rag.engine.protocol import Engine
-from blockattn_rag.engine.results import GenerationChunk, Mode
-from blockattn_rag.langchain.cleaning import without_markers
-from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate
+from blockattn_rag.engine.results import Mode
+from blockattn_rag.langchain.messages import PROVIDER, without_markers
+from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 
-PROVIDER = "blockattn_rag"
-
-_SOURCE_FIELDS = (
-    *("model_name", "kv_store", "model_kwargs"),
-    *("api_base", "recipe"),
-)
-_ALIASES = {
-    "model": "model_name",
-    "base_url": "api_base",
-}
+_SOURCE_FIELDS = ("model_name", "kv_store", "model_kwargs", "api_base", "recipe")
+_ALIASES = {"model": "model_name", "base_url": "api_base"}
 
 _OF_CLIENTS = {"timeout": "timeout_s", "max_retries": "retries"}
-"""Arguments that LangChain's models of servers have, by their names in ``model_kwargs``."""
+"""Arguments of LangChain's client models, and their names in ``model_kwargs``."""
 
 
 class EngineFields(BaseModel):
-    """Fields of a component with an engine, which is loaded when it is first needed.
+    """Fields of a component with an engine, which is loaded on first use.
 
     Args:
-        model_name (or model): path, hub id, ``"bundled"``, or a loaded transformers model.
-        engine: a ready engine, shared with others; instead of all that says how to load one.
-        llm: another component of this package, with options bound to it or not, to share model,
-            store, template and recipe with; for components that are no models themselves.
-        kv_store: the KV store: a directory, an address such as ``"s3://bucket/kv"`` (see
-            ``store.open_store``), or a store object; default: 1 GiB of memory.
+        model_name (or model): Path, hub id, ``"bundled"``, or a loaded transformers model.
+        engine: A ready engine, in place of the arguments for loading one.
+        llm: Another component, with or without bound options, to share model, store, template and
+            recipe with. Not for language models.
+        kv_store: KV store: a directory, an address such as ``"s3://bucket/kv"`` (see
+            ``store.open_store``), or a store object. Default: 1 GiB of memory.
         recipe: How a model that is not block-fine-tuned runs in block mode: ``"auto"``, ``"none"``,
-            or the folder of a recipe, which ``blockattn-rag repair`` writes. ``"auto"``, the
-            default, takes the best one that is known, such as the one beside the store.
-        model_kwargs: for loading the model, such as ``dtype``, ``device`` or ``tokenizer`` (one of
-            transformers, or where to load it); with a server, for ``RemoteEngine``:
-            ``timeout_s`` and ``retries``, for which LangChain's names ``timeout`` and
-            ``max_retries`` may be given as arguments. These have no effect on a model of this
-            process.
-        base_url: address of a server with the model and the store (docs/guides/serving_vllm.md),
-            such as ``"http://gpu:8000/v1"``; ``model`` is then its name there, and options that
-            change how the model computes cannot be given.
-        api_key: of the server, a string or ``SecretStr``; default: ``BLOCKATTN_RAG_API_KEY`` of the
-            environment. It is no field: it is neither shown nor pickled.
-        block_template: what stands around each passage. Ingestion and answers must agree on it;
-            the default is that of the LlamaIndex adapter, so that both share what is stored.
+            or the folder of a recipe, which ``blockattn-rag repair`` writes. ``"auto"`` uses the
+            best known one, such as that next to the store. Default: ``"auto"``.
+        model_kwargs: Arguments for loading the model, such as ``dtype``, ``device`` or
+            ``tokenizer`` (an object, name or path). With a server, those of ``RemoteEngine``:
+            ``timeout_s`` and ``retries``, which may also be passed by LangChain's names, as
+            ``timeout`` and ``max_retries``.
+        base_url: Address of a server with the model and the store (docs/guides/serving_vllm.md),
+            such as ``"http://gpu:8000/v1"``; ``model`` is then its name there.
+        api_key: API key of the server, a string or ``SecretStr``. It is not a field, so it is
+            neither shown nor pickled. Default: ``BLOCKATTN_RAG_API_KEY`` of the environment.
+        block_template: Text around each passage. Ingestion and answers must use the same. The
+            default is that of the LlamaIndex adapter, so both share stored passages.
 
     Raises:
-        ValueError: no model, or more than one source of it.
-        TypeError: an argument that the class does not have.
+        ValueError: There is no model, or more than one source of it.
+        TypeError: An argument is unknown.
     """
 
     model_config = ConfigDict(
@@ -90,7 +81,7 @@ class EngineFields(BaseModel):
     block_template: BlockTemplate = BLANK_LINE
     recipe: str = "auto"
     source: EngineSource = Field(exclude=True, repr=False)
-    """Where the engine comes from; copies share it, and so one set of weights."""
+    """Source of the engine. Copies share it, and so the weights."""
 
     @model_validator(mode="before")
     @classmethod
@@ -109,13 +100,12 @@ class EngineFields(BaseModel):
             given["model_kwargs"] = _with_client(given.get("model_kwargs", {}), asking)
         source: EngineSource | None = rest.pop("source", None)
         if llm is not None:
-            if given or any(one is not None for one in (engine, source, api_key)):
-                raise ValueError("give either llm=, or the model, store and recipe, not both")
-            source = source_of(llm, "ChatBlockAttention")
+            others = (*given.values(), engine, source, api_key)
+            source = source_of(llm, "ChatBlockAttention", *others)
             rest.setdefault("block_template", llm.block_template)
         if source is None:
             source = EngineSource(engine, **given, api_key=api_key)
-        # configurable_fields gives a source and fields that may ask for another one.
+        # configurable_fields passes the old source, and fields that may differ from it.
         known = source.fields()
         if any(known[name] != value for name, value in given.items()):
             source = source.asking_for(given)
@@ -123,12 +113,12 @@ class EngineFields(BaseModel):
 
     @property
     def engine(self) -> Engine:
-        """The engine that does the work; the first use loads the model."""
+        """The engine. The first use loads the model."""
         return self.source.engine
 
 
 def _with_client(model_kwargs: dict[str, Any], asking: dict[str, Any]) -> dict[str, Any]:
-    """``model_kwargs`` with arguments that LangChain's models of servers have."""
+    """``model_kwargs`` with the arguments of LangChain's client models."""
     given = {name: value for name, value in asking.items() if value is not None}
     if twice := [name for name in given if _OF_CLIENTS[name] in model_kwargs]:
         raise ValueError(
@@ -138,32 +128,22 @@ def _with_client(model_kwargs: dict[str, Any], asking: dict[str, Any]) -> dict[s
     return {**model_kwargs, **{_OF_CLIENTS[name]: value for name, value in given.items()}}
 
 
-class Exchange(Protocol):
-    """One call: a prompt, made once, and the reading of what comes back."""
-
-    def prompt(self) -> BlockPrompt:
-        """The blocks of the prompt, which is about to be answered."""
-
-    def chunk(self, piece: GenerationChunk) -> Any:
-        """A piece of the answer, as LangChain streams it."""
-
-
 class GenerationFields(EngineFields):
-    """Fields of a language model: defaults of every call, which the call's own options override.
+    """Fields of a language model: defaults of every call, which the call's options override.
 
     Args:
         mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
-        max_tokens (or max_new_tokens): longest answer.
-        temperature: None or 0 is greedy; ``top_p`` and ``top_k`` apply above 0.
-        stop (or stop_sequences): strings that end the answer and are not part of it.
-        streaming: whether ``invoke`` streams inside, so that callbacks see tokens as they come.
-        generate_kwargs: further options of every call, such as ``top_p``, ``top_k`` and ``seed``,
-            and whatever transformers' ``generate`` takes.
+        max_tokens (or max_new_tokens): Maximum number of tokens of an answer.
+        temperature: Sampling temperature. None or 0 is greedy.
+        stop (or stop_sequences): Strings that end the answer and are not part of it.
+        streaming: Whether ``invoke`` streams internally, so that callbacks receive tokens early.
+        generate_kwargs: Further options of every call, such as ``top_p``, ``top_k`` and ``seed``,
+            and the arguments of transformers' ``generate``.
     """
 
     takes_llm: ClassVar[bool] = False
     prompt_options: ClassVar[tuple[str, ...]] = ()
-    """Options of calls that shape the prompt; the engine gets the others."""
+    """Options of a call for the prompt; the others are the engine's."""
 
     mode: Mode = "block"
     max_tokens: int = Field(default=256, alias="max_new_tokens", gt=0)
@@ -174,14 +154,14 @@ class GenerationFields(EngineFields):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """What traces and answer caches know this model by: plain values, nothing live."""
+        """Identity of this model in traces and caches of answers: plain values."""
         names = [n for n in GenerationFields.model_fields if n not in ("source", "block_template")]
         template = {"before": self.block_template.before, "after": self.block_template.after}
         known = {**{name: getattr(self, name) for name in names}, "block_template": template}
         return {**known, "engine": self.source.identity}
 
     def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
-        """The engine's keyword arguments for one call: what the call says, else the fields."""
+        """Options of the engine for one call, which override the fields."""
         options = {
             "mode": self.mode,
             "temperature": self.temperature,
@@ -204,8 +184,12 @@ class GenerationFields(EngineFields):
         return params
 
     @abstractmethod
-    def _exchange(self, given: Any, call: dict[str, Any]) -> Exchange:
+    def _exchange(self, given: Any, stop: list[str] | None, call: dict[str, Any]) -> Exchange:
         """A call with a prompt, which is a string or messages, and with options."""
+
+    @abstractmethod
+    def _chunk(self, step: Step) -> Any:
+        """A step of an answer, as LangChain streams it."""
 
     def _stream(
         self,
@@ -214,9 +198,8 @@ class GenerationFields(EngineFields):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[Any]:
-        exchange, options = self._exchange(given, kwargs), self.engine_options(stop, kwargs)
-        with closing(self.engine.stream(exchange.prompt(), **options)) as pieces:
-            for chunk in map(exchange.chunk, pieces):
+        with closing(self._exchange(given, stop, kwargs).stream()) as steps:
+            for chunk in map(self._chunk, steps):
                 if run_manager:
                     run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
@@ -228,20 +211,19 @@ class GenerationFields(EngineFields):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
-        exchange, options = self._exchange(given, kwargs), self.engine_options(stop, kwargs)
-        async with aclosing(self.source.astream(exchange.prompt, options)) as pieces:
-            async for piece in pieces:
-                chunk = exchange.chunk(piece)
+        async with aclosing(self._exchange(given, stop, kwargs).astream()) as steps:
+            async for step in steps:
+                chunk = self._chunk(step)
                 if run_manager:
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
 
     def with_fallbacks(self, fallbacks: Sequence[Runnable[Any, Any]], **kwargs: Any) -> Any:
-        """As any runnable's. Fallbacks that are no models of this package get their prompts without
-        the markers of passages, which would be noise to them.
+        """Like ``Runnable.with_fallbacks``, but removes block markers from the prompts of models of
+        other packages.
 
-        Call it on the model itself: what ``bind``, ``with_config`` and ``with_retry`` return is a
-        runnable of LangChain, whose own ``with_fallbacks`` knows no markers.
+        Call it on the model itself: ``bind``, ``with_config`` and ``with_retry`` return LangChain's
+        runnables, whose ``with_fallbacks`` keeps the markers.
         """
         cleaned = [
             other if _is_own(other) else RunnableLambda(without_markers) | other
@@ -251,7 +233,7 @@ class GenerationFields(EngineFields):
 
 
 def _is_own(runnable: Any) -> bool:
-    """Whether this is a model of this package, with options bound to it or not."""
+    """Whether this is a model of this package, with or without bound options."""
     while isinstance(runnable, RunnableBindingBase):
         runnable = runnable.bound
     return isinstance(runnable, GenerationFields)

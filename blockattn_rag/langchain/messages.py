@@ -1,29 +1,37 @@
-"""Messages: from LangChain's to the form that chat templates take, and answers back."""
+"""LangChain's messages as chat turns, answers as messages, and messages without markers."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from langchain_core.documents import Document
 from langchain_core.messages import (
     AIMessage,
+    AIMessageChunk,
     BaseMessage,
     ChatMessage,
     FunctionMessage,
     HumanMessage,
     SystemMessage,
     ToolMessage,
+    convert_to_messages,
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
 
+from blockattn_rag.adapters.exchange import ChatTurn, Step
 from blockattn_rag.adapters.handles import HANDLE_KEY
 from blockattn_rag.engine.results import Generation
-from blockattn_rag.langchain.fields import PROVIDER
-from blockattn_rag.prompts.markers import own_markers, wrap
+from blockattn_rag.output import ReadAnswer, ToolCall
+from blockattn_rag.prompts.markers import own_markers, strip_markers, wrap
+
+PROVIDER = "blockattn_rag"
 
 _ROLES: dict[type[BaseMessage], str] = {
     HumanMessage: "user",
@@ -33,28 +41,33 @@ _ROLES: dict[type[BaseMessage], str] = {
     FunctionMessage: "tool",
 }
 
-# Parts of an assistant's message that chat templates do not show again, or that are fields of it.
+# Parts of an assistant's message that are fields of it too, or that chat templates do not show.
 _UNSEEN_PARTS = (
     *("reasoning", "thinking", "tool_call", "tool_call_chunk", "tool_use"),
     "invalid_tool_call",
 )
 
+# LangChain's standard content, version 1, numbers the texts of a stream from 0 and merges parts of
+# one number, so tool calls are numbered from here.
+_FIRST_CALL_OF_V1 = 1 << 20
 
-def as_template_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
-    """Messages as ``{"role", "content"}``, with calls of tools and the ids of results; passages
-    stand between block markers.
+
+def chat_turns(messages: Iterable[BaseMessage]) -> Iterator[ChatTurn]:
+    """Messages as turns, with block markers around passages.
 
     Raises:
-        ValueError: a message holds an image or anything else that is not text.
+        ValueError: a message has an image or other content that is not text, or an unknown type.
     """
-    turns: list[dict[str, Any]] = []
-    names: dict[str, str] = {}  # of the tools that were called, by the calls' ids
     for message in messages:
-        calls = message.tool_calls if isinstance(message, AIMessage) else []
-        names |= {call["id"]: call["name"] for call in calls if call["id"]}
-        turn = {"role": _role_of(message), "content": _text_of(message), **_thoughts_of(message)}
-        turns.append({**turn, **_tool_fields(message, names)})
-    return turns
+        calls, thoughts, result_of = [], "", None
+        if isinstance(message, AIMessage):
+            calls = [ToolCall(c["name"], c["args"], c["id"] or "") for c in message.tool_calls]
+            blocks = (block for block in message.content_blocks if block["type"] == "reasoning")
+            thoughts = "".join(str(block.get("reasoning", "")) for block in blocks)
+        elif isinstance(message, ToolMessage):
+            result_of = message.tool_call_id
+        name = message.name or ""
+        yield ChatTurn(_role_of(message), _text_of(message), thoughts, calls, result_of, name)
 
 
 def _role_of(message: BaseMessage) -> str:
@@ -63,29 +76,7 @@ def _role_of(message: BaseMessage) -> str:
     for kind, role in _ROLES.items():
         if isinstance(message, kind):
             return role
-    raise ValueError(f"found a {type(message).__name__}, which no chat template has a role for")
-
-
-def _thoughts_of(message: BaseMessage) -> dict[str, str]:
-    """Thoughts of an earlier answer; the chat template chooses which are shown again."""
-    if not isinstance(message, AIMessage):
-        return {}
-    blocks = (block for block in message.content_blocks if block["type"] == "reasoning")
-    thoughts = "".join(str(block.get("reasoning", "")) for block in blocks)
-    return {"reasoning_content": thoughts} if thoughts else {}
-
-
-def _tool_fields(message: BaseMessage, names: Mapping[str, str]) -> dict[str, Any]:
-    if isinstance(message, ToolMessage):
-        call_id = message.tool_call_id
-        return {"tool_call_id": call_id, "name": message.name or names.get(call_id, "")}
-    if not isinstance(message, AIMessage) or not message.tool_calls:
-        return {}
-    calls = []
-    for call in message.tool_calls:
-        function = {"name": call["name"], "arguments": call["args"]}
-        calls.append({"type": "function", "id": call["id"], "function": function})
-    return {"tool_calls": calls}
+    raise ValueError(f"found a {type(message).__name__}, for which chat templates have no role")
 
 
 def _text_of(message: BaseMessage) -> str:
@@ -96,27 +87,29 @@ def _text_of(message: BaseMessage) -> str:
     else:
         text = "".join(_text_of_part(part, message) for part in message.content)
     invalid = message.invalid_tool_calls if isinstance(message, AIMessage) else []
-    # The model sees what it wrote, so that it can do better.
+    # Shows the model its invalid calls, so that it can correct them.
     return "\n".join(part for part in (text, *(str(one["args"]) for one in invalid)) if part)
 
 
 def _marked(content: str, artifact: Any) -> str:
-    """What a retriever's tool found, between markers. The tool hands the documents on beside their
-    text (``response_format="content_and_artifact"``), so the message itself needs no marker."""
+    """The result of a retriever's tool with its passages between markers.
+
+    The documents come in the message's artifact (``response_format="content_and_artifact"``).
+    """
     documents = artifact if isinstance(artifact, (list, tuple)) else ()
     marked, position = "", 0
     for document in documents:
         text = document.page_content.strip() if isinstance(document, Document) else ""
-        # Only whole lines match, because a short text may stand within another one.
-        whole = re.compile(rf"(?:\A|\n)[^\S\n]*({re.escape(text)})[^\S\n]*(?=\n|\Z)")
-        if text and (found := whole.search(content, position)):
+        # Only complete lines match, because a short text may be part of another one.
+        lines = re.compile(rf"(?:\A|\n)[^\S\n]*({re.escape(text)})[^\S\n]*(?=\n|\Z)")
+        if text and (found := lines.search(content, position)):
             marked += content[position : found.start(1)] + wrap(text)
             position = found.end(1)
     return marked + content[position:]
 
 
 def _text_of_part(part: str | dict[str, Any], message: BaseMessage) -> str:
-    """A part's text; a part with ``kv_handle`` is a passage, whatever the handle says."""
+    """Text of a content part. A part with ``kv_handle`` is a passage, whatever its value."""
     if isinstance(part, str):
         return part
     if part.get("type") == "text" and isinstance(text := part.get("text"), str):
@@ -126,14 +119,67 @@ def _text_of_part(part: str | dict[str, Any], message: BaseMessage) -> str:
         return ""
     raise ValueError(
         f"this model reads text only, found a part {json.dumps(part, default=str)[:80]} in a "
-        f"{message.type} message; leave such content out"
+        f"{message.type} message; remove it"
     )
 
 
-def message_figures(answer: Generation, model_name: str | None) -> dict[str, Any]:
-    """Fields of the message with the last token: token counts, and what ``metadata_of`` tells.
+def chat_result(step: Step, model_name: str | None) -> ChatResult:
+    """A complete answer. Thoughts are in ``additional_kwargs["reasoning_content"]``."""
+    answer = step.output
+    assert isinstance(answer, Generation)
+    _, calls, invalid = ReadAnswer.of(step.pieces)
+    message = AIMessage(
+        **_content(step),
+        tool_calls=[tool_call(name=one.name, args=one.arguments, id=one.id) for one in calls],
+        invalid_tool_calls=[
+            invalid_tool_call(name=one.name, args=one.text, id=one.id, error=one.error)
+            for one in invalid
+        ],
+        **_figures(answer, model_name),
+    )
+    ending = {"finish_reason": answer.finish_reason}
+    return ChatResult(generations=[ChatGeneration(message=message, generation_info=ending)])
 
-    ``cache_read`` came from the store; ``cache_creation`` was computed now.
+
+def chat_chunk(step: Step, model_name: str | None, *, is_v1: bool) -> ChatGenerationChunk:
+    """A chunk of a stream. The last chunk has all figures, so that the sum of chunks is right.
+
+    Args:
+        step: Step of the answer.
+        model_name: Name of the model.
+        is_v1: Whether content has LangChain's standard form, version 1.
+    """
+    first = step.first_call + (_FIRST_CALL_OF_V1 if is_v1 else 0)
+    fields = _content(step)
+    # LangChain completes the arguments of a call that was cut, so each call is one chunk.
+    fields["tool_call_chunks"] = [
+        tool_call_chunk(
+            name=call.name,
+            # Invalid calls must not parse as JSON: LangChain would take them for calls.
+            args=json.dumps(call.arguments, ensure_ascii=False)
+            if isinstance(call, ToolCall)
+            else f"{call.error}: {call.text}",
+            id=call.id,
+            index=index,
+        )
+        for index, call in enumerate(step.calls, first)
+    ]
+    if (answer := step.generation) is None:
+        return ChatGenerationChunk(message=AIMessageChunk(**fields))
+    message = AIMessageChunk(**fields, chunk_position="last", **_figures(answer, model_name))
+    ending = {"finish_reason": answer.finish_reason}
+    return ChatGenerationChunk(message=message, generation_info=ending)
+
+
+def _content(step: Step) -> dict[str, Any]:
+    thoughts = {"reasoning_content": step.thoughts} if step.thoughts else {}
+    return {"content": step.text, "additional_kwargs": thoughts}
+
+
+def _figures(answer: Generation, model_name: str | None) -> dict[str, Any]:
+    """``usage_metadata`` and ``response_metadata`` of the message with the last token.
+
+    ``cache_read`` tokens came from the store; ``cache_creation`` tokens were computed.
     """
     stats = answer.stats
     computed = stats.computed_tokens if stats.mode == "block" else 0
@@ -148,10 +194,46 @@ def message_figures(answer: Generation, model_name: str | None) -> dict[str, Any
 
 
 def metadata_of(generation: Generation, model_name: str | None) -> dict[str, Any]:
-    """``response_metadata``: who answered, why the answer ends, and what was reused."""
+    """``response_metadata``: the model, the finish reason and the figures of reuse."""
     return {
         "model_name": model_name or "unknown",
         "model_provider": PROVIDER,
         "finish_reason": generation.finish_reason,
         "block_attention": asdict(generation.stats),
     }
+
+
+def without_markers(value: Any) -> Any:
+    """Remove block markers from every text of a prompt or messages.
+
+    For other models, user interfaces and logs: ``RunnableLambda(without_markers) | other_model``.
+
+    Args:
+        value: A string, a prompt value, a message, or a list of messages as chat models take it.
+
+    Raises:
+        TypeError: The value is none of these.
+    """
+    if isinstance(value, str):
+        return strip_markers(value)
+    if isinstance(value, StringPromptValue):
+        return StringPromptValue(text=strip_markers(value.text))
+    if isinstance(value, PromptValue):
+        return ChatPromptValue(messages=without_markers(value.to_messages()))
+    if isinstance(value, BaseMessage):
+        changed = {"content": _cleaned(value.content)}
+        if isinstance(value, AIMessage):
+            changed["tool_calls"] = _cleaned(value.tool_calls)
+        return value.model_copy(update=changed)
+    if isinstance(value, Sequence):
+        return [without_markers(message) for message in convert_to_messages(value)]
+    raise TypeError(f"expected a prompt or messages, found {type(value).__name__}")
+
+
+def _cleaned(value: Any) -> Any:
+    """A value without markers in any string in it."""
+    if isinstance(value, str):
+        return strip_markers(value)
+    if isinstance(value, dict):
+        return {key: _cleaned(item) for key, item in value.items()}
+    return [_cleaned(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Chat models whose answers are objects of a schema, held to it token by token."""
+"""Chat models that answer with objects of a schema, enforced by a grammar."""
 
 from __future__ import annotations
 
@@ -29,63 +29,65 @@ def structured_chat(
     schema: Any,
     method: Method,
     *,
-    knows_tools: bool,
+    supports_tools: bool,
     include_raw: bool,
     strict: bool | None,
 ) -> Runnable[LanguageModelInput, Any]:
-    """What ``ChatBlockAttention.with_structured_output`` returns.
+    """The runnable of ``ChatBlockAttention.with_structured_output``.
 
     Args:
-        knows_tools: whether the model's chat template does.
+        chat: The model.
+        schema: See ``with_structured_output``, as are the other arguments.
+        supports_tools: Whether the model's chat template supports tools.
 
     Raises:
-        ValueError: another method, or no schema where one is needed.
+        ValueError: The method is unknown, or needs a schema.
     """
     if method not in get_args(Method):
         known = ", ".join(get_args(Method))
         raise ValueError(f"method must be one of {known}; found {method!r}")
     if schema is None and method != "json_mode":
-        raise ValueError(f"method={method!r} needs a schema; json_mode alone does without")
+        raise ValueError(f"method={method!r} needs a schema; only json_mode works without one")
     asked: dict[str, Any] = {"type": "json_object"}
     if schema is not None:
         named = named_schema(schema)
         asked = {"type": "json_schema", "json_schema": named}
         if strict is not None:
             named["strict"] = strict
-    told = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
-    answering: Runnable[LanguageModelInput, AIMessage]
-    if method == "function_calling" and knows_tools:
+    format_info = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
+    model: Runnable[LanguageModelInput, AIMessage]
+    if method == "function_calling" and supports_tools:
         tool = _as_tool(named_schema(schema))
-        answering = chat.bind_tools(
+        model = chat.bind_tools(
             [tool],
             tool_choice=tool["function"]["name"],
             parallel_tool_calls=False,
             strict=strict,
-            ls_structured_output_format=told,
+            ls_structured_output_format=format_info,
         )
     else:
-        answering = chat.bind(response_format=asked, ls_structured_output_format=told)
+        model = chat.bind(response_format=asked, ls_structured_output_format=format_info)
     parser: BaseCumulativeTransformOutputParser[Any]
     if isinstance(schema, type) and is_basemodel_subclass(schema):
-        parser = _WholePydantic(pydantic_object=schema)
+        parser = _CompletePydantic(pydantic_object=schema)
     else:
-        parser = _WholeJson()
-    return _beside_raw(answering, parser) if include_raw else answering | parser
+        parser = _CompleteJson()
+    return _with_raw(model, parser) if include_raw else model | parser
 
 
 def named_schema(schema: Any) -> dict[str, Any]:
-    """A schema with its name, of all that LangChain takes for one.
+    """The JSON schema and name of any schema that LangChain accepts.
 
     Args:
-        schema: a pydantic class, a TypedDict, a JSON schema, or OpenAI's form of a function, a tool
+        schema: A pydantic class, a TypedDict, a JSON schema, or OpenAI's form of a function, a tool
             or a response format.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: It is none of these.
     """
     if isinstance(schema, type) and is_basemodel_subclass(schema):
-        # As pydantic has it, because LangChain's own form resolves references, some without end.
-        pydantic: Any = schema  # of version 2, or of version 1
+        # By pydantic, because LangChain inlines references, even recursive ones.
+        pydantic: Any = schema  # of version 1 or 2
         of = getattr(pydantic, "model_json_schema", None) or pydantic.schema
         return {"name": schema.__name__, "schema": of()}
     if isinstance(schema, Mapping):
@@ -101,7 +103,7 @@ def named_schema(schema: Any) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ValueError(
             "a schema is a pydantic class, a TypedDict, a JSON schema, or a function's definition; "
-            f"found {schema!r:.60}. Put a bare type into a class, as a field ({error})"
+            f"found {schema!r:.60}. Wrap a plain type in a class with one field ({error})"
         ) from error
     return {"name": function["name"], "schema": function["parameters"]}
 
@@ -113,22 +115,22 @@ def _as_tool(named: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {**function, "parameters": schema}}
 
 
-def _beside_raw(answering: Runnable[Any, BaseMessage], parser: Any) -> Runnable[Any, Any]:
-    """The message, the object, and the error in place of the object, as LangChain has them."""
+def _with_raw(model: Runnable[Any, BaseMessage], parser: Any) -> Runnable[Any, Any]:
+    """LangChain's dict with the message, the object, and the error."""
     parsed = RunnablePassthrough.assign(
         parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
     )
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
     either = parsed.with_fallbacks([failed], exception_key="parsing_error")
-    return RunnableMap(raw=answering) | either
+    return RunnableMap(raw=model) | either
 
 
 def _object_of(result: list[Generation]) -> list[Generation]:
-    """The text of an answer, or of the arguments of the call that it is.
+    """The JSON of an answer: its text, or the arguments of its tool call.
 
     Raises:
-        IncompleteAnswerError: it has ended before it was an object. Nothing is said of one to go
-            on.
+        IncompleteAnswerError: the answer ended before the object was complete. Not raised for a
+            stream that continues.
     """
     (generation,) = result
     if not isinstance(generation, ChatGeneration):
@@ -145,11 +147,11 @@ def _object_of(result: list[Generation]) -> list[Generation]:
     return result
 
 
-class _WholeJson(JsonOutputParser):
+class _CompleteJson(JsonOutputParser):
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         return super().parse_result(_object_of(result), partial=partial)
 
 
-class _WholePydantic(PydanticOutputParser[Any]):
+class _CompletePydantic(PydanticOutputParser[Any]):
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         return super().parse_result(_object_of(result), partial=partial)

@@ -1,6 +1,6 @@
-"""Block-Attention in LlamaIndex: a local LLM, an ingestion step, a postprocessor.
+"""LlamaIndex adapter: an LLM, an ingestion step and a postprocessor.
 
-Names are imported when they are first used::
+Names are imported on first use::
 
     from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor
 
@@ -16,35 +16,31 @@ from blockattn_rag.adapters.handles import HANDLE_KEY, live_handles
 from blockattn_rag.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from blockattn_rag.llama_index.chroma import add_nodes
-    from blockattn_rag.llama_index.citation import BlockCitationQueryEngine
-    from blockattn_rag.llama_index.embedding import HashingEmbedding
-    from blockattn_rag.llama_index.events import BlockReuseEvent
+    from blockattn_rag.llama_index.ingestion import BlockKVTransform, HashingEmbedding, add_nodes
     from blockattn_rag.llama_index.llm import BlockAttentionLLM
+    from blockattn_rag.llama_index.messages import BlockReuseEvent
     from blockattn_rag.llama_index.nodes import BlockNode, as_block_node, canonical_text
-    from blockattn_rag.llama_index.postprocessor import BlockKVPostprocessor
-    from blockattn_rag.llama_index.prefetch import BlockKVPrefetch
-    from blockattn_rag.llama_index.prompt_helper import BlockPromptHelper
-    from blockattn_rag.llama_index.synthesis import (
+    from blockattn_rag.llama_index.packing import BlockPromptHelper
+    from blockattn_rag.llama_index.postprocessors import BlockKVPostprocessor, BlockKVPrefetch
+    from blockattn_rag.llama_index.query_engines import (
+        BlockCitationQueryEngine,
         block_query_engine,
         block_response_synthesizer,
         configure,
         encode_prompt_head,
     )
-    from blockattn_rag.llama_index.transform import BlockKVTransform
 
 _HOMES = {
+    "ingestion": "BlockKVTransform HashingEmbedding add_nodes",
     "llm": "BlockAttentionLLM",
-    "citation": "BlockCitationQueryEngine",
-    "postprocessor": "BlockKVPostprocessor",
-    "prefetch": "BlockKVPrefetch",
-    "transform": "BlockKVTransform",
+    "messages": "BlockReuseEvent",
     "nodes": "BlockNode as_block_node canonical_text",
-    "prompt_helper": "BlockPromptHelper",
-    "events": "BlockReuseEvent",
-    "embedding": "HashingEmbedding",
-    "chroma": "add_nodes",
-    "synthesis": "block_query_engine block_response_synthesizer configure encode_prompt_head",
+    "packing": "BlockPromptHelper",
+    "postprocessors": "BlockKVPostprocessor BlockKVPrefetch",
+    "query_engines": (
+        "BlockCitationQueryEngine block_query_engine block_response_synthesizer configure "
+        "encode_prompt_head"
+    ),
 }
 
 __all__ = [

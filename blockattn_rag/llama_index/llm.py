@@ -1,9 +1,8 @@
-"""BlockAttentionLLM: a model for LlamaIndex that reuses the keys and values of passages."""
+"""BlockAttentionLLM: an LLM for LlamaIndex that reuses the KV of passages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import aclosing, closing
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,19 @@ from llama_index.core.tools.types import BaseTool
 
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.engine_source import EngineSource
+from blockattn_rag.adapters.exchange import Exchange, tools_of
 from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
 from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.engine.results import Mode
-from blockattn_rag.llama_index.chat import ChatReader, tool_selections
-from blockattn_rag.llama_index.exchange import Exchange
+from blockattn_rag.llama_index.messages import (
+    Responses,
+    aresponses_of,
+    responses_of,
+    tool_selections,
+)
 from blockattn_rag.llama_index.prompting import PROMPT_OPTIONS, PromptLike, PromptMaking
 from blockattn_rag.llama_index.structured_output import StructuredPrediction
-from blockattn_rag.output.tool_use import ToolUse, with_default_calls, without_tool_options
+from blockattn_rag.output.tool_use import ToolUse, without_tool_options
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import KVStore
@@ -44,28 +48,26 @@ from blockattn_rag.store import KVStore
 class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionCallingLLM):
     """A transformers model, in this process or behind a server, that answers from cached passages.
 
-    Takes the place of ``HuggingFaceLLM`` and shares its argument names. Passages that arrive
-    between block markers (see ``BlockKVPostprocessor``) are looked up in the KV store by the
-    digest of their text, and computed if they are not there; everything else in the prompt is
-    ordinary text. Nothing is loaded before it is needed.
+    A replacement of ``HuggingFaceLLM`` with the same argument names. Passages between block markers
+    (see ``BlockKVPostprocessor``) are looked up in the KV store by the digest of their text, and
+    computed on a miss. The rest of the prompt is ordinary text. The model is loaded on first use.
 
     Args:
         model_name: Path, hub id, or ``"bundled"``.
         tokenizer_name: Where to load the tokenizer. Default: the model's.
-        engine: A ready engine, shared with others, in place of everything that describes how to
-            load one.
+        engine: A ready engine, in place of the arguments for loading one.
         kv_store: KV store: a directory, an address such as ``"s3://bucket/kv"`` (see
             ``store.open_store``), or a store object. Default: 1 GiB of memory.
         recipe: How a model that is not block-fine-tuned runs in block mode: ``"auto"``, ``"none"``,
-            or the folder of a recipe, which ``blockattn-rag repair`` writes. ``"auto"`` takes the
-            best one that is known, such as the one beside the store.
+            or the folder of a recipe, which ``blockattn-rag repair`` writes. ``"auto"`` uses the
+            best known one, such as that next to the store.
         api_base: Address of a server with the model and the store (docs/guides/serving_vllm.md),
             such as ``"http://gpu:8000/v1"``; ``model_name`` is then its name there.
         api_key: API key of the server. Default: ``BLOCKATTN_RAG_API_KEY`` of the environment.
         mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
         block_template: Text around each passage; must be that of ``BlockKVTransform``.
-        context_window: Tokens that the frameworks may fill. Default: all that the model holds.
-        max_new_tokens: Longest answer.
+        context_window: Maximum number of tokens of prompt and answer. Default: the model's.
+        max_new_tokens: Maximum number of tokens of an answer.
         generate_kwargs: Defaults of every call, such as ``temperature`` or ``stop``.
         model_kwargs: Arguments for loading the model, such as ``dtype``, or those of
             ``RemoteEngine``, such as ``timeout_s``.
@@ -73,37 +75,38 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         llm_fields: LlamaIndex's own fields: ``system_prompt``, ``callback_manager``,
             ``messages_to_prompt`` (default: the tokenizer's chat template),
             ``completion_to_prompt`` (for unformatted completions; default for chat models: one
-            user message), and what ``metadata`` reports: ``is_chat_model`` (default: whether there
-            is a chat template) and ``is_function_calling_model`` (default: whether that takes
-            tools). True for a template that takes none: calls that are required, as Pydantic
-            selectors require them, are made by a grammar, and others refused. With both given, and
-            ``context_window``, ``metadata`` reads no file.
+            user message), ``is_chat_model`` (default: whether there is a chat template) and
+            ``is_function_calling_model`` (default: whether the template supports tools). If the
+            latter is True for a template without tools, required calls, such as those of Pydantic
+            selectors, use a grammar, and others raise.
 
     Calls, and ``generate_kwargs`` for all calls, take ``max_new_tokens``, ``temperature``,
-    ``top_p``, ``top_k``, ``stop``, ``seed``, ``mode``, ``recipe`` (for comparisons), whatever
-    transformers' ``generate`` takes, and two options of the prompt; anything else raises.
-    ``chat_template_kwargs`` are variables of the chat template, such as ``enable_thinking``. Their
-    values become text of the template: never take them from users. ``parse_special_tokens=True``
-    parses control tokens in prompts that are strings, passages excepted, for prompt templates of
-    your own that write them. Questions in such strings can then write them too. Chat messages need
-    none of this: there the template alone can.
+    ``top_p``, ``top_k``, ``stop``, ``seed``, ``mode``, ``recipe`` (for comparisons), the arguments
+    of transformers' ``generate``, and two options of the prompt. Others raise.
 
-    ``raw["usage"]`` has the tokens and what was reused. What a model thinks before it answers, if
-    its chat template marks thoughts by ``<think>``, is a ``ThinkingBlock`` of the message, and
-    ``additional_kwargs["thinking"]`` of a completion; ``"thinking_delta"`` is what a step of a
-    stream adds. Where the chat template knows tools, this is a function calling LLM:
-    ``tool_choice`` and ``tool_required=True`` hold it to valid calls by a grammar, which needs the
-    extra ``structured``; with ``tool_calls="constrained"``, of a call or in ``generate_kwargs``, a
-    grammar decides between text and calls (docs/guides/agents.md).
+    - ``chat_template_kwargs``: variables of the chat template, such as ``enable_thinking``. Their
+      values become text of the template, so never take them from users.
+    - ``parse_special_tokens=True`` parses control tokens in prompt strings, outside of passages,
+      for prompt templates that write them. Questions in such strings can then write them too.
+
+    Responses have token counts and figures of reuse in ``raw["usage"]``. Thoughts of models whose
+    chat template marks them by ``<think>`` are a ``ThinkingBlock`` of the message, or
+    ``additional_kwargs["thinking"]`` of a completion (``"thinking_delta"`` in a stream).
+
+    If the chat template supports tools, this is a function calling LLM. ``tool_choice`` and
+    ``tool_required=True`` enforce valid calls by a grammar, which needs the extra ``structured``.
+    With ``tool_calls="constrained"``, of a call or in ``generate_kwargs``, a grammar decides
+    between text and calls (docs/guides/agents.md).
 
     Raises:
-        ContextOverflowError: (from a call) the prompt does not fit the model; LlamaIndex packs
-            passages by ``context_window`` (see ``configure``), so retrieve fewer otherwise.
+        ContextOverflowError: (from a call) the prompt does not fit in the context window. Call
+            ``configure``, so that LlamaIndex packs passages by ``context_window``, or retrieve
+            fewer.
     """
 
     mode: Mode = Field(description="'block' reuses passages, 'full' is ordinary attention.")
-    context_window: int | None = Field(description="Tokens to fill; None for the model's limit.")
-    max_new_tokens: int = Field(description="Longest answer, in tokens.", gt=0)
+    context_window: int | None = Field(description="Tokens of prompt and answer. None: all.")
+    max_new_tokens: int = Field(description="Maximum tokens of an answer.", gt=0)
 
     def __init__(
         self,
@@ -146,7 +149,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
 
     @property
     def metadata(self) -> LLMMetadata:
-        """What frameworks pack prompts by. Reads the tokenizer and config at most, no weights."""
+        """What LlamaIndex packs prompts by. Reads tokenizer and config at most, no weights."""
         return LLMMetadata(
             context_window=self.context_window or self._source.max_context_tokens,
             num_output=self.max_new_tokens,
@@ -156,17 +159,12 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         )
 
     def to_payload(self) -> dict[str, Any]:
-        """What events say of this LLM: fields alone, so that it costs nothing in an event loop."""
+        """Fields of this LLM for events. Reads no files, because event loops call it."""
         names = ("model_name", "mode", "recipe", "context_window", "max_new_tokens")
         return {"class_name": self.class_name(), **{name: getattr(self, name) for name in names}}
 
-    def _tools(self, call: Mapping[str, Any]) -> ToolUse | None:
-        """The tools of a call with these options; None if it has none."""
-        call = with_default_calls(self.generate_kwargs, call)
-        return ToolUse.of_call(call, lambda: self._source.tokenizer.tokenizer, self.model_name)
-
     def engine_options(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Options of one call for the engine: what the call says, else the fields."""
+        """Options of the engine for one call, which override the fields."""
         own = {"mode": self.mode, "max_new_tokens": self.max_new_tokens}
         options = {**own, **without_tool_options(self.generate_kwargs), **call}
         return {name: value for name, value in options.items() if name not in PROMPT_OPTIONS}
@@ -178,7 +176,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         formatted: bool = True,
         tools: ToolUse | None = None,
     ) -> Exchange:
-        """A call with a prompt and options."""
+        """A call with a prompt and its options."""
         shaping = {name: call[name] for name in PROMPT_OPTIONS if name in call}
         options = self.engine_options(call)
         if tools is not None:
@@ -186,83 +184,51 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         make_prompt = partial(self.to_prompt, prompt, formatted, tools=tools, **shaping)
         return Exchange(self._source, make_prompt, options)
 
-    def _chat_exchange(
-        self, messages: Sequence[ChatMessage], call: dict[str, Any]
-    ) -> tuple[Exchange, ChatReader]:
-        """A call with messages, and what reads its answer."""
-        tools, own = self._tools(call), without_tool_options(call)
-        reader = tools.reader(self.engine_options(own)) if tools else None
-        return self._exchange(messages, own, tools=tools), ChatReader(reader)
-
-    def _answer(self, exchange: Exchange) -> CompletionResponse:
-        return exchange.whole(self.engine.generate(exchange.prompt(), **exchange.options))
-
-    def _stream(self, exchange: Exchange) -> CompletionResponseGen:
-        prompt = exchange.prompt()
-        with closing(self.engine.stream(prompt, **exchange.options)) as chunks:
-            for chunk in chunks:
-                yield exchange.step(chunk)
-
-    async def _aanswer(self, exchange: Exchange) -> CompletionResponse:
-        return exchange.whole(await self._source.agenerate(exchange.prompt, exchange.options))
-
-    async def _astream(self, exchange: Exchange) -> CompletionResponseAsyncGen:
-        async with aclosing(self._source.astream(exchange.prompt, exchange.options)) as chunks:
-            async for chunk in chunks:
-                yield exchange.step(chunk)
+    def _chat_exchange(self, messages: Sequence[ChatMessage], call: dict[str, Any]) -> Exchange:
+        tools = tools_of(self, call)
+        return self._exchange(messages, without_tool_options(call), tools=tools)
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return self._answer(self._exchange(prompt, kwargs, formatted))
+        return Responses().completion(self._exchange(prompt, kwargs, formatted).answer())
 
     @llm_completion_callback()
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
-        return self._stream(self._exchange(prompt, kwargs, formatted))
+        steps = self._exchange(prompt, kwargs, formatted).stream()
+        return responses_of(steps, Responses().completion)
 
     @llm_completion_callback()
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
-        return await self._aanswer(self._exchange(prompt, kwargs, formatted))
+        return Responses().completion(await self._exchange(prompt, kwargs, formatted).aanswer())
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        return self._astream(self._exchange(prompt, kwargs, formatted))
+        steps = self._exchange(prompt, kwargs, formatted).astream()
+        return aresponses_of(steps, Responses().completion)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        exchange, reader = self._chat_exchange(messages, kwargs)
-        answer = self._answer(exchange)
-        return reader.response(answer, exchange.marks)
+        return Responses().chat(self._chat_exchange(messages, kwargs).answer())
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        exchange, reader = self._chat_exchange(messages, kwargs)
-        with closing(self._stream(exchange)) as steps:
-            for step in steps:
-                yield reader.response(step, exchange.marks, last=step.raw is not None)
+        return responses_of(self._chat_exchange(messages, kwargs).stream(), Responses().chat)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        exchange, reader = self._chat_exchange(messages, kwargs)
-        answer = await self._aanswer(exchange)
-        return reader.response(answer, exchange.marks)
+        return Responses().chat(await self._chat_exchange(messages, kwargs).aanswer())
 
     @llm_chat_callback()
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
-        async def responses() -> ChatResponseAsyncGen:
-            exchange, reader = self._chat_exchange(messages, kwargs)
-            async with aclosing(self._astream(exchange)) as steps:
-                async for step in steps:
-                    yield reader.response(step, exchange.marks, last=step.raw is not None)
-
-        return responses()
+        return aresponses_of(self._chat_exchange(messages, kwargs).astream(), Responses().chat)
 
     # -- tools -------------------------------------------------------------------------------
 
@@ -277,7 +243,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         tool_choice: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The arguments of ``chat`` for a call with tools."""
+        """Arguments of ``chat`` for a call with tools."""
         messages = [*(chat_history or ())]
         if isinstance(user_msg, str):
             user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
@@ -296,9 +262,9 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """The calls of a response.
+        """The tool calls of a response.
 
         Raises:
-            ToolCallError: there is none, or a malformed one, and ``error_on_no_tool_call``.
+            ToolCallError: there is none or an invalid one, and ``error_on_no_tool_call`` is True.
         """
         return tool_selections(response, required=error_on_no_tool_call)

@@ -1,7 +1,7 @@
-"""Nodes as blocks: their canonical text, their handle, and the view that carries the markers.
+"""Nodes as blocks: their canonical text, their handle, and their view with markers.
 
-Synthesizers read a node through ``get_content(MetadataMode.LLM)`` and nothing else. The markers are
-put into that view alone, so that source nodes, rerankers and evaluators see clean text.
+Synthesizers read a node through ``get_content(MetadataMode.LLM)``. Only that view has markers, so
+source nodes, rerankers and evaluators read clean text.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from blockattn_rag.prompts.markers import wrap
 
 
 class BlockNode(BaseNode):
-    """A node whose LLM view stands between block markers. Made by ``as_block_node``.
+    """A node whose LLM view is between block markers. ``as_block_node`` makes it.
 
-    The view is computed when it is read: a later change of the text gives a new digest, so a
-    marker never vouches for text that it was not made from.
+    The view is computed when it is read, so its markers always match its text.
     """
 
     plain_class: ClassVar[type[BaseNode]]
@@ -48,21 +47,21 @@ class BlockNode(BaseNode):
         return [*text, *(block for block in blocks if not isinstance(block, TextBlock))]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The class is made at run time and has no name to be pickled by.
+        # The class is created at run time, so pickle cannot find it by name.
         return as_block_node, (as_plain_node(self), self.block_label)
 
 
 @cache
 def _view_class(cls: type[BaseNode]) -> type[BlockNode]:
-    """``cls`` with ``BlockNode``'s views; all else, its class name included, stays."""
+    """``cls`` with the views of ``BlockNode``."""
     namespace = {"__module__": __name__, "plain_class": cls}
     return type(f"Block{cls.__name__}", (BlockNode, cls), namespace)
 
 
 def as_block_node(node: BaseNode, label: str = "") -> BlockNode:
-    """A copy of ``node`` that shows the LLM its text between markers, after ``label``."""
+    """A copy of ``node`` whose LLM view is ``label`` and the text between markers."""
     view = without_handle_in_views(as_plain_node(node))
-    # Same fields and private state, other views: only the class differs.
+    # Keeps fields and private state; only the views differ.
     object.__setattr__(view, "__class__", _view_class(type(view)))
     view.__dict__["block_label"] = label
     assert isinstance(view, BlockNode)
@@ -70,7 +69,7 @@ def as_block_node(node: BaseNode, label: str = "") -> BlockNode:
 
 
 def as_plain_node(node: BaseNode) -> BaseNode:
-    """``node`` itself, or, for a ``BlockNode``, a copy without the markers."""
+    """``node`` itself, or a copy without markers if it is a ``BlockNode``."""
     if not isinstance(node, BlockNode):
         return node
     plain = node.model_copy()
@@ -80,20 +79,20 @@ def as_plain_node(node: BaseNode) -> BaseNode:
 
 
 def canonical_text(node: BaseNode) -> str:
-    """The text that a node's handle names: its LLM view, stripped. Empty for non-text nodes."""
+    """The text of a node's handle: its LLM view, stripped. Empty: the node has no text."""
     view = without_handle_in_views(as_plain_node(node))
     return view.get_content(metadata_mode=MetadataMode.LLM).strip()
 
 
 def stamp(node: BaseNode, text: str) -> BaseNode:
-    """A copy of ``node`` whose metadata holds the handle of ``text``, its canonical text."""
+    """A copy of ``node`` with the handle of ``text``, its canonical text, in its metadata."""
     stamped = without_handle_in_views(node)
     stamped.metadata[HANDLE_KEY] = handle_of(text)
     return stamped
 
 
 def without_handle_in_views(node: BaseNode) -> BaseNode:
-    """A copy of ``node``, free to be changed, that keeps the handle out of the text views."""
+    """A copy of ``node``, metadata included, whose text views exclude the handle."""
     views = ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys")
     hidden = {name: list(dict.fromkeys([*getattr(node, name), HANDLE_KEY])) for name in views}
     return node.model_copy(update={**hidden, "metadata": dict(node.metadata)})

@@ -1,4 +1,4 @@
-"""What the components that need an engine have in common: fields that say how to load it."""
+"""Base class of components with an engine: fields that describe how to load it."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from blockattn_rag.engine.protocol import Engine
 class EngineComponent(BaseComponent):
     """A LlamaIndex component with an engine.
 
-    The fields say how to load the engine again: in another process, or from ``to_dict``. Both
-    leave live objects behind; pickling refuses to, since the receiver could not work without. A
-    server's API key is no field: the receiver takes its own from the environment.
+    The fields describe how to load the engine again, in another process or from ``to_dict``.
+    Components with live objects cannot be pickled. The API key of a server is not a field: another
+    process reads it from its environment.
     """
 
     model_name: str | None = Field(description="Name or path of the model.")
-    tokenizer_name: str | None = Field(description="Name or path of the tokenizer, if not there.")
-    kv_store: str | None = Field(description="Place of the KV store; None: in memory.")
+    tokenizer_name: str | None = Field(description="Name or path of the tokenizer. None: as model.")
+    kv_store: str | None = Field(description="Directory or address of the KV store. None: memory.")
     device_map: str = Field(description="Device of the model, such as 'cuda:0', or 'auto'.")
     model_kwargs: dict[str, Any] = Field(description="Further arguments for loading the model.")
-    api_base: str | None = Field(description="Address of a server with the model; None: here.")
+    api_base: str | None = Field(description="Address of a server with the model. None: local.")
     recipe: str = Field(description="How the model runs in block mode.")
 
     _source: EngineSource = PrivateAttr()
 
     @property
     def source(self) -> EngineSource:
-        """Where the engine comes from; components that share it share the model."""
+        """Source of the engine. Components with one source share the model."""
         return self._source
 
     @property
     def engine(self) -> Engine:
-        """The engine that does the work; the first use loads the model."""
+        """The engine. The first use loads the model."""
         return self._source.engine
 
     def __getstate__(self) -> dict[str, Any]:
         if live := self._source.live_parts:
             raise pickle.PicklingError(
                 f"this {type(self).__name__} was built from a live {' and '.join(live)}, which "
-                "cannot be sent to another process; build it from model_name= and kv_store= (a "
-                "directory or an address), or run the ingestion pipeline without num_workers"
+                "cannot be sent to another process; pass model_name= and kv_store= (a directory or "
+                "an address), or run the ingestion pipeline without num_workers"
             )
         return super().__getstate__()
 

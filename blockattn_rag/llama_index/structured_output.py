@@ -1,4 +1,4 @@
-"""Objects of a schema from LlamaIndex's LLM, held to it token by token."""
+"""Structured predictions of the LLM, constrained by a grammar."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _JSON: TypeAdapter[Any] = TypeAdapter(Any)
 
 
 class StructuredPrediction(LLM):
-    """The methods of an LLM that give objects, which synthesizers with an ``output_cls`` and
-    ``as_structured_llm`` call. The schema goes into the last message, behind what was asked, and
-    every token of the answer is held to it.
+    """Methods of an LLM that return objects, for ``output_cls`` and ``as_structured_llm``.
+
+    The schema is appended to the last message, and a grammar constrains the answer to it.
 
     Raises:
-        IncompleteAnswerError: the answer was cut.
-        GrammarError: the schema cannot be compiled.
+        IncompleteAnswerError: (from a call) the answer was cut.
+        GrammarError: (from a call) the schema cannot be compiled.
     """
 
     @dispatcher.span
@@ -46,10 +46,10 @@ class StructuredPrediction(LLM):
         **prompt_args: Any,
     ) -> Model:
         """An object of a pydantic class; see ``LLM.structured_predict``."""
-        _tell_start(output_cls, prompt, prompt_args)
-        messages = self._asking(output_cls, prompt, prompt_args)
-        answer = self.chat(messages, **_held_to(output_cls, llm_kwargs))
-        return _told(_whole(output_cls, answer))
+        _dispatch_start(output_cls, prompt, prompt_args)
+        messages = self._messages_with_schema(output_cls, prompt, prompt_args)
+        answer = self.chat(messages, **_with_schema(output_cls, llm_kwargs))
+        return _dispatch_end(_complete(output_cls, answer))
 
     @dispatcher.span
     async def astructured_predict(
@@ -60,10 +60,10 @@ class StructuredPrediction(LLM):
         **prompt_args: Any,
     ) -> Model:
         """``structured_predict`` for event loops."""
-        _tell_start(output_cls, prompt, prompt_args)
-        messages = self._asking(output_cls, prompt, prompt_args)
-        answer = await self.achat(messages, **_held_to(output_cls, llm_kwargs))
-        return _told(_whole(output_cls, answer))
+        _dispatch_start(output_cls, prompt, prompt_args)
+        messages = self._messages_with_schema(output_cls, prompt, prompt_args)
+        answer = await self.achat(messages, **_with_schema(output_cls, llm_kwargs))
+        return _dispatch_end(_complete(output_cls, answer))
 
     def _structured_stream_call(
         self,
@@ -72,11 +72,11 @@ class StructuredPrediction(LLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
-        """The object as it grows; the last one is whole. For ``stream_structured_predict``."""
-        growing = _Growing(output_cls)
-        messages = self._asking(output_cls, prompt, prompt_args)
-        for step in self.stream_chat(messages, **_held_to(output_cls, llm_kwargs)):
-            yield from growing.take(step)
+        """Partial objects, and the complete one; see ``stream_structured_predict``."""
+        partial_objects = _PartialObjects(output_cls)
+        messages = self._messages_with_schema(output_cls, prompt, prompt_args)
+        for step in self.stream_chat(messages, **_with_schema(output_cls, llm_kwargs)):
+            yield from partial_objects.take(step)
 
     async def _structured_astream_call(
         self,
@@ -85,21 +85,21 @@ class StructuredPrediction(LLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
-        growing = _Growing(output_cls)
-        messages = self._asking(output_cls, prompt, prompt_args)
-        steps = await self.astream_chat(messages, **_held_to(output_cls, llm_kwargs))
+        partial_objects = _PartialObjects(output_cls)
+        messages = self._messages_with_schema(output_cls, prompt, prompt_args)
+        steps = await self.astream_chat(messages, **_with_schema(output_cls, llm_kwargs))
 
         async def objects() -> AsyncGenerator[Any, None]:
             async for step in steps:
-                for one in growing.take(step):
+                for one in partial_objects.take(step):
                     yield one
 
         return objects()
 
-    def _asking(
+    def _messages_with_schema(
         self, output_cls: type[BaseModel], prompt: BasePromptTemplate, prompt_args: dict[str, Any]
     ) -> Sequence[ChatMessage]:
-        """The messages of a prompt, and behind them what is expected."""
+        """The messages of a prompt with the schema at the end."""
         expected = PydanticOutputParser(output_cls).get_format_string(escape_json=False)
         messages = [*self._get_messages(prompt, **prompt_args)]
         if not messages or messages[-1].role != MessageRole.USER:
@@ -109,9 +109,8 @@ class StructuredPrediction(LLM):
         return [*messages[:-1], last]
 
 
-class _Growing:
-    """Makes objects of the steps of a stream: of a class that takes any part of one, until the last
-    step."""
+class _PartialObjects:
+    """Parses the steps of a stream: a class that accepts partial objects until the last step."""
 
     def __init__(self, output_cls: type[BaseModel]) -> None:
         self._output_cls = output_cls
@@ -119,13 +118,13 @@ class _Growing:
         self._last: Any = None
 
     def take(self, step: ChatResponse) -> Generator[Any, None, None]:
-        if step.raw is not None:  # the last step, which alone has figures
-            yield _whole(self._output_cls, step)
+        if step.raw is not None:  # only the last step has figures
+            yield _complete(self._output_cls, step)
             return
         try:
             text = step.message.content or ""
             found = _JSON.validate_json(text, experimental_allow_partial="trailing-strings")
-        except ValueError:  # nothing of the object has come
+        except ValueError:  # the object has not begun
             return
         if isinstance(found, dict) and found != self._last:
             self._last = found
@@ -135,19 +134,19 @@ class _Growing:
                 yield self._partial_cls.model_validate(found)
 
 
-def _held_to(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+def _with_schema(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
     named = {"name": output_cls.__name__, "schema": output_cls.model_json_schema()}
     asked = {"type": "json_schema", "json_schema": named}
     return {**(llm_kwargs or {}), "response_format": asked}
 
 
-def _whole(output_cls: type[Model], answer: ChatResponse) -> Model:
+def _complete(output_cls: type[Model], answer: ChatResponse) -> Model:
     raw: Any = answer.raw
     value = complete_json(answer.message.content or "", raw["finish_reason"])
     return output_cls.model_validate_json(json.dumps(value))
 
 
-def _tell_start(
+def _dispatch_start(
     output_cls: type[BaseModel], prompt: BasePromptTemplate, prompt_args: dict[str, Any]
 ) -> None:
     dispatcher.event(
@@ -157,6 +156,6 @@ def _tell_start(
     )
 
 
-def _told(output: Model) -> Model:
+def _dispatch_end(output: Model) -> Model:
     dispatcher.event(LLMStructuredPredictEndEvent(output=output))
     return output

@@ -52,7 +52,7 @@ def test_what_is_no_llm_is_told_with_what_was_expected() -> None:
     from blockattn_rag.llama_index import BlockKVTransform
 
     wrong: Any = "bundled"
-    said = r"such as {}\(\.\.\.\); found str 'bundled'\. A model's name goes into model="
+    said = r"such as {}\(\.\.\.\); found str 'bundled'\. Pass a model's name as model="
     with pytest.raises(TypeError, match=said.format("ChatBlockAttention")):
         BlockKVTransformer(llm=wrong)
     with pytest.raises(TypeError, match=said.format("BlockAttentionLLM")):

@@ -8,7 +8,7 @@ import pytest
 from langchain_core.documents import Document
 from llama_index.core.schema import TextNode
 
-from blockattn_rag.adapters.handles import DIGEST_KEY, HANDLE_KEY, live_handles, source_of
+from blockattn_rag.adapters.handles import DIGEST_KEY, HANDLE_KEY, digest_of, live_handles
 
 
 class Collection:
@@ -41,7 +41,7 @@ def test_passages_of_both_frameworks_and_their_metadata_have_handles() -> None:
 
 
 def test_a_document_whose_text_was_replaced_has_the_handle_of_another() -> None:
-    metadata = {HANDLE_KEY: "a" * 32, DIGEST_KEY: source_of({"page_content": "old"})}
+    metadata = {HANDLE_KEY: "a" * 32, DIGEST_KEY: digest_of({"page_content": "old"})}
     assert live_handles([Document("old", metadata=metadata)]) == {"a" * 32}
     assert live_handles([Document("new", metadata=metadata)]) == set()
     # Without its text nobody can tell, and keeping too much is no loss.

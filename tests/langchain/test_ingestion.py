@@ -84,7 +84,7 @@ def test_the_compressor_mends_handles_of_changed_texts_and_says_so(
     ]
     assert "1 of 3 retrieved documents" in caplog.text
     # After an extractor the vector store's text is not at fault.
-    assert "a step before this one shortens or rewrites documents, nothing is wrong" in caplog.text
+    assert "If a previous step shortens or rewrites documents" in caplog.text
 
 
 async def test_a_warm_compressor_encodes_what_is_not_stored(chat: ChatBlockAttention) -> None:

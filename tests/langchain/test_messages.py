@@ -16,8 +16,9 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
+from blockattn_rag.adapters.exchange import template_messages
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
-from blockattn_rag.langchain.messages import as_template_messages
+from blockattn_rag.langchain.messages import chat_turns
 from blockattn_rag.output.tool_templates import without_tools
 from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.langchain.conftest import passages
@@ -87,60 +88,60 @@ def test_a_template_with_tools_gets_calls_and_results_as_they_are() -> None:
         AIMessage("", tool_calls=[CALL]),
         ToolMessage("found", tool_call_id="1", name="search"),
     ]
-    _, call, result = as_template_messages(messages)
+    _, call, result = template_messages(chat_turns(messages))
     assert call["tool_calls"][0]["function"] == {"name": "search", "arguments": {"query": "q"}}
     assert result == {"role": "tool", "content": "found", "tool_call_id": "1", "name": "search"}
 
 
 def test_a_result_without_a_question_stands_where_it_came() -> None:
     messages = [SystemMessage("s"), ToolMessage("found", tool_call_id="1")]
-    turns = without_tools(as_template_messages(messages))
+    turns = without_tools(template_messages(chat_turns(messages)))
     assert [turn["role"] for turn in turns] == ["system", "user"]
 
 
 def test_reasoning_in_an_earlier_answer_stands_beside_its_content() -> None:
     parts: list[Any] = [{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": "Yes."}]
-    (turn,) = as_template_messages([AIMessage(parts)])
+    (turn,) = template_messages(chat_turns([AIMessage(parts)]))
     assert turn == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
 
 
 def test_a_malformed_call_among_the_parts_stands_once_in_the_text() -> None:
     call: Any = {"type": "invalid_tool_call", "name": "f", "args": "{", "id": "1", "error": "e"}
     message = AIMessage([{"type": "text", "text": "Hm."}, call], invalid_tool_calls=[call])
-    (turn,) = as_template_messages([message])
+    (turn,) = template_messages(chat_turns([message]))
     assert turn == {"role": "assistant", "content": "Hm.\n{"}
 
 
 @pytest.mark.parametrize("part", [{"type": "text", "text": None}, {"type": "text"}])
 def test_a_part_without_text_is_refused(part: Any) -> None:
     with pytest.raises(ValueError, match="reads text only"):
-        as_template_messages([HumanMessage([part])])
+        template_messages(chat_turns([HumanMessage([part])]))
 
 
 def test_a_passage_within_another_that_is_marked_is_not_marked_again() -> None:
     documents = [Document("One\nTwo\nThree"), Document("Two")]
     marked = format_blocks(documents)
     message = ToolMessage(marked, tool_call_id="1", artifact=documents)
-    assert as_template_messages([message])[0]["content"] == marked
+    assert template_messages(chat_turns([message]))[0]["content"] == marked
 
 
 def test_an_empty_result_leaves_no_blank_lines() -> None:
     messages = [HumanMessage("Which?"), AIMessage("", tool_calls=[CALL])]
-    turns = as_template_messages([*messages, ToolMessage("", tool_call_id="1")])
+    turns = template_messages(chat_turns([*messages, ToolMessage("", tool_call_id="1")]))
     assert without_tools(turns) == [{"role": "user", "content": "Which?"}]
 
 
 def test_an_image_is_refused() -> None:
     image = HumanMessage([{"type": "image", "url": "file:///x.png"}])
     with pytest.raises(ValueError, match=r"reads text only.*image"):
-        as_template_messages([image])
+        template_messages(chat_turns([image]))
 
 
 def test_a_message_that_is_no_turn_is_refused() -> None:
     with pytest.raises(ValueError, match="RemoveMessage"):
-        as_template_messages([RemoveMessage(id="1")])
+        template_messages(chat_turns([RemoveMessage(id="1")]))
 
 
 def test_a_chat_message_keeps_its_own_role() -> None:
-    (turn,) = as_template_messages([ChatMessage(content="x", role="critic")])
+    (turn,) = template_messages(chat_turns([ChatMessage(content="x", role="critic")]))
     assert turn["role"] == "critic"

@@ -12,7 +12,9 @@ from langchain_core.tools import tool
 from pydantic import BaseModel, Field
 
 from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.adapters.exchange import template_messages
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
+from blockattn_rag.langchain.messages import chat_turns
 from tests.langchain.conftest import passages
 from tests.scripted import Script, ScriptedEngine, tool_model
 
@@ -210,11 +212,9 @@ def test_a_malformed_call_is_shown_to_the_model_again() -> None:
 
 
 def test_results_carry_the_name_of_the_tool_that_was_called() -> None:
-    from blockattn_rag.langchain.messages import as_template_messages
-
     call = {"name": "look_up", "args": {}, "id": "1", "type": "tool_call"}
     history = [AIMessage("", tool_calls=[call]), ToolMessage("x", tool_call_id="1")]
-    assert as_template_messages(history)[1]["name"] == "look_up"
+    assert template_messages(chat_turns(history))[1]["name"] == "look_up"
 
 
 def test_a_template_without_tools_is_refused_by_the_model_s_name(

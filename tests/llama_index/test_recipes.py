@@ -10,7 +10,7 @@ import pytest
 
 from blockattn_rag import Recipe
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform
-from blockattn_rag.llama_index.events import BlockReuseEvent
+from blockattn_rag.llama_index.messages import BlockReuseEvent
 from blockattn_rag.llama_index.nodes import canonical_text
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.markers import wrap

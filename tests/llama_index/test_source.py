@@ -136,7 +136,7 @@ def test_live_objects_refuse_to_be_pickled_and_say_what_to_do(
         (BlockAttentionLLM(engine=engine), "live engine and kv_store.*model_name="),
         (BlockAttentionLLM(saved, model_kwargs={"tokenizer": tiny_tokenizer()}), "live tokenizer"),
         (BlockAttentionLLM(saved, kv_store=MemoryStore(1000)), "live kv_store"),
-        (BlockKVTransform(saved), "stores in memory.*without num_workers"),
+        (BlockKVTransform(saved), "stores in the memory.*without num_workers"),
     ]
     for component, message in cases:
         with pytest.raises(pickle.PicklingError, match=message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockattn_rag.llama_index.splitter import BlockTextSplitter
+from blockattn_rag.llama_index.packing import BlockTextSplitter
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.marked_text import segment
 from blockattn_rag.prompts.markers import wrap

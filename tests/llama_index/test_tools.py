@@ -12,10 +12,11 @@ from llama_index.core.schema import BaseNode, TextNode
 from llama_index.core.tools import FunctionTool, RetrieverTool
 from pydantic import BaseModel, Field
 
+from blockattn_rag.adapters.exchange import template_messages
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import ToolCallError
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor, BlockKVTransform
-from blockattn_rag.llama_index.chat import INVALID_CALLS, as_template_messages
+from blockattn_rag.llama_index.messages import INVALID_CALLS, chat_turns
 from blockattn_rag.output.tool_templates import without_tools
 from tests.llama_index.retrieving import Fixed
 from tests.scripted import Script, ScriptedEngine, tool_model
@@ -151,7 +152,7 @@ def test_calls_and_results_stand_in_the_next_prompt() -> None:
         ChatMessage(role="assistant", blocks=[call]),
         ChatMessage(role="tool", content="3", additional_kwargs={"tool_call_id": "x"}),
     ]
-    turns = as_template_messages(history)
+    turns = template_messages(chat_turns(history))
     assert turns[2] == {"role": "tool", "content": "3", "tool_call_id": "x", "name": "add"}
     llm = scripted("Three.")
     llm.chat(history)
@@ -165,7 +166,7 @@ def test_results_go_before_their_question_where_the_template_knows_no_tools() ->
         ChatMessage(role="assistant", blocks=[call]),
         ChatMessage(role="tool", content="3", additional_kwargs={"tool_call_id": "x"}),
     ]
-    assert without_tools(as_template_messages(history)) == [
+    assert without_tools(template_messages(chat_turns(history))) == [
         {"role": "user", "content": "3"},
         {"role": "user", "content": "1 + 2?"},
     ]
@@ -173,8 +174,8 @@ def test_results_go_before_their_question_where_the_template_knows_no_tools() ->
 
 def test_arguments_of_an_earlier_call_that_are_no_json_are_told() -> None:
     call = ToolCallBlock(tool_call_id="x", tool_name="add", tool_kwargs='{"a": 1')
-    with pytest.raises(ValueError, match=r"call of add whose arguments are no JSON.*'\{\"a\": 1'"):
-        as_template_messages([ChatMessage(role="assistant", blocks=[call])])
+    with pytest.raises(ValueError, match=r"call of add whose arguments are not JSON.*'\{\"a\": 1'"):
+        list(chat_turns([ChatMessage(role="assistant", blocks=[call])]))
 
 
 def test_tools_are_refused_where_a_function_takes_the_template_s_place() -> None:

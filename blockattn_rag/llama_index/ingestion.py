@@ -1,4 +1,4 @@
-"""The ingestion step that computes and stores the keys and values of every passage."""
+"""Ingestion: encode nodes, embed them without a download, and add them to Chroma."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import logging
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import (
     DEFAULT_METADATA_TMPL,
@@ -17,8 +18,9 @@ from llama_index.core.schema import (
     TransformComponent,
 )
 
-from blockattn_rag.adapters.arguments import check_items
+from blockattn_rag.adapters.arguments import check_items, check_known
 from blockattn_rag.adapters.engine_source import EngineSource, source_of
+from blockattn_rag.adapters.hashed_embedding import hashed_vectors
 from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.engine.protocol import Engine
@@ -29,48 +31,50 @@ from blockattn_rag.prompts.blocks import Block, BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import KVStore
 
+if TYPE_CHECKING:
+    from llama_index.vector_stores.chroma import ChromaVectorStore
+
 logger = logging.getLogger("blockattn_rag")
 
 _NO_FIELDS = ("fingerprint", "store", "namespace", "encoding")
-"""What ``to_dict`` tells besides the fields."""
+"""Keys of ``to_dict`` that are not fields."""
 
 
 class BlockKVTransform(EngineComponent, TransformComponent):
-    """Encodes nodes as blocks, stores their keys and values, and stamps their handles.
+    """Ingestion step that encodes nodes as blocks, stores their KV, and adds their handles.
 
-    Put it after every step that changes text or metadata; the embedding model may come before or
-    after. A node's block is its text as the LLM will see it, which is not always the one that is
-    embedded. What is stored already is skipped, and every batch is stored as it is done: a run that
-    was interrupted goes on where it stopped. Returned nodes are copies with
-    ``metadata["kv_handle"]``, hidden from the LLM's and the embedder's view; nodes without text
-    pass through.
+    Put it after every step that changes text or metadata, before or after the embedding model. A
+    node's block is the LLM's view of it. Stored blocks are skipped, and each batch is stored when
+    it is complete, so an interrupted run continues where it stopped. Returned nodes are copies with
+    ``metadata["kv_handle"]``, which the LLM's and the embedder's view exclude. Nodes without text
+    are returned unchanged.
 
-    The first ingestion with a pipeline cache reads the model's weights once for its fingerprint,
-    which makes cached results of another model, store or template invalid.
+    With a pipeline cache, the first ingestion reads the model's weights for its fingerprint, so
+    that results of another model, store or template are not reused.
 
     Args:
-        model_name, tokenizer_name, engine, kv_store, recipe: as ``BlockAttentionLLM``.
-        api_base, api_key, model_kwargs, device_map: as ``BlockAttentionLLM``.
-        llm: takes model, store, template and recipe from this LLM; instead of the above.
-        block_template: what stands around each passage; must be that of the LLM.
-        show_progress: show a progress bar.
-        hide_file_paths: False leaves the reader's paths in the blocks.
-        metadata_key: where the text stands that the LLM is shown in place of a node's own, such as
-            ``"window"`` for ``SentenceWindowNodeParser``; that of
-            ``MetadataReplacementPostProcessor``. Nodes without it are shown as they are.
+        model_name, tokenizer_name, engine, kv_store, recipe: See ``BlockAttentionLLM``.
+        api_base, api_key, model_kwargs, device_map: See ``BlockAttentionLLM``.
+        llm: LLM to share model, store, template and recipe with, in place of the above.
+        block_template: Text around each passage; must be that of the LLM.
+        show_progress: Whether to show a progress bar.
+        hide_file_paths: Whether to remove the paths of ``SimpleDirectoryReader`` from blocks.
+        metadata_key: Metadata key of a text that replaces the node's own in prompts, such as
+            ``"window"`` of ``SentenceWindowNodeParser`` (see
+            ``MetadataReplacementPostProcessor``). Nodes without the key keep their text.
 
     Example::
 
         IngestionPipeline(transformations=[splitter, BlockKVTransform(llm=llm), embed_model])
     """
 
-    block_template: BlockTemplate = Field(description="What stands around each passage.")
+    block_template: BlockTemplate = Field(description="Text around each passage.")
     show_progress: bool = Field(default=False, description="Show a progress bar.")
     hide_file_paths: bool = Field(
         default=True, description="Keep SimpleDirectoryReader's file_path out of the blocks."
     )
     metadata_key: str | None = Field(
-        default=None, description="Metadata key of the text that is shown in a node's place."
+        default=None, description="Metadata key of a text that replaces the node's own."
     )
 
     _stats: EncodeStats | None = PrivateAttr(default=None)
@@ -94,10 +98,8 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         metadata_key: str | None = None,
     ) -> None:
         if llm is not None:
-            given = (model_name, tokenizer_name, engine, kv_store, recipe, model_kwargs)
-            if any(value is not None for value in (*given, api_base, api_key)):
-                raise ValueError("give either llm=, or the model, store and recipe, not both")
-            source = source_of(llm, "BlockAttentionLLM")
+            others = (model_name, tokenizer_name, engine, kv_store, recipe, model_kwargs)
+            source = source_of(llm, "BlockAttentionLLM", *others, api_base, api_key)
             block_template = block_template or llm.block_template
         else:
             loading = (engine, model_name, tokenizer_name, kv_store, device_map, model_kwargs)
@@ -114,11 +116,11 @@ class BlockKVTransform(EngineComponent, TransformComponent):
 
     @property
     def stats(self) -> EncodeStats | None:
-        """What the last call computed and reused; None before the first."""
+        """Figures of the last call. None: no call yet."""
         return self._stats
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
-        check_items(nodes, BaseNode, "make nodes of texts: [TextNode(text=text)]")
+        check_items(nodes, BaseNode, "convert texts to nodes: [TextNode(text=text)]")
         self._check_key(nodes)
         views = [_without_file_path(node) for node in nodes] if self.hide_file_paths else nodes
         texts = [canonical_text(_shown(view, self.metadata_key)) for view in views]
@@ -130,7 +132,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         ]
 
     def _check_key(self, nodes: Sequence[BaseNode]) -> None:
-        """Warn where no node has the text that the LLM is to be shown, as with a misspelt key."""
+        """Warn if no node has the metadata key, which may be misspelt."""
         if self.metadata_key and nodes and all(self.metadata_key not in n.metadata for n in nodes):
             found = sorted({key for node in nodes for key in node.metadata})
             logger.warning(
@@ -143,7 +145,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         return await asyncio.to_thread(self, nodes, **kwargs)
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """The fields, and what else makes a cached ingestion valid: ``IngestionCache`` reads it."""
+        """The fields, and everything else that ``IngestionCache`` must compare."""
         return {
             **super().to_dict(**kwargs),
             "fingerprint": self.engine.model.fingerprint,
@@ -159,15 +161,15 @@ class BlockKVTransform(EngineComponent, TransformComponent):
     def __getstate__(self) -> dict[str, Any]:
         if self.source.lasting_store is None:
             raise pickle.PicklingError(
-                "this BlockKVTransform stores in memory, where another process could not leave "
-                "anything; give kv_store= a directory or an address, or run the pipeline without "
-                "num_workers"
+                "this BlockKVTransform stores in the memory of its process, which other processes "
+                "cannot write; pass a directory or an address as kv_store=, or run the pipeline "
+                "without num_workers"
             )
         return super().__getstate__()
 
 
 def _shown(node: BaseNode, metadata_key: str | None) -> BaseNode:
-    """The node with the text that the LLM is shown in place of its own, if its metadata has one."""
+    """The node, or a copy with the text of the metadata key in place of its own."""
     if metadata_key is None or (text := node.metadata.get(metadata_key)) is None:
         return node
     if not isinstance(text, str):
@@ -181,10 +183,10 @@ def _shown(node: BaseNode, metadata_key: str | None) -> BaseNode:
 
 
 def _without_file_path(node: BaseNode) -> BaseNode:
-    """The node, or a copy whose LLM view lacks the path that ``SimpleDirectoryReader`` gave it.
+    """The node, or a copy whose LLM view excludes the path of ``SimpleDirectoryReader``.
 
-    The reader's path is told from a user's by what stands beside it: the file's name, which the
-    reader hides. Whoever wrote a template chose what the LLM sees of the metadata.
+    The reader adds and hides the file's name too, which distinguishes its path from a user's. Nodes
+    with a template of their own keep the path, because their author chose the LLM's view.
     """
     path, name = node.metadata.get("file_path"), node.metadata.get("file_name")
     hidden = node.excluded_llm_metadata_keys
@@ -194,3 +196,55 @@ def _without_file_path(node: BaseNode) -> BaseNode:
     if not is_readers or is_chosen or "file_path" in hidden:
         return node
     return node.model_copy(update={"excluded_llm_metadata_keys": [*hidden, "file_path"]})
+
+
+class HashingEmbedding(BaseEmbedding):
+    """Counts of hashed words and word pieces, as unit vectors of ``dimensions`` numbers.
+
+    Needs no download. Deterministic. Finds only passages that share words with the question; use
+    an embedding model in production.
+    """
+
+    dimensions: int = Field(default=2048, description="Length of the vectors.", gt=0)
+
+    def __init__(self, dimensions: int = 2048, **kwargs: Any) -> None:
+        check_known(type(self), kwargs, type(self).model_fields)
+        super().__init__(**{"model_name": "hashing", "dimensions": dimensions, **kwargs})
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "HashingEmbedding"
+
+    def _get_text_embeddings(self, texts: list[str]) -> list[Embedding]:
+        return hashed_vectors(texts, self.dimensions)
+
+    def _get_text_embedding(self, text: str) -> Embedding:
+        return self._get_text_embeddings([text])[0]
+
+    def _get_query_embedding(self, query: str) -> Embedding:
+        return self._get_text_embedding(query)
+
+    async def _aget_text_embedding(self, text: str) -> Embedding:
+        return await asyncio.to_thread(self._get_text_embedding, text)
+
+    async def _aget_query_embedding(self, query: str) -> Embedding:
+        return await asyncio.to_thread(self._get_query_embedding, query)
+
+
+def add_nodes(vector_store: ChromaVectorStore, nodes: Sequence[BaseNode], client: Any) -> list[str]:
+    """Add embedded nodes in batches that the Chroma server accepts.
+
+    ``ChromaVectorStore.add`` sends up to 41665 nodes at once, which Chroma 1 refuses. Like there,
+    nodes whose id is in the collection are skipped: delete them first to replace them.
+
+    Args:
+        vector_store: Vector store on a collection of ``client``.
+        nodes: Nodes with embeddings.
+        client: Chroma client, embedded or HTTP.
+
+    Returns:
+        Ids of the nodes.
+    """
+    size = client.get_max_batch_size()
+    batches = (list(nodes[at : at + size]) for at in range(0, len(nodes), size))
+    return [node_id for batch in batches for node_id in vector_store.add(batch)]

@@ -1,0 +1,220 @@
+"""One call to a model, for both frameworks: messages to a prompt, and an answer in steps.
+
+A framework converts its messages to ``ChatTurn`` and builds its responses from ``Step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import aclosing, closing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from blockattn_rag.adapters.engine_source import EngineSource
+from blockattn_rag.engine.pending import Group
+from blockattn_rag.engine.results import Generation, GenerationChunk, marks_at_end
+from blockattn_rag.output import InvalidToolCall, ToolCall
+from blockattn_rag.output.thinking import ThoughtReader, has_no_thoughts
+from blockattn_rag.output.tool_parser import Piece, ReadAnswer
+from blockattn_rag.output.tool_use import ToolUse, prompt_spans, with_default_calls
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.chat_template import Spans, check_template_kwargs
+
+
+class Model(Protocol):
+    """What a call needs of a framework's model."""
+
+    @property
+    def source(self) -> EngineSource: ...
+
+    @property
+    def model_name(self) -> str | None: ...
+
+    @property
+    def generate_kwargs(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """A chat message in the terms of chat templates.
+
+    Args:
+        role: ``"system"``, ``"user"``, ``"assistant"``, ``"tool"``, or another role of the
+            template.
+        text: Text of the message, with block markers around passages.
+        thoughts: Thoughts of an earlier answer. The template decides which ones are shown again.
+        calls: Tool calls of an earlier answer.
+        result_of: Id of the call whose result this is. None: not a result.
+        tool: Name of the tool whose result this is. Default: that of the call with the id.
+    """
+
+    role: str
+    text: str
+    thoughts: str = ""
+    calls: Sequence[ToolCall] = ()
+    result_of: str | None = None
+    tool: str = ""
+
+
+def template_messages(turns: Iterable[ChatTurn]) -> list[dict[str, Any]]:
+    """The turns as messages of a chat template: dicts with ``role`` and ``content``.
+
+    Thoughts are in ``reasoning_content`` and calls in ``tool_calls``. Results have
+    ``tool_call_id`` and the tool's ``name``.
+    """
+    messages: list[dict[str, Any]] = []
+    tools: dict[str, str] = {}  # names of the tools, by the ids of their calls
+    for turn in turns:
+        message: dict[str, Any] = {"role": turn.role, "content": turn.text}
+        if turn.thoughts:
+            message["reasoning_content"] = turn.thoughts
+        if turn.calls:
+            message["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": call.id,
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in turn.calls
+            ]
+            tools |= {call.id: call.name for call in turn.calls if call.id}
+        if turn.result_of is not None:
+            name = turn.tool or tools.get(turn.result_of, "")
+            message |= {"tool_call_id": turn.result_of, "name": name}
+        messages.append(message)
+    return messages
+
+
+def tools_of(model: Model, call: Mapping[str, Any]) -> ToolUse | None:
+    """The tools that a call with these options may use; see ``ToolUse.of_call``.
+
+    ``tool_calls`` defaults to that of ``generate_kwargs``.
+
+    Raises:
+        ValueError, TypeError: an option is invalid, or the chat template supports no tools.
+    """
+    options = with_default_calls(model.generate_kwargs, call)
+    return ToolUse.of_call(options, lambda: model.source.tokenizer.tokenizer, model.model_name)
+
+
+def template_variables(model: Model, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Variables of the chat template: those of the call over those of ``generate_kwargs``.
+
+    Raises:
+        ValueError, TypeError: see ``check_template_kwargs``.
+    """
+    defaults = model.generate_kwargs.get("chat_template_kwargs") or {}
+    return check_template_kwargs(model.source.tokenizer.tokenizer, {**defaults, **(given or {})})
+
+
+def chat_spans(
+    model: Model, turns: Iterable[ChatTurn], tools: ToolUse | None, variables: Mapping[str, Any]
+) -> Spans:
+    """The prompt of a conversation in the model's chat template, as spans by origin."""
+    tokenizer = model.source.tokenizer.tokenizer
+    return prompt_spans(tokenizer, template_messages(turns), tools, **variables)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a complete answer says, or the next chunk of a stream.
+
+    Args:
+        output: Output of the engine.
+        thoughts: New thoughts.
+        pieces: New text and tool calls.
+        first_call: Number of calls, invalid ones included, in earlier steps.
+    """
+
+    output: Generation | GenerationChunk
+    thoughts: str
+    pieces: Sequence[Piece]
+    first_call: int = 0
+
+    @property
+    def generation(self) -> Generation | None:
+        """The complete generation, if the answer ends here."""
+        output = self.output
+        return output if isinstance(output, Generation) else output.generation
+
+    @property
+    def text(self) -> str:
+        """New text, without calls."""
+        return ReadAnswer.of(self.pieces).text
+
+    @property
+    def calls(self) -> list[ToolCall | InvalidToolCall]:
+        """New calls."""
+        return [piece for piece in self.pieces if not isinstance(piece, str)]
+
+
+class Exchange:
+    """One call to a model: answers its prompt, and splits the answer into thoughts, text and calls.
+
+    Args:
+        source: Source of the engine.
+        make_prompt: Returns the prompt. Event loops call it in another thread.
+        options: Options of the engine, with those of ``ToolUse.engine_options`` if there are tools.
+    """
+
+    def __init__(
+        self,
+        source: EngineSource,
+        make_prompt: Callable[[], BlockPrompt],
+        options: dict[str, Any],
+    ) -> None:
+        self._source = source
+        self._make_prompt = make_prompt
+        self.options = options
+        reading = options.get("calls")
+        self._calls = reading.reader() if reading else None
+        self._num_calls = 0
+
+    def prompt(self) -> BlockPrompt:
+        """Make the prompt, which is about to be answered."""
+        prompt = self._make_prompt()
+        at_once = has_no_thoughts(self.options)
+        tokenizer = self._source.tokenizer.tokenizer
+        self._thoughts = ThoughtReader(tokenizer, prompt, answers_at_once=at_once)
+        return self._source.noted(prompt)
+
+    def answer(self, group: Group | None = None) -> Step:
+        """The complete answer.
+
+        Args:
+            group: Concurrent calls that share a batch with this one.
+        """
+        engine, prompt = self._source.engine, self.prompt()
+        if group is None:
+            return self._read(engine.generate(prompt, **self.options))
+        return self._read(engine.submit(prompt, group=group, **self.options).result())
+
+    async def aanswer(self, group: Group | None = None) -> Step:
+        """``answer`` for event loops, which neither load the model nor make the prompt."""
+        engine = await self._source.loaded_engine()
+        return self._read(await engine.agenerate(self.prompt, group=group, **self.options))
+
+    def stream(self) -> Generator[Step, None, None]:
+        """The steps of the answer. Closing the generator stops the answer."""
+        prompt = self.prompt()
+        with closing(self._source.engine.stream(prompt, **self.options)) as chunks:
+            yield from map(self._read, chunks)
+
+    async def astream(self) -> AsyncGenerator[Step, None]:
+        """``stream`` for event loops."""
+        engine = await self._source.loaded_engine()
+        async with aclosing(engine.astream(self.prompt, **self.options)) as chunks:
+            async for chunk in chunks:
+                yield self._read(chunk)
+
+    def _read(self, output: Generation | GenerationChunk) -> Step:
+        is_last = isinstance(output, Generation) or output.generation is not None
+        read = self._thoughts.finish if is_last else self._thoughts.push
+        said = read(output.text)
+        pieces: Sequence[Piece] = [said.answer]
+        if self._calls is not None:
+            marks = marks_at_end(output, said.answer)
+            pieces = self._calls.read(said.answer, marks, last=is_last)
+        step = Step(output, said.thoughts, pieces, self._num_calls)
+        self._num_calls += len(step.calls)
+        return step

@@ -1,0 +1,77 @@
+"""Ingestion: encode documents, and embed them without a download."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from langchain_core.documents import BaseDocumentTransformer, Document
+from langchain_core.embeddings import Embeddings
+from pydantic import Field, PrivateAttr
+
+from blockattn_rag.adapters.arguments import check_items
+from blockattn_rag.adapters.hashed_embedding import hashed_vectors
+from blockattn_rag.engine.ingest import EncodeStats
+from blockattn_rag.langchain.documents import BlockDocumentPrompt, DocumentPromptField
+from blockattn_rag.langchain.fields import EngineFields
+from blockattn_rag.prompts.blocks import Block
+
+
+class BlockKVTransformer(EngineFields, BaseDocumentTransformer):
+    """Ingestion step that encodes documents as blocks, stores their KV, and adds their handles.
+
+    Put it after the splitter and before the vector store. Stored blocks are skipped, and each batch
+    is stored when it is complete, so an interrupted run continues where it stopped. Returned
+    documents are copies with ``metadata["kv_handle"]`` and ``metadata["kv_source"]``, unless they
+    have no text.
+
+    Args:
+        model, engine, llm, kv_store, block_template, recipe, ...: See ``EngineFields``. Usually
+            ``llm=chat``.
+        document_prompt: Formats one document; must be that of the chain. Default: its
+            ``page_content``.
+        show_progress: Whether to show a progress bar.
+
+    Example::
+
+        documents = BlockKVTransformer(llm=chat).transform_documents(splitter.split(documents))
+        vector_store.add_documents(documents)
+    """
+
+    document_prompt: DocumentPromptField = Field(default_factory=BlockDocumentPrompt)
+    show_progress: bool = False
+
+    _stats: EncodeStats | None = PrivateAttr(default=None)
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+
+    @property
+    def stats(self) -> EncodeStats | None:
+        """Figures of the last call. None: no call yet."""
+        return self._stats
+
+    def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> list[Document]:
+        """Encode documents that are not stored. Returns copies with handles, in order."""
+        check_items(documents, Document, "convert texts to documents: [Document(text)]")
+        texts = [self.document_prompt.canonical_text(document) for document in documents]
+        blocks = [Block(text, self.block_template) for text in texts if text]
+        self._stats = self.engine.precompute(blocks, show_progress=self.show_progress)
+        return [self.document_prompt.stamp(document) for document in documents]
+
+
+class HashingEmbeddings(Embeddings):
+    """Counts of hashed words and word pieces, as unit vectors of ``dimensions`` numbers.
+
+    Needs no download. Deterministic. Finds only passages that share words with the question; use
+    an embedding model in production.
+    """
+
+    def __init__(self, dimensions: int = 2048) -> None:
+        self.dimensions = dimensions
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        return hashed_vectors(texts, self.dimensions) if texts else []
+
+    def embed_query(self, text: str) -> list[float]:
+        return hashed_vectors([text], self.dimensions)[0]

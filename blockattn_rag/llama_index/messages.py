@@ -1,0 +1,225 @@
+"""LlamaIndex's messages as turns of a conversation, and answers as LlamaIndex's responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
+from contextlib import aclosing, closing
+from dataclasses import asdict, fields
+from typing import Any, TypeVar
+
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    CompletionResponse,
+    MessageRole,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
+from llama_index.core.bridge.pydantic import SerializerFunctionWrapHandler, model_serializer
+from llama_index.core.instrumentation.events import BaseEvent
+from llama_index.core.llms.llm import ToolSelection
+from llama_index_instrumentation import get_dispatcher
+
+from blockattn_rag.adapters.exchange import ChatTurn, Step
+from blockattn_rag.engine.results import Generation, ReuseStats
+from blockattn_rag.errors import ToolCallError
+from blockattn_rag.output import ReadAnswer, ToolCall
+from blockattn_rag.output.tool_parser import Piece
+
+dispatcher = get_dispatcher(__name__)
+
+Response = TypeVar("Response", CompletionResponse, ChatResponse)
+
+INVALID_CALLS = "invalid_tool_calls"
+"""Key of a message's ``additional_kwargs`` with the invalid tool calls of an answer: for each its
+``text``, what is wrong (``error``), and the tool's ``name`` if it could be read."""
+
+# Roles of some providers, by the names that chat templates use.
+_TEMPLATE_ROLES = {
+    MessageRole.CHATBOT: "assistant",
+    MessageRole.MODEL: "assistant",
+    MessageRole.DEVELOPER: "system",
+    MessageRole.FUNCTION: "tool",
+}
+
+_FIGURES = frozenset(field.name for field in fields(ReuseStats))
+
+
+def chat_turns(messages: Iterable[ChatMessage]) -> Iterator[ChatTurn]:
+    """Messages as turns; block markers stay in their text.
+
+    Raises:
+        ValueError: a message has an image or other content that is not text, or a tool call whose
+            arguments are not JSON.
+    """
+    for message in messages:
+        role = _TEMPLATE_ROLES.get(message.role, message.role.value)
+        thoughts = (block.content for block in message.blocks if isinstance(block, ThinkingBlock))
+        call_id = message.additional_kwargs.get("tool_call_id", "")
+        yield ChatTurn(
+            role,
+            _text_of(message),
+            thoughts="".join(filter(None, thoughts)),
+            calls=[_call_of(block) for block in message.blocks if isinstance(block, ToolCallBlock)],
+            result_of=str(call_id) if role == "tool" else None,
+        )
+
+
+def _call_of(block: ToolCallBlock) -> ToolCall:
+    arguments = block.tool_kwargs
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise ValueError(
+                f"found an earlier call of {block.tool_name} whose arguments are not JSON "
+                f"({error}): {arguments[:80]!r}; remove it from the history"
+            ) from error
+    return ToolCall(block.tool_name, arguments, block.tool_call_id or "")
+
+
+def _text_of(message: ChatMessage) -> str:
+    texts = []
+    for block in message.blocks:
+        if isinstance(block, (ToolCallBlock, ThinkingBlock)):
+            continue
+        if not isinstance(block, TextBlock):
+            raise ValueError(
+                f"BlockAttentionLLM reads text only, found a {type(block).__name__} in a "
+                f"{message.role.value} message; remove it"
+            )
+        texts.append(block.text)
+    return "\n".join(texts)
+
+
+class BlockReuseEvent(BaseEvent):
+    """Instrumentation event with the figures of one answer, dispatched with its last token.
+
+    The figures of ``stats`` are also attributes of the event (``event.hits``) and fields of its
+    serialized form.
+    """
+
+    stats: ReuseStats
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "BlockReuseEvent"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FIGURES:
+            return getattr(self.stats, name)
+        return super().__getattr__(name)  # type: ignore[misc]
+
+    @model_serializer(mode="wrap")
+    def _flat(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = write(self)
+        figures: dict[str, Any] = written.pop("stats")
+        return {**written, **figures}
+
+
+class Responses:
+    """Makes LlamaIndex's responses from the steps of one answer.
+
+    Each response has the answer so far. A step that ends the answer dispatches ``BlockReuseEvent``.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._thoughts = ""
+
+    def completion(self, step: Step) -> CompletionResponse:
+        """The answer so far as text. Thoughts are in ``additional_kwargs``."""
+        answer, fields = self._take(step)
+        return CompletionResponse(text=answer.text, **fields)
+
+    def chat(self, step: Step) -> ChatResponse:
+        """The answer so far as an assistant's message."""
+        answer, fields = self._take(step)
+        return ChatResponse(message=self._message(answer), **fields)
+
+    def _take(self, step: Step) -> tuple[ReadAnswer, dict[str, Any]]:
+        """The answer so far, and the other fields of its response."""
+        self._pieces += step.pieces
+        self._thoughts += step.thoughts
+        thinking = {"thinking": self._thoughts, "thinking_delta": step.thoughts or None}
+        fields: dict[str, Any] = {"additional_kwargs": thinking if self._thoughts else {}}
+        if step.generation is not step.output:  # a stream
+            fields["delta"] = step.text
+        if (generation := step.generation) is not None:
+            dispatcher.event(BlockReuseEvent(stats=generation.stats))
+            reason = generation.finish_reason
+            fields["raw"] = {"usage": _usage_of(generation), "finish_reason": reason}
+        return ReadAnswer.of(self._pieces), fields
+
+    def _message(self, answer: ReadAnswer) -> ChatMessage:
+        # Readers of the message see what the model wrote instead of a valid call.
+        shown = "\n".join(part for part in (answer.text, *(i.text for i in answer.invalid)) if part)
+        blocks: list[ThinkingBlock | TextBlock | ToolCallBlock] = []
+        if self._thoughts:
+            blocks.append(ThinkingBlock(content=self._thoughts))
+        if shown or not answer.calls:
+            blocks.append(TextBlock(text=shown))
+        blocks += [
+            ToolCallBlock(tool_call_id=one.id, tool_name=one.name, tool_kwargs=one.arguments)
+            for one in answer.calls
+        ]
+        extra = {INVALID_CALLS: [asdict(one) for one in answer.invalid]} if answer.invalid else {}
+        return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=extra)
+
+
+def responses_of(
+    steps: Generator[Step, None, None], make: Callable[[Step], Response]
+) -> Generator[Response, None, None]:
+    """The responses of a stream. Closing the generator stops the answer."""
+    with closing(steps):
+        yield from map(make, steps)
+
+
+async def aresponses_of(
+    steps: AsyncGenerator[Step, None], make: Callable[[Step], Response]
+) -> AsyncGenerator[Response, None]:
+    """``responses_of`` for event loops."""
+    async with aclosing(steps):
+        async for step in steps:
+            yield make(step)
+
+
+def _usage_of(generation: Generation) -> dict[str, Any]:
+    """Token counts under the names that LlamaIndex's counters read, and the figures of reuse."""
+    stats = generation.stats
+    return {
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": stats.generated_tokens,
+        "total_tokens": stats.prompt_tokens + stats.generated_tokens,
+        "cached_tokens": stats.reused_tokens,
+        **asdict(stats),
+    }
+
+
+def tool_selections(response: ChatResponse, *, required: bool) -> list[ToolSelection]:
+    """The tool calls of a response.
+
+    Raises:
+        ToolCallError: a call is ``required``, and there is none or an invalid one.
+    """
+    message = response.message
+    invalid = message.additional_kwargs.get(INVALID_CALLS, [])
+    calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+    if required and invalid:
+        found = "; ".join(f"{one['error']}: {one['text'][:200]!r}" for one in invalid)
+        raise ToolCallError(f"the model wrote a malformed call of a tool. {found}")
+    if required and not calls:
+        raise ToolCallError(
+            f"expected a tool call, the model answered {(message.content or '')[:200]!r}. With "
+            "tool_required=True a grammar enforces a call"
+        )
+    return [
+        ToolSelection(
+            tool_id=call.tool_call_id or "",
+            tool_name=call.tool_name,
+            tool_kwargs=call.tool_kwargs if isinstance(call.tool_kwargs, dict) else {},
+        )
+        for call in calls
+    ]

@@ -1,0 +1,232 @@
+"""Packs whole blocks into the context window: a text splitter and a prompt helper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
+from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
+from llama_index.core.llms.llm import LLM
+from llama_index.core.node_parser import TokenTextSplitter
+from llama_index.core.prompts import BasePromptTemplate, SelectorPromptTemplate
+
+from blockattn_rag.llama_index.llm import BlockAttentionLLM
+from blockattn_rag.prompts.blocks import BlockTemplate
+from blockattn_rag.prompts.formats import BLANK_LINE
+from blockattn_rag.prompts.marked_text import remove_orphans
+from blockattn_rag.prompts.markers import MarkedSpan, parse, wrap
+
+
+class _Piece(NamedTuple):
+    """Text that is not split, and its number of tokens in the prompt, without markers."""
+
+    text: str
+    tokens: int
+
+
+class BlockTextSplitter(TokenTextSplitter):
+    """Packs marked text into chunks of whole blocks, and splits other text as usual.
+
+    Chunks of blocks do not overlap. Text right before a block, such as a source's number, stays
+    with the block. A block that is larger than a chunk is split into blocks that fit.
+
+    Args:
+        chunk_size: Tokens per chunk.
+        chunk_overlap: Tokens of overlap between chunks of text without blocks.
+        tokenizer: Returns the token ids of a text. The model's tokenizer gives exact sizes.
+        separator: Separator of words.
+        block_template: Text that the LLM puts around each passage; its tokens count too.
+    """
+
+    _block_template: BlockTemplate = PrivateAttr()
+
+    def __init__(
+        self,
+        chunk_size: int,
+        chunk_overlap: int = 0,
+        tokenizer: Callable[[str], list[Any]] | None = None,
+        separator: str = " ",
+        block_template: BlockTemplate = BLANK_LINE,
+    ) -> None:
+        super().__init__(chunk_size, chunk_overlap, tokenizer, separator=separator)
+        self._block_template = block_template
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "BlockTextSplitter"
+
+    def _split_text(self, text: str, chunk_size: int) -> list[str]:
+        if not (passages := parse(text).passages):
+            return super()._split_text(remove_orphans(text), chunk_size)
+        chunks: list[str] = []
+        current, size = "", 0
+        for piece in self._pieces(text, passages, chunk_size):
+            if current.strip() and size + piece.tokens > chunk_size:
+                chunks.append(current.strip())
+                current, size = "", 0
+            current += piece.text
+            size += piece.tokens
+        return [*chunks, current.strip()] if current.strip() else chunks
+
+    def _pieces(
+        self, text: str, passages: Sequence[MarkedSpan], chunk_size: int
+    ) -> Iterator[_Piece]:
+        position = 0
+        for span in passages:
+            # The last paragraph before a block stays with it; earlier text may be split.
+            head, blank_line, label = text[position : span.start].rpartition("\n\n")
+            yield from self._plain(head + blank_line, chunk_size)
+            position = span.end
+            block = text[span.start : span.end]
+            tokens = self._block_tokens(span.text)
+            with_label = tokens + self._count(label)
+            if with_label <= chunk_size:
+                yield _Piece(label + block, with_label)
+                continue
+            yield from self._plain(label, chunk_size)
+            if tokens <= chunk_size:
+                yield _Piece(block, tokens)
+            else:
+                yield from self._cut(span, block, chunk_size)
+        yield from self._plain(text[position:], chunk_size)
+
+    def _plain(self, text: str, chunk_size: int) -> Iterator[_Piece]:
+        if text.isspace():
+            yield _Piece(text, 0)  # replaced by the block template
+        elif text := remove_orphans(text):
+            for part in self._split(text, chunk_size):
+                yield _Piece(part, self._count(part))
+
+    def _cut(self, span: MarkedSpan, block: str, chunk_size: int) -> Iterator[_Piece]:
+        """Split a block into blocks that fit. Pieces of a text that was changed after it was
+        marked keep its markers, which show the change."""
+        opening, closing = block[: block.index("]]") + 2], block[block.rindex("[[") :]
+        room = max(1, chunk_size - self._block_tokens("") - 1)
+        cutter = TokenTextSplitter(room, 0, self._tokenizer, separator=self.separator)
+        for part in cutter.split_text(span.text):
+            if part := part.strip():
+                marked = wrap(part) if span.intact else opening + part + closing
+                yield _Piece(marked, self._block_tokens(part))
+
+    def _block_tokens(self, text: str) -> int:
+        return self._count(self._block_template.before + text + self._block_template.after)
+
+    def _count(self, text: str) -> int:
+        return len(self._tokenizer(text)) if text else 0
+
+
+class _Joined(list[str]):
+    """Chunks that print as text, because ``simple_summarize`` formats the list itself."""
+
+    def __str__(self) -> str:
+        return "\n".join(self)
+
+
+class BlockPromptHelper(PromptHelper):
+    """A ``PromptHelper`` that keeps blocks whole in every response mode.
+
+    Context window and answer length are those of the LLM of each call, so one helper in
+    ``Settings`` serves several LLMs. For a ``BlockAttentionLLM`` it counts tokens with the model's
+    tokenizer and reserves room for the chat template.
+    """
+
+    block_template: BlockTemplate = Field(
+        default=BLANK_LINE, description="Text that the LLM puts around each passage."
+    )
+
+    def __init__(
+        self, *args: Any, block_template: BlockTemplate = BLANK_LINE, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.block_template = block_template
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "BlockPromptHelper"
+
+    @classmethod
+    def from_llm(cls, llm: BlockAttentionLLM, **kwargs: Any) -> BlockPromptHelper:
+        """A helper with the context window, tokenizer and template of an LLM."""
+        return cls(
+            context_window=llm.metadata.context_window,
+            num_output=llm.metadata.num_output,
+            tokenizer=llm.tokenize,
+            block_template=llm.block_template,
+            **kwargs,
+        )
+
+    def _get_available_chunk_size(
+        self,
+        prompt: BasePromptTemplate,
+        num_chunks: int = 1,
+        padding: int = DEFAULT_PADDING,
+        llm: LLM | None = None,
+        tools: list[Any] | None = None,
+    ) -> int:
+        if llm is None:
+            return super()._get_available_chunk_size(prompt, num_chunks, padding, llm, tools)
+        window, num_output = llm.metadata.context_window, llm.metadata.num_output
+        num_output = DEFAULT_NUM_OUTPUTS if num_output == -1 else num_output
+        if not isinstance(llm, BlockAttentionLLM) or tools:
+            other = PromptHelper(
+                window, num_output, self.chunk_overlap_ratio, self.chunk_size_limit,
+                self._tokenizer_of(llm),
+            )  # fmt: skip
+            return other._get_available_chunk_size(prompt, num_chunks, padding, llm, tools)
+        room = window - num_output - _empty_prompt_tokens(prompt, llm)
+        size = room // num_chunks - padding
+        return size if self.chunk_size_limit is None else min(size, self.chunk_size_limit)
+
+    def _tokenizer_of(self, llm: LLM | None) -> Callable[[str], list[Any]]:
+        return llm.tokenize if isinstance(llm, BlockAttentionLLM) else self._token_counter.tokenizer
+
+    def get_text_splitter_given_prompt(
+        self,
+        prompt: BasePromptTemplate,
+        num_chunks: int = 1,
+        padding: int = DEFAULT_PADDING,
+        llm: LLM | None = None,
+        tools: list[Any] | None = None,
+    ) -> BlockTextSplitter:
+        size = self._get_available_chunk_size(prompt, num_chunks, padding, llm, tools)
+        if size <= 0:
+            raise ValueError(
+                f"the question, the prompt template and the answer leave no room for passages "
+                f"({1 - size} tokens too many); shorten the question or max_new_tokens, or "
+                "use a larger context_window"
+            )
+        asked = llm if isinstance(llm, BlockAttentionLLM) else self
+        return BlockTextSplitter(
+            chunk_size=size,
+            chunk_overlap=int(self.chunk_overlap_ratio * size),
+            tokenizer=self._tokenizer_of(llm),
+            separator=self.separator,
+            block_template=asked.block_template,
+        )
+
+    def truncate(
+        self,
+        prompt: BasePromptTemplate,
+        text_chunks: Sequence[str],
+        padding: int = DEFAULT_PADDING,
+        llm: LLM | None = None,
+        tools: list[Any] | None = None,
+    ) -> list[str]:
+        """The first chunk of each text, which has whole blocks only."""
+        if not text_chunks:
+            return _Joined()
+        splitter = self.get_text_splitter_given_prompt(
+            prompt, len(text_chunks), padding, llm, tools
+        )
+        return _Joined(next(iter(splitter.split_text(text)), "") for text in text_chunks)
+
+
+def _empty_prompt_tokens(prompt: BasePromptTemplate, llm: BlockAttentionLLM) -> int:
+    """Tokens of the prompt without passages, but with system prompt and chat template."""
+    if isinstance(prompt, SelectorPromptTemplate):
+        prompt = prompt.select(llm=llm)
+    missing = set(prompt.template_vars) - prompt.kwargs.keys()
+    empty = llm.filled(prompt, **dict.fromkeys(missing, ""))
+    return len(llm.source.tokenizer.prompt_ids(empty).flat)

@@ -1,0 +1,190 @@
+"""Query engines and synthesizers that keep blocks whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+from llama_index.core import Settings
+from llama_index.core.base.base_query_engine import BaseQueryEngine
+from llama_index.core.indices.base import BaseIndex
+from llama_index.core.llms.llm import LLM
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
+from llama_index.core.query_engine import CitationQueryEngine
+from llama_index.core.query_engine.citation_query_engine import (
+    CITATION_QA_TEMPLATE,
+    CITATION_REFINE_TEMPLATE,
+)
+from llama_index.core.response_synthesizers import (
+    BaseSynthesizer,
+    ResponseMode,
+    get_response_synthesizer,
+)
+from llama_index.core.response_synthesizers.context_only import ContextOnly
+from llama_index.core.response_synthesizers.no_text import NoText
+from llama_index.core.schema import NodeWithScore
+
+from blockattn_rag.llama_index.llm import BlockAttentionLLM
+from blockattn_rag.llama_index.nodes import as_block_node, canonical_text
+from blockattn_rag.llama_index.packing import BlockPromptHelper
+from blockattn_rag.llama_index.postprocessors import BlockKVPostprocessor, BlockKVPrefetch, Order
+from blockattn_rag.prompts.markers import strip_markers, wrap
+
+
+def configure(llm: BlockAttentionLLM) -> None:
+    """Make ``llm`` the default LLM of LlamaIndex, with its prompt helper and tokenizer.
+
+    Chat engines keep the blocks of long contexts whole only after this call, because they read
+    their prompt helper from ``Settings``.
+    """
+    Settings.llm = llm
+    Settings.prompt_helper = BlockPromptHelper.from_llm(llm)
+    Settings.tokenizer = llm.tokenize
+
+
+def encode_prompt_head(
+    llm: BlockAttentionLLM, prompt: BasePromptTemplate = DEFAULT_TEXT_QA_PROMPT_SEL
+) -> None:
+    """Store the KV of a prompt template's text before the passages.
+
+    Questions store passages only, so the first question of each process computes this text unless
+    it was stored with this function. Stores nothing if the template puts the question first.
+
+    Args:
+        llm: The LLM that will answer.
+        prompt: Template with ``context_str`` and ``query_str``. Default: LlamaIndex's template for
+            questions.
+    """
+    query = "\u241equery\u241e"
+    head = llm.filled(prompt, context_str=wrap("passage"), query_str=query).context[:1]
+    if head and not head[0].is_passage and query not in head[0].text:
+        llm.engine.precompute(head, as_prompt=True)
+
+
+def block_response_synthesizer(
+    llm: BlockAttentionLLM, response_mode: ResponseMode | str = ResponseMode.COMPACT, **kwargs: Any
+) -> BaseSynthesizer:
+    """``get_response_synthesizer`` of LlamaIndex that packs whole blocks.
+
+    Args:
+        llm: The LLM that will answer.
+        response_mode: Mode of the synthesizer.
+        kwargs: Further arguments of ``get_response_synthesizer``.
+    """
+    mode = ResponseMode(response_mode)
+    if mode in (ResponseMode.CONTEXT_ONLY, ResponseMode.NO_TEXT):
+        # LlamaIndex would create these with the default LLM instead of this one.
+        shared = ("callback_manager", "streaming", "multimodal")
+        own = {name: kwargs[name] for name in shared if name in kwargs}
+        return (_CleanContext if mode is ResponseMode.CONTEXT_ONLY else NoText)(llm=llm, **own)
+    kwargs.setdefault("prompt_helper", BlockPromptHelper.from_llm(llm))
+    return get_response_synthesizer(llm=llm, response_mode=mode, **kwargs)
+
+
+class _CleanContext(ContextOnly):
+    """``context_only``, which returns the LLM's view to the user, without markers."""
+
+    def get_response(self, query_str: str, text_chunks: Sequence[str], **kwargs: Any) -> str:
+        return "\n\n".join(strip_markers(text) for text in text_chunks)
+
+    async def aget_response(self, query_str: str, text_chunks: Sequence[str], **kwargs: Any) -> str:
+        return self.get_response(query_str, text_chunks, **kwargs)
+
+
+_SYNTHESIS = signature(get_response_synthesizer).parameters.keys() - {"callback_manager"}
+"""Arguments of synthesizers that retrievers and query engines do not take."""
+
+
+def block_query_engine(
+    index: BaseIndex[Any],
+    llm: BlockAttentionLLM,
+    *,
+    order: Order = "retrieved",
+    node_postprocessors: Sequence[BaseNodePostprocessor] = (),
+    response_mode: ResponseMode | str = ResponseMode.COMPACT,
+    streaming: bool = False,
+    **kwargs: Any,
+) -> BaseQueryEngine:
+    """``index.as_query_engine`` with the postprocessors and synthesizer that reuse passages.
+
+    Args:
+        index: The index.
+        llm: The LLM that will answer.
+        order: Order of the passages; see ``BlockKVPostprocessor``.
+        node_postprocessors: Further postprocessors, between ``BlockKVPrefetch`` and
+            ``BlockKVPostprocessor``.
+        response_mode: Mode of the synthesizer.
+        streaming: Whether answers are streamed.
+        kwargs: Further arguments of ``as_query_engine``, such as ``similarity_top_k`` of the
+            retriever or ``output_cls`` of the synthesizer.
+    """
+    # LlamaIndex does not pass them to a ready synthesizer.
+    own = {name: kwargs.pop(name) for name in _SYNTHESIS & kwargs.keys()}
+    synthesizer = block_response_synthesizer(llm, response_mode, streaming=streaming, **own)
+    return index.as_query_engine(
+        llm=llm,
+        response_synthesizer=synthesizer,
+        node_postprocessors=[
+            BlockKVPrefetch(llm),
+            *node_postprocessors,
+            BlockKVPostprocessor(order),
+        ],
+        streaming=streaming,
+        **kwargs,
+    )
+
+
+class BlockCitationQueryEngine(CitationQueryEngine):
+    """``CitationQueryEngine`` that reuses passages.
+
+    Each retrieved node is one source and one stored block: it is not split by
+    ``citation_chunk_size``, and its label (``Source 1:``) is outside of its block. Sources have the
+    LLM's view of the node, including metadata; ``metadata_mode`` is ignored. With
+    ``multimodal=True`` it behaves like its parent class, without reuse.
+    """
+
+    @classmethod
+    def from_args(  # type: ignore[override]
+        cls,
+        index: Any,
+        llm: LLM | None = None,
+        *,
+        response_mode: ResponseMode = ResponseMode.COMPACT,
+        use_async: bool = False,
+        streaming: bool = False,
+        citation_qa_template: Any = CITATION_QA_TEMPLATE,
+        citation_refine_template: Any = CITATION_REFINE_TEMPLATE,
+        multimodal: bool = False,
+        **kwargs: Any,
+    ) -> CitationQueryEngine:
+        """``CitationQueryEngine.from_args`` with a synthesizer that keeps blocks whole."""
+        ways: dict[str, Any] = {"use_async": use_async, "streaming": streaming}
+        if isinstance(llm, BlockAttentionLLM) and not multimodal:
+            templates = {
+                "text_qa_template": citation_qa_template,
+                "refine_template": citation_refine_template,
+            }
+            synthesizer = block_response_synthesizer(llm, response_mode, **ways, **templates)
+            kwargs.setdefault("response_synthesizer", synthesizer)
+        return super().from_args(
+            index,
+            llm,
+            response_mode=response_mode,
+            **ways,
+            citation_qa_template=citation_qa_template,
+            citation_refine_template=citation_refine_template,
+            multimodal=multimodal,
+            **kwargs,
+        )
+
+    def _create_citation_nodes(self, nodes: list[NodeWithScore]) -> list[NodeWithScore]:
+        if self._multimodal:
+            return super()._create_citation_nodes(nodes)
+        with_text = [n for n in nodes if canonical_text(n.node)]
+        return [
+            n.model_copy(update={"node": as_block_node(n.node, label=f"Source {number}:\n")})
+            for number, n in enumerate(with_text, start=1)
+        ]
