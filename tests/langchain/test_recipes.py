@@ -6,15 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.language_models import BaseChatModel
 
 from blockattn_rag import BlockAttentionEngine, Recipe
 from blockattn_rag.langchain import (
     BlockAttentionLLM,
-    BlockKVCompressor,
-    BlockKVTransformer,
     ChatBlockAttention,
     format_blocks,
 )
@@ -25,20 +22,6 @@ from tests.models import tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
 
 MESSAGES = [("system", format_blocks(passages())), ("human", "Which?")]
-
-
-@pytest.fixture(scope="module")
-def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that is not block-fine-tuned."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def reuse(message: Any) -> dict[str, Any]:
-    figures: dict[str, Any] = message.response_metadata["block_attention"]
-    return figures
 
 
 def test_the_constructors_have_few_arguments() -> None:
@@ -57,53 +40,6 @@ def test_the_constructors_have_few_arguments() -> None:
     assert found | {"engine", "api_key"} == own
     assert len(own) == 14
     assert BlockAttentionLLM.model_fields.keys() - ChatBlockAttention.model_fields.keys() == set()
-
-
-def test_the_model_and_its_ingestion_run_with_the_recipe(tmp_path: Path, saved_model: Path) -> None:
-    model = BlockModel.from_pretrained(saved_model)
-    recipe = recipe_of(model)
-    recipe.save(tmp_path / "mine")
-    chat = ChatBlockAttention(
-        model=str(saved_model), kv_store=tmp_path / "kv", recipe=tmp_path / "mine", max_tokens=6
-    )
-    BlockKVTransformer(llm=chat).transform_documents(passages())
-    answer = chat.invoke(MESSAGES)
-    assert (reuse(answer)["hits"], reuse(answer)["misses"]) == (3, 1)  # the text before them
-    assert reuse(answer)["recipe"] == str(recipe)
-    assert local(chat.engine).recipe == recipe
-    compressor = BlockKVCompressor(llm=chat, warm=True)
-    compressor.compress_documents(passages(), "Which?")
-    warmed = compressor.wait_until_warm()
-    assert warmed is not None
-    assert warmed.reused == 3
-
-
-def test_a_recipe_beside_the_store_is_found(tmp_path: Path, saved_model: Path) -> None:
-    recipe = recipe_of(BlockModel.from_pretrained(saved_model))
-    recipe.save(tmp_path / "recipe")
-    chat = ChatBlockAttention(model=str(saved_model), kv_store=tmp_path / "kv", max_tokens=2)
-    assert reuse(chat.invoke(MESSAGES))["recipe"] == str(recipe)
-
-
-def test_a_call_may_have_another_recipe(chat: ChatBlockAttention) -> None:
-    prompt = chat.to_prompt(chat._convert_input(MESSAGES).to_messages())
-    for recipe in ("bos", recipe_of(local(chat.engine).model), Recipe(promote=1)):
-        expected = chat.engine.generate(prompt, max_new_tokens=6, recipe=recipe)
-        assert chat.invoke(MESSAGES, recipe=recipe).content == expected.text
-        assert chat.bind(recipe=recipe).invoke(MESSAGES).content == expected.text
-        *_, last = chat.stream(MESSAGES, recipe=recipe)
-        assert reuse(last)["recipe"] == expected.stats.recipe
-    assert reuse(last)["promoted_tokens"] > 40
-
-
-def test_what_is_no_recipe_is_refused_at_once(chat: ChatBlockAttention) -> None:
-    for kind in (ChatBlockAttention, BlockKVTransformer):
-        with pytest.raises(ValueError, match="Found no recipe at nowhere"):
-            kind(model="bundled", recipe="nowhere")
-    with pytest.raises(ValueError, match="beside engine=, which has its own"):
-        ChatBlockAttention(engine=chat.engine, recipe="bos")
-    with pytest.raises(ValueError, match="either llm=, or the model, store and recipe"):
-        BlockKVTransformer(llm=chat, recipe="bos")
 
 
 def test_an_answer_cache_tells_recipes_of_engines_apart(chat: ChatBlockAttention) -> None:

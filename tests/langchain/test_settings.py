@@ -50,35 +50,6 @@ def with_variables(
     return ChatBlockAttention(engine=chat.engine, max_tokens=2, generate_kwargs=own, **fields)
 
 
-def test_variables_of_the_template_are_those_of_the_call_else_of_the_class(
-    chat: ChatBlockAttention,
-) -> None:
-    without = with_variables(chat, OFF)
-    plain, off = (
-        one.invoke(ASKED).usage_metadata["input_tokens"]  # type: ignore[index]
-        for one in (chat, without)
-    )
-    assert off == plain + len("<think>\n\n</think>\n\n")
-
-    def tokens(one: ChatBlockAttention, value: bool) -> list[int]:
-        bound = one.bind(chat_template_kwargs={"enable_thinking": value})
-        found = [bound.invoke(ASKED), *bound.batch([ASKED]), asyncio.run(bound.ainvoke(ASKED))]
-        *_, last = bound.stream(ASKED)
-        return [m.usage_metadata["input_tokens"] for m in (*found, last)]  # type: ignore[index]
-
-    assert tokens(chat, False) == [off] * 4
-    assert tokens(without, True) == [plain] * 4
-    assert without.to_prompt([AIMessage("x")]).final.endswith("</think>\n\n")
-
-
-def test_a_variable_that_the_template_does_not_read_is_refused(chat: ChatBlockAttention) -> None:
-    with pytest.raises(ValueError, match="enable_thinkin, which the chat template"):
-        chat.invoke(ASKED, chat_template_kwargs={"enable_thinkin": False})
-    mute = with_variables(chat, {"other": 1})
-    with pytest.raises(ValueError, match="sets other"):
-        mute.invoke(ASKED)
-
-
 def test_answers_that_are_cached_know_their_variables(chat: ChatBlockAttention) -> None:
     cache = InMemoryCache()
     for kwargs in ({}, OFF):
@@ -122,12 +93,6 @@ def test_thoughts_of_earlier_answers_reach_a_template_that_shows_them(
     for message in (earlier, as_part):
         final = chat.to_prompt([AIMessage("x"), message]).final
         assert "<think>\nIt is deep.\n</think>\n\n31 metres.<|end|>" in final
-
-
-def test_where_a_template_marks_no_thoughts_all_is_answer() -> None:
-    engine = BlockAttentionEngine(tiny_block_model(), MemoryStore(1 << 28))
-    answer = ChatBlockAttention(engine=engine).invoke(ASKED, **says(ANSWER))
-    assert (answer.content, answer.additional_kwargs) == (ANSWER, {})
 
 
 def test_the_profile_tells_what_the_model_holds(chat: ChatBlockAttention) -> None:

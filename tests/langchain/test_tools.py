@@ -16,7 +16,7 @@ from blockattn_rag.adapters.exchange import template_messages
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from blockattn_rag.langchain.messages import chat_turns
 from tests.langchain.conftest import passages
-from tests.scripted import Script, ScriptedEngine, tool_model
+from tests.scripted import Script, ScriptedEngine
 
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"query": "towers"}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -85,21 +85,6 @@ def test_every_kind_of_tool_is_shown_to_the_model_as_its_definition() -> None:
     assert '"strict": true' in prompt
 
 
-@pytest.mark.parametrize("how", ["invoke", "stream"])
-def test_calls_are_read_and_the_text_before_them_is_kept(how: str) -> None:
-    model = scripted(f"I look.\n{CALL}\n{OTHER}").bind_tools([look_up, add])
-    answer = ask(model, how)
-    assert answer.content == "I look."
-    assert [(one["name"], one["args"]) for one in answer.tool_calls] == [
-        ("look_up", {"query": "towers"}),
-        ("add", {"a": 1, "b": 2}),
-    ]
-    assert len({one["id"] for one in answer.tool_calls}) == 2
-    assert not answer.invalid_tool_calls
-    assert answer.usage_metadata is not None
-    assert answer.response_metadata["finish_reason"] == "stop"
-
-
 async def test_calls_come_in_event_loops_too() -> None:
     model = scripted(CALL).bind_tools([look_up])
     assert (await model.ainvoke("?")).tool_calls[0]["name"] == "look_up"
@@ -121,72 +106,6 @@ def test_calls_and_texts_stay_apart_in_standard_content(answer: str) -> None:
     kinds = [one["type"] for one in content]
     assert kinds.count("tool_call") == answer.count("<tool_call>")
     assert all({*one} <= {"type", "text", "index"} for one in content if one["type"] == "text")
-
-
-@pytest.mark.parametrize("how", ["invoke", "stream"])
-@pytest.mark.parametrize(
-    ("written", "error"),
-    [
-        ('<tool_call>\n{"name": "look_up", "arguments": {"query": "to', "ends before the call"),
-        ('<tool_call>\n{"name": "look_up", "query": "towers"}\n</tool_call>', "'arguments' once"),
-    ],
-)
-def test_malformed_calls_are_reported_whole_or_streamed(how: str, written: str, error: str) -> None:
-    answer = ask(scripted(f"Hm. {written}").bind_tools([look_up]), how)
-    assert answer.content == "Hm."
-    assert not answer.tool_calls
-    (invalid,) = answer.invalid_tool_calls
-    assert invalid["name"] == "look_up"
-    said = f"{invalid['error']}: {invalid['args']}"
-    assert error in said
-    assert '"to' in said
-
-
-def test_a_call_that_the_token_limit_cuts_is_malformed() -> None:
-    model = scripted(CALL).bind_tools([look_up], max_tokens=60)
-    answer = model.invoke("?")
-    assert (answer.tool_calls, len(answer.invalid_tool_calls)) == ([], 1)
-    assert answer.response_metadata["finish_reason"] == "length"
-
-
-@pytest.mark.parametrize("how", ["invoke", "stream"])
-@pytest.mark.parametrize("choice", ["auto", "any"])
-def test_the_same_call_again_ends_the_answer_and_is_dropped(how: str, choice: str) -> None:
-    chat = scripted("\n".join([OTHER] + [CALL] * 4))
-    answer = ask(chat.bind_tools([look_up, add], tool_choice=choice), how)
-    assert [one["name"] for one in answer.tool_calls] == ["add", "look_up"]
-    assert not answer.invalid_tool_calls
-    assert answer.response_metadata["finish_reason"] == "repetition"
-    expected = len("\n".join([OTHER, CALL, CALL]))  # one token a character, and one a mark
-    assert answer.usage_metadata is not None
-    assert answer.usage_metadata["output_tokens"] <= expected
-
-
-@pytest.mark.parametrize("how", ["invoke", "stream"])
-def test_calls_of_other_arguments_or_behind_text_are_no_repetition(how: str) -> None:
-    other = CALL.replace("towers", "lakes")
-    answer = ask(scripted(f"{CALL}\n{other}\nAgain:\n{other}").bind_tools([look_up]), how)
-    queries = [one["args"]["query"] for one in answer.tool_calls]
-    assert queries == ["towers", "lakes", "lakes"]
-    assert answer.response_metadata["finish_reason"] == "stop"
-
-
-@pytest.mark.parametrize("how", ["invoke", "stream"])
-@pytest.mark.parametrize("choice", ["auto", "any"])
-def test_the_answer_ends_with_the_only_call_that_is_allowed(how: str, choice: str) -> None:
-    tools: dict[str, Any] = {"tool_choice": choice, "parallel_tool_calls": False}
-    model = scripted(f"{CALL}\n{OTHER}\nDone.").bind_tools([look_up, add], **tools)
-    answer = ask(model, how)
-    assert [one["name"] for one in answer.tool_calls] == ["look_up"]
-    assert not answer.invalid_tool_calls
-    assert answer.content == ""
-    assert answer.response_metadata["finish_reason"] == "stop"
-
-
-def test_no_tool_is_shown_where_none_may_be_called() -> None:
-    chat = scripted(CALL)
-    assert chat.bind_tools([look_up], tool_choice="none").invoke("?").content == CALL
-    assert "look_up" not in prompts_of(chat)[0]
 
 
 @pytest.mark.parametrize("how", ["invoke", "stream"])
@@ -245,24 +164,3 @@ def test_tokens_are_counted_with_tools() -> None:
 def test_batches_of_models_with_tools_read_calls() -> None:
     model = scripted(CALL).bind_tools([look_up])
     assert [len(one.tool_calls) for one in model.batch(["One?", "Two?"])] == [1, 1]
-
-
-class Digits(BaseModel):
-    """Take digits."""
-
-    a: int = Field(ge=0, le=9)
-    b: int = Field(ge=0, le=9)
-
-
-@pytest.mark.parametrize("how", ["invoke", "stream"])
-@pytest.mark.parametrize("choice", ["any", "required", True, "Digits"])
-def test_a_call_with_valid_arguments_is_forced_where_one_is_required(
-    choice: str | bool, how: str
-) -> None:
-    # A random model, whose answers no script writes.
-    chat = ChatBlockAttention(engine=BlockAttentionEngine(tool_model()), max_tokens=200)
-    tools: list[Any] = [look_up, Digits] if choice == "Digits" else [Digits]
-    answer = ask(chat.bind_tools(tools, tool_choice=choice, parallel_tool_calls=False), how, "Hi")
-    (call,) = answer.tool_calls
-    assert (answer.content, call["name"]) == ("", "Digits")
-    Digits.model_validate(call["args"])

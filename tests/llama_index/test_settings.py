@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, TextBlock, ThinkingBlock
@@ -16,7 +15,6 @@ from tests.saying import says, thinking_tokenizer
 
 ANSWER = "<think>\nIt is deep.\n</think>\n\n31 metres."
 ASKED = [ChatMessage("How deep?")]
-NOTHING = "<think>\n\n</think>\n\n"
 
 
 @pytest.fixture(scope="module")
@@ -36,33 +34,7 @@ def llm(engine: RecordingEngine) -> BlockAttentionLLM:
     return BlockAttentionLLM(engine=engine, max_new_tokens=2)
 
 
-def test_variables_of_the_template_are_those_of_the_call_else_of_the_class(
-    engine: RecordingEngine, llm: BlockAttentionLLM
-) -> None:
-    off = {"enable_thinking": False}
-    without = BlockAttentionLLM(
-        engine=engine, max_new_tokens=2, generate_kwargs={"chat_template_kwargs": off}
-    )
-
-    def finals(one: BlockAttentionLLM, **call: Any) -> list[bool]:
-        engine.calls.clear()
-        one.chat(ASKED, **call)
-        one.complete("How deep?", **call)
-        list(one.stream_chat(ASKED, **call))
-        asyncio.run(one.achat(ASKED, **call))
-        return [call.prompt.final.endswith(NOTHING) for call in engine.calls]
-
-    assert finals(llm) == [False] * 4
-    assert finals(without) == [True] * 4
-    assert finals(llm, chat_template_kwargs=off) == [True] * 4
-    assert finals(without, chat_template_kwargs={"enable_thinking": True}) == [False] * 4
-
-
-def test_variables_that_would_be_lost_are_refused(
-    engine: RecordingEngine, llm: BlockAttentionLLM
-) -> None:
-    with pytest.raises(ValueError, match="enable_thinkin, which the chat template"):
-        llm.chat(ASKED, chat_template_kwargs={"enable_thinkin": False})
+def test_variables_that_would_be_lost_are_refused(engine: RecordingEngine) -> None:
     own = BlockAttentionLLM(
         engine=engine,
         messages_to_prompt=lambda messages: "".join(str(m.content) for m in messages),

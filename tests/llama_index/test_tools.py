@@ -75,27 +75,6 @@ async def test_calls_are_read_in_every_way_to_chat() -> None:
     assert all('"name": "add"' in prompt for prompt in prompts_of(llm))
 
 
-@pytest.mark.parametrize("several", [True, False])
-def test_the_same_call_again_ends_the_answer(several: bool) -> None:
-    llm = scripted("\n".join([CALL] * 4))
-    options: dict[str, Any] = {"allow_parallel_tool_calls": several}
-    for response in (
-        llm.chat_with_tools([ADD], "1 + 2?", **options),
-        [*llm.stream_chat_with_tools([ADD], "1 + 2?", **options)][-1],
-    ):
-        assert calls_of(response) == [("add", {"a": 1, "b": 2})]
-        assert INVALID_CALLS not in response.message.additional_kwargs
-        assert response.raw
-        assert response.raw["finish_reason"] == ("repetition" if several else "stop")
-        written = CALL if not several else f"{CALL}\n{CALL}"
-        assert response.raw["usage"]["completion_tokens"] <= len(written)
-
-
-def test_a_stream_s_deltas_are_its_text_without_calls() -> None:
-    steps = [*scripted(f"I add.\n{CALL}").stream_chat_with_tools([ADD], "1 + 2?")]
-    assert "".join(step.delta or "" for step in steps) == "I add."
-
-
 def test_a_template_tells_whether_this_is_a_function_calling_model(
     engine: BlockAttentionEngine,
 ) -> None:
