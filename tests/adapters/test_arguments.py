@@ -13,7 +13,7 @@ class Thing:
     """Has arguments."""
 
 
-def test_the_nearest_argument_is_named_and_where_other_options_go() -> None:
+def test_unknown_arguments_raise_with_suggestions() -> None:
     known = ["temperature", "top_p", "generate_kwargs"]
     check_known(Thing, ["temperature"], known)
     with pytest.raises(TypeError) as raised:
@@ -28,7 +28,7 @@ def test_the_nearest_argument_is_named_and_where_other_options_go() -> None:
 
 
 @pytest.mark.parametrize("name", ["temprature", "do_sample", "time_out"])
-def test_langchain_and_llama_index_refuse_them(name: str) -> None:
+def test_constructors_refuse_unknown_arguments(name: str) -> None:
     from blockattn_rag.langchain import BlockAttentionLLM, BlockKVTransformer, ChatBlockAttention
     from blockattn_rag.llama_index import BlockAttentionLLM as LlamaIndexLLM
 
@@ -47,7 +47,7 @@ def test_every_name_of_an_argument_is_known() -> None:
     assert (chat.max_tokens, chat.stop, chat.tags) == (3, ["x"], ["a"])
 
 
-def test_what_is_no_llm_is_told_with_what_was_expected() -> None:
+def test_an_llm_of_another_type_raises_type_error() -> None:
     from blockattn_rag.langchain import BlockKVTransformer
     from blockattn_rag.llama_index import BlockKVTransform
 
@@ -59,7 +59,7 @@ def test_what_is_no_llm_is_told_with_what_was_expected() -> None:
         BlockKVTransform(llm=wrong)
 
 
-def test_texts_are_no_documents_and_no_nodes() -> None:
+def test_texts_instead_of_documents_raise_type_error() -> None:
     from blockattn_rag.langchain import BlockKVTransformer
     from blockattn_rag.llama_index import BlockKVTransform
 

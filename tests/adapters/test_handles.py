@@ -25,12 +25,12 @@ class Collection:
         return {"metadatas": page, "documents": ["text"] * len(page)}
 
 
-def test_what_is_no_text_is_no_handle() -> None:
+def test_handles_that_are_no_strings_are_ignored() -> None:
     odd = [{HANDLE_KEY: value} for value in (["a", "list"], {"a": 1}, 7, True, None, "")]
     assert live_handles([Collection(*odd, None, {}, {HANDLE_KEY: "a" * 32})]) == {"a" * 32}
 
 
-def test_a_source_that_is_no_text_does_not_agree() -> None:
+def test_a_digest_that_is_no_string_makes_a_handle_stale() -> None:
     assert live_handles([Collection({HANDLE_KEY: "a" * 32, DIGEST_KEY: ["x"]})]) == set()
 
 
@@ -40,7 +40,7 @@ def test_passages_of_both_frameworks_and_their_metadata_have_handles() -> None:
     assert live_handles(given) == {"a" * 32, "b" * 32, "c" * 32}
 
 
-def test_a_document_whose_text_was_replaced_has_the_handle_of_another() -> None:
+def test_a_document_with_a_replaced_text_has_a_stale_handle() -> None:
     metadata = {HANDLE_KEY: "a" * 32, DIGEST_KEY: digest_of({"page_content": "old"})}
     assert live_handles([Document("old", metadata=metadata)]) == {"a" * 32}
     assert live_handles([Document("new", metadata=metadata)]) == set()
@@ -48,6 +48,6 @@ def test_a_document_whose_text_was_replaced_has_the_handle_of_another() -> None:
     assert live_handles([metadata]) == {"a" * 32}
 
 
-def test_what_holds_no_passages_is_refused() -> None:
+def test_places_without_passages_raise_type_error() -> None:
     with pytest.raises(TypeError, match="expected a Chroma collection, a document, a node"):
         live_handles(["a" * 32])

@@ -25,23 +25,21 @@ def hints(caplog: pytest.LogCaptureFixture) -> ReuseHints:
     return ReuseHints()
 
 
-def test_passages_that_are_never_marked(
-    hints: ReuseHints, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unmarked_passages_log_a_hint(hints: ReuseHints, caplog: pytest.LogCaptureFixture) -> None:
     show(hints, *[LONG] * 9)
     (record,) = caplog.records
     assert "BlockKVPostprocessor() last" in record.getMessage()
     assert "format_blocks" in record.getMessage()
 
 
-def test_short_prompts_and_prompts_after_marked_ones_are_nobodys_mistake(
+def test_short_prompts_and_prompts_after_marked_ones_log_no_hint(
     hints: ReuseHints, caplog: pytest.LogCaptureFixture
 ) -> None:
     show(hints, *["What is meant?"] * 9, wrap("passage") + "Q", *[LONG] * 9)
     assert not caplog.records
 
 
-def test_a_question_that_stands_before_the_passages(
+def test_a_question_before_the_passages_logs_a_hint(
     hints: ReuseHints, caplog: pytest.LogCaptureFixture
 ) -> None:
     show(hints, *(f"Question {n}? {wrap('passage')}Answer:" for n in range(9)))
@@ -49,16 +47,14 @@ def test_a_question_that_stands_before_the_passages(
     assert "before the passages" in record.getMessage()
 
 
-def test_different_templates_in_turn_are_no_questions(
+def test_alternating_templates_log_no_hint(
     hints: ReuseHints, caplog: pytest.LogCaptureFixture
 ) -> None:
     show(hints, *(f"Template {n % 4}: {wrap('passage')}Question {n}?" for n in range(12)))
     assert not caplog.records
 
 
-def test_a_head_that_stays_the_same_is_no_question(
-    hints: ReuseHints, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_constant_head_logs_no_hint(hints: ReuseHints, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(9):
         hints.look_at(segment(f"Context: {wrap('passage')}Question {number}?"))
         spans = [Span(f"Date {number}", "system"), Span("passage", "passage"), Span("Q", "prompt")]

@@ -11,7 +11,7 @@ from tests.engines import local
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
 
-def test_it_reaches_the_engine_and_comes_back_with_the_state() -> None:
+def test_kv_dtype_reaches_the_engine_and_survives_serialization() -> None:
     arguments = {"kv_dtype": "int8"}
     model, tokenizer, store = shared_tiny_llama(), tiny_tokenizer(), MemoryStore(1 << 20)
     source = EngineSource(None, model, tokenizer, store, "auto", arguments)

@@ -52,7 +52,7 @@ def test_an_ingestion_step_stores_for_the_tenant_of_its_engine(
     assert [kv.namespace for key in list(store.keys()) if (kv := store.get(key))] == ["one"]
 
 
-def test_a_cached_ingestion_of_one_tenant_is_none_of_another(store: MemoryStore) -> None:
+def test_tenants_do_not_share_cached_ingestions(store: MemoryStore) -> None:
     one, two = (BlockKVTransform(engine=engine_of(store, name)).to_dict() for name in ("a", "b"))
     assert one != two
     assert {**one, "namespace": "b"} == two

@@ -94,7 +94,7 @@ async def test_a_retriever_s_tool_gives_marked_text_and_documents_with_handles(
     assert retriever.queries == ["1 2", "1 2"]
 
 
-def test_a_model_is_told_that_nothing_was_found(retriever: Numbered) -> None:
+def test_the_model_sees_that_nothing_was_found(retriever: Numbered) -> None:
     tool = block_retriever_tool(retriever, "look_up", "Looks up.")
     assert tool.invoke({"query": "nine"}) == NOTHING_FOUND
 
@@ -201,9 +201,7 @@ async def test_passages_are_looked_up_before_the_model_is_asked(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_a_follow_up_question_is_made_one_of_its_own(
-    retriever: Numbered, is_async: bool
-) -> None:
+async def test_a_follow_up_question_is_condensed(retriever: Numbered, is_async: bool) -> None:
     chat = chat_that(lambda prompt: "3 please" if "Standalone question" in prompt else "Yes.")
     first = RetrieveFirst(retriever, condense=chat)
     agent = create_agent(chat, [], middleware=[first], checkpointer=InMemorySaver())
@@ -216,7 +214,7 @@ async def test_a_follow_up_question_is_made_one_of_its_own(
     assert "Human: About 0\nAssistant: Yes.\n\nFollow-up question: And then?" in condensing
 
 
-async def test_a_stream_of_an_agent_holds_its_answer_and_no_condensed_question(
+async def test_an_agents_stream_excludes_the_condensed_question(
     retriever: Numbered,
 ) -> None:
     chat = chat_that(lambda prompt: "3 please" if "Standalone question" in prompt else "Yes.")
@@ -238,7 +236,7 @@ def test_a_prompt_for_condensing_that_cannot_be_filled_is_refused(
         RetrieveFirst(retriever, condense_prompt=wrong)
 
 
-def test_what_cannot_be_asked_is_refused_where_it_is_given(retriever: Numbered) -> None:
+def test_invalid_retrievers_and_models_raise_in_the_constructor(retriever: Numbered) -> None:
     vectors: Any = InMemoryVectorStore(HashingEmbeddings(8))
     with pytest.raises(TypeError, match=r"found InMemoryVectorStore; give .* as_retriever"):
         RetrieveFirst(vectors)
@@ -269,7 +267,7 @@ def test_passages_are_looked_up_first_for_templates_that_show_no_results(
     assert prompt.index("Passage 0:") < prompt.index("About 0 1")
 
 
-def test_what_is_no_question_is_not_looked_up(retriever: Numbered) -> None:
+def test_only_questions_are_looked_up(retriever: Numbered) -> None:
     first = RetrieveFirst(retriever)
     assert first.before_agent({"messages": [HumanMessage(" ")]}, None) is None
     assert first.before_agent({"messages": [AIMessage("Hi")]}, None) is None

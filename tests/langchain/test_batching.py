@@ -74,7 +74,7 @@ def test_a_batch_of_a_chain_reaches_the_model_as_one(
     assert engine.batches == [2]
 
 
-def test_max_concurrency_bounds_what_is_taken_together(
+def test_max_concurrency_limits_the_batch(
     chat: ChatBlockAttention, engine: CountingEngine, one_by_one: list[Any]
 ) -> None:
     assert contents(chat.batch(inputs(), {"max_concurrency": 3})) == one_by_one
@@ -82,7 +82,7 @@ def test_max_concurrency_bounds_what_is_taken_together(
     assert max(engine.batches) == 3
 
 
-async def test_more_inputs_than_a_batch_holds_all_come_back_in_order(
+async def test_inputs_beyond_one_batch_are_answered_in_order(
     chat: ChatBlockAttention, engine: CountingEngine
 ) -> None:
     many: list[Any] = [[("human", f"Question {n}?")] for n in range(20)]

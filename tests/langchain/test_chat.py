@@ -54,7 +54,7 @@ async def test_every_way_to_call_gives_the_same_answer(chat: ChatBlockAttention)
     assert chat.invoke(asking(), mode="full").usage_metadata["input_tokens"] > 0  # type: ignore[index]
 
 
-def test_figures_tell_what_was_reused_and_what_was_computed(chat: ChatBlockAttention) -> None:
+def test_figures_count_reused_and_computed_tokens(chat: ChatBlockAttention) -> None:
     first, second = (chat.invoke(asking()) for _ in range(2))
     for message, hits in ((first, 0), (second, 4)):
         usage, reuse = message.usage_metadata, message.response_metadata["block_attention"]
@@ -139,7 +139,7 @@ async def test_a_cancelled_task_frees_the_model(
     assert (await chat.ainvoke("Hello", max_tokens=1)).content
 
 
-def test_options_of_a_call_go_before_those_of_the_model(chat: ChatBlockAttention) -> None:
+def test_options_of_a_call_override_those_of_the_model(chat: ChatBlockAttention) -> None:
     answer = str(chat.invoke(asking()).content)
     assert len(answer) == 6
     assert len(str(chat.invoke(asking(), max_tokens=2).content)) == 2
@@ -173,7 +173,7 @@ def test_an_answer_cache_is_asked_first(chat: ChatBlockAttention) -> None:
     assert again[0].usage_metadata["input_token_details"] != {}  # type: ignore[index]
 
 
-def test_a_model_without_a_chat_template_says_what_to_use() -> None:
+def test_a_model_without_a_chat_template_raises_value_error() -> None:
     model = BlockModel(tiny_model(), tiny_tokenizer(chat=False))
     chat = ChatBlockAttention(engine=BlockAttentionEngine(model))
     with pytest.raises(ValueError, match="use BlockAttentionLLM"):

@@ -55,7 +55,7 @@ def failing(chat: ChatBlockAttention) -> ChatBlockAttention:
     return ChatBlockAttention(engine=engine)
 
 
-def test_a_fallback_of_another_make_gets_no_markers(chat: ChatBlockAttention) -> None:
+def test_fallbacks_of_other_packages_get_no_markers(chat: ChatBlockAttention) -> None:
     seen: list[Any] = []
 
     def note(value: Any) -> str:
@@ -98,7 +98,7 @@ def test_a_retriever_tool_with_artifacts_needs_no_markers_in_its_messages(
     assert blocks == [document.page_content.strip() for document in found]
 
 
-def test_an_artifact_is_found_as_whole_lines(chat: ChatBlockAttention) -> None:
+def test_an_artifact_is_marked_only_at_complete_lines(chat: ChatBlockAttention) -> None:
     documents = [Document("e"), Document("lines\nof text")]
     message = ToolMessage("Results:\ne\n\nlines\nof text", tool_call_id="1", artifact=documents)
     prompt = chat.to_prompt([HumanMessage("Which?"), message])

@@ -35,7 +35,7 @@ async def test_every_way_to_call_gives_the_same_text(llm: BlockAttentionLLM) -> 
     assert await llm.abatch(several) == one_by_one
 
 
-def test_passages_are_reused_and_the_figures_tell(llm: BlockAttentionLLM) -> None:
+def test_passages_are_reused_and_counted(llm: BlockAttentionLLM) -> None:
     llm.invoke(prompt())
     result = llm.generate([prompt("Who?")])
     info = result.generations[0][0].generation_info
@@ -45,7 +45,7 @@ def test_passages_are_reused_and_the_figures_tell(llm: BlockAttentionLLM) -> Non
     assert result.llm_output["token_usage"]["completion_tokens"] == 6
 
 
-def test_the_text_is_taken_as_it_stands(llm: BlockAttentionLLM) -> None:
+def test_the_text_is_kept_unchanged(llm: BlockAttentionLLM) -> None:
     assert llm.to_prompt("Hello").text == "Hello"
     assert llm.invoke(prompt(), stop=[llm.invoke(prompt())[1]]) == llm.invoke(prompt())[0]
 

@@ -40,7 +40,7 @@ def test_any_document_prompt_formats_the_passage() -> None:
     assert format_blocks([document], TITLED) == wrap("title: A\n\ntext")
 
 
-def test_a_missing_variable_is_told_as_by_any_document_prompt() -> None:
+def test_a_missing_variable_raises_as_with_any_document_prompt() -> None:
     with pytest.raises(ValueError, match="title"):
         format_blocks([Document("text")], TITLED)
 
@@ -73,7 +73,7 @@ def test_a_document_that_became_empty_loses_its_stamp() -> None:
     assert BlockDocumentPrompt().stamp(emptied).metadata == {}
 
 
-def test_unknown_arguments_are_refused_with_the_nearest_that_is_known() -> None:
+def test_unknown_arguments_raise_with_a_suggestion() -> None:
     with pytest.raises(
         TypeError, match=r"no argument 'document_promt' \(did you mean 'document_prompt'"
     ):

@@ -47,7 +47,7 @@ def test_documents_come_back_as_copies_with_their_handles(chat: ChatBlockAttenti
     assert [d.id for d in stamped] == [d.id for d in documents]
 
 
-def test_what_is_stored_is_skipped(chat: ChatBlockAttention) -> None:
+def test_stored_documents_are_skipped(chat: ChatBlockAttention) -> None:
     transformer = BlockKVTransformer(llm=chat)
     transformer.transform_documents(passages(2))
     transformer.transform_documents(passages(3))
@@ -69,7 +69,7 @@ async def test_ingestion_runs_asynchronously_and_shows_progress(
     assert "Encoding blocks" in capsys.readouterr().err
 
 
-def test_the_compressor_mends_handles_of_changed_texts_and_says_so(
+def test_the_compressor_replaces_and_logs_stale_handles(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     compressor = BlockKVCompressor()
@@ -87,7 +87,7 @@ def test_the_compressor_mends_handles_of_changed_texts_and_says_so(
     assert "If a previous step shortens or rewrites documents" in caplog.text
 
 
-async def test_a_warm_compressor_encodes_what_is_not_stored(chat: ChatBlockAttention) -> None:
+async def test_a_warm_compressor_encodes_missing_documents(chat: ChatBlockAttention) -> None:
     compressor = BlockKVCompressor(llm=chat, warm=True)
     assert compressor.wait_until_warm() is None
     documents = await compressor.acompress_documents(passages(), "q")
@@ -155,7 +155,7 @@ def test_the_documents_of_small_pieces_are_hits(chat: ChatBlockAttention) -> Non
     }
 
 
-def test_what_metadata_holds_may_be_the_text_that_is_shown(chat: ChatBlockAttention) -> None:
+def test_metadata_may_replace_the_text(chat: ChatBlockAttention) -> None:
     shown = BlockDocumentPrompt.from_template("{window}")
     pieces = [Document(f"Sentence {n}.", metadata={"window": f"Around {n}."}) for n in range(3)]
     stamped = BlockKVTransformer(llm=chat, document_prompt=shown).transform_documents(pieces)

@@ -64,7 +64,7 @@ def test_neighbours_of_one_role_are_merged(chat: ChatBlockAttention) -> None:
     )
 
 
-def test_results_of_tools_go_before_their_question_where_the_template_knows_no_tools(
+def test_tool_results_precede_their_question_if_the_template_has_no_tools(
     chat: ChatBlockAttention,
 ) -> None:
     documents = passages(2)
@@ -99,13 +99,13 @@ def test_a_result_without_a_question_stands_where_it_came() -> None:
     assert [turn["role"] for turn in turns] == ["system", "user"]
 
 
-def test_reasoning_in_an_earlier_answer_stands_beside_its_content() -> None:
+def test_reasoning_of_an_earlier_answer_is_separate_from_its_content() -> None:
     parts: list[Any] = [{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": "Yes."}]
     (turn,) = template_messages(chat_turns([AIMessage(parts)]))
     assert turn == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
 
 
-def test_a_malformed_call_among_the_parts_stands_once_in_the_text() -> None:
+def test_an_invalid_call_among_the_parts_is_shown_once() -> None:
     call: Any = {"type": "invalid_tool_call", "name": "f", "args": "{", "id": "1", "error": "e"}
     message = AIMessage([{"type": "text", "text": "Hm."}, call], invalid_tool_calls=[call])
     (turn,) = template_messages(chat_turns([message]))
@@ -137,7 +137,7 @@ def test_an_image_is_refused() -> None:
         template_messages(chat_turns([image]))
 
 
-def test_a_message_that_is_no_turn_is_refused() -> None:
+def test_a_message_without_a_role_raises_value_error() -> None:
     with pytest.raises(ValueError, match="RemoveMessage"):
         template_messages(chat_turns([RemoveMessage(id="1")]))
 

@@ -42,7 +42,7 @@ def test_the_constructors_have_few_arguments() -> None:
     assert BlockAttentionLLM.model_fields.keys() - ChatBlockAttention.model_fields.keys() == set()
 
 
-def test_an_answer_cache_tells_recipes_of_engines_apart(chat: ChatBlockAttention) -> None:
+def test_an_answer_cache_separates_recipes_of_engines(chat: ChatBlockAttention) -> None:
     cache, engine = InMemoryCache(), local(chat.engine)
 
     def ask(recipe: Any, **fields: Any) -> str:
@@ -59,7 +59,7 @@ def test_an_answer_cache_tells_recipes_of_engines_apart(chat: ChatBlockAttention
     assert len(cache._cache) == 5
 
 
-def test_an_answer_cache_tells_models_of_one_name_apart() -> None:
+def test_an_answer_cache_separates_models_of_one_name() -> None:
     engines = [
         BlockAttentionEngine(BlockModel(tiny_model(seed=n), tiny_tokenizer())) for n in (0, 1)
     ]
@@ -68,7 +68,7 @@ def test_an_answer_cache_tells_models_of_one_name_apart() -> None:
     assert one._identifying_params != other._identifying_params
 
 
-def test_an_answer_cache_tells_recipes_apart_that_will_be_found(tmp_path: Path) -> None:
+def test_an_answer_cache_separates_recipes_before_loading(tmp_path: Path) -> None:
     """Without loading the model, which a cached answer does not need."""
     found = []
     for recipe in (None, Recipe("bos"), Recipe("head:4")):

@@ -59,7 +59,7 @@ def test_answers_that_are_cached_know_their_variables(chat: ChatBlockAttention) 
     assert len(cache._cache) == 4
 
 
-def test_thoughts_stand_beside_the_answer(chat: ChatBlockAttention) -> None:
+def test_thoughts_are_separate_from_the_answer(chat: ChatBlockAttention) -> None:
     answer = chat.invoke(ASKED, **says(ANSWER))
     assert answer.content == "31 metres."
     assert answer.additional_kwargs == {"reasoning_content": "It is deep."}
@@ -95,7 +95,7 @@ def test_thoughts_of_earlier_answers_reach_a_template_that_shows_them(
         assert "<think>\nIt is deep.\n</think>\n\n31 metres.<|end|>" in final
 
 
-def test_the_profile_tells_what_the_model_holds(chat: ChatBlockAttention) -> None:
+def test_the_profile_reports_limits_and_modalities(chat: ChatBlockAttention) -> None:
     profile: Any = chat.profile
     assert isinstance(profile, Mapping)
     assert profile["max_input_tokens"] == 4096
@@ -111,7 +111,7 @@ def test_the_profile_tells_what_the_model_holds(chat: ChatBlockAttention) -> Non
     }
 
 
-def test_the_profile_tells_whether_the_template_knows_tools() -> None:
+def test_the_profile_reports_support_of_tools() -> None:
     tokenizer = thinking_tokenizer()
     tokenizer.chat_template = QWEN3
     hf_model = tiny_model("llama")
@@ -121,7 +121,7 @@ def test_the_profile_tells_whether_the_template_knows_tools() -> None:
     assert (profile["tool_choice"], profile["structured_output"]) == (True, True)
 
 
-def test_the_profile_tells_of_grammars_where_there_are_any(
+def test_the_profile_reports_support_of_grammars(
     chat: ChatBlockAttention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: Any = chat.profile
@@ -131,7 +131,7 @@ def test_the_profile_tells_of_grammars_where_there_are_any(
     assert (without["tool_choice"], without["structured_output"]) == (False, False)
 
 
-def test_the_profile_is_read_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profile_is_read_on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
 
     def tokens(self: EngineSource) -> int:

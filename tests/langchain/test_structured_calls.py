@@ -67,7 +67,7 @@ def test_function_calling_forces_a_call_whose_arguments_are_the_object(schema: A
     assert [*plain.stream("How tall?")] == [found["parsed"]]
 
 
-def test_a_call_that_is_cut_is_no_object() -> None:
+def test_a_call_that_is_cut_raises() -> None:
     chat = scripted(AS_CALL, max_tokens=45)
     structured = chat.with_structured_output(Tower, method="function_calling")
     with pytest.raises(IncompleteAnswerError, match="cut by its limit"):
@@ -90,7 +90,7 @@ def test_a_model_with_tools_and_a_schema_can_say_nothing_else() -> None:
     assert found.tool_calls or Tower.model_validate_json(found.text)
 
 
-def test_where_a_call_is_required_it_goes_before_the_schema() -> None:
+def test_a_required_call_takes_precedence_over_the_schema() -> None:
     options: dict[str, Any] = {"tool_choice": "any", "response_format": Tower}
     found = scripted(LOOKING_UP).bind_tools([look_up], **options).invoke("How tall?")
     assert found.tool_calls[0]["name"] == "look_up"

@@ -75,7 +75,7 @@ def test_other_schemas_give_dicts(chat: ChatBlockAttention, schema: Any, keys: s
 
 
 @pytest.mark.parametrize("wrong", [int, 3, "a tower"])
-def test_what_is_no_schema_is_refused(chat: ChatBlockAttention, wrong: Any) -> None:
+def test_an_invalid_schema_raises_value_error(chat: ChatBlockAttention, wrong: Any) -> None:
     with pytest.raises(ValueError, match="a schema is a pydantic class, a TypedDict"):
         chat.with_structured_output(wrong)
 
@@ -102,7 +102,7 @@ def test_a_recursive_class_is_held_to(chat: ChatBlockAttention) -> None:
     )
 
 
-def test_the_raw_message_tells_what_was_reused(chat: ChatBlockAttention) -> None:
+def test_the_raw_message_has_the_reuse_figures(chat: ChatBlockAttention) -> None:
     chat.invoke(ASKED)
     found = chat.with_structured_output(Tower, include_raw=True).invoke(ASKED)
     assert isinstance(found["raw"], AIMessage)
@@ -113,7 +113,7 @@ def test_the_raw_message_tells_what_was_reused(chat: ChatBlockAttention) -> None
     assert usage["input_token_details"]["cache_read"] > 0
 
 
-def test_an_answer_that_is_cut_raises_and_is_no_object(chat: ChatBlockAttention) -> None:
+def test_an_answer_that_is_cut_raises_and_returns_no_object(chat: ChatBlockAttention) -> None:
     short = chat.model_copy(update={"max_tokens": 12})
     for method in ("json_schema", "json_mode"):
         for schema in (Tower, SCHEMA):
@@ -128,7 +128,7 @@ def test_an_answer_that_is_cut_raises_and_is_no_object(chat: ChatBlockAttention)
     assert beside["raw"].response_metadata["finish_reason"] == "length"
 
 
-def test_a_stream_gives_the_object_as_it_grows(chat: ChatBlockAttention) -> None:
+def test_a_stream_returns_partial_objects(chat: ChatBlockAttention) -> None:
     structured = chat.with_structured_output(SCHEMA)
     found = list(structured.stream(ASKED))
     assert len(found) > 1
@@ -148,7 +148,7 @@ def test_json_mode_alone_needs_no_schema(chat: ChatBlockAttention) -> None:
         chat.with_structured_output(None)
 
 
-def test_what_is_not_known_is_refused(chat: ChatBlockAttention) -> None:
+def test_unknown_methods_and_arguments_are_refused(chat: ChatBlockAttention) -> None:
     with pytest.raises(ValueError, match=r"method must be one of json_schema.*found 'yaml'"):
         chat.with_structured_output(Tower, method="yaml")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="did you mean 'strict'"):

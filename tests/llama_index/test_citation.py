@@ -17,7 +17,7 @@ from tests.llama_index.conftest import RecordingEngine, passages
 
 
 @pytest.mark.parametrize("size", [80, 1500], ids=["short", "longer than a citation chunk"])
-async def test_each_source_is_one_block_and_its_number_stands_outside(
+async def test_each_source_is_one_block_without_its_number(
     size: int, llm: BlockAttentionLLM, engine: RecordingEngine, tokenised: list[str]
 ) -> None:
     nodes = passages(3, size)

@@ -31,7 +31,7 @@ def test_it_embeds_nodes_in_a_pipeline_and_survives_a_dict() -> None:
     assert len(node.get_embedding()) == 32
 
 
-def test_unknown_arguments_are_refused_with_the_nearest_that_is_known() -> None:
+def test_unknown_arguments_raise_with_a_suggestion() -> None:
     with pytest.raises(TypeError, match=r"HashingEmbedding has no argument 'dimension' \(did you"):
         HashingEmbedding(dimension=8)
     assert HashingEmbedding.from_dict(HashingEmbedding(8).to_dict()).dimensions == 8

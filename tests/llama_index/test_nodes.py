@@ -75,7 +75,7 @@ def test_changed_text_gets_a_new_digest_and_keeps_the_old_handle_harmless() -> N
     assert view.metadata[HANDLE_KEY] == handle_of("old")
 
 
-def test_the_handle_is_no_part_of_the_canonical_text() -> None:
+def test_the_canonical_text_excludes_the_handle() -> None:
     node = TextNode(text="body", metadata={HANDLE_KEY: "0" * 32, "title": "T"})
     assert canonical_text(node) == "title: T\n\nbody"
     assert canonical_text(as_block_node(node)) == "title: T\n\nbody"

@@ -84,7 +84,7 @@ def test_loads_once_with_what_was_given(saved: str, loads: list[Any], tmp_path: 
     assert (tmp_path / "kv").is_dir()
 
 
-def test_a_live_model_is_used_as_it_is(loads: list[Any]) -> None:
+def test_a_live_model_is_used_unchanged(loads: list[Any]) -> None:
     model = tiny_model("llama")
     model.config.block_attention = {"test": True}
     engine = BlockAttentionEngine(BlockModel(model, tiny_tokenizer(chat=False)))
@@ -143,7 +143,7 @@ def test_live_objects_refuse_to_be_pickled_and_say_what_to_do(
             pickle.dumps(component)
 
 
-def test_goes_to_a_dict_and_back(saved: str, tmp_path: Path) -> None:
+def test_components_survive_a_dict(saved: str, tmp_path: Path) -> None:
     llm = BlockAttentionLLM(saved, kv_store=tmp_path / "kv", context_window=900, mode="full")
     again = BlockAttentionLLM.from_dict(llm.to_dict())
     assert again.to_dict() == llm.to_dict()

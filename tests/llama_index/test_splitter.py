@@ -21,7 +21,7 @@ def blocks_of(chunk: str) -> list[str]:
     return [block.text for block in segment(chunk + "!", TEMPLATE).context if block.is_passage]
 
 
-def test_a_chunk_holds_as_many_whole_blocks_as_fit() -> None:
+def test_a_chunk_has_as_many_whole_blocks_as_fit() -> None:
     text = "\n\n".join(wrap(c * 8) for c in "abcde")
     assert [blocks_of(c) for c in splitter(20).split_text(text)] == [
         ["a" * 8, "b" * 8],

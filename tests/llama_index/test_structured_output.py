@@ -55,7 +55,7 @@ def test_a_class_gives_its_objects(llm: BlockAttentionLLM) -> None:
     assert asyncio.run(llm.astructured_predict(Tower, PROMPT, thing="a tower")) == found
 
 
-def test_a_stream_gives_the_object_as_it_grows(llm: BlockAttentionLLM) -> None:
+def test_a_stream_returns_partial_objects(llm: BlockAttentionLLM) -> None:
     found = list(llm.stream_structured_predict(Tower, PROMPT, thing="a tower"))
     assert found[-1] == llm.structured_predict(Tower, PROMPT, thing="a tower")
     assert len(found) > 1
@@ -109,7 +109,7 @@ def test_a_synthesizer_with_a_class_reuses_passages(llm: BlockAttentionLLM) -> N
     assert [stats.hits for stats in seen] == [0, 4]  # three passages, and what stands before them
 
 
-def test_a_block_query_engine_hands_the_class_on(llm: BlockAttentionLLM) -> None:
+def test_a_block_query_engine_passes_the_class_to_its_synthesizer(llm: BlockAttentionLLM) -> None:
     nodes = BlockKVTransform(llm=llm)([TextNode(text=text) for text in ("One.", "Two.")])
     index = VectorStoreIndex(nodes, embed_model=HashingEmbedding(8))
     engine = block_query_engine(index, llm, output_cls=Tower, similarity_top_k=1)

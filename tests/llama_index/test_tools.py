@@ -75,7 +75,7 @@ async def test_calls_are_read_in_every_way_to_chat() -> None:
     assert all('"name": "add"' in prompt for prompt in prompts_of(llm))
 
 
-def test_a_template_tells_whether_this_is_a_function_calling_model(
+def test_a_template_with_tools_makes_a_function_calling_model(
     engine: BlockAttentionEngine,
 ) -> None:
     assert isinstance(scripted(""), FunctionCallingLLM)
@@ -90,7 +90,7 @@ def test_a_tool_is_called_and_its_result_given() -> None:
     assert str(scripted(CALL).predict_and_call([ADD], "1 + 2?")) == "3"
 
 
-def test_a_missing_or_malformed_call_is_told_where_one_is_needed() -> None:
+def test_a_missing_or_malformed_call_raises_if_one_is_required() -> None:
     with pytest.raises(ToolCallError, match="the model answered 'Three'"):
         scripted("Three").predict_and_call([ADD], "1 + 2?")
     with pytest.raises(ToolCallError, match=r"malformed call.*add"):
@@ -124,7 +124,7 @@ def test_a_call_with_valid_arguments_is_forced_where_one_is_required(
     Digits.model_validate(arguments)
 
 
-def test_calls_and_results_stand_in_the_next_prompt() -> None:
+def test_calls_and_results_are_in_the_next_prompt() -> None:
     call = ToolCallBlock(tool_call_id="x", tool_name="add", tool_kwargs={"a": 1, "b": 2})
     history = [
         ChatMessage(role="user", content="1 + 2?"),
@@ -138,7 +138,7 @@ def test_calls_and_results_stand_in_the_next_prompt() -> None:
     assert f"<|assistant|>\n{CALL}<|end|>\n<|user|>\n<tool_response>\n3\n" in prompts_of(llm)[0]
 
 
-def test_results_go_before_their_question_where_the_template_knows_no_tools() -> None:
+def test_results_precede_their_question_if_the_template_has_no_tools() -> None:
     call = ToolCallBlock(tool_call_id="x", tool_name="add", tool_kwargs={})
     history = [
         ChatMessage(role="user", content="1 + 2?"),
@@ -151,7 +151,7 @@ def test_results_go_before_their_question_where_the_template_knows_no_tools() ->
     ]
 
 
-def test_arguments_of_an_earlier_call_that_are_no_json_are_told() -> None:
+def test_an_earlier_call_with_invalid_json_raises_value_error() -> None:
     call = ToolCallBlock(tool_call_id="x", tool_name="add", tool_kwargs='{"a": 1')
     with pytest.raises(ValueError, match=r"call of add whose arguments are not JSON.*'\{\"a\": 1'"):
         list(chat_turns([ChatMessage(role="assistant", blocks=[call])]))

@@ -77,7 +77,7 @@ def test_nodes_without_text_pass_through(llm: BlockAttentionLLM) -> None:
     assert counts(transform) == (0, 0)
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(
+def test_an_interrupted_run_continues_where_it_stopped(
     llm: BlockAttentionLLM, engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored: list[str] = []
@@ -192,7 +192,7 @@ def test_a_cached_ingestion_is_redone_for_another_model_store_or_template(
         assert (transform.stats is not before) == runs
 
 
-def test_stats_tell_tokens_and_bytes(llm: BlockAttentionLLM) -> None:
+def test_stats_count_tokens_and_bytes(llm: BlockAttentionLLM) -> None:
     transform = BlockKVTransform(llm=llm)
     before: EncodeStats | None = transform.stats
     transform([TextNode(text="abc")])
@@ -242,9 +242,7 @@ def test_the_same_files_in_another_folder_compute_nothing_and_the_first_question
     assert call.answer.stats.hits == 3
 
 
-def test_file_paths_stay_in_the_blocks_where_that_is_asked_for(
-    llm: BlockAttentionLLM, tmp_path: Path
-) -> None:
+def test_file_paths_stay_in_the_blocks_on_request(llm: BlockAttentionLLM, tmp_path: Path) -> None:
     transform = BlockKVTransform(llm=llm, hide_file_paths=False)
     nodes = transform(SimpleDirectoryReader(folder(tmp_path / "here")).load_data())
     assert all(str(tmp_path) in canonical_text(node) for node in nodes)
@@ -271,7 +269,7 @@ def test_paths_that_users_chose_to_show_stay_in_the_blocks(llm: BlockAttentionLL
     assert ["/data/a.txt" in canonical_text(node) for node in nodes] == [True] * 4
 
 
-def test_blocks_are_of_the_text_that_is_shown_in_a_nodes_place(
+def test_blocks_have_the_text_that_replaces_the_nodes_own(
     llm: BlockAttentionLLM, engine: RecordingEngine
 ) -> None:
     text = "Halden is tall. It was built in 1931. Ferries go there. The lake is deep."
@@ -295,7 +293,7 @@ def test_blocks_are_of_the_text_that_is_shown_in_a_nodes_place(
     assert (call.answer.stats.hits, call.answer.stats.misses) == (2, 1)
 
 
-def test_a_node_without_the_text_that_is_to_be_shown_is_shown_as_it_is(
+def test_a_node_without_the_metadata_key_keeps_its_text(
     llm: BlockAttentionLLM,
 ) -> None:
     transform = BlockKVTransform(llm=llm, metadata_key="window")
@@ -306,7 +304,7 @@ def test_a_node_without_the_text_that_is_to_be_shown_is_shown_as_it_is(
         transform([TextNode(text="a", id_="n1", metadata={"window": ["not", "text"]})])
 
 
-def test_a_metadata_key_that_no_node_has_is_told(
+def test_a_metadata_key_that_no_node_has_is_logged(
     llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes = [TextNode(text="a", metadata={"window": "a b"}), TextNode(text="c")]
