@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from functools import partial, reduce
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import aclosing
+from functools import reduce
 from operator import add
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +24,7 @@ from blockattn_rag.llama_index.messages import INVALID_CALLS
 How = Literal["whole", "stream", "awaited", "awaited stream"]
 EVERY_WAY = pytest.mark.parametrize("how", ["whole", "stream", "awaited", "awaited stream"])
 WHOLE_OR_STREAM = pytest.mark.parametrize("how", ["whole", "stream"])
+AWAITED = pytest.mark.parametrize("how", ["awaited", "awaited stream"])
 
 
 class Answer(NamedTuple):
@@ -47,17 +49,30 @@ class LangChain:
 
     def ask(self, chat: Any, how: How, question: str = "Well?", **options: Any) -> Answer:
         """Ask with options of the call, among them OpenAI's definitions of ``tools``."""
-        message: AIMessage
-        match how:
-            case "whole":
-                message = chat.invoke(question, **options)
-            case "awaited":
-                message = asyncio.run(chat.ainvoke(question, **options))
-            case "stream":
-                message = reduce(add, chat.stream(question, **options))
-            case "awaited stream":
-                stream = partial(chat.astream, question, **options)
-                message = reduce(add, asyncio.run(_collected(stream)))
+        if how == "whole":
+            return self._read(chat.invoke(question, **options))
+        if how == "stream":
+            return self._read(reduce(add, self.stream(chat, question, **options)))
+        return asyncio.run(self.aask(chat, how, question, **options))
+
+    async def aask(self, chat: Any, how: How, question: str = "Well?", **options: Any) -> Answer:
+        """``ask`` for event loops."""
+        if how == "awaited":
+            return self._read(await chat.ainvoke(question, **options))
+        async with aclosing(self.astream(chat, question, **options)) as chunks:
+            return self._read(reduce(add, [chunk async for chunk in chunks]))
+
+    def stream(self, chat: Any, question: str, **options: Any) -> Generator[Any, None, None]:
+        """The chunks of an answer."""
+        yield from chat.stream(question, **options)
+
+    async def astream(self, chat: Any, question: str, **options: Any) -> AsyncGenerator[Any, None]:
+        """``stream`` for event loops."""
+        async with aclosing(chat.astream(question, **options)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def _read(self, message: AIMessage) -> Answer:
         metadata = message.response_metadata
         return Answer(
             str(message.content),
@@ -69,9 +84,11 @@ class LangChain:
         )
 
     def ingestion(self, **arguments: Any) -> Any:
+        """The ingestion step."""
         return BlockKVTransformer(**arguments)
 
     def ingest(self, step: Any, texts: Sequence[str]) -> EncodeStats:
+        """Ingest texts. Returns the step's figures."""
         step.transform_documents([Document(text) for text in texts])
         stats: EncodeStats = step.stats
         return stats
@@ -91,21 +108,33 @@ class LlamaIndex:
         return BlockAttentionLLM(max_new_tokens=max_tokens, **own, **arguments)
 
     def ask(self, chat: Any, how: How, question: str = "Well?", **options: Any) -> Answer:
-        messages = [ChatMessage(question)]
-        response: ChatResponse
-        match how:
-            case "whole":
-                response = chat.chat(messages, **options)
-            case "awaited":
-                response = asyncio.run(chat.achat(messages, **options))
-            case "stream":
-                response = _last(list(chat.stream_chat(messages, **options)))
-            case "awaited stream":
-                response = _last(asyncio.run(_astream_chat(chat, messages, options)))
-        raw: Any = response.raw
-        message = response.message
+        if how == "whole":
+            return self._read(chat.chat([ChatMessage(question)], **options))
+        if how == "stream":
+            return self._read(*self.stream(chat, question, **options))
+        return asyncio.run(self.aask(chat, how, question, **options))
+
+    async def aask(self, chat: Any, how: How, question: str = "Well?", **options: Any) -> Answer:
+        if how == "awaited":
+            return self._read(await chat.achat([ChatMessage(question)], **options))
+        async with aclosing(self.astream(chat, question, **options)) as steps:
+            return self._read(*[step async for step in steps])
+
+    def stream(self, chat: Any, question: str, **options: Any) -> Generator[Any, None, None]:
+        yield from chat.stream_chat([ChatMessage(question)], **options)
+
+    async def astream(self, chat: Any, question: str, **options: Any) -> AsyncGenerator[Any, None]:
+        async with aclosing(await chat.astream_chat([ChatMessage(question)], **options)) as steps:
+            async for step in steps:
+                yield step
+
+    def _read(self, *steps: ChatResponse) -> Answer:
+        raw: Any = steps[-1].raw
+        message = steps[-1].message
         invalid = message.additional_kwargs.get(INVALID_CALLS, [])
         text = message.content or ""
+        if len(steps) > 1 and not invalid:
+            assert "".join(step.delta or "" for step in steps) == text
         for one in invalid:  # which LlamaIndex shows in the text
             text = text.removesuffix(one["text"]).rstrip("\n")
         return Answer(
@@ -126,25 +155,6 @@ class LlamaIndex:
         step(nodes)
         stats: EncodeStats = step.stats
         return stats
-
-
-async def _collected(stream: Any) -> list[Any]:
-    return [chunk async for chunk in stream()]
-
-
-async def _astream_chat(
-    chat: BlockAttentionLLM, messages: list[ChatMessage], options: dict[str, Any]
-) -> list[ChatResponse]:
-    return [step async for step in await chat.astream_chat(messages, **options)]
-
-
-def _last(steps: list[ChatResponse]) -> ChatResponse:
-    """The last step of a stream, whose deltas are the texts of its steps."""
-    deltas = "".join(step.delta or "" for step in steps)
-    shown = steps[-1].message
-    if INVALID_CALLS not in shown.additional_kwargs:
-        assert deltas == (shown.content or "")
-    return steps[-1]
 
 
 Framework = LangChain | LlamaIndex

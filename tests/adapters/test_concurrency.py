@@ -1,0 +1,138 @@
+"""Threads and event loops: nothing blocks the loop, and an abandoned answer frees the model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.engine.pending import PendingRequest
+from tests.adapters.frameworks import AWAITED, EACH, Framework, How
+from tests.engines import tuned_engine
+from tests.holding import FEW, LONGEST_S, Held
+
+pytestmark = EACH
+
+LONG = {"max_new_tokens": 3000}  # more than any test lets the model generate
+SHORT = {"max_new_tokens": 20}
+
+
+class CountingEngine(BlockAttentionEngine):
+    """An engine that records the sizes of its batches of more than one request."""
+
+    def __init__(self) -> None:
+        super().__init__(tuned_engine().model)
+        self.batches: list[int] = []
+
+    def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
+        if len(requests) > 1:
+            self.batches.append(len(requests))
+        super().answer_batch(requests)
+
+
+@pytest.fixture
+def chat(framework: Framework) -> Any:
+    return framework.chat(CountingEngine())
+
+
+@AWAITED
+async def test_the_event_loop_ticks_while_the_model_works(
+    framework: Framework, chat: Any, held: Held, how: How
+) -> None:
+    task = asyncio.create_task(framework.aask(chat, how, **SHORT))
+    await asyncio.to_thread(held.wait_for_token)
+    for _ in range(10):  # turns of the loop, while the model waits in the middle of an answer
+        await asyncio.sleep(0)
+    assert (held.tokens, task.done()) == (1, False)
+    held.let_go()
+    assert (await task).finish_reason
+
+
+def assert_ended_early(framework: Framework, chat: Any, held: Held) -> None:
+    """An abandoned answer ended early, and the model answers again."""
+    held.let_go(FEW)
+    held.wait_for_end()
+    assert held.tokens <= 2 * FEW + 1
+    held.let_go()
+    assert framework.ask(chat, "whole", max_new_tokens=1).reuse["generated_tokens"] == 1
+
+
+@AWAITED
+async def test_a_cancelled_task_frees_the_model(
+    framework: Framework, chat: Any, held: Held, how: How
+) -> None:
+    task = asyncio.create_task(framework.aask(chat, how, **LONG))
+    await asyncio.to_thread(held.wait_for_token)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.to_thread(assert_ended_early, framework, chat, held)
+
+
+def test_a_closed_stream_frees_the_model(framework: Framework, chat: Any, held: Held) -> None:
+    stream = framework.stream(chat, "Well?", **LONG)
+    held.let_go(FEW)
+    next(stream)
+    stream.close()
+    assert_ended_early(framework, chat, held)
+
+
+async def test_a_closed_asynchronous_stream_frees_the_model(
+    framework: Framework, chat: Any, held: Held
+) -> None:
+    stream = framework.astream(chat, "Well?", **LONG)
+    held.let_go(FEW)
+    await anext(stream)
+    await stream.aclose()
+    await asyncio.to_thread(assert_ended_early, framework, chat, held)
+
+
+def test_streams_of_two_threads_are_independent(framework: Framework, chat: Any) -> None:
+    questions = ["Hello", "Good day"]
+    expected = [framework.ask(chat, "whole", one, **SHORT).text for one in questions]
+    answers: dict[str, str] = {}
+
+    def read(question: str) -> None:
+        answers[question] = framework.ask(chat, "stream", question, **SHORT).text
+
+    readers = [threading.Thread(target=read, args=(one,)) for one in questions]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(LONGEST_S)
+    assert [answers[one] for one in questions] == expected
+
+
+async def test_gathered_calls_share_a_batch(framework: Framework, chat: Any) -> None:
+    questions = [f"Question {n}?" for n in range(5)]
+    alone = [await framework.aask(chat, "awaited", one, **SHORT) for one in questions]
+    calls = (framework.aask(chat, "awaited", one, **SHORT) for one in questions)
+    gathered = await asyncio.gather(*calls)
+    assert [one.text for one in gathered] == [one.text for one in alone]
+    assert chat.engine.batches == [5]
+
+
+async def test_a_cancelled_call_leaves_the_others_of_its_batch(
+    framework: Framework, chat: Any, held: Held
+) -> None:
+    calls = [
+        asyncio.create_task(framework.aask(chat, "awaited", "x" * 50, **SHORT)) for _ in range(2)
+    ]
+    await asyncio.to_thread(held.wait_for_token)
+    calls[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calls[0]
+    held.let_go()
+    found = await calls[1]
+    assert chat.engine.batches == [2]
+    assert found.text == (await framework.aask(chat, "awaited", "x" * 50, **SHORT)).text
+
+
+@AWAITED
+async def test_errors_reach_the_caller(framework: Framework, chat: Any, how: How) -> None:
+    with pytest.raises(ValueError, match="bogus"):
+        await framework.aask(chat, how, bogus=1)

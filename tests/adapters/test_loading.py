@@ -1,0 +1,103 @@
+"""Models by name: loaded once on first use, shared by copies, and pickled as fields."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.store import DirectoryStore, MemoryStore
+from tests.adapters.frameworks import EACH, Framework
+from tests.engines import local, tuned_engine
+from tests.models import tiny_model, tiny_tokenizer
+
+pytestmark = EACH
+
+TEXTS = ["The tower is tall.", "The lake is deep."]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model on disk."""
+    path = tmp_path_factory.mktemp("model")
+    model = tiny_model("llama")
+    model.config.block_attention = {"test": True}  # known to be tuned: no warning
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Arguments of ``BlockAttentionEngine.from_pretrained`` during the test."""
+    seen: list[Any] = []
+    original = BlockAttentionEngine.from_pretrained
+
+    def spy(model: Any, **kwargs: Any) -> BlockAttentionEngine:
+        seen.append((model, kwargs))
+        return original(model, **kwargs)
+
+    monkeypatch.setattr(BlockAttentionEngine, "from_pretrained", spy)
+    return seen
+
+
+def test_a_model_is_loaded_once_with_its_arguments(
+    framework: Framework, saved: str, loads: list[Any], tmp_path: Path
+) -> None:
+    options = {"device": "cpu", "torch_dtype": "float64"}
+    chat = framework.chat(saved, 1, kv_store=tmp_path / "kv", model_kwargs=options)
+    step = framework.ingestion(llm=chat)
+    assert loads == []
+    framework.ask(chat, "whole")
+    assert step.engine is chat.engine
+    assert copy.deepcopy(chat).engine is chat.engine
+    [(model, kwargs)] = loads
+    assert (model, kwargs["device"]) == (saved, "cpu")
+    assert str(local(chat.engine).model.dtype) == "torch.float64"
+    assert isinstance(local(chat.engine).store, DirectoryStore)
+
+
+def test_models_and_ingestion_steps_by_name_survive_pickling(
+    framework: Framework, saved: str, tmp_path: Path
+) -> None:
+    chat = framework.chat(saved, 3, kv_store=tmp_path / "kv", mode="full")
+    expected = framework.ask(chat, "whole").text
+    data = pickle.dumps(chat)
+    assert len(data) < 5000  # no weights
+    sent = pickle.loads(data)
+    assert framework.ask(sent, "whole").text == expected
+    assert sent.mode == "full"
+    step = framework.ingestion(model=saved, kv_store=tmp_path / "kv")
+    framework.ingest(pickle.loads(pickle.dumps(step)), TEXTS)
+    stats = framework.ingest(step, TEXTS)
+    assert (stats.computed, stats.reused) == (0, 2)
+
+
+def test_live_objects_are_not_pickled(framework: Framework, saved: str) -> None:
+    own_tokenizer = {"tokenizer": tiny_tokenizer()}
+    for chat, found in (
+        (framework.chat(tuned_engine()), "live engine"),
+        (framework.chat(saved, model_kwargs=own_tokenizer), "live tokenizer"),
+        (framework.chat(saved, kv_store=MemoryStore(1000)), "live kv_store"),
+    ):
+        with pytest.raises(pickle.PicklingError, match=found):
+            pickle.dumps(chat)
+
+
+def test_there_is_exactly_one_source_of_the_model(framework: Framework) -> None:
+    engine, ready = tuned_engine(), tiny_model()
+    chat: Any = framework.chat(engine)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "expected one source of the model.*found none"),
+        ({"model_name": "bundled", "engine": engine}, "found both"),
+        ({"model_name": ready}, "without its tokenizer; pass model_kwargs="),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(ValueError, match=message):
+            type(chat)(**arguments)
+    with pytest.raises(ValueError, match="either llm="):
+        framework.ingestion(model="bundled", llm=chat)
