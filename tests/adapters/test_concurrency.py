@@ -17,8 +17,8 @@ from tests.holding import FEW, LONGEST_S, Held
 
 pytestmark = EACH
 
-LONG = {"max_new_tokens": 3000}  # more than any test lets the model generate
-SHORT = {"max_new_tokens": 20}
+LONG: dict[str, Any] = {"max_new_tokens": 3000}  # more than any test lets the model generate
+SHORT: dict[str, Any] = {"max_new_tokens": 20}
 
 
 class CountingEngine(BlockAttentionEngine):

@@ -63,7 +63,7 @@ def test_template_variables_of_the_call_override_those_of_the_model(
 def test_a_variable_that_the_template_does_not_read_is_refused(
     framework: Framework, engine: BlockAttentionEngine, where: str
 ) -> None:
-    wrong = {"chat_template_kwargs": {"enable_thinkin": False}}
+    wrong: dict[str, Any] = {"chat_template_kwargs": {"enable_thinkin": False}}
     chat = framework.chat(engine, generate_kwargs=wrong if where == "model" else {})
     with pytest.raises(ValueError, match="enable_thinkin, which the chat template"):
         framework.ask(chat, "whole", **(wrong if where == "call" else {}))
