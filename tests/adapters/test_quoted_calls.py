@@ -9,7 +9,7 @@ import pytest
 from blockattn_rag.output import FORMATS
 from blockattn_rag.prompts.blocks import Span
 from tests.adapters.frameworks import EACH, WHOLE_OR_STREAM, Framework, How
-from tests.output.chat_templates import QWEN3
+from tests.chat_templates import QWEN3
 from tests.quoting import CALLS, called, quoted, quoting_model
 from tests.scripted import ScriptedEngine
 
