@@ -3,7 +3,7 @@
 One JSON object a line::
 
     {"id": str, "question": str, "answers": [str, ...], "kind": str (optional),
-     "passages": [{"title": str, "text": str, "gold": bool (optional)}, ...]}
+     "passages": [{"text": str, "title": str (optional), "gold": bool (optional)}, ...]}
 """
 
 from __future__ import annotations
@@ -143,19 +143,31 @@ def _sample(record: Record) -> EvaluationSample:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # \ud800 and the like, which no file could hold again
         raise DataError(f"found half of a surrogate pair ({error}); write whole ones") from error
-    answers = enumerate(list_of(record, "answers"))  # of an empty one, every output would be right
-    passages = enumerate(list_of(record, "passages", may_be_empty=True))
     return EvaluationSample(
         id=id_of(value_of(record, "id")),
         question=text_of(record, "question"),
-        answers=tuple(not_blank(answer, f"'answers[{i}]'") for i, answer in answers),
-        passages=tuple(_passage(passage, f"passages[{i}]") for i, passage in passages),
+        answers=answers_of(record),  # of an empty list, every output would be right
+        passages=passages_of(record, may_be_empty=True),
         kind=of_kind(record.get("kind", ""), str, "'kind'"),
     )
 
 
-def _passage(value: object, where: str) -> EvaluationPassage:
-    record = of_kind(value, dict, where)
-    title = of_kind(value_of(record, "title", f"{where}."), str, f"'{where}.title'")
-    gold = of_kind(record.get("gold", False), bool, f"'{where}.gold'")
-    return EvaluationPassage(title, text_of(record, "text", f"{where}."), gold)
+def answers_of(record: Record, *, may_be_empty: bool = False) -> tuple[str, ...]:
+    """The right answers of a record."""
+    items = enumerate(list_of(record, "answers", may_be_empty=may_be_empty))
+    return tuple(not_blank(item, f"'answers[{i}]'") for i, item in items)
+
+
+def passages_of(record: Record, *, may_be_empty: bool = False) -> tuple[EvaluationPassage, ...]:
+    """The passages of a record; title and gold are optional."""
+    items = enumerate(list_of(record, "passages", may_be_empty=may_be_empty))
+    return tuple(
+        passage_of(of_kind(item, dict, f"passages[{i}]"), f"passages[{i}].") for i, item in items
+    )
+
+
+def passage_of(record: Record, where: str = "") -> EvaluationPassage:
+    """One passage. ``where``: the path to it within its line, as ``passages[0].``."""
+    title = of_kind(record.get("title", ""), str, f"'{where}title'")
+    gold = of_kind(record.get("gold", False), bool, f"'{where}gold'")
+    return EvaluationPassage(title, text_of(record, "text", where), gold)

@@ -6,8 +6,6 @@ data cannot distinguish from the best one.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from numpy.typing import NDArray
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.lab.evaluation.datasets import digest_of
 from blockattn_rag.lab.evaluation.fidelity import FidelityRecord, FidelityReport, compare_each
 from blockattn_rag.lab.evaluation.metrics import contains_answer
 from blockattn_rag.lab.evaluation.records import FULL, PLAIN, Row
@@ -171,9 +170,7 @@ class _Asked:
 
     @property
     def id(self) -> str:
-        parts = [block.rendered for block in self.prompt.context]
-        text = json.dumps([*parts, self.prompt.final]).encode()
-        return hashlib.sha256(text).hexdigest()[:16]
+        return digest_of([*(block.rendered for block in self.prompt.context), self.prompt.final])
 
     @property
     def digest(self) -> str:

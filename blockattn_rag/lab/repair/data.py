@@ -9,7 +9,6 @@ it has its own, as in evaluation data; title and gold are optional. A passage is
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,15 @@ from typing import Any
 
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError
-from blockattn_rag.files import Record, list_of, not_blank, of_kind, text_of
-from blockattn_rag.lab.evaluation.datasets import parsed_lines
+from blockattn_rag.files import Record, text_of
+from blockattn_rag.lab.evaluation.datasets import (
+    EvaluationPassage,
+    answers_of,
+    digest_of,
+    parsed_lines,
+    passage_of,
+    passages_of,
+)
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import Passage
 from blockattn_rag.store.base import KVStore
@@ -102,8 +108,7 @@ class Material:
 
 
 def _digest(counted: Sequence[Any], parts: Any) -> str:
-    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    return f"{len(counted)} (sha256 {digest[:12]})"
+    return f"{len(counted)} (sha256 {digest_of(parts)[:12]})"
 
 
 def distinct(questions: Sequence[Question], seed: int) -> list[Question]:
@@ -148,7 +153,8 @@ def read_passages(path: Path) -> list[Passage]:
     Raises:
         DataError: The file is missing, damaged or empty, or a line is not a passage.
     """
-    found = (passage for _, passage in parsed_lines(path, lambda record, _: _passage(record)))
+    lines = parsed_lines(path, lambda record, _: _stripped(passage_of(record)))
+    found = (passage for _, passage in lines)
     return list(dict.fromkeys(found))
 
 
@@ -167,10 +173,10 @@ def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> li
 
     def question(record: Record, _: int) -> Question:
         text = text_of(record, "question").strip()
-        items = list_of(record, "answers", may_be_empty=True) if "answers" in record else ()
-        answers = tuple(not_blank(item, f"'answers[{i}]'") for i, item in enumerate(items))
+        answers = answers_of(record, may_be_empty=True) if "answers" in record else ()
         if "passages" in record:
-            return Question(text, tuple(_own_passages(record)), answers)
+            gold_first = sorted(passages_of(record), key=lambda passage: not passage.gold)
+            return Question(text, tuple(dict.fromkeys(map(_stripped, gold_first))), answers)
         if nearest is None:
             raise DataError(
                 'found a question without passages; add "passages" to it, or give a database '
@@ -181,13 +187,5 @@ def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> li
     return [found for _, found in parsed_lines(path, question)]
 
 
-def _own_passages(record: Record) -> Sequence[Passage]:
-    items = [of_kind(item, dict, "a passage") for item in list_of(record, "passages")]
-    golds = [of_kind(item.get("gold", False), bool, "'gold'") for item in items]
-    ranked = sorted(range(len(items)), key=lambda index: not golds[index])
-    return list(dict.fromkeys(_passage(items[index]) for index in ranked))
-
-
-def _passage(record: Record) -> Passage:
-    title = of_kind(record.get("title", ""), str, "'title'")
-    return Passage(title.strip(), text_of(record, "text").strip())
+def _stripped(found: EvaluationPassage) -> Passage:
+    return Passage(found.title.strip(), found.text.strip())

@@ -40,6 +40,7 @@ from blockattn_rag.files import (
     parse_line,
     text_of,
 )
+from blockattn_rag.lab.evaluation.datasets import passages_of
 from blockattn_rag.lab.training.config import OnError
 from blockattn_rag.prompts import formats
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
@@ -188,10 +189,8 @@ class SampleEncoder:
         return Sample(prompt, answer["content"])
 
     def _parse_passages(self, fields: Record) -> Sample:
-        passages = []
-        for passage, where in _objects(fields, "passages", may_be_empty=True):
-            title = of_kind(passage.get("title", ""), str, f"{where}title")
-            passages.append(formats.Passage(title, text_of(passage, "text", where)))
+        found = passages_of(fields, may_be_empty=True)
+        passages = [formats.Passage(one.title, one.text) for one in found]
         (question, answer), *later = _turns(fields, "question", "answer")
         prompt = self.format.prompt(question, passages, self.hf_tokenizer)
         return Sample(prompt, answer, tuple((self._follow_up(q), a) for q, a in later))
@@ -280,9 +279,7 @@ def _turns(fields: Record, asked: str, answered: str) -> list[tuple[str, str]]:
     return [(text_of(turn, asked, where), text_of(turn, answered, where)) for turn, where in turns]
 
 
-def _objects(
-    fields: Record, key: str, *, may_be_empty: bool = False
-) -> Iterator[tuple[Record, str]]:
+def _objects(fields: Record, key: str) -> Iterator[tuple[Record, str]]:
     """The objects of a list, each with the path to it, as ``turns[0].``."""
-    for i, item in enumerate(list_of(fields, key, may_be_empty=may_be_empty)):
+    for i, item in enumerate(list_of(fields, key)):
         yield of_kind(item, dict, f"{key}[{i}]"), f"{key}[{i}]."

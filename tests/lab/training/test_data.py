@@ -149,7 +149,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "wrong type of a block": (b'{"blocks": [1], "prompt": "b", "response": "c"}', "a number"),
     "wrong type of a title": (
         b'{"passages": [{"title": 3, "text": "a"}], "question": "b", "answer": "c"}',
-        "passages[0].title of a number",
+        "'passages[0].title' of a number",
     ),
     "wrong type of an answer": (b'{"passages": [], "question": "b", "answer": null}', "null"),
     "unknown key of a block": (
