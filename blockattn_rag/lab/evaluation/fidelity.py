@@ -46,16 +46,16 @@ from blockattn_rag.lab.evaluation.records import (
     RecordFile,
     Report,
     Row,
-    recipe_rows,
+    rows_of,
+    settings_of,
     without_blank,
 )
-from blockattn_rag.lab.evaluation.run import make_prompt, prepare
+from blockattn_rag.lab.evaluation.run import make_prompt
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.decoding import greedy_answers
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.checkpoints import AUTO
-from blockattn_rag.prompts.formats import PromptFormat
+from blockattn_rag.prompts.checkpoints import AUTO, format_for
 
 FLOOR = Row("floor")
 """Full attention computed in two steps, the context first: equal to full mode but for rounding."""
@@ -163,8 +163,6 @@ def measure_fidelity(
     recipes: Recipes = ("auto",),
     *,
     closed_book: bool = False,
-    prompt: str | PromptFormat = AUTO,
-    num_passages: int | None = None,
     max_new_tokens: int = 24,
     records_path: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -178,8 +176,6 @@ def measure_fidelity(
         recipes: Recipes of block mode to compare; see ``evaluation.records``. Full mode is compared
             with itself under the name ``"floor"``, in every run.
         closed_book: Also compare full mode without passages.
-        prompt: A prompt format or its name; ``"auto"`` goes by the model.
-        num_passages: Passages of each sample to keep, gold ones first. Default: all.
         max_new_tokens: Longest answer of full mode. Default: 24.
         records_path: File of records, one JSON line for each sample and row. Recorded samples are
             not compared again.
@@ -187,25 +183,26 @@ def measure_fidelity(
         on_progress: Called with the number of finished samples and of all samples.
 
     Raises:
-        ValueError: An unknown prompt format, a recipe that cannot be used, or no sample.
+        ValueError: A recipe that cannot be used, or no sample.
         DataError: ``records_path`` holds records of another measurement, or is not a record file.
         ContextOverflowError: A prompt does not fit in the context window.
     """
-    questions = prepare(engine, samples, FLOOR, recipes, closed_book, prompt, num_passages)
+    if not samples:
+        raise ValueError("expected at least one sample, found none")
+    rows = rows_of(engine, FLOOR, recipes, closed_book)
+    form = format_for(AUTO, engine.model.name)
     noted = {
         **(settings or {}),
         "measured": "fidelity",
-        **questions.settings,
-        "max_new_tokens": max_new_tokens,
+        **settings_of(engine, prompt_format=form.name, max_new_tokens=max_new_tokens),
     }
-    form, rows = questions.format, questions.rows
 
     def compare(sample: EvaluationSample, missing: Sequence[Row]) -> list[FidelityRecord]:
         made = make_prompt(engine, form, sample)
         bare = make_prompt(engine, form, sample, closed_book=True) if closed_book else None
         return compare_prompt(engine, sample, missing, made, max_new_tokens, bare)
 
-    return compare_each(questions.samples, rows, compare, noted, records_path, on_progress)
+    return compare_each(samples, rows, compare, noted, records_path, on_progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,18 +247,13 @@ def replay(
     """
     if not log:
         raise ValueError("found no prompt to replay, expected at least one")
-    noted = {
-        "measured": "log",
-        "fingerprint": engine.model.fingerprint,
-        "kv_dtype": engine.kv_dtype,
-        "max_new_tokens": max_new_tokens,
-    }
+    noted = {"measured": "log", **settings_of(engine, max_new_tokens=max_new_tokens)}
 
     def compare(logged: LoggedPrompt, missing: Sequence[Row]) -> list[FidelityRecord]:
         prompt = BlockPrompt.from_texts(logged.texts)
         return compare_prompt(engine, logged, missing, prompt, max_new_tokens)
 
-    rows = [FLOOR, *recipe_rows(engine, recipes)]
+    rows = rows_of(engine, FLOOR, recipes)
     return compare_each(log, rows, compare, noted, records_path, on_progress)
 
 

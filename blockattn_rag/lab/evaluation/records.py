@@ -57,24 +57,30 @@ class Row:
         return {"mode": self.mode} | ({} if self.recipe is None else {"recipe": self.recipe})
 
 
-def recipe_rows(engine: BlockAttentionEngine, recipes: Recipes) -> list[Row]:
-    """The rows of recipes, in order, resolved for the engine's model.
+def rows_of(
+    engine: BlockAttentionEngine, first: Row, recipes: Recipes, closed_book: bool = False
+) -> list[Row]:
+    """The first row, one for each recipe, resolved for the engine's model, and prompts alone.
 
     Raises:
         ValueError: A name comes twice or is reserved, or a recipe cannot be used with the model.
     """
-    pairs = (
-        [*recipes.items()]
-        if isinstance(recipes, Mapping)
-        else [(str(recipe), recipe) for recipe in recipes]
-    )
+    given = recipes if isinstance(recipes, Mapping) else {}
+    pairs = [*given.items()] or [(str(recipe), recipe) for recipe in recipes]
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names) or not {FULL, CLOSED_BOOK}.isdisjoint(names):
         raise ValueError(
-            f"Found the recipes {names}: expected distinct names other than {FULL!r} and "
-            f"{CLOSED_BOOK!r}, which are rows of their own."
+            f"found the recipes {names}, expected distinct names other than {FULL!r} and "
+            f"{CLOSED_BOOK!r}, which are rows of their own"
         )
-    return [Row(name, resolve_recipe(given, engine.model, engine.store)) for name, given in pairs]
+    rows = [Row(name, resolve_recipe(one, engine.model, engine.store)) for name, one in pairs]
+    return [first, *rows, *([Row(CLOSED_BOOK, closed_book=True)] if closed_book else [])]
+
+
+def settings_of(engine: BlockAttentionEngine, **others: Any) -> dict[str, Any]:
+    """What the records of an engine depend on."""
+    own = {"fingerprint": engine.model.fingerprint, "kv_dtype": engine.kv_dtype}
+    return {**own, **others}
 
 
 class Record(Sample, Protocol):

@@ -21,7 +21,6 @@ from blockattn_rag.lab.evaluation.metrics import (
     plain_figures,
 )
 from blockattn_rag.lab.evaluation.records import (
-    CLOSED_BOOK,
     FULL,
     Recipes,
     RecordFile,
@@ -29,7 +28,8 @@ from blockattn_rag.lab.evaluation.records import (
     Row,
     by_row,
     listed,
-    recipe_rows,
+    rows_of,
+    settings_of,
     without_blank,
 )
 from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt
@@ -148,53 +148,12 @@ class EvaluationReport(Report[EvaluationRecord, ModeResult]):
         return {**super().to_dict(), "cut_off": self.cut_off, "by_kind": by_kind}
 
 
-@dataclass(frozen=True, slots=True)
-class Questions:
-    """What a run asks: samples as they are shown, prompt format, rows, and settings to note."""
-
-    samples: Sequence[EvaluationSample]
-    format: PromptFormat
-    rows: Sequence[Row]
-    settings: Mapping[str, Any]
-
-
-def prepare(
-    engine: BlockAttentionEngine,
-    samples: Sequence[EvaluationSample],
-    first: Row,
-    recipes: Recipes,
-    closed_book: bool,
-    prompt: str | PromptFormat,
-    num_passages: int | None,
-) -> Questions:
-    """The questions of a run, whose first row is ``first``; see ``evaluate``.
-
-    Raises:
-        ValueError: An unknown prompt format, a recipe that cannot be used, or no sample.
-    """
-    if not samples:
-        raise ValueError("expected at least one sample, found none")
-    rows = [first, *recipe_rows(engine, recipes)]
-    rows += [Row(CLOSED_BOOK, closed_book=True)] if closed_book else []
-    form = format_for(prompt, engine.model.name)
-    shown = [s.with_passages(num_passages) if num_passages else s for s in samples]
-    settings = {
-        "fingerprint": engine.model.fingerprint,
-        "kv_dtype": engine.kv_dtype,
-        "prompt_format": form.name,
-        "num_passages": num_passages,
-    }
-    return Questions(shown, form, rows, settings)
-
-
 def evaluate(
     engine: BlockAttentionEngine,
     samples: Sequence[EvaluationSample],
     recipes: Recipes = ("auto",),
     *,
     closed_book: bool = False,
-    prompt: str | PromptFormat = AUTO,
-    num_passages: int | None = None,
     max_new_tokens: int = 48,
     batch_size: int = 8,
     records_path: str | Path | None = None,
@@ -210,8 +169,6 @@ def evaluate(
         samples: See :func:`blockattn_rag.lab.evaluation.datasets.read_samples`.
         recipes: Recipes of block mode; see ``evaluation.records``.
         closed_book: Also answer without passages.
-        prompt: A prompt format or its name; ``"auto"`` goes by the model.
-        num_passages: Passages of each sample to keep, gold ones first. Default: all.
         batch_size: Questions answered at once. With 1, times to the first token are reported.
         records_path: File of records, one JSON line for each answer. Recorded questions are not
             answered again.
@@ -219,7 +176,7 @@ def evaluate(
         on_progress: Called with the number of finished answers and of all answers.
 
     Raises:
-        ValueError: An unknown prompt format, a recipe that cannot be used, or no sample.
+        ValueError: A recipe that cannot be used, or no sample.
         DataError: ``records_path`` holds records of another evaluation or of other samples, or is
             no record file.
         ContextOverflowError: Prompts do not fit in the context window; names their samples, before
@@ -227,21 +184,23 @@ def evaluate(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, found {batch_size}")
-    questions = prepare(engine, samples, Row(FULL), recipes, closed_book, prompt, num_passages)
-    shown, form, rows = questions.samples, questions.format, questions.rows
+    if not samples:
+        raise ValueError("expected at least one sample, found none")
+    rows = rows_of(engine, Row(FULL), recipes, closed_book)
+    form = format_for(AUTO, engine.model.name)
     noted = {
         **(settings or {}),
-        **questions.settings,
+        **settings_of(engine, prompt_format=form.name),
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
     }
-    _check_room(engine, form, shown)
-    file = RecordFile(records_path, noted, EvaluationRecord.from_dict, samples=shown, rows=rows)
+    _check_room(engine, form, samples)
+    file = RecordFile(records_path, noted, EvaluationRecord.from_dict, samples=samples, rows=rows)
     notify = on_progress or (lambda *_: None)
-    answered, total = 0, len(rows) * len(shown)
+    answered, total = 0, len(rows) * len(samples)
     for row in rows:
-        pending = [sample for sample in shown if (sample.id, row.name) not in file.records]
-        answered += len(shown) - len(pending)
+        pending = [sample for sample in samples if (sample.id, row.name) not in file.records]
+        answered += len(samples) - len(pending)
         notify(answered, total)
         for start in range(0, len(pending), batch_size):
             batch = pending[start : start + batch_size]
@@ -250,7 +209,7 @@ def evaluate(
             answered += len(batch)
             notify(answered, total)
     # The kind decides no answer, and may have been another when the sample was answered.
-    records = [replace(file.records[s.id, row.name], kind=s.kind) for row in rows for s in shown]
+    records = [replace(file.records[s.id, row.name], kind=s.kind) for row in rows for s in samples]
     return EvaluationReport(noted, records)
 
 
@@ -299,8 +258,8 @@ def _check_room(
         raise ContextOverflowError(
             f"{len(found)} of {len(samples)} prompts do not fit in the model's context window of "
             f"{most + 1} tokens, the answer included: {listed(list(found))}, up to "
-            f"{max(found.values())} tokens; keep fewer passages (num_passages), or "
-            "leave these samples out"
+            f"{max(found.values())} tokens; keep fewer passages (with_passages), "
+            "or leave these samples out"
         )
 
 

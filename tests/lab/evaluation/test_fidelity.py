@@ -150,7 +150,7 @@ def test_an_interrupted_comparison_resumes(
     assert len(asked) == 4  # the new recipe alone is compared, with full mode's answer as before
     assert more.records[: len(resumed.records)] == resumed.records
     with pytest.raises(DataError, match="other settings"):
-        measure(engine, samples, "none", records_path=path, num_passages=1)
+        measure(engine, samples, "none", records_path=path, settings={"data": "other"})
     changed = [EvaluationSample("q1", "Another question?", (), samples[0].passages)]
     with pytest.raises(DataError, match="other questions"):
         measure(engine, changed, "none", records_path=path)

@@ -111,15 +111,6 @@ def test_closed_book_prompts_hold_the_question_and_no_passage(tmp_path: Path) ->
     assert prompt.text == "Question: How high is Tower 1?\nAnswer: "
 
 
-def test_num_passages_shortens_the_prompt(tmp_path: Path) -> None:
-    engine = FakeEngine({})
-    run(engine, samples(tmp_path, 1), (), num_passages=1, prompt="block-attention")
-    [(_, prompt)] = engine.asked
-    assert [block.text for block in prompt.context[1:]] == [
-        "Title: Tower 1\nIt is 100 metres high."
-    ]
-
-
 def test_an_interrupted_evaluation_resumes_from_its_records(tmp_path: Path) -> None:
     path, data = tmp_path / "out" / "records.jsonl", samples(tmp_path)
     engine = FakeEngine({"full": {"1": "100 metres"}}, fail_after=3)
@@ -231,7 +222,8 @@ def test_samples_that_do_not_fit_in_the_context_window_are_named(tmp_path: Path)
         evaluate(engine, data, (), max_new_tokens=4, batch_size=3, records_path=path)
     assert "the ids q2, up to" in str(raised.value)
     assert not path.exists()
-    evaluate(engine, data, (), max_new_tokens=1, num_passages=1, records_path=path)
+    short = [sample.with_passages(1) for sample in data]
+    evaluate(engine, short, (), max_new_tokens=1, records_path=path)
 
 
 def test_answers_that_the_context_window_cuts_off_are_counted(tmp_path: Path) -> None:
