@@ -116,14 +116,14 @@ def evaluate(
                     report = evaluation.evaluate(engine, samples, names, **common)
     title = f"{model} on {(data or log or Path()).name}"
     if compared:
-        emit(as_json, compared.to_dict(), _fidelity_table(title, compared), *_FIDELITY_LEGEND)
+        emit(as_json, compared.to_dict(), fidelity_table(title, compared), *_FIDELITY_LEGEND)
     if report:
         _show(as_json, title, report, max_new_tokens)
 
 
 def _show(as_json: bool, title: str, report: EvaluationReport, max_new_tokens: int) -> None:
-    tables = [_table(title, report.results)]
-    tables += [_table(f"of these: {kind}", rows) for kind, rows in report.by_kind.items()]
+    tables = [accuracy_table(title, report.results)]
+    tables += [accuracy_table(f"of these: {kind}", rows) for kind, rows in report.by_kind.items()]
     emit(as_json, report.to_dict(), *tables, *_LEGEND)
     if report.cut_off:
         _note_cut_off(report, max_new_tokens)
@@ -137,7 +137,7 @@ def _note_cut_off(report: EvaluationReport, max_new_tokens: int) -> None:
     )
 
 
-def _table(title: str, results: list[ModeResult]) -> RenderableType:
+def accuracy_table(title: str, results: list[ModeResult]) -> RenderableType:
     columns = ("recipe", "accuracy (95 %)", "exact", "F1", "diff", "same", "reused")
     rows = [_row(result) for result in results]
     return table(f"{title}, {count(results[0].samples, 'question')}", columns, rows)
@@ -157,7 +157,7 @@ def _row(result: ModeResult) -> tuple[str, ...]:
     )
 
 
-def _fidelity_table(title: str, report: FidelityReport) -> RenderableType:
+def fidelity_table(title: str, report: FidelityReport) -> RenderableType:
     columns = ("recipe", "KL (95 %)", "first KL", "agree", "same", "recovered (95 %)")
     rows = [
         (

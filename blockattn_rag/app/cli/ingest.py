@@ -39,7 +39,7 @@ from blockattn_rag.app.rag.passages import (
 from blockattn_rag.store.namespaces import check_namespace
 from blockattn_rag.store.urls import lasts
 
-_LARGE = 1 << 30
+LARGE_BYTES = 1 << 30
 """Bytes of keys and values from which int8 is suggested."""
 _REPORTED = (
     *("model", "fingerprint", "embedding", "recipe", "namespace", "dtype", "kv_dtype"),
@@ -209,7 +209,7 @@ def _show_estimate(found: Estimate) -> None:
         f"about {size(found.new_bytes)} of keys and values{where}{takes}"
     )
     check_room(found)
-    if found.new_bytes >= _LARGE and found.int8_bytes < found.new_bytes:
+    if found.new_bytes >= LARGE_BYTES and found.int8_bytes < found.new_bytes:
         note(
             f"note: with --kv-dtype int8 they would take about {size(found.int8_bytes)}, with "
             "nearly the same answers"

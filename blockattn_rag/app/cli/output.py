@@ -21,14 +21,14 @@ _NAME_WIDTH = 24
 """Characters of a table's first column that are never folded."""
 
 
-def _width() -> int | None:
+def output_width() -> int | None:
     """Columns for files and pipes: rich would take 80 there, and break numbers in two."""
     is_known = any(map(os.isatty, range(3))) or os.environ.get("COLUMNS", "").isdigit()
     return None if is_known else 160
 
 
 stderr = Console(stderr=True)
-stdout = Console(width=_width())
+stdout = Console(width=output_width())
 
 # Control characters but tab and newline; characters that reverse the writing direction; unpaired
 # surrogates, which file names can contain and no terminal can encode.

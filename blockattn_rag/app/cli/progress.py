@@ -10,7 +10,7 @@ from typing import Any
 
 from blockattn_rag.app.cli.output import duration, note, stderr
 
-_PATIENCE_S = 2.0
+PATIENCE_S = 2.0
 """Longer waits are reported."""
 _EVERY_S = 20.0
 """Seconds between reports of a long stage in a file or pipe."""
@@ -39,7 +39,7 @@ def waiting(text: str) -> Iterator[None]:
     Without a terminal, a line also appears while the wait lasts.
     """
     started = time.monotonic()
-    timer = threading.Timer(_PATIENCE_S, note, [f"{text} ..."])
+    timer = threading.Timer(PATIENCE_S, note, [f"{text} ..."])
     timer.daemon = True
     if not stderr.is_terminal:
         timer.start()
@@ -48,7 +48,7 @@ def waiting(text: str) -> Iterator[None]:
             yield
     finally:
         timer.cancel()
-    if (seconds := time.monotonic() - started) > _PATIENCE_S:
+    if (seconds := time.monotonic() - started) > PATIENCE_S:
         note(f"{text}: {duration(seconds)}")
 
 
@@ -125,7 +125,7 @@ class _Lines:
         seconds, is_new = now - self._started_s, done > self._done
         self._done = done
         if done >= total:
-            if is_new and seconds > _PATIENCE_S:
+            if is_new and seconds > PATIENCE_S:
                 note(f"{stage}: {total:,} of {total:,} in {duration(seconds)}")
         elif now - self._reported_s > _EVERY_S and done > self._first:
             self._reported_s = now

@@ -97,7 +97,7 @@ def ingest_documents(
     passages = [
         stamp(node, text) if text else node for node, text in zip(nodes, texts, strict=True)
     ]
-    added, removed = _synchronise(database, collection, passages, report)
+    added, removed = synchronise(database, collection, passages, report)
     return IngestReport(
         documents=len(documents),
         passages=len(passages),
@@ -127,7 +127,7 @@ def with_stable_ids(nodes: Sequence[BaseNode]) -> list[BaseNode]:
     return list(nodes)
 
 
-def _synchronise(
+def synchronise(
     database: Database,
     collection: Collection,
     passages: Sequence[BaseNode],

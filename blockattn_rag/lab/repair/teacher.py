@@ -130,7 +130,7 @@ class Teacher:
         done = len(wanted) - len(missing)
         for batch in _batches(missing, self._model.batch_tokens):
             on_progress(done, len(wanted))
-            for ids, answer in zip(batch, self._compute(batch), strict=True):
+            for ids, answer in zip(batch, self.compute(batch), strict=True):
                 self._keep(self._path(ids), answer)
             done += len(batch)
         on_progress(done, len(wanted))
@@ -142,7 +142,7 @@ class Teacher:
         answer = _read(self._path(ids))
         if answer is None:
             self._check_room(len(ids))
-            (answer,) = self._compute([ids])
+            (answer,) = self.compute([ids])
             self._keep(self._path(ids), answer)
         return answer
 
@@ -167,7 +167,7 @@ class Teacher:
         with replacing(path) as file:
             file.write(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
 
-    def _compute(self, batch: Sequence[list[int]]) -> list[TeacherAnswer]:
+    def compute(self, batch: Sequence[list[int]]) -> list[TeacherAnswer]:
         answers = []
         model = self._model
         with model.lock:

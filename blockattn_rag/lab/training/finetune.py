@@ -47,7 +47,7 @@ LOG = "training_log.json"
 """Losses by step in a result; a folder with this file is an earlier result."""
 
 _LORA_ALPHA = 2  # times the rank: the usual choice, at which the rank does not scale the update
-_LOGGING_STEPS = 10
+LOGGING_STEPS = 10
 
 # Settings that TrainingArguments has under the same names.
 _SAME_NAMES = ("learning_rate", "warmup_steps", "adam_beta2", "bf16", "save_steps", "seed")
@@ -166,7 +166,7 @@ def _arguments(config: FinetuneConfig) -> TrainingArguments:
         num_train_epochs=config.epochs,
         max_steps=config.max_steps or -1,
         lr_scheduler_type=config.lr_scheduler,
-        logging_steps=_LOGGING_STEPS,
+        logging_steps=LOGGING_STEPS,
         eval_strategy="steps" if config.eval_data and config.eval_steps else "no",
         eval_steps=config.eval_steps or None,
         eval_on_start=bool(config.eval_data),
@@ -230,7 +230,7 @@ def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> 
         evaluation=eval_report,
         history=trainer.history,
     )
-    _publish(config, folder, trainer, tokenizer, report)
+    publish(config, folder, trainer, tokenizer, report)
     return report
 
 
@@ -322,7 +322,7 @@ def _check_context(report: DataReport) -> None:
 # -- the result --------------------------------------------------------------------------------
 
 
-def _publish(
+def publish(
     config: FinetuneConfig,
     folder: Path,
     trainer: BlockTrainer,

@@ -6,14 +6,14 @@ import pytest
 from rich.console import Console
 
 from blockattn_rag.app.cli.bench import spread
-from blockattn_rag.app.cli.evaluate import _table
+from blockattn_rag.app.cli.evaluate import accuracy_table
 from blockattn_rag.app.cli.output import (
-    _width,
     count,
     duration,
     emit,
     fail,
     note,
+    output_width,
     plain,
     size,
     table,
@@ -77,7 +77,7 @@ def test_the_widest_table_of_eval_breaks_no_number_on_a_terminal_of_80_columns()
     )  # fmt: skip
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(_table("bundled on questions.jsonl", [result]))
+        console.print(accuracy_table("bundled on questions.jsonl", [result]))
     lines = [line for line in capture.get().splitlines() if line.strip(" ─")]
     assert len(lines) == 3  # title, columns, the row
     shown = ["block-composite", "100.0 (100.0-100.0)", "100.0", "-12.5", "99.9"]
@@ -170,7 +170,7 @@ def test_a_long_wait_is_reported(clock: Clock, capsys: pytest.CaptureFixture[str
 def test_a_wait_without_a_terminal_is_reported_while_it_lasts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockattn_rag.app.cli.progress._PATIENCE_S", 0.01)
+    monkeypatch.setattr("blockattn_rag.app.cli.progress.PATIENCE_S", 0.01)
     with waiting("loading"):
         time.sleep(0.3)
         assert capsys.readouterr().err == "loading ...\n"
@@ -185,7 +185,7 @@ def test_an_unknown_width_is_not_80_columns(
 ) -> None:
     monkeypatch.setattr("os.isatty", lambda fd: fd == terminal)
     monkeypatch.setenv("COLUMNS", columns)
-    assert _width() == width
+    assert output_width() == width
 
 
 def test_a_title_is_not_folded_to_the_width_of_its_table() -> None:

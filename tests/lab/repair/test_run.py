@@ -400,7 +400,7 @@ class TestInterruption:
             patched.setattr(Recipe, "save", fails)
             with pytest.raises(InterruptedError):
                 repaired(model, output)
-        for owner, name in ((Teacher, "_compute"), (Comparer, "compare")):
+        for owner, name in ((Teacher, "compute"), (Comparer, "compare")):
             monkeypatch.setattr(owner, name, fails)
         for name in ("fit_correction", "CorrectionTrainer"):
             monkeypatch.setattr(run, name, fails)

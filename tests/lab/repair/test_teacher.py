@@ -39,13 +39,13 @@ def model() -> BlockModel:
 def answered(model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many prompts were computed."""
     counts: list[int] = []
-    compute = Teacher._compute
+    compute = Teacher.compute
 
     def counted(teacher: Teacher, batch: Any) -> Any:
         counts.append(len(batch))
         return compute(teacher, batch)
 
-    monkeypatch.setattr(Teacher, "_compute", counted)
+    monkeypatch.setattr(Teacher, "compute", counted)
     return lambda: sum(counts)
 
 

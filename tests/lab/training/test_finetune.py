@@ -206,7 +206,7 @@ class TestResume:
         # Half an epoch: at the end of a whole one, there is no further step to take.
         short: dict[str, Any] = {"epochs": 0.5, "lr_scheduler": "constant", "lora": lora}
         with monkeypatch.context() as patched:
-            patched.setattr("blockattn_rag.lab.training.finetune._publish", lambda *_: 1 / 0)
+            patched.setattr("blockattn_rag.lab.training.finetune.publish", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 finetune(config(settings(folder, **short)))
         resumed = finetune(config(settings(folder, **short, resume=True)))
@@ -227,10 +227,10 @@ class TestResume:
 
         with monkeypatch.context() as patched:
             patched.setattr(BlockTrainer, "training_step", interrupted)
-            patched.setattr(module, "_LOGGING_STEPS", 3)
+            patched.setattr(module, "LOGGING_STEPS", 3)
             with pytest.raises(AssertionError):
                 finetune(config(settings(folder)))
-        monkeypatch.setattr(module, "_LOGGING_STEPS", 2)
+        monkeypatch.setattr(module, "LOGGING_STEPS", 2)
         report = finetune(config(settings(folder, resume=True)))
         assert [e["step"] for e in report.history] == [3, 6, 8, 10, 12]
 
