@@ -59,7 +59,7 @@ class Footprint:
     dequantised_bytes_per_token: int = 0
 
     def block_bytes(self, tokens: int) -> int:
-        """Bytes of a stored block of so many tokens."""
+        """Bytes of a stored block."""
         return self.bytes_per_block + tokens * self.bytes_per_token
 
 

@@ -27,7 +27,7 @@ _LOCK = "lock"
 
 
 def work_of(output: str | Path) -> Path:
-    """The work folder of an output folder, beside it."""
+    """The work folder of an output folder, next to it."""
     path = Path(output).resolve()  # the name of "." is empty
     return path.with_name(f"{path.name}.work")
 
@@ -139,7 +139,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def kept_json(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The object in a JSON file, which is made and written first if there is none.
+    """The object in a JSON file; a missing file is made first.
 
     Raises:
         DataError: The file is damaged.

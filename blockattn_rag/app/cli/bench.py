@@ -1,4 +1,4 @@
-"""``blockattn-rag bench``: times, throughput and memory of block mode beside full prefill."""
+"""``blockattn-rag bench``: times, throughput and memory of block mode and full prefill."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def bench(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure block mode beside full prefill on this machine."""
+    """Compare block mode with full prefill on this machine."""
     benchmark = _BENCHMARKS[measured]
     given = {"lengths": lengths, "block_tokens": block_tokens, "batch_sizes": batch_sizes}
     sizes = _sizes(measured, benchmark.defaults, given)

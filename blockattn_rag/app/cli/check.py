@@ -72,7 +72,7 @@ def check(
     """Check that block mode is exact for a model, or that a server answers as it should.
 
     The exit status is 0 if every check passes, else 1. A server is asked about random tokens, which
-    no other prompt contains; the last line says what this leaves in its store.
+    no other prompt contains; the last line lists what this leaves in its store.
     """
     if server is not None:
         if recipe is not None or profile is not None:

@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, everything else on stderr; and numbers for people."""
+"""Output of commands: results on stdout, everything else on stderr; and readable numbers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def working(as_json: bool) -> contextlib.AbstractContextManager[object]:
 
 
 def emit(as_json: bool, data: dict[str, Any], *shown: RenderableType) -> None:
-    """Print a result: ``data`` as one JSON object, or ``shown`` for people."""
+    """Print a result: ``data`` as one JSON object, or else ``shown``."""
     if as_json:
         # ASCII output works with every terminal encoding.
         typer.echo(json.dumps(data, ensure_ascii=True, allow_nan=False, default=os.fspath))

@@ -52,7 +52,7 @@ def stats(store: StoreArgument, as_json: JsonOption = False) -> None:
     ]
     rows.append(("all", "", "", *_cells(total)))
     if unreadable:
-        note(f"note: {unreadable.count} more cannot be used; blockattn-rag store verify says why")
+        note(f"note: {unreadable.count} more cannot be used; see `blockattn-rag store verify`")
     data = {"store": store, **total, **groups, "unreadable": asdict(unreadable)}
     emit(as_json, data, table(str(store), _COLUMNS, rows))
 

@@ -55,14 +55,14 @@ def floating_type(name: str) -> torch.dtype:
 def random_llama(
     shape: str, *, max_tokens: int, device: str = "auto", dtype: str = "float32", seed: int = 0
 ) -> PreTrainedModel:
-    """A Llama of that shape with random weights: as fast as a trained one, and as large.
+    """A Llama of this shape with random weights, which is as fast and as large as a trained one.
 
     Args:
-        shape: a key of :data:`SHAPES`.
-        max_tokens: the context window it shall have.
-        device: ``"auto"`` takes an accelerator if there is one, else a torch device.
-        dtype: name of a torch floating type.
-        seed: of the weights.
+        shape: Key of :data:`SHAPES`.
+        max_tokens: Size of the context window.
+        device: Torch device; ``"auto"`` takes an accelerator if there is one.
+        dtype: Name of a torch floating type.
+        seed: Random seed of the weights.
     """
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")

@@ -81,7 +81,7 @@ class EvaluationRecord:
         return cls(**rest, stats=ReuseStats(mode, **figures))
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types, the figures beside the other fields; times in seconds."""
+        """As plain JSON types, with the counts and ``ttft_s`` (seconds) at the top level."""
         line = without_blank(asdict(self), "recipe")
         stats, reason = line.pop("stats"), line.pop("finish_reason")
         counts = {name: stats[name] for name in _COUNTS}
@@ -162,7 +162,7 @@ def evaluate(
 ) -> EvaluationReport:
     """Answer every sample greedily in full mode and with every recipe, and score the answers.
 
-    Passages are encoded before block mode answers, so that its times are those of reuse.
+    Passages are encoded before block mode answers, so that its times include no encoding.
 
     Args:
         engine: The model and its KV store.

@@ -31,7 +31,7 @@ from blockattn_rag.prompts.formats import Passage
 from blockattn_rag.store.base import KVStore
 
 Nearest = Callable[[str, int], Sequence[Passage]]
-"""Finds the passages nearest to a text, best first; at most as many as the number says."""
+"""Finds the passages nearest to a text, best first, up to a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Material:
     in_use: Recipe | None = None
 
     def inputs(self) -> dict[str, str]:
-        """The material in words, for people to compare: numbers and digests."""
+        """The material's numbers and digests, to compare runs."""
         found = {
             "passages": _digest(self.passages, [[p.title, p.text] for p in self.passages]),
             "prompt format": self.prompt_format,

@@ -31,11 +31,11 @@ Report = Mapping[str, Any]
 """
 
 _FEW = 10
-"""Held-out questions below which figures say little."""
+"""Held-out questions below which figures are unreliable."""
 
 
 def figures(report: Report) -> list[str]:
-    """A report's figures in three lines, for people."""
+    """A report's figures in three lines."""
     by_name = {one["name"]: one for one in report["candidates"]}
     plain, found = by_name[PLAIN], by_name[report["chosen"]]
     recovered = ""

@@ -277,7 +277,7 @@ class Repair:
         return self.started + (1 - _RESERVE_SHARE) * self.budget_s
 
     def speeds(self, questions: Sequence[Question]) -> Speeds:
-        """Seconds of two prompts, the second of which is counted: the first warms up."""
+        """Seconds of a prompt, measured after another one that warms up."""
         student = Student(self.model, no_correction(self.model, self.sink))
         self.model.hf_model.requires_grad_(False)
         most = self.limits.passages

@@ -134,7 +134,7 @@ class FinetuneConfig:
 
     @property
     def marker(self) -> dict[str, object]:
-        """Entry in the model's config that says how it was block-fine-tuned."""
+        """Entry in the model's config that records the block fine-tuning."""
         how = {"positions": self.positions, "sink": self.sink}
         return {"version": 1, "modes": list(self.modes), **how}
 
