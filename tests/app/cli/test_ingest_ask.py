@@ -354,7 +354,7 @@ def test_int8_is_suggested_for_large_databases(
     assert "note: with --kv-dtype int8 they would" in cli(*command, tmp_path / "large").stderr
 
 
-def test_unused_entries_are_told_with_the_command_that_frees_them(
+def test_unused_entries_are_reported_with_the_command_that_frees_them(
     cli: Command, model: Path, tmp_path: Path
 ) -> None:
     text = tmp_path / "long.txt"

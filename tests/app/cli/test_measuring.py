@@ -200,7 +200,7 @@ def test_bench_refuses_wrong_options_before_it_measures(
     assert (output.status, message in shown) == (2, True), shown
 
 
-def test_plan_tells_what_a_collection_takes_without_weights(cli: Command, tmp_path: Path) -> None:
+def test_plan_estimates_a_collection_without_weights(cli: Command, tmp_path: Path) -> None:
     LlamaConfig(**SHAPES["tiny"]).save_pretrained(tmp_path)
     command = ("plan", "--passages", 10, "--tokens", 100, "--model", tmp_path, "--tflops", 1)
     output = cli(*command, "--json")
@@ -220,7 +220,7 @@ def test_plan_counts_in_the_type_that_the_model_will_be_loaded_in(cli: Command) 
     assert cli(*command, "--dtype", "float16").json["dtype"] == "float16"
 
 
-def test_plan_tells_what_int8_takes(cli: Command) -> None:
+def test_plan_estimates_int8(cli: Command) -> None:
     command = ("plan", "--passages", 10, "--tokens", 512, "--model", "8b", "--tflops", 1)
     shown = cli(*command, "--dtype", "bfloat16", "--kv-dtype", "int8", "--json").json
     assert shown["kv_dtype"] == "int8"

@@ -116,12 +116,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_long_stage_reports_the_remaining_time(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with stages() as tell:
+    with stages() as report:
         for done, seconds in ((100, 0), (101, 1), (150, 25), (160, 5), (200, 20)):
             clock.now += seconds
-            tell("encoding", done, 200)
-        tell("adding", 0, 1)
-        tell("adding", 1, 1)
+            report("encoding", done, 200)
+        report("adding", 0, 1)
+        report("adding", 1, 1)
     assert capsys.readouterr().err.splitlines() == [
         "encoding (200)",
         "encoding: 150 of 200 after 26.00 s, about 26.00 s left",
@@ -133,10 +133,10 @@ def test_a_long_stage_reports_the_remaining_time(
 def test_the_first_item_gives_no_remaining_time(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with stages() as tell:
+    with stages() as report:
         for done, seconds in ((0, 0), (1, 60), (100, 30), (200, 30), (200, 5)):
             clock.now += seconds
-            tell("encoding", done, 200)
+            report("encoding", done, 200)
     assert capsys.readouterr().err.splitlines() == [
         "encoding (200)",
         "encoding: 1 of 200 after 60.00 s",
@@ -150,8 +150,8 @@ def test_a_terminal_shows_bars_with_the_remaining_time(
 ) -> None:
     terminal = Console(width=100, stderr=True, force_terminal=True)
     monkeypatch.setattr("blockattn_rag.app.cli.progress.stderr", terminal)
-    with stages() as tell:
-        tell("encoding", 5, 10)
+    with stages() as report:
+        report("encoding", 5, 10)
     shown = capsys.readouterr().err
     assert "encoding" in shown
     assert "5/10" in shown

@@ -56,7 +56,7 @@ def test_stats_count_entries_tokens_and_bytes_by_model(cli: Command, database: P
     assert "1" in cli("store", "stats", database).stdout
 
 
-def test_stats_tell_tenants_and_number_types_apart(cli: Command, database: Path) -> None:
+def test_stats_separate_tenants_and_types(cli: Command, database: Path) -> None:
     store = DirectoryStore(database / "kv")
     for kv in (make_kv(namespace="one"), make_kv(namespace="one", quantised=True, tokens=5)):
         kv = replace(kv, digest=f"of {kv.num_tokens} tokens")
@@ -104,9 +104,7 @@ def test_a_damaged_entry_stops_neither_stats_nor_gc(cli: Command, database: Path
     assert (collected.status, collected.json["errors"]["count"]) == (1, 1)
 
 
-def test_verify_tells_what_it_could_not_read_and_does_not_delete_it(
-    cli: Command, database: Path
-) -> None:
+def test_verify_reports_unreadable_entries_and_keeps_them(cli: Command, database: Path) -> None:
     [entry] = entries(database)
     entry.unlink()
     entry.mkdir()
@@ -296,7 +294,7 @@ def test_gc_takes_handles_of_any_vector_store_from_a_pipe(cli: Command, database
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ("kv_handle\n", "standard input: expected a handle, 32 hex digits, found 'kv_handle'"),
         ("a" * 32 + "\n" + "b" * 31 + "\n", "after 1 handles"),
@@ -307,12 +305,12 @@ def test_gc_takes_handles_of_any_vector_store_from_a_pipe(cli: Command, database
     ],
 )
 def test_a_broken_list_of_handles_deletes_nothing(
-    cli: Command, database: Path, given: str, told: str
+    cli: Command, database: Path, given: str, message: str
 ) -> None:
     add_orphan(database)
     output = cli("store", "gc", database / "kv", "--handles", "-", "--grace", "0", given=given)
     assert (output.status, len(entries(database))) == (1, 2)
-    assert told in output.stderr
+    assert message in output.stderr
 
 
 def test_an_empty_list_beside_one_that_is_whole_deletes_nothing(
@@ -349,8 +347,8 @@ def test_gc_leaves_entries_of_other_tenants_alone(cli: Command, database: Path) 
     assert own in entries(database)
     done = cli(*command).json
     assert (done["namespaces"], done["other"], done["deleted"]["count"]) == ([""], 1, 1)
-    told = cli("store", "gc", database, "--db", database, "--grace", "0").stdout
-    assert "1 entry in other namespaces not judged" in " ".join(told.split())
+    message = cli("store", "gc", database, "--db", database, "--grace", "0").stdout
+    assert "1 entry in other namespaces not judged" in " ".join(message.split())
     assert cli("store", "gc", database / "kv", "--ttl", "0s", "--namespace", "a/b").status == 1
     done = cli(*command, "--namespace", "*").json
     assert (done["namespaces"], done["deleted"]["count"]) == (None, 1)

@@ -35,10 +35,10 @@ def test_a_store_that_fails_after_ingestion_costs_a_warning_and_never_an_answer(
         answer = assistant.ask(question)
     assert answer.answer == expected.answer
     assert (answer.stats.hits, expected.stats.misses) == (0, 0)
-    told = [one.getMessage() for one in caplog.records if one.name == "blockattn_rag.app.rag"]
-    assert len(told) == 1
-    assert told[0].endswith("The answer is not affected.")
-    assert str(folder / "kv") in told[0]
+    warnings = [one.getMessage() for one in caplog.records if one.name == "blockattn_rag.app.rag"]
+    assert len(warnings) == 1
+    assert warnings[0].endswith("The answer is not affected.")
+    assert str(folder / "kv") in warnings[0]
     assistant.ask(question)
     assert len([one for one in caplog.records if one.name == "blockattn_rag.app.rag"]) == 1
 

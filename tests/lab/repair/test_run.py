@@ -69,12 +69,12 @@ def finished(
     output = tmp_path_factory.mktemp("finished") / "recipe"
     stages: dict[str, tuple[int, int]] = {}
 
-    def tell(stage: str, done: int, total: int) -> None:
+    def on_progress(stage: str, done: int, total: int) -> None:
         stages[stage] = done, total
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(run.Repair, "speeds", lambda *_: FAST)
-        return output, repaired(model, output, tell), stages
+        return output, repaired(model, output, on_progress), stages
 
 
 def measured_steps(report: Mapping[str, Any]) -> list[float]:
