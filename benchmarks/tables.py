@@ -9,91 +9,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from blockattn_rag.app.cli.output import duration, size
+from blockattn_rag.app.cli.bench import Measured, columns
+from blockattn_rag.app.cli.output import duration
 
 RESULTS = Path(__file__).parent / "results"
-Row = Mapping[str, Any]
-Columns = Sequence[tuple[str, Callable[[Row], str]]]
-
-
-def seconds(name: str) -> Callable[[Row], str]:
-    return lambda row: duration(row.get(f"{name}_s"))
-
-
-def number(name: str, digits: int = 1) -> Callable[[Row], str]:
-    return lambda row: f"{row[name]:.{digits}f}"
-
-
-def count(name: str) -> Callable[[Row], str]:
-    return lambda row: f"{row[name]:,}"
-
-
-def peak(name: str) -> Callable[[Row], str]:
-    return lambda row: size(row[f"{name}_peak_bytes"])
-
-
-TABLES: Mapping[str, Columns] = {
-    "ttft": (
-        ("context", count("length")),
-        ("full", seconds("full")),
-        ("copy", seconds("copy")),
-        ("relay", seconds("relay")),
-        ("floor", seconds("floor")),
-        ("full / relay", number("full_over_relay")),
-        ("relay / copy", lambda row: f"{row['relay_s'] / row['copy_s']:.2f}"),
-        ("FLOPs", number("flops_ratio", 0)),
-    ),
-    "decode": (
-        ("context", count("length")),
-        ("block", count("block_tokens")),
-        ("full", seconds("full")),
-        ("copy", seconds("copy")),
-        ("relay", seconds("relay")),
-        ("relay / copy", number("relay_over_copy", 2)),
-    ),
-    "shared": (
-        ("system", count("system_tokens")),
-        ("requests", count("batch")),
-        ("unshared", number("unshared_tokens_per_s")),
-        ("shared", number("shared_tokens_per_s")),
-        ("gain", number("gain", 2)),
-        ("decoding", number("decode_gain", 2)),
-        ("equation 10", number("bytes_ratio")),
-    ),
-    "memory": (
-        ("context", count("length")),
-        ("block", count("block_tokens")),
-        ("full", peak("full")),
-        ("copy", peak("copy")),
-        ("relay", peak("relay")),
-        ("stored blocks", lambda row: size(row["stored_bytes"])),
-        ("relay / copy", number("relay_over_copy", 3)),
-    ),
-    "ingest": (
-        ("block", count("block_tokens")),
-        ("encoding", number("encode_tokens_per_s", 0)),
-        ("plain forward", number("plain_tokens_per_s", 0)),
-        ("encoding / plain", number("encode_over_plain", 2)),
-    ),
-    "packing": (
-        ("layer", lambda row: f"{row['in']:,} to {row['out']:,}"),
-        ("rows", count("rows")),
-        ("plain", seconds("plain")),
-        ("packed", seconds("packed")),
-        ("plain / packed", number("gain", 2)),
-    ),
-    "batch": (
-        ("requests", count("batch")),
-        ("full", seconds("full")),
-        ("copy", seconds("copy")),
-        ("relay", seconds("relay")),
-        ("full / relay", number("full_over_relay")),
-    ),
-}
+BENCHMARKS = get_args(Measured)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -102,26 +26,38 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join((lines[0], "|" + "---|" * len(head), *lines[1:])) + "\n"
 
 
-def table(data: Mapping[str, Any], columns: Columns) -> str:
-    """Rows as a Markdown table, and a line about the machine.
+def cells(name: str, data: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
+    """The columns of a result's table, with medians alone."""
+    rows = data["rows"]
+    if name == "packing":
+        return {
+            "layer": [f"{row['in']:,} to {row['out']:,}" for row in rows],
+            "rows": [str(row["rows"]) for row in rows],
+            "plain": [duration(row["plain_s"]) for row in rows],
+            "packed": [duration(row["packed_s"]) for row in rows],
+            "plain / packed": [f"{row['gain']:.2f}" for row in rows],
+        }
+    found = columns(name, rows)
+    return {head: [str(one).partition("\n")[0] for one in column] for head, column in found.items()}
 
-    A column shows a field of its row, or of the whole result, such as the tokens of a block.
-    """
-    rows = [[show({**data, **row}) for _, show in columns] for row in data["rows"]]
-    lines = markdown([head for head, _ in columns], rows)
+
+def table(name: str, data: Mapping[str, Any]) -> str:
+    """A result as a Markdown table, and a line about the machine."""
+    found = cells(name, data)
+    lines = markdown(list(found), zip(*found.values(), strict=True))
     machine = data["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
     where = f"{machine['accelerator'] or machine['processor']}, {machine['threads']} threads"
     what = f"{data['model']} shape, {data['dtype']} on {data['device']}"
-    how = "Counted." if "relay_peak_bytes" in data["rows"][0] else "Medians."
+    how = "Counted." if name == "memory" else "Medians."
     return f"{lines}\n*{what}; {where}; {versions}. {how}*\n"
 
 
 def main() -> int:
     for file in sorted(RESULTS.glob("*.json")):
-        if columns := TABLES.get(file.stem.split("-")[0]):
+        if (name := file.stem.split("-")[0]) in (*BENCHMARKS, "packing"):
             data = json.loads(file.read_text(encoding="utf-8"))
-            file.with_suffix(".md").write_text(table(data, columns), encoding="utf-8")
+            file.with_suffix(".md").write_text(table(name, data), encoding="utf-8")
             print(file.with_suffix(".md"))
     return 0
 

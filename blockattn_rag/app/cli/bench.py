@@ -26,6 +26,7 @@ _QUESTION_TOKENS, _NEW_TOKENS, _CONTEXT_TOKENS = 50, 32, 128
 Measured = Literal["ttft", "decode", "batch", "shared", "ingest", "memory"]
 Sizes = Mapping[str, Sequence[int]]
 Row = Mapping[str, Any]
+Rows = list[dict[str, Any]]
 Cells = Mapping[str, Sequence[Any]]
 
 
@@ -38,7 +39,8 @@ class _Benchmark:
         defaults: The size options that it takes, with their defaults. One with a single number
             takes no list.
         run: Measures, given the engine, the sizes, and keyword arguments of the measurement.
-            Returns rows, and the columns of the table.
+            Returns rows.
+        columns: Makes the table's columns from rows.
         x: Field on the x-axis of the plot.
         series: Field that each line of the plot stands for.
         unit: Unit of the measured fields, which are named ``<path>_<unit>``.
@@ -46,7 +48,8 @@ class _Benchmark:
 
     title: str
     defaults: Sizes
-    run: Callable[..., tuple[list[dict[str, Any]], Cells]]
+    run: Callable[..., Rows]
+    columns: Callable[[Sequence[Row]], Cells]
     x: str
     series: str | None = None
     unit: str = "s"
@@ -95,8 +98,8 @@ def bench(
     # The answer and, in the shared benchmark, a request's own context come on top of the lengths.
     longest = max(map(max, sizes.values())) + _CONTEXT_TOKENS + _QUESTION_TOKENS + _NEW_TOKENS
     with _engine(as_json, model, dtype, longest) as (engine, tick):
-        rows, cells = benchmark.run(engine, sizes, **options, on_progress=tick)
-    _show(as_json, benchmark, model, engine, rows, cells, options, plot)
+        rows = benchmark.run(engine, sizes, **options, on_progress=tick)
+    _show(as_json, benchmark, model, engine, rows, options, plot)
 
 
 def _sizes(measured: Measured, defaults: Sizes, given: Mapping[str, str | None]) -> Sizes:
@@ -169,8 +172,7 @@ def _show(
     benchmark: _Benchmark,
     model: str,
     engine: BlockAttentionEngine,
-    rows: list[dict[str, Any]],
-    cells: Cells,
+    rows: Rows,
     options: Mapping[str, int],
     file: Path | None,
 ) -> None:
@@ -193,62 +195,72 @@ def _show(
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     where = f"{found['accelerator'] or found['processor']}, {found['threads']} threads, {versions}."
     note = "Medians, below them the range. " if benchmark.unit == "s" else ""
+    cells = benchmark.columns(rows)
     emit(as_json, data, table(title, list(cells), zip(*cells.values(), strict=True), left=()),
          note + where)  # fmt: skip
 
 
-_Result = tuple[list[dict[str, Any]], Cells]
-
-
-def _ttft(engine: Any, sizes: Sizes, **options: Any) -> _Result:
+def _ttft(engine: Any, sizes: Sizes, **options: Any) -> Rows:
     from blockattn_rag.lab.efficiency import measure_ttft
 
     options |= {"block_tokens": sizes["block_tokens"][0], "question_tokens": _QUESTION_TOKENS}
-    rows = measure_ttft(engine, sizes["lengths"], **options)
+    return measure_ttft(engine, sizes["lengths"], **options)
+
+
+def _ttft_columns(rows: Sequence[Row]) -> Cells:
     reusing = _paths(rows, "copy", "relay")
-    return rows, {
-        "context": _column(rows, "length"),
+    return {
+        "context": _column(rows, "length", ","),
         **_spreads(rows, ["full", *reusing, "floor"]),
         **{f"full/{path}": _column(rows, f"full_over_{path}", ".1f") for path in reusing},
         "FLOPs ratio": _column(rows, "flops_ratio", ".0f"),
     }
 
 
-def _decode(engine: Any, sizes: Sizes, **options: Any) -> _Result:
+def _decode(engine: Any, sizes: Sizes, **options: Any) -> Rows:
     from blockattn_rag.lab.efficiency import measure_decode
 
     options |= {"block_tokens": sizes["block_tokens"], "new_tokens": _NEW_TOKENS}
-    rows = measure_decode(engine, sizes["lengths"], **options)
-    return rows, {
-        "context": _column(rows, "length"),
-        "block": _column(rows, "block_tokens"),
+    return measure_decode(engine, sizes["lengths"], **options)
+
+
+def _decode_columns(rows: Sequence[Row]) -> Cells:
+    return {
+        "context": _column(rows, "length", ","),
+        "block": _column(rows, "block_tokens", ","),
         **_spreads(rows, _paths(rows, "full", "copy", "relay")),
         "relay/copy": _column(rows, "relay_over_copy", ".2f"),
     }
 
 
-def _batch(engine: Any, sizes: Sizes, **options: Any) -> _Result:
+def _batch(engine: Any, sizes: Sizes, **options: Any) -> Rows:
     from blockattn_rag.lab.efficiency import measure_batch
 
     options |= {"length": sizes["lengths"][0], "block_tokens": sizes["block_tokens"][0]}
-    rows = measure_batch(engine, sizes["batch_sizes"], **options)
+    return measure_batch(engine, sizes["batch_sizes"], **options)
+
+
+def _batch_columns(rows: Sequence[Row]) -> Cells:
     reusing = _paths(rows, "copy", "relay")
     ratios = {path: _column(rows, f"full_over_{path}", ".1f") for path in reusing}
-    return rows, {
-        "requests": _column(rows, "batch"),
+    return {
+        "requests": _column(rows, "batch", ","),
         **_spreads(rows, ["full", *reusing]),
         **{f"full/{path}": ratios[path] for path in reusing},
     }
 
 
-def _shared(engine: Any, sizes: Sizes, **options: Any) -> _Result:
+def _shared(engine: Any, sizes: Sizes, **options: Any) -> Rows:
     from blockattn_rag.lab.efficiency import measure_shared
 
     options |= {"context_tokens": _CONTEXT_TOKENS, "new_tokens": _NEW_TOKENS}
-    rows = measure_shared(engine, sizes["batch_sizes"], system_tokens=sizes["lengths"], **options)
-    return rows, {
-        "system": _column(rows, "system_tokens"),
-        "requests": _column(rows, "batch"),
+    return measure_shared(engine, sizes["batch_sizes"], system_tokens=sizes["lengths"], **options)
+
+
+def _shared_columns(rows: Sequence[Row]) -> Cells:
+    return {
+        "system": _column(rows, "system_tokens", ","),
+        "requests": _column(rows, "batch", ","),
         "unshared": _column(rows, "unshared_tokens_per_s", ".1f"),
         "shared": _column(rows, "shared_tokens_per_s", ".1f"),
         "gain": _column(rows, "gain", ".2f"),
@@ -257,12 +269,15 @@ def _shared(engine: Any, sizes: Sizes, **options: Any) -> _Result:
     }
 
 
-def _ingest(engine: Any, sizes: Sizes, **options: Any) -> _Result:
+def _ingest(engine: Any, sizes: Sizes, **options: Any) -> Rows:
     from blockattn_rag.lab.efficiency import measure_ingest
 
-    rows = measure_ingest(engine.model, sizes["block_tokens"], **options)
-    return rows, {
-        "block": _column(rows, "block_tokens"),
+    return measure_ingest(engine.model, sizes["block_tokens"], **options)
+
+
+def _ingest_columns(rows: Sequence[Row]) -> Cells:
+    return {
+        "block": _column(rows, "block_tokens", ","),
         "encoding": _column(rows, "encode_tokens_per_s", ".0f"),
         "plain forward": _column(rows, "plain_tokens_per_s", ".0f"),
         "encoding/plain": _column(rows, "encode_over_plain", ".2f"),
@@ -270,45 +285,80 @@ def _ingest(engine: Any, sizes: Sizes, **options: Any) -> _Result:
     }
 
 
-def _memory(engine: Any, sizes: Sizes, **options: Any) -> _Result:
+def _memory(engine: Any, sizes: Sizes, **options: Any) -> Rows:
     from blockattn_rag.lab.efficiency import measure_memory
 
     options |= {"block_tokens": sizes["block_tokens"][0], "question_tokens": _QUESTION_TOKENS}
-    rows = measure_memory(engine, sizes["lengths"], **options)
+    return measure_memory(engine, sizes["lengths"], **options)
+
+
+def _memory_columns(rows: Sequence[Row]) -> Cells:
     paths = _paths(rows, "full", "copy", "relay", unit="peak_bytes")
-    return rows, {
-        "context": _column(rows, "length"),
+    return {
+        "context": _column(rows, "length", ","),
         **{path: [size(row[f"{path}_peak_bytes"]) for row in rows] for path in paths},
         "stored blocks": [size(row["stored_bytes"]) for row in rows],
         "relay/copy": _column(rows, "relay_over_copy", ".3f"),
     }
 
 
-_BENCHMARKS: dict[Measured, _Benchmark] = {
+_BENCHMARKS: dict[str, _Benchmark] = {
     "ttft": _Benchmark(
-        "Time to first token", {"lengths": [512, 4096], "block_tokens": [512]}, _ttft, "length"
+        "Time to first token",
+        {"lengths": [512, 4096], "block_tokens": [512]},
+        _ttft,
+        _ttft_columns,
+        "length",
     ),
     "decode": _Benchmark(
-        "Time per token", {"lengths": [4096, 8192], "block_tokens": [128, 512]}, _decode,
-        "length", "block_tokens",
+        "Time per token",
+        {"lengths": [4096, 8192], "block_tokens": [128, 512]},
+        _decode,
+        _decode_columns,
+        "length",
+        "block_tokens",
     ),
     "batch": _Benchmark(
         "Time to first tokens",
-        {"lengths": [8192], "block_tokens": [512], "batch_sizes": [1, 2, 4, 8]}, _batch, "batch",
+        {"lengths": [8192], "block_tokens": [512], "batch_sizes": [1, 2, 4, 8]},
+        _batch,
+        _batch_columns,
+        "batch",
     ),
     "shared": _Benchmark(
-        "Tokens per second", {"lengths": [512, 1024, 2048], "batch_sizes": [1, 8, 32]}, _shared,
-        "batch", "system_tokens", "tokens_per_s",
+        "Tokens per second",
+        {"lengths": [512, 1024, 2048], "batch_sizes": [1, 8, 32]},
+        _shared,
+        _shared_columns,
+        "batch",
+        "system_tokens",
+        "tokens_per_s",
     ),
     "ingest": _Benchmark(
-        "Tokens per second", {"block_tokens": [64, 128, 512]}, _ingest,
-        "block_tokens", unit="tokens_per_s",
+        "Tokens per second",
+        {"block_tokens": [64, 128, 512]},
+        _ingest,
+        _ingest_columns,
+        "block_tokens",
+        unit="tokens_per_s",
     ),
     "memory": _Benchmark(
-        "Peak memory of a request", {"lengths": [2048, 8192], "block_tokens": [512]}, _memory,
-        "length", unit="peak_bytes",
+        "Peak memory of a request",
+        {"lengths": [2048, 8192], "block_tokens": [512]},
+        _memory,
+        _memory_columns,
+        "length",
+        unit="peak_bytes",
     ),
-}  # fmt: skip
+}
+
+
+def columns(measured: str, rows: Sequence[Row]) -> Cells:
+    """The columns of a benchmark's table: formatted cells by the column's name.
+
+    Times are the median, with the range in a second line.
+    """
+    return _BENCHMARKS[measured].columns(rows)
 
 
 def _paths(rows: Sequence[Row], *paths: str, unit: str = "s") -> list[str]:
