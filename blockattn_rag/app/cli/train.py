@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from blockattn_rag.app.cli.options import MODEL_HELP, JsonOption
-from blockattn_rag.app.cli.output import count, duration, emit, note, working
+from blockattn_rag.app.cli.output import count, duration, emit, working
 from blockattn_rag.app.rag.names import existing_model, loading
 
 if TYPE_CHECKING:
@@ -74,9 +74,6 @@ def train(
 
 
 def _show(as_json: bool, report: FinetuneReport, what: str) -> None:
-    skipped = [*report.train.skipped, *report.evaluation.skipped]
-    for reason in skipped:
-        note(f"skipped: {reason}")
     losses = report.eval_losses.items()
     data = {
         "output": report.output,
@@ -84,7 +81,6 @@ def _show(as_json: bool, report: FinetuneReport, what: str) -> None:
         "seconds": report.seconds,
         "loss": report.loss,
         "eval_losses": {mode: {"before": first, "after": last} for mode, (first, last) in losses},
-        "skipped": skipped,
         "history": report.history,
     }
     emit(

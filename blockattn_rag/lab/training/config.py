@@ -15,8 +15,6 @@ from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 if TYPE_CHECKING:
     from blockattn_rag.kv.context import Positions
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-OnError = Literal["raise", "skip"]
 Scheduler = Literal["linear", "cosine", "constant"]
 
 # A resumed run may change these settings, because they do not change what is learned. Data files
@@ -30,8 +28,8 @@ _INCIDENTAL = (
 # The settings that must be finite and at least, or above, a number.
 _LEAST = {
     **dict.fromkeys(("warmup_steps", "adam_beta2", "seed", "eval_steps"), 0),
-    **dict.fromkeys(("blocks_per_turn", "max_tokens", "max_steps", "batch_size"), 1),
-    **dict.fromkeys(("per_device_batch_size", "lora_rank", "save_steps"), 1),
+    **dict.fromkeys(("blocks_per_turn", "max_steps", "batch_size"), 1),
+    **dict.fromkeys(("per_device_batch_size", "save_steps"), 1),
 }
 _ABOVE = {"epochs": 0, "learning_rate": 0}
 
@@ -54,14 +52,11 @@ class FinetuneConfig:
             for a known checkpoint's own and ``"chat"`` for others.
         blocks_per_turn: Most blocks that a turn of ``messages`` is cut into. With 1, single-turn
             records have no context and are the same in both modes.
-        on_error: ``"raise"`` stops at a bad line, ``"skip"`` trains on the rest and lists them.
-        max_tokens: Longest sample. Default: the model's limit.
         epochs, max_steps: Length of the run; ``max_steps`` wins if given.
         batch_size: Samples in one mode per optimizer step, over all devices.
         per_device_batch_size: Samples of one forward pass on one device.
         lora: Train low-rank adapters instead of all weights (needs peft).
-        dtype: Type of the trained weights; ``"auto"``: as stored. ``bf16`` computes in bfloat16 by
-            autocast.
+        bf16: Compute in bfloat16 by autocast; the weights are float32.
         eval_steps: Steps between evaluations. 0: only at the start and the end.
         resume: Continue from the last complete checkpoint of an interrupted run.
         overwrite: Replace an earlier result in ``output``, and discard an interrupted run.
@@ -76,8 +71,6 @@ class FinetuneConfig:
     sink: str = NO_SINK
     prompt_format: str = "auto"
     blocks_per_turn: int = 1
-    on_error: OnError = "raise"
-    max_tokens: int | None = None
     epochs: float = 1.0
     max_steps: int | None = None
     learning_rate: float = 2e-5
@@ -87,8 +80,6 @@ class FinetuneConfig:
     warmup_steps: int = 20
     adam_beta2: float = 0.999
     lora: bool = False
-    lora_rank: int = 16
-    dtype: Dtype = "float32"
     bf16: bool = False
     gradient_checkpointing: bool = False
     seed: int = 0

@@ -22,9 +22,8 @@ turn, or EOS) is learned too.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,13 +40,10 @@ from blockattn_rag.files import (
     text_of,
 )
 from blockattn_rag.lab.evaluation.datasets import passages_of
-from blockattn_rag.lab.training.config import OnError
 from blockattn_rag.prompts import formats
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
 from blockattn_rag.prompts.segmentation import conversation
 from blockattn_rag.prompts.tokenization import BlockTokenizer
-
-logger = logging.getLogger("blockattn_rag")
 
 IGNORED = -100
 """Label of a token that is not learned."""
@@ -84,13 +80,11 @@ class DataReport:
         samples: Samples.
         with_context: Samples with a block before the final one.
         tokens: Tokens.
-        skipped: Lines left out, each with the reason.
     """
 
     samples: int = 0
     with_context: int = 0
     tokens: int = 0
-    skipped: list[str] = field(default_factory=list)
 
 
 class SampleEncoder:
@@ -136,8 +130,7 @@ class SampleEncoder:
         count = len(encoded.input_ids)
         if self.max_tokens is not None and count > self.max_tokens:
             raise DataError(
-                f"found a sample of {count} tokens, expected at most {self.max_tokens}; "
-                "shorten it, or skip bad lines"
+                f"found a sample of {count} tokens, expected at most {self.max_tokens}; shorten it"
             )
         return encoded
 
@@ -202,49 +195,29 @@ class SampleEncoder:
 
 
 def read_samples(
-    files: Iterable[str | Path],
-    encoder: SampleEncoder,
-    *,
-    on_error: OnError = "raise",
-    report: DataReport | None = None,
+    files: Iterable[str | Path], encoder: SampleEncoder, report: DataReport | None = None
 ) -> Iterator[EncodedSample]:
     """Stream the samples of JSON-lines files, plain or gzip, without blank lines.
 
     Args:
         files: The files.
         encoder: Encodes the records.
-        on_error: ``"raise"`` stops at the first bad line. ``"skip"`` leaves out bad lines and
-            unreadable (ends of) files, lists them in ``report`` and logs their number at the end.
         report: Filled while reading.
 
     Raises:
         DataError: A line is bad; the message names file and line.
     """
     report = DataReport() if report is None else report
-    for sample in (found for path in files for found in _encoded_lines(Path(path), encoder)):
-        if isinstance(sample, DataError):
-            if on_error == "raise":
-                raise sample
-            report.skipped.append(str(sample))
-            continue
-        report.samples += 1
-        report.with_context += len(sample.block_lengths) > 1
-        report.tokens += len(sample.input_ids)
-        yield sample
-    if report.skipped:
-        logger.warning("left out %d bad lines, first: %s", len(report.skipped), report.skipped[0])
-
-
-def _encoded_lines(path: Path, encoder: SampleEncoder) -> Iterator[EncodedSample | DataError]:
-    """The samples of a file in order, with an error in place of each bad line."""
-    try:
+    for path in map(Path, files):
         for number, line in numbered_lines(path):
             try:
-                yield encoder.encode_record(parse_line(line))
+                sample = encoder.encode_record(parse_line(line))
             except DataError as error:
-                yield DataError(f"{path}, line {number}: {error}")
-    except DataError as error:  # of the file: nothing follows that could be read
-        yield error
+                raise DataError(f"{path}, line {number}: {error}") from error
+            report.samples += 1
+            report.with_context += len(sample.block_lengths) > 1
+            report.tokens += len(sample.input_ids)
+            yield sample
 
 
 def _parse_blocks(fields: Record) -> Sample:

@@ -46,7 +46,8 @@ logger = logging.getLogger("blockattn_rag")
 LOG = "training_log.json"
 """Losses by step in a result; a folder with this file is an earlier result."""
 
-_LORA_ALPHA = 2  # times the rank: the usual choice, at which the rank does not scale the update
+_LORA_RANK = 16
+_LORA_ALPHA = 32  # twice the rank: the usual choice
 LOGGING_STEPS = 10
 
 # Settings that TrainingArguments has under the same names.
@@ -195,11 +196,11 @@ def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> 
         tokenizer,
         prompt=config.prompt_format,
         blocks_per_turn=config.blocks_per_turn,
-        max_tokens=_token_limit(config, model),
+        max_tokens=getattr(model.config, "max_position_embeddings", None),
     )
     with arguments.main_process_first(local=False):
-        train, train_report = _encoded(config.train_data, folder / "train.arrow", encoder, config)
-        held, eval_report = _encoded(config.eval_data, folder / "eval.arrow", encoder, config)
+        train, train_report = _encoded(config.train_data, folder / "train.arrow", encoder)
+        held, eval_report = _encoded(config.eval_data, folder / "eval.arrow", encoder)
     if "block" in config.modes:
         _check_context(train_report)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -247,7 +248,7 @@ def _load_model(config: FinetuneConfig) -> Any:
         name = str(Path(name).resolve())  # adapters name their base by this path
     if (Path(name) / "adapter_config.json").is_file():
         raise ValueError(f"{name} is a LoRA adapter; merge it into its base before training on")
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=config.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     profile_attention(model)
     # With a mask and gradients, plain matrix products beat SDPA on CPUs.
     model.set_attn_implementation("sdpa" if torch.cuda.is_available() else "eager")
@@ -268,8 +269,8 @@ def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
     except ImportError as error:
         raise ImportError(f"LoRA needs {missing_extra('peft', 'train')}") from error
     adapters = peft.LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=_LORA_ALPHA * config.lora_rank,
+        r=_LORA_RANK,
+        lora_alpha=_LORA_ALPHA,
         target_modules="all-linear",
         task_type="CAUSAL_LM",
     )
@@ -277,16 +278,8 @@ def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
     return peft.get_peft_model(model, adapters)
 
 
-def _token_limit(config: FinetuneConfig, model: Any) -> int | None:
-    """Most tokens of a sample; None if neither the settings nor the model limit them."""
-    wanted, limit = config.max_tokens, getattr(model.config, "max_position_embeddings", None)
-    if wanted is not None and limit is not None and wanted > limit:
-        raise ValueError(f"max_tokens is {wanted}, but the model holds {limit} tokens")
-    return limit if wanted is None else wanted
-
-
 def _encoded(
-    files: Sequence[str | Path], path: Path, encoder: SampleEncoder, config: FinetuneConfig
+    files: Sequence[str | Path], path: Path, encoder: SampleEncoder
 ) -> tuple[Any, DataReport]:
     """The files' samples as a memory-mapped ``datasets.Dataset``; written by one process."""
     report, listing = DataReport(), path.with_suffix(".json")
@@ -294,10 +287,10 @@ def _encoded(
         return [], report
     if PartialState().is_main_process:
         with ArrowWriter(path=str(path)) as writer:
-            for sample in read_samples(files, encoder, on_error=config.on_error, report=report):
+            for sample in read_samples(files, encoder, report):
                 writer.write(dataclasses.asdict(sample))
             if not report.samples:
-                raise DataError(f"found no usable sample in {', '.join(map(str, files))}")
+                raise DataError(f"found no sample in {', '.join(map(str, files))}")
             writer.finalize()
         write_json(listing, dataclasses.asdict(report))
     return Dataset.from_file(str(path)), DataReport(**json.loads(listing.read_text("utf-8")))

@@ -35,8 +35,8 @@ It is also an ordinary {kind} of transformers.
 
 ## Data
 
-| | files | samples | tokens | lines left out |
-|---|---|---:|---:|---:|
+| | files | samples | tokens |
+|---|---|---:|---:|
 | training | {train} |
 | evaluation | {evaluation} |
 
@@ -64,7 +64,7 @@ class FinetuneReport:
         steps: Optimizer steps.
         seconds: Wall time of the training in this process.
         loss: Training loss over the last logged steps.
-        train, evaluation: Samples read, and lines left out.
+        train, evaluation: Counts of the samples.
         history: Dicts with ``step`` and ``loss`` (training) or ``eval_block_loss``,
             ``eval_full_loss``, in order.
     """
@@ -120,7 +120,7 @@ def write_card(config: FinetuneConfig, report: FinetuneReport, path: Path) -> No
 
 def _data_cells(files: Sequence[str | Path], read: DataReport) -> str:
     names = ", ".join(f"`{Path(file).name}`" for file in files) or "none"
-    return f"{names} | {read.samples} | {read.tokens} | {len(read.skipped)}"
+    return f"{names} | {read.samples} | {read.tokens}"
 
 
 def _loss_table(report: FinetuneReport) -> str:

@@ -197,18 +197,12 @@ class TestBadData:
         assert f"{file}, line 3: " in str(caught.value)
         assert expected in str(caught.value)
 
-    def test_bad_lines_can_be_skipped_and_are_listed(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        good = [json.dumps(record).encode() for record in RECORDS.values()]
+    def test_samples_and_tokens_are_counted(self, tmp_path: Path) -> None:
         file, report = tmp_path / "data.jsonl", DataReport()
-        file.write_bytes(b"\n".join([*good, *(line for line, _ in BAD_LINES.values()), *good]))
-        encoder = SampleEncoder(tiny_tokenizer(), max_tokens=800)
-        found = list(read_samples([file], encoder, on_error="skip", report=report))
-        assert (len(found), report.samples, len(report.skipped)) == (6, 6, len(BAD_LINES))
+        file.write_text("".join(json.dumps(record) + "\n" for record in RECORDS.values()))
+        found = list(read_samples([file], SampleEncoder(tiny_tokenizer()), report))
+        assert report.samples == len(found) == len(RECORDS)
         assert report.tokens == sum(len(sample.input_ids) for sample in found)
-        assert report.skipped[0].startswith(f"{file}, line 4: ")
-        assert f"left out {len(BAD_LINES)} bad lines" in caplog.text
 
     def test_a_conversation_that_the_chat_template_refuses_is_a_bad_line(
         self, tmp_path: Path
@@ -218,13 +212,10 @@ class TestBadData:
         tokenizer.chat_template = refusal + str(tokenizer.chat_template)
         refused = {"messages": [{"role": "assistant", "content": "Hello."}, *MESSAGES["messages"]]}
         asked = {"messages": [m for m in MESSAGES["messages"] if m["role"] != "system"]}
-        file, report = tmp_path / "data.jsonl", DataReport()
-        file.write_text("".join(json.dumps(r) + "\n" for r in (asked, refused, asked)))
-        encoder = SampleEncoder(tokenizer)
+        file = tmp_path / "data.jsonl"
+        file.write_text("".join(json.dumps(r) + "\n" for r in (asked, refused)))
         with pytest.raises(DataError, match="line 2: the chat template refuses"):
-            list(read_samples([file], encoder))
-        list(read_samples([file], encoder, on_error="skip", report=report))
-        assert (report.samples, len(report.skipped)) == (2, 1)
+            list(read_samples([file], SampleEncoder(tokenizer)))
 
     def test_messages_without_a_chat_template_are_reported(self) -> None:
         with pytest.raises(DataError, match="no chat template"):
